@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from llamarl.config import RunConfig
 from llamarl.controller.buffer import RolloutBuffer
 from llamarl.controller.evaluation import HeldOutSet
-from llamarl.data.sampler import MixtureSampler, PromptSampler, Sampler, fingerprint
+from llamarl.data.sampler import MixtureSampler, PromptOrder, PromptSampler, fingerprint
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.events import Flow
 from llamarl.training.packing import is_flat
@@ -42,7 +42,7 @@ def data_fingerprint(prompts: Sequence[Prompt]) -> int:
     return fingerprint((f"{one.prompt_id}\0{one.answer}", one.token_ids_T) for one in prompts)
 
 
-def sampler_of(prompts: Sequence[Prompt], config: RunConfig) -> Sampler:
+def sampler_of(prompts: Sequence[Prompt], config: RunConfig) -> PromptOrder:
     """The order in which prompts are drawn, which stand source by source; those without a source are one."""
     sources = dict[str, list[Prompt]]()
     for prompt in prompts:

@@ -96,8 +96,7 @@ def load_prompts(
         label: of the source in a mixture, which then stands before the names of its rows.
 
     Raises:
-        ConfigError: the source or the template is wrong, a prompt is overlong under `refuse`, every prompt is, or
-            `data.filter` cannot be used or leaves none.
+        ConfigError: source, template or filter is wrong, a prompt is overlong under `refuse`, or no prompt is left.
     """
     ref = config.train if which == "train" else config.eval
     if ref is None:
@@ -116,33 +115,36 @@ def load_prompts(
     limit = min(config.max_prompt_tokens, context_tokens - 1)
     fitting, prompts = list[ProblemRow](), list[Prompt]()
     for row, text, token_ids_T in zip(rows, texts, token_ids, strict=True):
-        if len(token_ids_T) == 0:
-            raise ConfigError(f"data.{which}: the prompt of row {row.problem_id!r} has no tokens; check data.template")
-        if len(token_ids_T) <= limit:
+        if _fits(row, token_ids_T, limit, config, f"data.{which}"):
             fitting.append(row)
             prompts.append(_prompt(row, text, token_ids_T, label))
-        elif config.overlong_prompts == "refuse":
-            raise ConfigError(
-                f"data.{which}: the prompt of row {row.problem_id!r} has {len(token_ids_T)} tokens and at most {limit} "
-                "fit; raise data.max_prompt_tokens (below the model's context) or set data.overlong_prompts = 'skip'"
-            )
     if not prompts:
         raise ConfigError(
             f"data.{which}: each of the {len(rows)} prompts has more than {limit} tokens; raise data.max_prompt_tokens "
             f"(it is {config.max_prompt_tokens}, the model's context {context_tokens})"
         )
-    warnings = left_out(source, f"data.{which}")
+    warnings, note = left_out(source, f"data.{which}"), ""
     if num_overlong := len(rows) - len(prompts):
         fix = f"data.max_prompt_tokens = {config.max_prompt_tokens}"
         warnings.append(f"data.{which}: {num_overlong} prompts are too long and were skipped ({fix})")
-    note = ""
     if config.filter and which == "train":
-        keeps, said = kept(fitting, config.filter)
+        keeps, note = kept(fitting, config.filter)
         prompts, fitting = list(compress(prompts, keeps)), list(compress(fitting, keeps))
-        note = said
     return PromptSet(
         prompts=tuple(prompts), rows=tuple(fitting), num_overlong=num_overlong, warnings=tuple(warnings), note=note
     )  # fmt: skip
+
+
+def _fits(row: ProblemRow, token_ids_T: np.ndarray, limit: int, config: DataConfig, option: str) -> bool:
+    """Whether a prompt is short enough. Raises ConfigError: it is not under `refuse`, or has no tokens."""
+    if len(token_ids_T) == 0:
+        raise ConfigError(f"{option}: the prompt of row {row.problem_id!r} has no tokens; check data.template")
+    if len(token_ids_T) > limit and config.overlong_prompts == "refuse":
+        raise ConfigError(
+            f"{option}: the prompt of row {row.problem_id!r} has {len(token_ids_T)} tokens and at most {limit} "
+            "fit; raise data.max_prompt_tokens (below the model's context) or set data.overlong_prompts = 'skip'"
+        )
+    return len(token_ids_T) <= limit
 
 
 def left_out(source: ProblemSource, option: str) -> list[str]:

@@ -16,7 +16,7 @@ SamplerState = dict[str, Any]
 """Plain JSON."""
 
 
-class Sampler(Protocol):
+class PromptOrder(Protocol):
     """Draws indices of prompts, without end."""
 
     def next(self) -> int: ...

@@ -96,7 +96,7 @@ class ControllerState(TypedDict):
     step: int
     """Completed optimizer steps."""
     sampler: dict[str, Any]
-    """`Sampler.state`."""
+    """`PromptOrder.state`."""
     next_group_id: int
     unconsumed: list[tuple[int, int]]
     """Group id and prompt index of each group that was admitted and not trained on."""

@@ -87,7 +87,7 @@ def measured_rates(
 
 
 def _rates(groups: Sequence[RolloutGroup], rows: Sequence[ProblemRow]) -> Iterator[dict[str, Any]]:
-    """Right and judged responses of each problem; what nobody could judge counts neither way. `rows` may go on after
+    """Rows of how often each problem was solved; what nobody could judge counts neither way. `rows` may go on after
     them."""
     for group, row in zip(groups, rows, strict=False):
         num_right, num_judged = judged(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,23 @@ def test_responses_are_decoded_without_special_tokens(model: Path) -> None:
         [("4", 1.0), ("five", 0.0)],
         [("4", 1.0)],
     ]
+    executor.close()
+
+
+def test_each_source_is_judged_by_its_own_rewards(model: Path) -> None:
+    """In one call, in any order; one whose grader answers nonsense costs the others nothing."""
+    parts = {"a": "exact", "b": {"name": "tests.executors.rewards:Careless", "how": "text"}}
+    own = {label: RewardConfig.model_validate({"parts": [part]}) for label, part in parts.items()}
+    even = RewardConfig.model_validate({"parts": ["tests.executors.rewards:EvenLength"]})
+    executor, tokenizer = RewardExecutor(str(model), even, own), Tokenizer(model)
+    prompt, rollouts = group(tokenizer, "4", "44")
+    sources = ["b", "", "a", "c", "b"]
+    scored = executor.score([(replace(prompt, source=source), rollouts) for source in sources])
+    found = [[(one.response, one.result.outcome, one.result.value) for one in answers] for answers in scored]
+    unjudged = [("4", Outcome.INVALID, 0.0), ("44", Outcome.INVALID, 0.0)]
+    even_length = [("4", Outcome.SCORE, 0.0), ("44", Outcome.SCORE, 1.0)]
+    exact = [("4", Outcome.SCORE, 1.0), ("44", Outcome.WRONG, 0.0)]
+    assert found == [unjudged, even_length, exact, even_length, unjudged]
     executor.close()
 
 

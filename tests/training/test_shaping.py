@@ -21,6 +21,15 @@ def shaping(**settings: object) -> Shaping:
     return Shaping(ShapingConfig(**settings), 10)
 
 
+def test_penalties_count_with_the_limit_of_the_source(group: RolloutGroup) -> None:
+    """Responses of 2, 8 and 10 tokens of at most 20."""
+    limits = {"long": 20}
+    costly = Shaping(ShapingConfig(length_penalty=1.0, overlong_penalty=1.0), 10, None, limits)
+    of_source = replace(group, prompt=replace(group.prompt, source="long"))
+    np.testing.assert_allclose(costly.rewards(of_source).rewards_G, [-0.1, 1 - 0.4, 2 - 0.5], rtol=1e-12)
+    np.testing.assert_allclose(costly.rewards(group).rewards_G, [-0.2, 1 - 0.8, 2 - 1 - 1], rtol=1e-12)
+
+
 @pytest.fixture
 def group(make_group) -> RolloutGroup:
     """Rewards 0, 1, 2 for responses of 2, 8 and 10 of 10 tokens."""

@@ -42,9 +42,10 @@ def spec(config: RunConfig, place: Sequence[HostShare] = ()) -> ExecutorSpec:
         target = f"{folder}.gateway:GatewayExecutor"
         return executor_spec("environment", target, 1, place=place, model_path=path, config=rollout, **common)
     own = {
-        label: (one.rollout.environment, one.data.template_arguments)
-        for label, one in config.by_source.items()
-        if label and one.rollout.environment
+        source.label: (one.rollout.environment, one.data.template_arguments)
+        for source in config.data.sources
+        for one in [config.of(source)]
+        if one.rollout.environment and (source.environment or source.template_arguments is not None)
     }
     return executor_spec(
         "environment", f"{folder}.environment:EnvironmentExecutor", 1, place=place, model_path=path,

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
 from llamarl.observability.formats import number, percent, plain
-from llamarl.observability.metrics import accuracy_error, held_out, unjudged
+from llamarl.observability.metrics import SOURCES, accuracy_error, held_out, unjudged
 from llamarl.parts.page.run_data import RunData
 
 PART = 0.2
@@ -22,6 +22,8 @@ BEST_ERRORS, LOST_SHARE = 4.0, 0.5
 gone for it to be lost."""
 SHRUNK_SHARE = 0.5
 """Share of the first responses' length below which that is said. It is no fraud: brevity may be what was asked for."""
+FLAT_SHARE = 0.95
+"""Share of a source's groups with equal rewards from which on it teaches nothing."""
 MISMATCH_KL, TRUNCATED_SHARE, INVALID_SHARE, IDLE_SHARE = 0.05, 0.2, 0.05, 0.5
 COLLAPSED_SHARE, COLLAPSED_NATS = 0.2, 0.05
 """Share of the first entropy, and nats per token, below which little is left to explore."""
@@ -277,9 +279,23 @@ def _wrong(data: RunData) -> Iterator[Claim]:
     if invalid and max(invalid.first, invalid.last) > INVALID_SHARE:
         text = f"{percent(max(invalid.first, invalid.last))} of the rewards are invalid"
         yield Claim(text=text, chart="truncated", level="bad")
+    yield from _sources(data)
     gradient = last("grad_norm")
     if gradient and gradient.last > GRADIENT_GROWTH * gradient.first > 0:
         text = f"gradient norm grew from {number(gradient.first)} to {number(gradient.last)}"
         yield Claim(text=text, chart="grad", level="bad")
     if num := sum(kind == "warning" for kind, _, _ in data.texts):
         yield Claim(text=f"{num} warning{'s' if num > 1 else ''}", chart="messages")
+
+
+def _sources(data: RunData) -> Iterator[Claim]:
+    """Claims about sources of a mixture that teach nothing, or cannot be judged."""
+    for name, column in data.columns.items():
+        key, _, label = name.removeprefix("extra.").partition(".")
+        found = ends(column) if key in (f"{SOURCES}flat", f"{SOURCES}invalid") else None
+        if found and key == f"{SOURCES}flat" and found.last > FLAT_SHARE:
+            text = f"source {label} teaches nothing: {percent(found.last)} of its groups have equal rewards"
+            yield Claim(text=text, chart="source-flat", level="bad")
+        elif found and key == f"{SOURCES}invalid" and max(found.first, found.last) > INVALID_SHARE:
+            text = f"{percent(max(found.first, found.last))} of the rewards of source {label} are invalid"
+            yield Claim(text=text, chart="source-faults", level="bad")

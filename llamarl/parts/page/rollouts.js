@@ -33,11 +33,11 @@ async function find(event) {
   const text = wanted.prompt.toLowerCase();
   looked.rows = (found?.rows || []).filter((one) => inBounds(wanted.step, one.step) && inBounds(wanted.reward, one.reward)
     && inBounds(wanted.tokens, one.token_ids.length) && inBounds(wanted.staleness, one.staleness)
-    && (!wanted.outcome || one.outcome === wanted.outcome) && String(one.prompt).toLowerCase().includes(text));
+    && (!wanted.outcome || one.outcome === wanted.outcome) && `${one.source || ""} ${one.prompt}`.toLowerCase().includes(text));
   if (page.live) looked.rows.sort((one, other) => other.step - one.step || other.group_id - one.group_id || one.index - other.index);
   byId("said").textContent = `${looked.rows.length} fit${looked.rows.length > 400 ? ", the first 400 are listed" : ""}; in this page: ${found?.said || "none"}.`;
   const rows = looked.rows.slice(0, 400).map((one, index) => chosenRow(
-    [one.step, one.group_id, one.reward, one.advantage, one.token_ids.length, one.staleness, one.outcome, short(one.prompt, 60)],
+    [one.step, one.group_id, one.reward, one.advantage, one.token_ids.length, one.staleness, one.outcome, short(one.source ? `${one.source}: ${one.prompt}` : one.prompt, 60)],
     !index, () => show(index), { "aria-selected": "false" }));
   byId("list").replaceChildren(table(["step", "group", "reward", "advantage", "tokens", "staleness", "outcome", "prompt"], rows));
   if (looked.rows.length) show(0);

@@ -107,7 +107,7 @@ class Rollouts:
         """The newest that fit, and how many were looked at.
 
         Args:
-            wanted: `step`, `reward`, `tokens`, `staleness` as `3` or `3..7`, an `outcome`, a part of the `prompt`.
+            wanted: `step`, `reward`, `tokens`, `staleness` as `3` or `3..7`, `outcome`, a part of source or `prompt`.
         """
         ranges = {name: bounds(wanted.get(name, "")) for name in _FIELDS if wanted.get(name)}
         outcome, text = wanted.get("outcome", ""), wanted.get("prompt", "").lower()
@@ -121,7 +121,7 @@ class Rollouts:
                 if fits and (not outcome or self._known[self._outcomes[n]] == outcome):
                     places.append(RowOffset(*self._places[2 * n : 2 * n + 2]))
             read = sorted(self._read(places), key=lambda row: row["step"])
-            rows = [row for row in read if text in str(row.get("prompt", "")).lower()]
+            rows = [row for row in read if text in f"{row.get('source', '')} {row.get('prompt', '')}".lower()]
             found = rows[-(NUM_FOUND - len(found)) :] + found
         said = f"the newest {len(found)} that fit, of {looked:,} looked at; there are {len(self):,}"
         said = said if len(self) else what_lacks(self._folder, self._done, (), self._steps.faults)

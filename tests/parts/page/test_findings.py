@@ -66,6 +66,25 @@ class TestClaims:
         write_rows(folder / "metrics.jsonl", rows)
         assert chart in {claim["chart"] for claim in findings(read(folder)) if claim["level"] == "bad"}
 
+    @pytest.mark.parametrize(
+        ("metric", "fine", "bad", "text", "chart"),
+        [
+            ("flat", 0.9, 0.99, "source svamp teaches nothing: 99% of its groups have equal rewards", "source-flat"),
+            ("invalid", 0.01, 0.3, "30% of the rewards of source svamp are invalid", "source-faults"),
+        ],
+    )
+    def test_a_source_that_teaches_nothing_is_named(
+        self, tmp_path: Path, metric: str, fine: float, bad: float, text: str, chart: str
+    ) -> None:
+        folder = make_run(tmp_path / "made", steps=0, end=None)
+        names = {f"extra.source_{metric}.gsm8k": fine, f"extra.source_{metric}.svamp": fine}
+        write_rows(folder / "metrics.jsonl", [step_row(step, **names) for step in range(1, 21)])
+        assert not any("source" in one for one in claims(folder))
+        names |= {f"extra.source_{metric}.svamp": bad}
+        write_rows(folder / "metrics.jsonl", [step_row(step, **names) for step in range(21, 41)])
+        assert claims(folder)[text] == chart
+        assert not any("gsm8k" in one for one in claims(folder))
+
     def test_the_bound_itself_may_be_reached(self, tmp_path: Path) -> None:
         assert not any(
             "bound" in text and "stale" in text for text in claims(make_run(tmp_path / "a", staleness_max=2))

@@ -48,24 +48,24 @@ class EnvironmentExecutor(Executor):
         self._changed = threading.Condition()
         self._replies = list[Replied]()
         self._asked: Future[list[Replied]] | None = None
-        worlds = ({"": (config, arguments)} if config else {}) | dict(of_sources)
-        self._worlds = {
-            label: World(Tokenizer(model_path, given, today), ref, self._replied)
-            for label, (ref, given) in worlds.items()
+        wanted = ({"": (config, arguments)} if config else {}) | dict(of_sources)
+        self._open = {
+            label: OpenEnvironment(Tokenizer(model_path, given, today), ref, self._replied)
+            for label, (ref, given) in wanted.items()
         }
 
     def submit(self, episodes: Sequence[OpenTurn]) -> None:
         """Queues episodes whose last turn wants a reply."""
-        of_worlds = dict[str, list[OpenTurn]]()
+        of_open = dict[str, list[OpenTurn]]()
         for one in episodes:
-            of_worlds.setdefault(one.prompt.source if one.prompt.source in self._worlds else "", []).append(one)
-        for label, own in of_worlds.items():
-            self._worlds[label].ask(own)
+            of_open.setdefault(one.prompt.source if one.prompt.source in self._open else "", []).append(one)
+        for label, own in of_open.items():
+            self._open[label].ask(own)
 
     def leave(self, episodes: Sequence[tuple[int, int]]) -> None:
         """Nobody goes on with these episodes, by group and index: their state is closed."""
-        for world in self._worlds.values():  # which know their own by name
-            world.crew.leave([_name(*episode) for episode in episodes])
+        for one in self._open.values():  # which know their own by name
+            one.crew.leave([_name(*episode) for episode in episodes])
 
     def collect(self) -> Future[list[Replied]]:
         """The next replies, as soon as there are some."""
@@ -76,8 +76,8 @@ class EnvironmentExecutor(Executor):
         return reply
 
     def close(self) -> None:
-        for world in self._worlds.values():
-            world.crew.close()
+        for one in self._open.values():
+            one.crew.close()
 
     def _replied(self, replies: Sequence[Replied]) -> None:
         with self._changed:
@@ -95,7 +95,7 @@ class EnvironmentExecutor(Executor):
         asked.set_result(replies)
 
 
-class World:
+class OpenEnvironment:
     """One environment with its workers, and the tokenizer that writes what it says."""
 
     def __init__(self, tokenizer: Tokenizer, config: Ref, replied: Callable[[Sequence[Replied]], None]) -> None:
