@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -84,7 +84,10 @@ def main(arguments: Sequence[str]) -> int:
         write_output(Path(options.output), "".join(json.dumps(row) + "\n" for row in response_rows(results)))
     if options.rates:
         write_output(Path(options.rates), "".join(rates))
-        print(f"{options.rates}: {_spread(results[0])}", file=sys.stderr if options.json else sys.stdout)
+        print(
+            f"{options.rates}: {_spread([json.loads(line) for line in rates[1:]])}",
+            file=sys.stderr if options.json else sys.stdout,
+        )
     return 0
 
 
@@ -136,13 +139,13 @@ def _tell(options: argparse.Namespace, results: Sequence[EvalResult], others: Se
         print(f"{options.model} minus {options.against}: {one}")
 
 
-def _spread(result: EvalResult) -> str:
-    """Text: how many problems teach something."""
-    right = [(sum(one.is_right for one in group.results), len(group.results)) for group in result.groups]
-    never, always = sum(not num for num, _ in right), sum(num == of for num, of in right)
-    return (
-        f"{len(right):,} problems, {never:,} never solved, {always:,} always, {len(right) - never - always:,} between"
-    )
+def _spread(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Text: how many problems were solved never, always, and now and then, and how many nobody could judge."""
+    judged = [(row["right"], row["samples"]) for row in rows if row["samples"]]
+    never, always = sum(not right for right, _ in judged), sum(right == samples for right, samples in judged)
+    unjudged = f", {len(rows) - len(judged):,} that could not be judged" if len(judged) < len(rows) else ""
+    between = len(judged) - never - always
+    return f"{len(rows):,} problems: {never:,} never solved, {always:,} always, {between:,} in between{unjudged}"
 
 
 def _reader(path: str) -> str:

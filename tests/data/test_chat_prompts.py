@@ -204,6 +204,26 @@ def test_a_run_keeps_the_template_and_the_day_that_it_began_with(make_tokenizer:
 
 
 @pytest.mark.usefixtures("_today")
+def test_sources_of_both_kinds_of_template(make_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
+    """The day is kept for those that are chats; what is for chats is refused of the others, unless they say no."""
+    dated, ref = make_tokenizer(chat_template=DATED), config_of(tmp_path, ROW).train.model_dump()
+    sources = [ref | {"label": "a", "template": "auto"}, ref | {"label": "b", "template": "Q: {question}"}]
+    config = config_of(tmp_path, ROW, train=sources, template="{question}")
+    began = settled_data(config, dated)
+    assert (began.template, began.date) == ("{question}", "2026-03-01")
+    assert [source.template for source in began.sources] == ["chat", "Q: {question}"]
+    later = settled_data(config, dated, began.model_copy(update={"date": "2024-07-06"}))
+    assert later.date == "2024-07-06"
+    found = [texts(later.of(source), dated) for source in later.sources]
+    assert found == [["06 Jul 2024<user>1+1?<assistant>"], ["Q: 1+1?"]]
+    spoken = later.model_copy(update={"system": "Be brief."})
+    assert texts(spoken.of(spoken.sources[0]), dated) == ["06 Jul 2024<system>Be brief.<user>1+1?<assistant>"]
+    with pytest.raises(ConfigError, match=r"data\.system = 'Be brief\.' is for chat templates"):
+        texts(spoken.of(spoken.sources[1]), dated)
+    assert texts(spoken.of(spoken.sources[1].model_copy(update={"system": ""})), dated) == ["Q: 1+1?"]
+
+
+@pytest.mark.usefixtures("_today")
 def test_a_run_that_goes_on_asks_its_own_record(make_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
     data = config_of(tmp_path, ROW).model_dump(exclude_none=True)
     chat = make_tokenizer(chat_template=DATED)

@@ -22,10 +22,11 @@ SHOWN = [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", PAGE
 @pytest.mark.parametrize("settings", SHOWN)
 def test_settings_load(settings: dict[str, Any]) -> None:
     config = settled({"model": {"path": "x"}} | settings).data
-    for ref in filter(None, (config.train, config.eval)):
+    train = [source.source for source in config.sources] or [config.train]
+    for ref in filter(None, (*train, config.eval)):
         build(ref, SOURCES, "data.train")
 
 
 def test_all_suffixes_are_there() -> None:
-    assert len(SHOWN) == 3
+    assert len(SHOWN) == 4
     assert set(re.findall(r"`(\.[a-z]+)`", PAGE)) - {".gz"} == READERS.keys()

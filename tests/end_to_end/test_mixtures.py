@@ -160,6 +160,7 @@ def test_pass_rates_are_measured_and_chosen_by(tmp_path: Path, mixture: Path, mo
     rates, where = tmp_path / "rates.jsonl", "--data.filter"
     measured = llamarl_here("eval", model, "--config", mixture, "--rates", rates, "--eval.samples", 4)
     assert measured.returncode == 0, measured.stderr
+    assert f"{rates}: 49 problems: " in measured.stdout and " in between" in measured.stdout
     head, *found = rows(rates)
     assert head["kind"] == "pass rates" and (head["model"], head["samples"]) == (str(model), 4)
     assert Counter(row["source"] for row in found) == {"sums": 40, "list_functions": 9}

@@ -64,6 +64,19 @@ def test_data_keep_the_commit_of_a_name_however_it_is_written(
     assert record_of(config, pinned)[f"datasets/{key}"] == {"commit": commit}
 
 
+def test_each_source_of_a_mixture_keeps_its_commit(hub: HubServer, given: dict[str, Any]) -> None:
+    commit = add_sums(hub, 42)
+    other = hub.add("me/more", {"train.jsonl": b'{"question": "q", "answer": "1"}'}, kind="dataset")
+    train = ["running_total", {"name": "hub", "path": "me/sums"}, {"name": "hub", "path": "me/more", "weight": 2}]
+    config = load_config(given | {"data": {"train": train}})
+    folder = begun(config)
+    assert commits_of(folder.path) == {"datasets/me/sums": commit, "datasets/me/more": other}
+    add_sums(hub, 44)
+    pinned = resolved(config, run=folder.path)
+    assert [one.source.options.get("revision") for one in pinned.data.sources] == [None, commit, other]
+    assert [one.label for one in pinned.data.sources] == ["running_total", "sums", "more"]
+
+
 def test_a_name_that_comes_at_resume_is_on_record_from_then_on(hub: HubServer, given: dict[str, Any]) -> None:
     data: dict[str, Any] = {"train": "running_total"}
     folder = begun(load_config(given | {"data": data}))

@@ -170,6 +170,17 @@ def test_sentences(there: float, text: str) -> None:
     assert text in found
 
 
+def test_the_longest_sequence_is_that_of_any_source() -> None:
+    """Prompt and response together: of one source the response is longer, of another the prompt."""
+    sources = [
+        {"name": "running_total", "max_new_tokens": 1100},
+        {"name": "list_functions", "max_prompt_tokens": 1000, "max_new_tokens": 700},
+    ]
+    assert fit.longest(run_of(), SHAPE) == (512, 1024)
+    assert fit.longest(run_of(data={"train": sources}), SHAPE) == (1000, 700)
+    assert fit.longest(run_of(data={"train": sources[:1]}), SHAPE) == (512, 1100)
+
+
 def test_a_longest_sequence_still_fits_a_smaller_microbatch() -> None:
     options = dict(fit.levers(run_of(), SHAPE))
     assert options["trainer.microbatch_tokens"] == [8192, 4096, 2048, 1536]

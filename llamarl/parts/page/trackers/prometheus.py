@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from llamarl.net.entrance import PROOF_S, Entrance, Proved, listen
+from llamarl.observability.metrics import SOURCES
 from llamarl.observability.sinks import Subject
 from llamarl.parts.page.trackers._base import Tracker
 
@@ -18,7 +19,7 @@ UNITS = (("_per_s", "_per_second"), ("_s", "_seconds"), ("_share", "_ratio"))
 
 
 class Prometheus(Tracker):
-    """Gauges `llamarl_NAME{run=..., executor=...}`, and the counter of steps."""
+    """Gauges `llamarl_NAME{run=..., executor=...}`, or `source=...`, and the counter of steps."""
 
     PACKAGE: ClassVar[str] = "prometheus_client"
 
@@ -68,6 +69,7 @@ def exposed(key: str) -> tuple[str, dict[str, str]]:
         if name.endswith(ending):
             name = name.removesuffix(ending) + unit
             break
-    labels = {"set": named, "k" if is_eval else "executor": part}
+    kind = "k" if is_eval else "source" if own.startswith(SOURCES) else "executor"
+    labels = {"set": named, kind: part}
     prefix = "llamarl_eval_" if is_eval else "llamarl_"
     return prefix + re.sub(r"\W", "_", name), {label: value for label, value in labels.items() if value}

@@ -1,0 +1,84 @@
+"""Pass rates: who is known by what, which bounds count, and what a file may not say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamarl.config import ConfigError
+from llamarl.config.data import FilterConfig
+from llamarl.data.rates import digest, kept, rate_rows, read_rates
+from llamarl.data.sources import ProblemRow
+
+ROWS = [ProblemRow(problem_id=f"r{n}", question=f"{n}+1?", answer=str(n + 1)) for n in range(5)]
+
+
+def write(path: Path, rights: dict[int, int], samples: int = 8) -> str:
+    rows = [{"right": right, "samples": samples, "problem": digest(ROWS[n])} for n, right in rights.items()]
+    path.write_text("".join(rate_rows({"model": "m"}, rows)))
+    return str(path)
+
+
+def test_a_problem_is_known_by_question_and_answer_alone() -> None:
+    one = ProblemRow(problem_id="a", question="q", answer="1", metadata={"level": 3})
+    assert digest(one) == digest(ProblemRow(problem_id="b", question="q", answer="1"))
+    talk = ({"role": "user", "content": "q"},)
+    others = [
+        ProblemRow(problem_id="a", question="q", answer="2"),
+        ProblemRow(problem_id="a", question="q ", answer="1"),
+        ProblemRow(problem_id="a", question="q", answer="1", messages=talk),
+        ProblemRow(problem_id="a", question="q", answer="1", messages=({"role": "system", "content": "s"}, *talk)),
+    ]
+    assert len({digest(row) for row in (one, *others)}) == 5
+
+
+def test_both_bounds_are_kept_and_what_is_left_out_is_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "rates.jsonl", {0: 0, 1: 2, 2: 6, 3: 7, 4: 8})
+    keeps, said = kept(ROWS, FilterConfig(path=path, min=0.25, max=0.75))
+    assert keeps == [False, True, True, False, False]
+    assert said == (
+        f"data.filter = {path}: 2 of 5 prompts are kept; left out: 1 solved less often than 0.25, 2 more often than "
+        "0.75"
+    )
+    assert kept(ROWS, FilterConfig(path=path, min=0, max=1)) == ([True] * 5, "")
+    assert kept(ROWS, FilterConfig(path=path))[0] == [False, True, True, True, False], "never and always, by default"
+
+
+def test_measured_twice_counts_together(tmp_path: Path) -> None:
+    path = tmp_path / "rates.jsonl"
+    first, second = write(path, {0: 8}), json.dumps({"right": 0, "samples": 24, "problem": digest(ROWS[0])})
+    path.write_text(Path(first).read_text() + second + "\n")
+    assert read_rates(str(path)) == {digest(ROWS[0]): 0.25}
+
+
+def test_what_nobody_could_judge_is_not_measured(tmp_path: Path) -> None:
+    assert read_rates(write(tmp_path / "rates.jsonl", {0: 0}, samples=0)) == {}
+
+
+@pytest.mark.parametrize(("unmeasured", "keeps"), [("keep", [True, True]), ("skip", [True, False])])
+def test_what_was_not_measured(tmp_path: Path, unmeasured: Any, keeps: list[bool]) -> None:
+    path = write(tmp_path / "rates.jsonl", {0: 4})
+    found, said = kept(ROWS[:2], FilterConfig(path=path, unmeasured=unmeasured))
+    assert found == keeps and said.endswith("left out: 1 not measured") == (unmeasured == "skip")
+    with pytest.raises(ConfigError, match=r"lacks 1 of 2 problems, such as 'r1'; measure them by `llamarl eval"):
+        kept(ROWS[:2], FilterConfig(path=path))
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"question": "a row of data"}'], "rates.jsonl:1: the file holds no pass rates"),
+        (['{"kind": "pass rates"}', '{"right": 1, "samples": 2}'], "rates.jsonl:2: a row has `problem`, `right` and"),
+        (['{"kind": "pass rates"}', '{"problem": "x", "right": "a", "samples": 2}'], "rates.jsonl:2: a row has"),
+        (['{"kind": "pass rates"}', '{"problem": "x", "right": 3, "samples": 2}'], "3 right of 2 samples"),
+        ([], "rates.jsonl:1: the file is empty"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(tmp_path: Path, lines: list[str], message: str) -> None:
+    (path := tmp_path / "rates.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    with pytest.raises(ConfigError) as error:
+        read_rates(str(path))
+    assert message in str(error.value)
