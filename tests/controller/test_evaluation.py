@@ -24,7 +24,7 @@ from llamarl.observability.intervals import wilson
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.screen import eval_facts
 from llamarl.types import OBSERVED, FinishReason, RewardResult, Rollout, SamplingParams
-from tests.controller.fakes import Run, config, held_out, prompts
+from tests.controller.fakes import Run, config, held_out, kills, prompts
 from tests.executors.ledger import RIGHT, UNJUDGED, WRONG, Generator, Reward
 
 
@@ -191,3 +191,20 @@ def test_a_set_keeps_its_own_limit_and_temperature(tmp_path: Path) -> None:
     assert {name: (one.max_new_tokens, one.temperature) for name, one in asyncio.run(sampled()).items()} == {
         "greedy": (256, 0.0), "sampled": (5, 1.0), "often": (256, 0.0),
     }  # fmt: skip
+
+
+def test_sets_outlive_a_generator(tmp_path: Path) -> None:
+    """What it owed is asked for again, with the same ids; each set has all of its answers."""
+    cluster = {"on_failure": {"generator": "drop"}, "max_restarts": 9}
+
+    def slow_if_held_out(group_id: int, index: int) -> float:
+        return 4.0 if group_id >= FIRST_EVAL_ID else 1.0
+
+    settings = sets_of(tmp_path, cluster=cluster, steps=9)
+    generators = [Generator(duration_s=slow_if_held_out) for _ in range(2)]
+    run = Run(settings, tmp_path, generators, num_eval=9).train(strike=kills(("generator-1", 7.0)))
+    assert len(run.evals) == 8 + 4 + 2
+    wanted = {"greedy": (3, 1), "sampled": (2, 4), "often": (3, 1)}
+    assert all((row["num_prompts"], row["k"]) == wanted[row["name"]] for row in run.evals)
+    assert any("generator-1" in text for text in run.warnings), "nobody died"
+    assert not run.complaints
