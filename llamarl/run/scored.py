@@ -36,7 +36,7 @@ def completed(settings: Mapping[str, Any], settle: Callable[[dict[str, Any]], Ru
     settings, plain = dict(settings), _without(settings, EvalConfig.model_fields)
     config = settle(plain)
     said = config.eval.model_fields_set - (set() if config.eval.max_prompts < EVERY_PROMPT else {"max_prompts"})
-    settings = _without(settings, said | ({"temperature"} if "samples" in said else set()))
+    settings = _without(settings, said)
     if config.eval.samples > 1:  # greedy ones are all the same
         settings["eval"] = {"temperature": 1.0} | settings["eval"]
     if config.generator.replicas * config.generator.tensor_parallel == 1:
@@ -45,10 +45,15 @@ def completed(settings: Mapping[str, Any], settle: Callable[[dict[str, Any]], Ru
 
 
 def _without(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Tables in which sets of held-out problems do not settle these of `eval` themselves."""
+    """Tables in which sets of held-out problems do not settle these of `eval` themselves; where others say how many
+    samples there are, nor that they are greedy."""
+
+    def stays(name: str, value: object) -> bool:
+        return name not in names and not ("samples" in names and name == "temperature" and value == 0)
+
     data = dict(settings["data"])
     if isinstance(sets := data.get("eval"), list):
-        data["eval"] = [{name: value for name, value in one.items() if name not in names} for one in sets]
+        data["eval"] = [{name: value for name, value in one.items() if stays(name, value)} for one in sets]
     return dict(settings) | {"data": data}
 
 
