@@ -71,8 +71,12 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--rates measures all of data.train, by one model; leave --{unfit[0]} out")
     try:
         with redirect_stdout(sys.stderr) if options.json else nullcontext():  # which executors write to, too
-            results, rates = _evaluated(options, options.model)
-            others, _ = _evaluated(options, options.against) if options.against else ([], [])
+            models = [options.model, *filter(None, [options.against])]
+            configs = [
+                _ready(options, model) for model in models
+            ]  # a mistake in the other one shows before the first runs
+            (results, rates), *more = [_evaluated(options, config) for config in configs]
+            others = more[0][0] if more else []
     except Interrupted as error:
         print(f"llamarl eval: {error}", file=sys.stderr)
         return INTERRUPTED
@@ -91,10 +95,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _evaluated(options: argparse.Namespace, model: str) -> tuple[list[EvalResult], list[str]]:
-    """Results of all sets that are asked for, and lines of pass rates. Raises ConfigError, ExecutorError, Interrupted,
-    Stalled."""
-    from llamarl.run.evaluate import evaluate_checkpoint, measured_rates
+def _ready(options: argparse.Namespace, model: str) -> RunConfig:
+    """All settings of the evaluation of a model. Raises ConfigError."""
     from llamarl.run.held_out import check_names
     from llamarl.run.scored import ready
 
@@ -103,6 +105,14 @@ def _evaluated(options: argparse.Namespace, model: str) -> tuple[list[EvalResult
     delays = partial(told_of_delay, "eval")
     config = ready(_config(options, model, run, which), run, options.config, "llamarl eval", delays, which)
     check_names(config, options.only)
+    return config
+
+
+def _evaluated(options: argparse.Namespace, config: RunConfig) -> tuple[list[EvalResult], list[str]]:
+    """Results of all sets that are asked for, and lines of pass rates. Raises ConfigError, ExecutorError, Interrupted,
+    Stalled."""
+    from llamarl.run.evaluate import evaluate_checkpoint, measured_rates
+
     columns = (TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns) as bar, ExitStack() as preparing:
         preparing.enter_context(told_of_delay("eval"))

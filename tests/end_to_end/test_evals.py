@@ -158,6 +158,7 @@ def test_eval_repeats_the_end_of_the_run(tmp_path: Path, several: Path) -> None:
     for wrong, text in (
         (("--only", "nobody"), "--only nobody: data.eval has no such set; it has greedy, sampled, thirds"),
         (("--only", "greedy", "--rates", tmp_path / "rates"), "leave --only out"),
+        (("--against", tmp_path / "nowhere"), "nowhere"),
     ):
         done = llamarl_here(*command, *wrong)
         assert (done.returncode, done.stdout) == (2, "")
