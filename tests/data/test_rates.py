@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from llamarl.config import ConfigError
-from llamarl.config.data import FilterConfig
+from llamarl.config.data import DataConfig, FilterConfig
+from llamarl.data.prompts import load_prompts
 from llamarl.data.rates import digest, kept, rate_rows, read_rates
 from llamarl.data.sources import ProblemRow
+from llamarl.data.tokenizer import Tokenizer
 
 ROWS = [ProblemRow(problem_id=f"r{n}", question=f"{n}+1?", answer=str(n + 1)) for n in range(5)]
 
@@ -45,6 +47,18 @@ def test_both_bounds_are_kept_and_what_is_left_out_is_counted(tmp_path: Path) ->
     )
     assert kept(ROWS, FilterConfig(path=path, min=0, max=1)) == ([True] * 5, "")
     assert kept(ROWS, FilterConfig(path=path))[0] == [False, True, True, True, False], "never and always, by default"
+
+
+def test_held_out_prompts_are_all_asked(tmp_path: Path, base_tokenizer: Tokenizer) -> None:
+    (data := tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"question": row.question, "answer": row.answer}) + "\n" for row in ROWS)
+    )
+    source = {"name": "jsonl", "path": str(data)}
+    rates = {"path": write(tmp_path / "rates.jsonl", {0: 0, 1: 4, 2: 8, 3: 8, 4: 8})}
+    config = DataConfig.model_validate({"train": source, "eval": source, "filter": rates})
+    assert [one.answer for one in load_prompts(config, base_tokenizer, 99).prompts] == ["2"]
+    assert [row.answer for row in load_prompts(config, base_tokenizer, 99).rows] == ["2"]
+    assert len(load_prompts(config, base_tokenizer, 99, "eval").prompts) == 5
 
 
 def test_measured_twice_counts_together(tmp_path: Path) -> None:

@@ -158,7 +158,10 @@ def test_one_source_has_turns_and_the_other_has_none(tmp_path: Path, mixture: Pa
 
 def test_pass_rates_are_measured_and_chosen_by(tmp_path: Path, mixture: Path, model: Path) -> None:
     rates, where = tmp_path / "rates.jsonl", "--data.filter"
-    measured = llamarl_here("eval", model, "--config", mixture, "--rates", rates, "--eval.samples", 4)
+    (filtered := tmp_path / "filtered.toml").write_text(
+        f"{mixture.read_text()}[data]\nfilter = {{path = 'none yet'}}\n"
+    )
+    measured = llamarl_here("eval", model, "--config", filtered, "--rates", rates, "--eval.samples", 4)
     assert measured.returncode == 0, measured.stderr
     assert f"{rates}: 49 problems: " in measured.stdout and " in between" in measured.stdout
     head, *found = rows(rates)

@@ -46,6 +46,13 @@ def test_lines_one_per_step(info, make_view, make_metrics, make_eval):
     assert err.getvalue() == "warning: the disk is nearly full\n"
 
 
+def test_a_line_names_the_rewards_of_the_sources(info, make_view, make_metrics):
+    out = io.StringIO()
+    extra = {"source_reward.gsm8k": 0.25, "source_share.gsm8k": 0.75, "source_reward.svamp": 1.0}
+    LineScreen(info, out, io.StringIO()).show(make_view(1, metrics=make_metrics(1, extra=extra)))
+    assert "reward 0.624 (gsm8k 0.250, svamp 1.00)  solved" in out.getvalue()
+
+
 def test_a_closed_pipe_does_not_end_the_run(info, make_view):
     class Closed(io.StringIO):
         def write(self, text):

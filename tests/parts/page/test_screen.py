@@ -40,6 +40,13 @@ def test_fits_every_terminal(width, height, info, make_view, now_s):
             draw(board, width, height, now_s)
 
 
+def test_shows_the_rewards_of_the_sources(info, make_view, make_metrics, now_s):
+    extra = {"source_reward.gsm8k": 0.25, "source_reward.svamp": 1.0}
+    board = Board(info=info, started_s=now_s, view=make_view(metrics=make_metrics(1, extra=extra)))
+    assert re.search(r"sources +gsm8k 0\.250   svamp 1\.00", draw(board, 80, 30, now_s))
+    assert "sources" not in draw(Board(info=info, started_s=now_s, view=make_view()), 80, 30, now_s)
+
+
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (140, 40)])
 def test_shows_the_key_numbers(width, height, info, make_view, now_s):
     screen = draw(Board(info=info, started_s=now_s - 102, view=make_view()), width, height, now_s)
