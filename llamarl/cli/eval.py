@@ -71,10 +71,8 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--rates measures all of data.train, by one model; leave --{unfit[0]} out")
     try:
         with redirect_stdout(sys.stderr) if options.json else nullcontext():  # which executors write to, too
-            models = [options.model, *filter(None, [options.against])]
-            configs = [
-                _ready(options, model) for model in models
-            ]  # a mistake in the other one shows before the first runs
+            # A mistake in the other model shows before the first one is asked.
+            configs = [_ready(options, model) for model in (options.model, options.against) if model]
             (results, rates), *more = [_evaluated(options, config) for config in configs]
             others = more[0][0] if more else []
     except Interrupted as error:
@@ -88,10 +86,8 @@ def main(arguments: Sequence[str]) -> int:
         write_output(Path(options.output), "".join(json.dumps(row) + "\n" for row in response_rows(results)))
     if options.rates:
         write_output(Path(options.rates), "".join(rates))
-        print(
-            f"{options.rates}: {_spread([json.loads(line) for line in rates[1:]])}",
-            file=sys.stderr if options.json else sys.stdout,
-        )
+        spread = _spread([json.loads(line) for line in rates[1:]])
+        print(f"{options.rates}: {spread}", file=sys.stderr if options.json else sys.stdout)
     return 0
 
 
