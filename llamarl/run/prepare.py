@@ -6,20 +6,21 @@ import os
 import resource
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from llamarl.algorithms.advantages._base import GroupAdvantage
-from llamarl.config import ConfigError, RunConfig, build, load_config
+from llamarl.config import ConfigError, RunConfig, build, did_you_mean, load_config
 from llamarl.config.cluster import lack_of_monarch
+from llamarl.config.data import SourceConfig
 from llamarl.config.decoder import uneven_parts
-from llamarl.config.ref import part
+from llamarl.config.ref import class_of, part
 from llamarl.config.roles import CriticConfig
 from llamarl.config.trainer import ParallelismConfig
 from llamarl.controller.admission import Problems
-from llamarl.data.prompts import first_prompt, load_prompts, open_tokenizer, settled
+from llamarl.data.prompts import SOURCES, first_prompt, load_prompts, open_tokenizer, settled
 from llamarl.data.sources import ProblemRow
 from llamarl.data.tokenizer import check_vocabulary, ended_after
 from llamarl.hub.names import hub_name
@@ -79,6 +80,9 @@ def _check_parts(config: RunConfig) -> None:
             f"critic is set and not used, as trainer.advantage = {config.trainer.advantage.name!r} needs no values; "
             "use 'gae', or leave it out"
         )
+    for which, sources in (("train", config.data.sources), ("eval", config.data.eval_sets)):
+        for number, source in enumerate(sources):
+            check_entry(source, f"data.{which}.{number}")
     for label, one in config.by_source.items():
         with of_source(label):
             build_reward(one.reward).close()
@@ -133,6 +137,15 @@ class TrainPrompts(NamedTuple):
     warnings: list[str]
     notes: list[str]
     """Sentences on what `data.filter` leaves out."""
+
+
+def check_entry(source: SourceConfig, option: str) -> None:
+    """Raises ConfigError: an entry of a list has what is neither a setting nor an option of its source."""
+    found = class_of(source.source, SOURCES, option)
+    options = {field.name for field in fields(found)} if is_dataclass(found) else source.source.options.keys()
+    for name in source.source.options.keys() - options:
+        hint = did_you_mean(name, sorted({*options, *type(source).model_fields}))
+        raise ConfigError(f"`{option}.{name}` is no setting, and `{source.source.name}` has none; {hint}")
 
 
 def train_prompts(config: RunConfig, context_tokens: int, most: int | None = None) -> TrainPrompts:

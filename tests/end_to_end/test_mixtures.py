@@ -142,6 +142,26 @@ def test_another_mixture_does_not_go_on(
     assert message in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("--data.train.0.wieght", 2), "`data.train.0.wieght` is no setting, and `running_total` has none; did"),
+        (("--data.train", "['json:loads']"), "source 'loads': `data.train = 'json:loads'` must be a dataclass"),
+        (("--data.train.1.reward", "nope"), "source 'list_functions': `reward.parts = 'nope'` is unknown"),
+        (("--data.train.1.environment", "no"), "source 'list_functions': `rollout.environment = 'no'` is unknown"),
+        (("--data.train.1.max_new_tokens", 999), "source 'list_functions': rollout.max_new_tokens = 999: prompt and"),
+        (("--data.train.1.template", "{no}"), "source 'list_functions': data.template = '{no}': row"),
+        (("--trainer.microbatch_tokens", 40), "source 'sums': trainer.microbatch_tokens = 40 is less than the"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_one_source_names_it(
+    tmp_path: Path, mixture: Path, change: tuple[object, ...], message: str
+) -> None:
+    done = llamarl_here("train", mixture, "--output", tmp_path, *change)
+    assert done.returncode == 2
+    assert message in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_one_source_has_turns_and_the_other_has_none(tmp_path: Path, mixture: Path) -> None:
     """The environment says three times something, within the limit of its source."""
     world = "tests.parts.episodes.environments.worlds:Chatty"

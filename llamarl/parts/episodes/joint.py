@@ -7,11 +7,12 @@ from typing import Any
 
 from llamarl.cluster.api import ExecutorSpec, HostShare
 from llamarl.config import ConfigError, RunConfig
-from llamarl.parts.episodes.environments._worker import build_environment
+from llamarl.parts.episodes.environments._worker import build_environment, tools_of
 from llamarl.parts.episodes.episodes import open_turns
 from llamarl.parts.episodes.gateway._worker import find_agent
 from llamarl.run.executors import executor_spec
 from llamarl.run.placement import models_in_use
+from llamarl.run.prepare import of_source
 
 __all__ = ["build_environment", "check", "open_turns", "spec"]
 
@@ -19,9 +20,9 @@ __all__ = ["build_environment", "check", "open_turns", "spec"]
 def check(config: RunConfig) -> None:
     """Whether environment or agent can be had and work with the other settings. Raises ConfigError."""
     rollout = config.rollout
-    for one in config.by_source.values():
-        if one.rollout.environment:
-            build_environment(one.rollout.environment)
+    for label, one in config.by_source.items():
+        with of_source(label):
+            tools_of(one.rollout.environment)
     if rollout.agent is None:
         return
     find_agent(rollout.agent.name)
