@@ -22,7 +22,7 @@ from llamarl.config import ConfigError, RunConfig, load_config, tables
 from llamarl.config.ref import part
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.screen import print_to
-from llamarl.run.given import Rewards, Rows, reward_settings, source_of, train_of
+from llamarl.run.given import Rewards, Rows, reward_settings, sources_of
 from llamarl.run.record import RunRecord
 
 Config = str | Path | Mapping[str, Any] | RunConfig
@@ -50,7 +50,7 @@ def train(
         data: problems to learn: rows with `question` (or `messages`) and `answer`, a DataFrame, a `datasets.Dataset`;
             or a source as in a TOML file, such as `{"name": "hub", "path": "openai/gsm8k"}`. Several are mixed: a table
             of them by label, or a list, each by itself or as `{"data": rows, "weight": 2.0, "reward": function}`.
-        eval_data: held-out problems, as `data`.
+        eval_data: held-out problems, as `data`; several are sets of their own, as `{"data": rows, "samples": 4}`.
         resume: go on where the run ended.
         overwrite: replace an existing run of the name.
         watch: show the run in a browser meanwhile.
@@ -81,12 +81,12 @@ def train(
 
 def evaluate(
     model: str | Path, data: Rows = None, *, reward: Rewards = None, config: Config | None = None, **settings: Any
-) -> EvalRecord:
-    """Answers and scores problems, as `llamarl eval` does.
+) -> EvalRecord | dict[str, EvalRecord]:
+    """Answers and scores problems, as `llamarl eval` does; of problems in several sets, a record for each by its name.
 
     Args:
         model: Hugging Face folder, or name of the Hub.
-        data: held-out problems, as for `train`; None: those of `config`.
+        data: held-out problems, as `eval_data` of `train`; None: those of `config`.
         reward: as for `train`; None: those of `config`.
         config: of a run, whose data, reward and limits count.
         settings: as for `train`.
@@ -107,10 +107,13 @@ def evaluate(
         raise ConfigError("there are no problems: give `data`, or a `config` with data.eval")
     settled = ready(settled, run, config, "llamarl")
     try:
-        result = evaluate_checkpoint(settled, lambda done, total: None, lambda said: None)
+        results = evaluate_checkpoint(settled, lambda done, total: None, lambda said: None)
     except Interrupted as error:
         raise KeyboardInterrupt(str(error)) from None
-    return EvalRecord(metrics=result.metrics, responses=list(response_rows(result)))
+    records = {
+        one.metrics.name: EvalRecord(metrics=one.metrics, responses=list(response_rows([one]))) for one in results
+    }
+    return records[None] if None in records else {str(name): one for name, one in records.items()}
 
 
 def generate(model: str | Path, prompts: Iterable[str], *, chat: bool = False, **settings: Any) -> list[dict[str, Any]]:
@@ -168,5 +171,5 @@ def _given(
         given |= {f"reward.{name}": value for name, value in reward_settings(reward, output).items()}
     for name, rows in (("train", data), ("eval", eval_data)):
         if rows is not None:
-            given[f"data.{name}"] = (train_of if name == "train" else source_of)(rows, output, f"data.{name}")
+            given[f"data.{name}"] = sources_of(rows, output, f"data.{name}")
     return base, given

@@ -6,10 +6,10 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -19,6 +19,9 @@ from llamarl.config import ConfigError, RunConfig, load_config, settled
 from llamarl.data.files import suffix
 from llamarl.run.answering import ENGINE
 from llamarl.run.scored import BASE, completed, settings_for
+
+if TYPE_CHECKING:
+    from llamarl.controller.evaluation import EvalResult
 
 RATE_SAMPLES = 8
 """Samples for a pass rate, where nothing else is said."""
@@ -31,7 +34,7 @@ SETTINGS = (
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "eval",
-        "Score a checkpoint on held-out problems: pass@1, pass@k, mean length.",
+        "Score a checkpoint on held-out problems: accuracy with its interval of 95 %, pass@k, mean length.",
         "With --config, data, reward, limits, turns, device and types are that run's; options here win. Several "
         "samples are drawn at temperature 1 where nothing else is said. --rates measures training problems, from which "
         "data.filter then chooses.",
@@ -39,7 +42,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("data", metavar="DATA", nargs="?", help="file of problems; default: data.eval of --config")
     parser.add_argument("--config", metavar="RUN.toml", help="a run's settings, for example its config.toml")
-    parser.add_argument("--output", metavar="FILE", help="write every response as JSON Lines")
+    parser.add_argument(
+        "--only", metavar="NAME", action="append", default=[], help="of several sets this one; may be repeated"
+    )
+    parser.add_argument(
+        "--against", metavar="MODEL", help="another model, which gets the same problems: the difference is told"
+    )
+    parser.add_argument("--output", metavar="FILE", help="write every response of MODEL as JSON Lines")
+    parser.add_argument(
+        "--json", action="store_true", help="print a line of JSON for each set, and the rest on standard error"
+    )
     parser.add_argument(
         "--rates", metavar="FILE",
         help="measure DATA, or data.train of --config, and write how often each problem is solved (8 samples each)",
@@ -53,14 +65,50 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     from llamarl.cluster.api import ExecutorError
     from llamarl.controller.supervision import Interrupted, Stalled
-    from llamarl.observability.screen import eval_facts
-    from llamarl.run.evaluate import evaluate_checkpoint, measured_rates, response_rows
+    from llamarl.run.evaluate import response_rows
+
+    if options.rates and (unfit := [name for name in ("only", "against") if getattr(options, name)]):
+        raise ConfigError(f"--rates measures all of data.train, by one model; leave --{unfit[0]} out")
+    try:
+        with redirect_stdout(sys.stderr) if options.json else nullcontext():  # which executors write to, too
+            # A mistake in the other model shows before the first one is asked.
+            configs = [_ready(options, model) for model in (options.model, options.against) if model]
+            (results, rates), *more = [_evaluated(options, config) for config in configs]
+            others = more[0][0] if more else []
+    except Interrupted as error:
+        print(f"llamarl eval: {error}", file=sys.stderr)
+        return INTERRUPTED
+    except (ExecutorError, Stalled) as error:
+        print(f"llamarl eval: {type(error).__name__}: {error}", file=sys.stderr)
+        return FAILURE
+    _tell(options, results, others)
+    if options.output:
+        write_output(Path(options.output), "".join(json.dumps(row) + "\n" for row in response_rows(results)))
+    if options.rates:
+        write_output(Path(options.rates), "".join(rates))
+        spread = _spread([json.loads(line) for line in rates[1:]])
+        print(f"{options.rates}: {spread}", file=sys.stderr if options.json else sys.stdout)
+    return 0
+
+
+def _ready(options: argparse.Namespace, model: str) -> RunConfig:
+    """All settings of the evaluation of a model. Raises ConfigError."""
+    from llamarl.run.held_out import check_names
     from llamarl.run.scored import ready
 
     run = load_config(options.config) if options.config else None
     which: Literal["train", "eval"] = "train" if options.rates else "eval"
     delays = partial(told_of_delay, "eval")
-    config = ready(_config(options, run, which), run, options.config, "llamarl eval", delays, which)
+    config = ready(_config(options, model, run, which), run, options.config, "llamarl eval", delays, which)
+    check_names(config, options.only)
+    return config
+
+
+def _evaluated(options: argparse.Namespace, config: RunConfig) -> tuple[list[EvalResult], list[str]]:
+    """Results of all sets that are asked for, and lines of pass rates. Raises ConfigError, ExecutorError, Interrupted,
+    Stalled."""
+    from llamarl.run.evaluate import evaluate_checkpoint, measured_rates
+
     columns = (TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns) as bar, ExitStack() as preparing:
         preparing.enter_context(told_of_delay("eval"))
@@ -70,23 +118,31 @@ def main(arguments: Sequence[str]) -> int:
             preparing.close()
             bar.update(task, completed=done, total=total)
 
-        try:
-            result, rates = (
-                measured_rates(config, show, print) if options.rates else (evaluate_checkpoint(config, show, print), [])
-            )
-        except Interrupted as error:
-            print(f"llamarl eval: {error}", file=sys.stderr)
-            return INTERRUPTED
-        except (ExecutorError, Stalled) as error:
-            print(f"llamarl eval: {type(error).__name__}: {error}", file=sys.stderr)
-            return FAILURE
-    print(eval_facts(result.metrics))
-    if options.output:
-        write_output(Path(options.output), "".join(json.dumps(row) + "\n" for row in response_rows(result)))
-    if options.rates:
-        write_output(Path(options.rates), "".join(rates))
-        print(f"{options.rates}: {_spread([json.loads(line) for line in rates[1:]])}")
-    return 0
+        if options.rates:
+            result, rates = measured_rates(config, show, print)
+            return [result], rates
+        return evaluate_checkpoint(config, show, print, options.only), []
+
+
+def _tell(options: argparse.Namespace, results: Sequence[EvalResult], others: Sequence[EvalResult]) -> None:
+    """Prints what was found of the model, of another one, and how they differ."""
+    from llamarl.observability.screen import eval_facts, eval_table
+    from llamarl.run.compare import compared
+
+    differences = compared(results, others) if others else []
+    if options.json:
+        told = [one.to_json() for one in differences] or [{} for _ in results]
+        rows = [one.metrics.to_json() | difference for one, difference in zip(results, told, strict=True)]
+        print(*map(json.dumps, rows), sep="\n")
+        return
+    for model, found in ((options.model, results), (options.against, others)):
+        if others:
+            print(f"{model}:")
+        entries = [one.metrics for one in found]
+        if entries:
+            print(eval_table(entries) if entries[0].name else eval_facts(entries[0]))
+    for one in differences:
+        print(f"{options.model} minus {options.against}: {one}")
 
 
 def _spread(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -102,9 +158,11 @@ def _reader(path: str) -> str:
     return "file" if suffix(path) else "jsonl"
 
 
-def _config(options: argparse.Namespace, run: RunConfig | None, which: Literal["train", "eval"]) -> RunConfig:
+def _config(
+    options: argparse.Namespace, model: str, run: RunConfig | None, which: Literal["train", "eval"]
+) -> RunConfig:
     """Settings of the command line over those of the run. Raises ConfigError."""
-    settings = settings_for(options.model, run)
+    settings = settings_for(model, run)
     if which == "train":
         settings["eval"] = settings["eval"] | {"samples": RATE_SAMPLES}
     if options.data:

@@ -1,4 +1,4 @@
-"""Section `data`: where problems come from, one source or several, and how their rows become prompts."""
+"""Sections `data` and `eval`: where problems come from, one source or several, and how their rows become prompts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from llamarl.config.ref import Ref
 from llamarl.config.roles import RewardParts
@@ -17,6 +17,10 @@ from llamarl.config.section import Section
 
 ONE, SEVERAL = "(one)", "(several)"
 """Tags of what stands for sources, a `Ref` or a list; no part of an option's name."""
+MIN_TEMPERATURE = 1e-3
+"""Lowest temperature of sampling; logits divided by less are beyond float32. 0 is greedy."""
+OF_EVAL = "eval/"
+"""Begins `Prompt.source` of a set of held-out problems; no label has a slash."""
 _LABEL = r"^[A-Za-z0-9._-]+$"
 
 
@@ -46,6 +50,12 @@ def with_tools(values: Any, section: str = "") -> Any:
             "of them out"
         )
     return values | {"environment": {"name": "tools", **environment.options, "functions": values["tools"]}}
+
+
+def _sampled(value: float | None) -> float | None:
+    if value is not None and 0 < value < MIN_TEMPERATURE:
+        raise ValueError(f"temperature = {value}: give 0 (greedy) or at least {MIN_TEMPERATURE}")
+    return value
 
 
 class FilterConfig(Section):
@@ -128,6 +138,46 @@ class TrainSource(SourceConfig):
     """`data.filter` of this source."""
 
 
+class EvalConfig(Section):
+    every_steps: int = Field(default=0, ge=0)
+    """Evaluate during training each so many steps, beside it; 0: only before and after."""
+    max_prompts: int = Field(default=256, ge=1)
+    """Held-out prompts taken, from the front."""
+    samples: int = Field(default=1, ge=1)
+    """Responses per prompt; with more than one, pass@k is reported too."""
+    temperature: Annotated[float, AfterValidator(_sampled)] = Field(default=0.0, ge=0, le=100)
+    """0 is greedy."""
+
+
+class EvalSet(SourceConfig):
+    """One set of held-out problems of several, each with a curve of its own; `label` is its name."""
+
+    every_steps: int | None = Field(default=None, ge=0)
+    """`eval.every_steps` of this set."""
+    max_prompts: int | None = Field(default=None, ge=1)
+    """`eval.max_prompts` of this set."""
+    samples: int | None = Field(default=None, ge=1)
+    """`eval.samples` of this set."""
+    temperature: Annotated[float | None, AfterValidator(_sampled)] = Field(default=None, ge=0, le=100)
+    """`eval.temperature` of this set; left out, and 0 there, several samples are drawn at 1."""
+
+    @property
+    def key(self) -> str:
+        """`Prompt.source` of its prompts: no label of a source that is trained on."""
+        return OF_EVAL + self.label
+
+    def settled(self, run: EvalConfig, option: str) -> EvalConfig:
+        """Section `eval` of a run with this set alone. Raises ValueError: all samples would be the same."""
+        own = {name: one for name in EvalConfig.model_fields if (one := getattr(self, name)) is not None}
+        samples = self.samples or run.samples
+        if samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"{option}.temperature = 0 with samples = {samples}: greedy responses are all the same; leave it out "
+                "for 1, or take one sample"
+            )
+        return run.model_copy(update={"temperature": run.temperature or float(samples > 1)} | own)
+
+
 S = TypeVar("S", bound=SourceConfig)
 
 
@@ -136,7 +186,8 @@ def _which(value: Any) -> str:
 
 
 Sources = Annotated[
-    Annotated[Ref, Tag(ONE)] | Annotated[list[S], Field(min_length=1), Tag(SEVERAL)], Discriminator(_which)
+    Annotated[Ref, Tag(ONE)] | Annotated[list[S], Field(min_length=1, max_length=1 << 10), Tag(SEVERAL)],
+    Discriminator(_which),
 ]
 """One source, or a list of sources with settings of their own."""
 
@@ -144,8 +195,8 @@ Sources = Annotated[
 class DataConfig(Section):
     train: Sources[TrainSource]
     """Prompt source, for example `{name = "jsonl", path = "train.jsonl"}`; or a list of them, which are mixed."""
-    eval: Ref | None = None
-    """Held-out prompt source; without it there is no evaluation."""
+    eval: Sources[EvalSet] | None = None
+    """Held-out prompt source, or a list of them, which are sets with names; without it there is no evaluation."""
     filter: FilterConfig | None = None
     """Keeps prompts of `train` by a measured pass rate: `{path = "rates.jsonl", min = 0.05, max = 0.95}`."""
     template: str = "auto"
@@ -170,12 +221,18 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _labels(self) -> DataConfig:
         check_labels(self.sources, "data.train")
+        check_labels(self.eval_sets, "data.eval")
         return self
 
     @property
     def sources(self) -> Sequence[TrainSource]:
         """The sources of a mixture; none where `train` is a single source."""
         return self.train if isinstance(self.train, list) else ()
+
+    @property
+    def eval_sets(self) -> Sequence[EvalSet]:
+        """The sets of held-out problems; none where `eval` is a single source."""
+        return self.eval if isinstance(self.eval, list) else ()
 
     def of(self, source: SourceConfig) -> DataConfig:
         """The settings as if the source were the only one."""
@@ -194,7 +251,7 @@ class DataConfig(Section):
         }
         if own.get("template", self.template) not in ("auto", "chat"):
             own["date"] = ""  # which the chat templates of other sources write
-        return self.model_copy(update={"train": source.source} | own)
+        return self.model_copy(update={"eval" if isinstance(source, EvalSet) else "train": source.source} | own)
 
 
 def check_labels(sources: Sequence[SourceConfig], option: str) -> None:

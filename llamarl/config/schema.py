@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from llamarl.config.cluster import ClusterConfig, use_processes
-from llamarl.config.data import DataConfig, SourceConfig, with_tools
+from llamarl.config.data import MIN_TEMPERATURE, DataConfig, EvalConfig, EvalSet, SourceConfig, with_tools
 from llamarl.config.device import Device
 from llamarl.config.launch import LaunchConfig
 from llamarl.config.metrics import MetricsConfig, RecordConfig
@@ -15,9 +15,6 @@ from llamarl.config.ref import Ref
 from llamarl.config.roles import AgentConfig, CriticConfig, ReferenceConfig, RewardModelConfig, RewardParts
 from llamarl.config.section import Section
 from llamarl.config.trainer import TrainerConfig
-
-MIN_TEMPERATURE = 1e-3
-"""Lowest temperature of sampling; logits divided by less are beyond float32. 0 is greedy."""
 
 
 class ModelConfig(Section):
@@ -204,23 +201,6 @@ class ShapingConfig(Section):
     """Leave responses that ended by length out of loss and baselines, as if they had not been judged."""
 
 
-def _temperature(value: float) -> float:
-    if 0 < value < MIN_TEMPERATURE:
-        raise ValueError(f"eval.temperature = {value}: give 0 (greedy) or at least {MIN_TEMPERATURE}")
-    return value
-
-
-class EvalConfig(Section):
-    every_steps: int = Field(default=0, ge=0)
-    """Evaluate during training each so many steps, beside it; 0: only before and after."""
-    max_prompts: int = Field(default=256, ge=1)
-    """Held-out prompts taken, from the front."""
-    samples: int = Field(default=1, ge=1)
-    """Responses per prompt; with more than one, pass@k is reported too."""
-    temperature: Annotated[float, AfterValidator(_temperature)] = Field(default=0.0, ge=0, le=100)
-    """0 is greedy."""
-
-
 class CheckpointConfig(Section):
     every_steps: int = Field(default=50, ge=0)
     """Save each so many steps, and always at the end; 0: only at the end."""
@@ -304,19 +284,23 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _sources(self) -> RunConfig:
-        for number, source in enumerate(self.data.sources):
+        places = [(f"data.train.{number}", one) for number, one in enumerate(self.data.sources)]
+        places += [(f"data.eval.{number}", one) for number, one in enumerate(self.data.eval_sets)]
+        for place, source in places:
             own = [name for name in ("environment", "tools", "reward", "max_new_tokens") if getattr(source, name)]
             if self.rollout.agent and own:
                 raise ValueError(
-                    f"data.train.{number}.{own[0]} with rollout.agent = {self.rollout.agent.name!r}: the agent runs "
+                    f"{place}.{own[0]} with rollout.agent = {self.rollout.agent.name!r}: the agent runs "
                     "every episode, and says what it is worth; leave one of them out"
                 )
             world = source.environment
             if world and ":" in world.name and not source.reward and "reward" not in self.model_fields_set:
                 raise ValueError(
-                    f"data.train.{number}: {world.name} without a reward, which judges episodes that it does not: set "
+                    f"{place}: {world.name} without a reward, which judges episodes that it does not: set "
                     "`reward` there, or reward.parts"
                 )
+            if isinstance(source, EvalSet):
+                source.settled(self.eval, place)
         return self
 
     def of(self, source: SourceConfig) -> RunConfig:
@@ -328,13 +312,22 @@ class RunConfig(Section):
             rollout = rollout.model_copy(update={"environment": source.environment, "tools": source.tools})
         if source.reward is not None:
             reward = reward.model_copy(update={"parts": source.reward.parts, "weights": source.reward.weights})
-        return self.model_copy(update={"data": self.data.of(source), "rollout": rollout, "reward": reward})
+        own = {"data": self.data.of(source), "rollout": rollout, "reward": reward}
+        own |= {"eval": source.settled(self.eval, "data.eval")} if isinstance(source, EvalSet) else {}
+        return self.model_copy(update=own)
+
+    @property
+    def by_eval_set(self) -> dict[str | None, RunConfig]:
+        """The run as if each set of held-out problems were its only one, by name; None where `data.eval` is no list."""
+        sets: dict[str | None, RunConfig] = {one.label: self.of(one) for one in self.data.eval_sets}
+        return sets or ({None: self} if self.data.eval else {})
 
     @property
     def by_source(self) -> dict[str, RunConfig]:
-        """The run as if each source were its only one, by label; under the empty one the run itself, for prompts
-        without a label."""
-        return {"": self} | {source.label: self.of(source) for source in self.data.sources}
+        """The run as if each source were its only one, by `Prompt.source`: sources that are trained on, and sets of
+        held-out problems; under the empty one the run itself, for prompts without a label."""
+        sources = {source.label: source for source in self.data.sources} | {one.key: one for one in self.data.eval_sets}
+        return {"": self} | {key: self.of(source) for key, source in sources.items()}
 
     @property
     def has_episodes(self) -> bool:

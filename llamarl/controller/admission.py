@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from llamarl.config import RunConfig
 from llamarl.controller.buffer import RolloutBuffer
+from llamarl.controller.evaluation import HeldOutSet
 from llamarl.data.sampler import MixtureSampler, PromptOrder, PromptSampler, fingerprint
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.events import Flow
@@ -28,7 +29,7 @@ class Problems:
     """Prompts that a run trains and is evaluated on, and the tokens that end a response."""
 
     train: Sequence[Prompt]
-    eval: Sequence[Prompt]
+    eval: Sequence[HeldOutSet]
     stop_token_ids: tuple[int, ...]
     stop_strings: tuple[str, ...] = ()
     """An environment's, beside `rollout.stop_strings`."""
@@ -49,8 +50,8 @@ def sampler_of(prompts: Sequence[Prompt], config: RunConfig) -> PromptOrder:
     samplers = {
         label: PromptSampler(len(own), config.seed, data_fingerprint(own), label) for label, own in sources.items()
     }
-    if "" in samplers or not samplers:
-        return samplers.get("") or PromptSampler(0, config.seed)
+    if "" in samplers or not samplers:  # none of who only evaluates, and draws none
+        return samplers.get("") or PromptSampler(1, config.seed)
     weights = {source.label: source.weight for source in config.data.sources}
     return MixtureSampler(samplers, weights, {label: len(own) for label, own in sources.items()})
 
@@ -88,7 +89,7 @@ class Admission:
             for label, own in config.by_source.items()
         }
         self._group_size = rollout.group_size
-        self._prompts = problems.train or problems.eval
+        self._prompts = problems.train
         self._sampler = sampler_of(self._prompts, config)
         self._prompt_of = dict[int, int]()
         """Prompt index of each unconsumed group. Those of a resumed run keep their numbers: sampling noise depends on

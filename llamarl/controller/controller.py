@@ -23,8 +23,8 @@ from collections.abc import Sequence
 
 from llamarl.config import RunConfig
 from llamarl.controller.admission import Admission, Problems
-from llamarl.controller.evaluation import EvalResult, Evaluation
-from llamarl.controller.flight import FIRST_EVAL_ID, Flight, PendingGroup, RolloutState, requests_for
+from llamarl.controller.evaluation import IDS_PER_SET, EvalResult, Evaluation, HeldOutSet, due
+from llamarl.controller.flight import Flight, PendingGroup, RolloutState, requests_for
 from llamarl.controller.journal import UNWRITTEN_S, Journal
 from llamarl.controller.lives import Deaths, lasting
 from llamarl.controller.optimized import OptimizedExecutors
@@ -214,17 +214,32 @@ class Controller:
         self._groups_changed.notify()
         self._telemetry.groups_ready(self._buffer.num_ready, num_dropped)
 
-    async def evaluate(self) -> EvalResult:
-        """Answers the held-out prompts with the generators' current weights; training goes on meanwhile."""
+    async def evaluate(self, sets: Sequence[HeldOutSet] | None = None) -> list[EvalResult]:
+        """Answers the prompts of some sets (None: all) together, with the generators' current weights; training goes on
+        meanwhile. Results in the order of the sets."""
+        evaluations = [self._begin_evaluation(one) for one in (self._problems.eval if sets is None else sets)]
+        total = sum(len(one.requests) for one in evaluations)
+
+        def progress() -> None:
+            self._telemetry.eval_progress(sum(one.num_done for one in evaluations), total)
+
+        for one in evaluations:
+            one.progress = progress
+        await self._submit([request for one in evaluations for request in one.requests])
+        results = list[EvalResult]()
+        for one in evaluations:
+            results.append(await one.result())
+            self._telemetry.evaluated(results[-1])
+        return results
+
+    def _begin_evaluation(self, held_out: HeldOutSet) -> Evaluation:
+        first_id = held_out.first_id
         # A later evaluation that overlaps an earlier one needs ids of its own.
-        first_id = max(self._evaluations, default=FIRST_EVAL_ID - 1) + 1
-        sampling, progress = self._admission.sampling, self._telemetry.eval_progress
-        evaluation = Evaluation(self._config.eval, sampling, self._problems.eval, self.version, progress, first_id)
+        under_way = (one for one in self._evaluations if first_id <= one < first_id + IDS_PER_SET)
+        first_id = max(under_way, default=first_id - 1) + 1
+        evaluation = Evaluation(held_out, self._admission.sampling, self.version, first_id)
         self._evaluations.update((request.group_id, evaluation) for request, _ in evaluation.requests)
-        await self._submit(evaluation.requests)
-        result = await evaluation.result()
-        self._telemetry.evaluated(result)
-        return result
+        return evaluation
 
     # 4. Optimizer steps
 
@@ -235,19 +250,19 @@ class Controller:
         syncs to the generators while the next step may begin; unblocked by `_deliver`.
         """
         admission = self._supervisor.start(self._admission_loop(), "admission")
-        evaluations = list[asyncio.Task[EvalResult]]()
+        evaluations = list[asyncio.Task[list[EvalResult]]]()
         while self.version < self._config.steps:
             self._under_way = self._optimized.begin(self.version + 1, await self._next_batch())
             await self._report()  # bookkeeping of the last step, while the trainer works on this one
             await self._end_step(syncs=True)
             saves = await self._optimized.takes(self._is_due(self._config.checkpoint.every_steps))
-            evaluates = bool(self._problems.eval) and self._is_due(self._config.eval.every_steps)
-            if saves or evaluates:
+            sets = due(self._problems.eval, self.version, self._config.steps)
+            if saves or sets:
                 await self._report()  # a step that is saved is on record, and one that is evaluated has been adopted
             if saves:
                 self._optimized.save_beside(self._admission.state(self.version))
-            if evaluates:
-                evaluations.append(self._supervisor.start(self.evaluate(), f"evaluation at step {self.version}"))
+            if sets:
+                evaluations.append(self._supervisor.start(self.evaluate(sets), f"evaluation at step {self.version}"))
         await self._report()
         await asyncio.gather(admission, *evaluations)
 

@@ -1,19 +1,50 @@
-"""Evaluation on held-out prompts, by the same generators and the same reward as training."""
+"""Evaluation on held-out prompts, by the same generators and the same rewards as training."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import comb
 
 import numpy as np
 
-from llamarl.config.schema import EvalConfig
+from llamarl.config.data import EvalConfig
+from llamarl.controller.flight import FIRST_EVAL_ID, FIRST_GREEDY_ID
+from llamarl.observability.intervals import chances, effective_num, pass_at_k, wilson
 from llamarl.observability.metrics import EvalMetrics
-from llamarl.types import GenerationRequest, Outcome, Prompt, RolloutGroup, SamplingParams
+from llamarl.types import FinishReason, GenerationRequest, Outcome, Prompt, RolloutGroup, SamplingParams
+
+IDS_PER_SET = 1 << 30
+"""Group ids of one set; those of the next one begin there."""
+MAX_SETS = (FIRST_GREEDY_ID - FIRST_EVAL_ID) // IDS_PER_SET
+"""Sets that have ids of their own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldOutSet:
+    """Prompts that a run is evaluated on, and how."""
+
+    name: str | None = None
+    """Name among several sets; None: it is the only one."""
+    number: int = 0
+    """Place among all sets of the run, which keys its sampling noise."""
+    settings: EvalConfig
+    """Settings of this set."""
+    prompts: Sequence[Prompt]
+    """Prompts of the set, `settings.max_prompts` at most; at least one."""
+
+    @property
+    def first_id(self) -> int:
+        """Group id of its first prompt."""
+        assert self.number < MAX_SETS, "settings have fewer"
+        return FIRST_EVAL_ID + self.number * IDS_PER_SET
+
+
+def due(sets: Iterable[HeldOutSet], version: int, steps: int) -> list[HeldOutSet]:
+    """Sets to evaluate beside training after `version` of all steps; after the last one the run does it itself."""
+    every = ((one, one.settings.every_steps) for one in sets)
+    return [one for one, steps_between in every if steps_between and version % steps_between == 0 and version < steps]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,40 +64,45 @@ class Evaluation:
 
     def __init__(
         self,
-        config: EvalConfig,
+        held_out: HeldOutSet,
         sampling: Callable[[Prompt], SamplingParams],
-        prompts: Sequence[Prompt],
         version: int,
-        progress: Callable[[int, int], None],
         first_group_id: int,
     ) -> None:
-        self._config = config
-        self._version = version
-        self._progress = progress
+        """`sampling` gives the parameters of training for a prompt; the temperature is the set's."""
+        self._set, self._version = held_out, version
+        self.progress: Callable[[], None] = lambda: None
+        """Hears of each prompt that is answered."""
         self._clock = asyncio.get_running_loop()
-        self._start_s = self._clock.time()
-        self._prompts = list(itertools.islice(prompts, config.max_prompts))
+        self._start_s = self._end_s = self._clock.time()
         self._groups = dict[int, RolloutGroup]()
         self._done = asyncio.Event()
+        settings = held_out.settings
         self.requests = [
             (
                 GenerationRequest(
                     group_id=first_group_id + number,
                     prompt_token_ids_T=prompt.token_ids_T,
-                    group_size=config.samples,
-                    sampling=replace(sampling(prompt), temperature=config.temperature),
+                    group_size=settings.samples,
+                    sampling=replace(sampling(prompt), temperature=settings.temperature),
                     purpose="eval",
                 ),
                 prompt,
             )
-            for number, prompt in enumerate(self._prompts)
+            for number, prompt in enumerate(held_out.prompts)
         ]
+
+    @property
+    def num_done(self) -> int:
+        """Prompts that are answered."""
+        return len(self._groups)
 
     def add(self, group: RolloutGroup) -> None:
         """One prompt is answered and scored."""
         self._groups[group.group_id] = group
-        self._progress(len(self._groups), len(self._prompts))
-        if len(self._groups) == len(self._prompts):
+        self.progress()
+        if self.num_done == len(self.requests):
+            self._end_s = self._clock.time()
             self._done.set()
 
     async def result(self) -> EvalResult:
@@ -78,29 +114,43 @@ class Evaluation:
     def _metrics(self, groups: Sequence[RolloutGroup]) -> EvalMetrics:
         results = [result.first_part or result for group in groups for result in group.results]
         invalid = [one.reason for one in results if one.outcome is Outcome.INVALID]
-        judged = [one for one in groups if any((r.first_part or r).outcome is not Outcome.INVALID for r in one.results)]
-        right = [sum(result.is_right for result in group.results) for group in judged]
+        counts = [found for found in map(judged, groups) if found[1]]
+        right, nums = [one for one, _ in counts], [num for _, num in counts]
+        accuracy, num_effective = sum(right) / sum(nums) if nums else math.nan, effective_num(right, nums)
+        low, high = wilson(accuracy, num_effective)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         versions = np.concatenate([rollout.policy_versions_T[rollout.is_sampled_T] for rollout in rollouts])
-        k = self._config.samples
+        k = self._set.settings.samples
+        pass_at = {num: _pass_at(counts, num) if num > 1 else accuracy for num in chances(k)}
         return EvalMetrics(
             step=self._version,
             policy_version_min=int(versions.min(initial=self._version)),
             policy_version_max=int(versions.max(initial=self._version)),
-            accuracy=sum(right) / (len(results) - len(invalid)) if judged else math.nan,
-            pass_at_k=float(np.mean([pass_at_k(k, count, k) for count in right])) if judged else math.nan,
+            accuracy=accuracy,
+            pass_at_k=pass_at[k],
             k=k,
             mean_response_tokens=float(np.mean([rollout.is_sampled_T.sum() for rollout in rollouts])),
             num_prompts=len(groups),
-            wall_s=self._clock.time() - self._start_s,
+            wall_s=self._end_s - self._start_s,
             num_invalid=len(invalid),
             invalid_reason=invalid[0] if invalid else None,
+            name=self._set.name,
+            accuracy_low=low,
+            accuracy_high=high,
+            num_effective=num_effective,
+            pass_at={str(num): one for num, one in pass_at.items()} if k > 1 else {},
+            truncated_share=float(np.mean([one.finish_reason is FinishReason.LENGTH for one in rollouts])),
         )
 
 
-def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Chance that at least one of k samples, drawn from `num_samples` without replacement, is right.
+def judged(group: RolloutGroup) -> tuple[int, int]:
+    """Right responses of a prompt, and those that the reward could judge."""
+    outcomes = [(result.first_part or result).outcome for result in group.results]
+    num_judged = sum(outcome is not Outcome.INVALID for outcome in outcomes)
+    return sum(result.is_right for result in group.results), num_judged
 
-    The unbiased estimator 1 - C(n - c, k) / C(n, k) of Chen et al., arXiv 2107.03374, equation 1.
-    """
-    return 1.0 - comb(num_samples - num_right, k) / comb(num_samples, k)
+
+def _pass_at(counts: Sequence[tuple[int, int]], k: int) -> float:
+    """Mean of pass@k over prompts, by right and judged samples of each; of one with fewer judged, all of them."""
+    chance = [pass_at_k(judged, right, min(k, judged)) for right, judged in counts]
+    return float(np.mean(chance)) if chance else math.nan

@@ -61,11 +61,16 @@ def settled(
     found = CHAT if tokenizer.has_chat_template and not for_agent else PLAIN
     template = found if template == AUTO else template
     own = {"template": found}
-    sources = [one.model_copy(update=own) if one.template == AUTO else one for one in config.sources]
-    has_chats = for_agent or CHAT in (template, *(one.template for one in sources))
+    both = ("train", config.sources), ("eval", config.eval_sets)
+    several = {
+        name: [one.model_copy(update=own) if one.template == AUTO else one for one in found]
+        for name, found in both
+        if found
+    }
+    has_chats = for_agent or CHAT in (template, *(one.template for found in several.values() for one in found))
     if not day and has_chats and tokenizer.tells_date:
         day = (before.date if before else "") or time.strftime("%Y-%m-%d")
-    return config.model_copy(update={"template": template, "date": day} | ({"train": sources} if sources else {}))
+    return config.model_copy(update={"template": template, "date": day} | several)
 
 
 def load_prompts(

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from llamarl.observability.formats import plain
+from llamarl.observability.intervals import share_error, wilson
 
 SOURCES = "source_"
 """Begins the names of what is measured of each source of a mixture: `source_reward.LABEL`."""
 Row = dict[str, float | int | str | None]
 """A flat JSON object."""
+_PASS_AT = "pass_at."
 FORMER_NAMES = {
     "extra.mismatch_kl": "extra.probe_kl",
     "extra.kl_mismatch": "extra.kl_same_version",
@@ -138,21 +140,63 @@ class EvalMetrics:
     invalid_reason: str | None = None
     """Reason of the first response that the reward could not judge."""
 
+    name: str | None = None
+    """Name of the set; None: the run has one, without a name."""
+    accuracy_low: float | None = None
+    """Lower end of the interval of 95 % of `accuracy`; NaN where nothing was judged, None in older runs."""
+    accuracy_high: float | None = None
+    """Upper end of it."""
+    num_effective: float | None = None
+    """Independent answers that those which were judged are worth, for that interval: problems, where each has one."""
+    pass_at: Mapping[str, float] = field(default_factory=dict)
+    """Chance that at least one of so many responses is right, by their number: powers of two below `k`, and `k`. Empty
+    for k = 1."""
+    truncated_share: float | None = None
+    """Share of responses that ended by length, 0 to 1; None in older runs."""
+
     def to_json(self) -> Row:
-        """Flat JSON."""
+        """Flat JSON; `pass_at` becomes `pass_at.K`."""
         return flat("eval", self)
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> EvalMetrics:
+        """Metrics of a row that `to_json` gave, in this version or an older one. Raises TypeError: it is none."""
+        known: dict[str, Any] = {name: math.nan if value is None else value for name, value in row.items()}
+        known.pop("kind", None)
+        pass_at = {name.removeprefix(_PASS_AT): known.pop(name) for name in row if name.startswith(_PASS_AT)}
+        return cls(**known, pass_at=pass_at)
+
+    @property
+    def chances(self) -> dict[int, float]:
+        """pass@k by k, of those above 1; older runs have that of all samples alone."""
+        found = {int(k): share for k, share in self.pass_at.items() if k != "1"}
+        return found or ({self.k: self.pass_at_k} if self.k > 1 else {})
 
     @property
     def accuracy_error(self) -> float:
-        return share_error(self.accuracy, self.num_prompts - self.num_invalid / self.k)
+        """Standard error of `accuracy`: half of its interval at one error."""
+        return accuracy_error(asdict(self))
 
 
-def share_error(share: float, num: float) -> float:
-    """Half of Wilson's score interval at one standard error, as if each of `num` were right or wrong.
+def accuracy_error(row: Mapping[str, Any]) -> float:
+    """Standard error of the accuracy in the row of an evaluation."""
+    return share_error(float(row["accuracy"]), _num_effective(row))
 
-    Unlike sqrt(p (1 - p) / n) it is not 0 where all are wrong, or all right.
-    """
-    return math.sqrt(max(share * (1 - share), 0.0) / num + 0.25 / num**2) / (1 + 1 / num) if num > 0 else math.nan
+
+def accuracy_interval(row: Mapping[str, Any]) -> tuple[float, float]:
+    """Interval of 95 % of the accuracy in the row of an evaluation."""
+    return wilson(float(row["accuracy"]), _num_effective(row))
+
+
+def _num_effective(row: Mapping[str, Any]) -> float:
+    """Independent answers that an accuracy is of; in older runs, as if the samples of a problem were one."""
+    num_alike = row["num_prompts"] - float(row.get("num_invalid") or 0) / max(float(row.get("k") or 1), 1.0)
+    return float(row.get("num_effective") or num_alike)
+
+
+def held_out(name: str | None) -> str:
+    """Text for a set of held-out problems; None: the only one."""
+    return f"held-out {plain(name)}" if name else "held-out"
 
 
 def unjudged(num_invalid: float, num_responses: float, reason: object) -> str:

@@ -6,13 +6,14 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from llamarl.observability.accounting import SpeedVerdict
 from llamarl.observability.files import write_atomically
 from llamarl.observability.formats import ABSENT, duration, number, percent, plain
-from llamarl.observability.metrics import EvalMetrics, Row, flat, of_sources
+from llamarl.observability.metrics import EvalMetrics, Row, flat, held_out, of_sources
 from llamarl.observability.view import CompletionView
 
 LABEL_WIDTH = 20
@@ -65,9 +66,9 @@ class RunSummary:
     """Share of rollouts that the reward could not judge, 0 to 1."""
     verdict: SpeedVerdict
     """Verdict on what bounded the speed."""
-    before: EvalMetrics | None = None
-    """Held-out problems before training; None without evaluation."""
-    after: EvalMetrics | None = None
+    before: tuple[EvalMetrics, ...] = ()
+    """Held-out problems before training, set by set; none without evaluation."""
+    after: tuple[EvalMetrics, ...] = ()
     """Held-out problems after training."""
     completions: tuple[CompletionView, ...] = ()
     """A few last responses."""
@@ -79,12 +80,15 @@ class RunSummary:
     """Further numbers for `summary.json`."""
 
     def to_json(self) -> Row:
-        """Flat JSON of the numbers; evaluations as `accuracy_before`, `pass_at_k_after`, and so on."""
+        """Flat JSON of the numbers; evaluations as `accuracy_before`, `pass_at_k_after` and so on, of named sets as
+        `accuracy_before.NAME`."""
         texts = {"verdict", "before", "after", "completions", "files", "warnings"}
         row = {key: value for key, value in flat("summary", self).items() if key not in texts}
-        for when, entry in (("before", self.before), ("after", self.after)):
-            if entry:
-                row |= {f"{key}_{when}": value for key, value in entry.to_json().items() if key != "kind"}
+        for when, entries in (("before", self.before), ("after", self.after)):
+            for entry in entries:
+                of_set = f".{entry.name}" if entry.name else ""
+                shown = {key: value for key, value in entry.to_json().items() if key not in ("kind", "name")}
+                row |= {f"{key}_{when}{of_set}": value for key, value in shown.items()}
         return row | {"bound": self.verdict.bound, "verdict": str(self.verdict), "num_warnings": len(self.warnings)}
 
 
@@ -123,28 +127,36 @@ def _headline(summary: RunSummary) -> list[str]:
 
 
 def _held_out(summary: RunSummary) -> list[str]:
-    before, after = summary.before, summary.after
+    sets = list(dict.fromkeys(entry.name for entry in (*summary.before, *summary.after)))
+    before, after = ({entry.name: entry for entry in entries} for entries in (summary.before, summary.after))
+    return [line for name in sets for line in _of_set(before.get(name), after.get(name))]
+
+
+def _of_set(before: EvalMetrics | None, after: EvalMetrics | None) -> list[str]:
     known = after or before
-    if known is None:
-        return []
+    assert known is not None
 
     def cells(show: Callable[[EvalMetrics], str]) -> tuple[str, str]:
         return show(before) if before else ABSENT, show(after) if after else ABSENT
 
     lines = [
-        _table(f"held-out ({known.num_prompts:,})", "before", "after", "change"),
+        _table(f"{held_out(known.name)} ({known.num_prompts:,})", "before", "after", "change"),
         _table("accuracy", *cells(lambda entry: percent(entry.accuracy, 1)), _change(before, after)),
+        *(_table(f"pass@{k}", *cells(partial(_chance, k=k))) for k in known.chances),
         _table("mean tokens", *cells(lambda entry: number(entry.mean_response_tokens))),
     ]
     if bad := [entry for entry in (after, before) if entry and entry.num_invalid]:
         lines += [_table("invalid", *cells(lambda entry: f"{entry.num_invalid:,}"), plain(bad[0].invalid_reason or ""))]
-    if known.k > 1:
-        lines.insert(2, _table(f"pass@{known.k}", *cells(lambda entry: percent(entry.pass_at_k, 1))))
     return lines
 
 
+def _chance(entry: EvalMetrics, k: int) -> str:
+    return percent(entry.chances[k], 1) if k in entry.chances else ABSENT
+
+
 def _table(label: str, before: str, after: str, change: str = "") -> str:
-    cells = f"{label.ljust(LABEL_WIDTH)}{before.rjust(COLUMN_WIDTH)}{after.rjust(COLUMN_WIDTH)}"
+    room = LABEL_WIDTH + COLUMN_WIDTH - len(name := label.ljust(LABEL_WIDTH))
+    cells = f"{name} {before.rjust(room - 1)}{after.rjust(COLUMN_WIDTH)}"
     return (cells + "    " + change).rstrip()
 
 

@@ -56,8 +56,9 @@ def _facts(run: Path, config: RunConfig, step: int) -> Iterator[tuple[str, str]]
     if trainer.lora:
         yield "LoRA", f"rank {trainer.lora.rank}, alpha {trainer.lora.alpha:g}"
     for row in _evaluations(run, step):
+        of_set = f" of {row['name']}" if row.get("name") else ""
         yield (
-            f"accuracy at step {row['step']}",
+            f"accuracy{of_set} at step {row['step']}",
             f"{row['accuracy']:.3f} (pass@1, {row['num_prompts']} held-out prompts)",
         )
 
@@ -70,9 +71,13 @@ def _names(run: Path, config: RunConfig) -> dict[str, tuple[HubName, str]]:
 
 
 def _evaluations(run: Path, step: int) -> list[dict[str, Any]]:
-    """Rows of the first evaluation and the last one, up to a step, that judged anything; none: there are no metrics."""
+    """Rows of the first evaluation and the last one of each set, up to a step, that judged anything; none: there are no
+    metrics."""
     if not (metrics := run / "metrics.jsonl").exists():
         return []
     rows = (row for _, row in read_run_rows(metrics, "give the folder of a run") if row.get("kind") == "eval")
-    by_step = {row["step"]: row for row in rows if row["step"] <= step and row["accuracy"] is not None}
-    return [by_step[step] for step in sorted({min(by_step), max(by_step)})] if by_step else []
+    sets = dict[str | None, dict[int, dict[str, Any]]]()
+    for row in rows:
+        if row["step"] <= step and row["accuracy"] is not None:
+            sets.setdefault(row.get("name"), {})[row["step"]] = row
+    return [by_step[at] for by_step in sets.values() for at in sorted({min(by_step), max(by_step)})]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ from llamarl.config import RunConfig
 from llamarl.config.ref import part
 from llamarl.controller.admission import Problems
 from llamarl.controller.clock import run_patiently
-from llamarl.controller.evaluation import EvalResult
+from llamarl.controller.evaluation import EvalResult, HeldOutSet, judged
 from llamarl.controller.ports import Executors
 from llamarl.controller.telemetry import Telemetry
-from llamarl.data.prompts import first_prompt, load_prompts, open_tokenizer
+from llamarl.data.prompts import open_tokenizer
 from llamarl.data.rates import digest, rate_rows
 from llamarl.data.sources import ProblemRow
 from llamarl.data.tokenizer import check_vocabulary
@@ -24,9 +24,10 @@ from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.run.assembly import assembled
 from llamarl.run.executors import GeneratorSpecs, reward_spec, spawn_all
+from llamarl.run.held_out import load_held_out
 from llamarl.run.placement import LocalPlacer
-from llamarl.run.prepare import environment_of, first_prompts, train_prompts
-from llamarl.types import Outcome, RolloutGroup
+from llamarl.run.prepare import first_prompts, train_prompts
+from llamarl.types import RolloutGroup
 
 
 class _EvalProgress(NullScreen):
@@ -41,23 +42,28 @@ class _EvalProgress(NullScreen):
 
 
 def evaluate_checkpoint(
-    config: RunConfig, progress: Callable[[int, int], None], tell: Callable[[str], None]
-) -> EvalResult:
-    """Answers and scores the problems of `data.eval`; `progress` hears of (done, total) prompts, and `tell` sentences
-    for the user.
+    config: RunConfig,
+    progress: Callable[[int, int], None],
+    tell: Callable[[str], None],
+    only: Collection[str] = (),
+) -> list[EvalResult]:
+    """Answers and scores the problems of `data.eval`, a result for each of its sets.
+
+    Args:
+        config: settings of the evaluation.
+        progress: hears of (done, total) prompts, of all sets together.
+        tell: hears sentences for the user.
+        only: names of sets; empty: all.
 
     Raises:
         ConfigError: model, data or a combination of them cannot work.
         ExecutorError, Interrupted, Stalled: it failed, or was ended.
     """
     shape, tokenizer = load_shape(config.model.path), open_tokenizer(config.model.path, config.data)
-    (tools, stops), for_agent = environment_of(config), config.rollout.agent is not None
-    loaded = load_prompts(config.data, tokenizer, shape.max_position_embeddings, "eval", tools, for_agent=for_agent)
-    first = first_prompt(config.data, tokenizer, loaded.prompts[0], for_agent=for_agent)
-    problems = Problems(
-        train=(), eval=loaded.prompts, stop_token_ids=tokenizer.eos_token_ids, stop_strings=stops
-    )  # fmt: skip
-    return _scored(config, problems, progress, lambda: [*map(tell, (*loaded.warnings, first))])
+    loaded = load_held_out(config, shape.max_position_embeddings, only)
+    ends = tokenizer.eos_token_ids
+    problems = Problems(train=(), eval=loaded.sets, stop_token_ids=ends, stops_of=loaded.stops_of)
+    return _scored(config, problems, progress, lambda: [*map(tell, (*loaded.warnings, *loaded.first_prompts))])
 
 
 def measured_rates(
@@ -69,11 +75,13 @@ def measured_rates(
     config = unfiltered(config)
     shape, tokenizer = load_shape(config.model.path), open_tokenizer(config.model.path, config.data)
     train = train_prompts(config, shape.max_position_embeddings)
-    problems = Problems(
-        train=(), eval=train.prompts, stop_token_ids=tokenizer.eos_token_ids, stops_of=train.stops_of
-    )  # fmt: skip
+    asked, ends = (
+        HeldOutSet(settings=config.eval, prompts=train.prompts[: config.eval.max_prompts]),
+        tokenizer.eos_token_ids,
+    )
+    problems = Problems(train=(), eval=(asked,), stop_token_ids=ends, stops_of=train.stops_of)
     said = (*train.warnings, first_prompts(config, train.prompts))
-    result = _scored(config, problems, progress, lambda: [*map(tell, said)])
+    (result,) = _scored(config, problems, progress, lambda: [*map(tell, said)])
     header = {"model": config.model.path, "samples": config.eval.samples, "temperature": config.eval.temperature}
     return result, [*rate_rows(header, _rates(result.groups, train.rows))]
 
@@ -82,19 +90,19 @@ def _rates(groups: Sequence[RolloutGroup], rows: Sequence[ProblemRow]) -> Iterat
     """Rows of how often each problem was solved; what nobody could judge counts neither way. `rows` may go on after
     them."""
     for group, row in zip(groups, rows, strict=False):
-        judged = [one for one in group.results if (one.first_part or one).outcome is not Outcome.INVALID]
+        num_right, num_judged = judged(group)
         yield {
             "id": group.prompt.prompt_id,
             "source": group.prompt.source,
-            "right": sum(one.is_right for one in judged),
-            "samples": len(judged),
+            "right": num_right,
+            "samples": num_judged,
             "problem": digest(row),
         }
 
 
 def _scored(
     config: RunConfig, problems: Problems, progress: Callable[[int, int], None], begins: Callable[[], object]
-) -> EvalResult:
+) -> list[EvalResult]:
     """`begins` is called when executors are up."""
     check_vocabulary(open_tokenizer(config.model.path, config.data), load_shape(config.model.path).vocab_size)
     with tempfile.TemporaryDirectory(prefix="llamarl-", ignore_cleanup_errors=True) as logs:
@@ -104,7 +112,7 @@ def _scored(
 async def _evaluate(
     config: RunConfig, problems: Problems, progress: Callable[[int, int], None], begins: Callable[[], object],
     logs: Path,
-) -> EvalResult:  # fmt: skip
+) -> list[EvalResult]:  # fmt: skip
     check_cluster(config.cluster)
     placer = LocalPlacer(config, only="generator")
     placer.check()
@@ -134,17 +142,20 @@ def unfiltered(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"data": data})
 
 
-def response_rows(result: EvalResult) -> Iterator[dict[str, Any]]:
-    """A row for each response of an evaluation: what was asked and answered, and what the reward says."""
-    for group in result.groups:
-        for response, judged in zip(group.responses, group.results, strict=True):
-            yield {
-                "prompt_id": group.prompt.prompt_id,
-                "prompt": group.prompt.text,
-                "response": response,
-                "answer": group.prompt.answer,
-                "outcome": judged.outcome.value,
-                "right": judged.is_right,
-                "reward": judged.value,
-                "reason": judged.reason,
-            }
+def response_rows(results: Iterable[EvalResult]) -> Iterator[dict[str, Any]]:
+    """A row for each response of an evaluation: what was asked and answered, and what the reward says; of several sets
+    with the name of each."""
+    for result in results:
+        of_set = {"set": result.metrics.name} if result.metrics.name else {}
+        for group in result.groups:
+            for response, said in zip(group.responses, group.results, strict=True):
+                yield of_set | {
+                    "prompt_id": group.prompt.prompt_id,
+                    "prompt": group.prompt.text,
+                    "response": response,
+                    "answer": group.prompt.answer,
+                    "outcome": said.outcome.value,
+                    "right": said.is_right,
+                    "reward": said.value,
+                    "reason": said.reason,
+                }

@@ -6,14 +6,13 @@ import asyncio
 import fcntl
 import gzip
 import json
-import math
 import os
 import re
 import shutil
 import socket
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Self
@@ -145,13 +144,19 @@ class RunFolder:
         """Last step of which the metrics have a row."""
         return _last_step(self.metrics, b'"kind": "step"')
 
-    def first_eval(self) -> EvalMetrics | None:
-        """The first evaluation on record, of whichever life of the run."""
-        with suppress(OSError, ConfigError, TypeError, StopIteration):
-            row = next(row for _, row in read_run_rows(self.metrics, "") if row.pop("kind", "") == "eval")
-            row |= {name: math.nan for name, value in row.items() if value is None}
-            return EvalMetrics(**row)
-        return None
+    def first_evals(self, names: Collection[str | None]) -> dict[str | None, EvalMetrics]:
+        """The first evaluation on record of sets of these names, of whichever life of the run; not of one whose row is
+        damaged."""
+        found, lacking = dict[str | None, EvalMetrics](), set(names)
+        with suppress(OSError, ConfigError):
+            for _, row in read_run_rows(self.metrics, ""):
+                if row.get("kind") == "eval" and (name := row.get("name")) in lacking:
+                    lacking.remove(name)
+                    with suppress(TypeError):
+                        found[name] = EvalMetrics.of_row(row)
+                if not lacking:
+                    break
+        return found
 
     def unrecorded(self, done: int, keep: int) -> str:
         """Text on those of so many steps of which the metrics have no row; empty: they have all. Those before the

@@ -23,12 +23,12 @@ MAX_SOURCE_CHARS = 1 << 20
 RewardFunction = Callable[..., Any]
 Rewards = RewardFunction | str | Mapping[Any, float] | Sequence[Any] | None
 Rows = Any
-"""Rows, a DataFrame, a `datasets.Dataset`, or a source as in a TOML file; of `data` also several of these."""
+"""Rows, a DataFrame, a `datasets.Dataset`, or a source as in a TOML file; or several of these."""
 
 
-def train_of(data: Rows, output: Path, option: str) -> dict[str, Any] | list[dict[str, Any]]:
-    """The source, or the sources of a mixture, that `data` is: rows, or several sets of them, in a table by label or in
-    a list, each by itself or as `{"data": rows, "weight": 2.0, "reward": function}`. Raises ConfigError."""
+def sources_of(data: Rows, output: Path, option: str) -> dict[str, Any] | list[dict[str, Any]]:
+    """The source that `data` is, or the sources of a mixture, or several sets: rows, or several of them, in a table by
+    label or in a list, each by itself or as `{"data": rows, "weight": 2.0, "reward": function}`. Raises ConfigError."""
     if isinstance(data, Mapping) and data and "name" not in data:
         if not any(isinstance(one, str | int | float | None) for one in data.values()):
             return [_entry({"label": str(label)}, one, output, f"{option}.{label}") for label, one in data.items()]

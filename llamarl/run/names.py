@@ -47,13 +47,11 @@ def named(config: RunConfig) -> Iterator[Named]:
     for name, settings in models_in_use(config).items():
         if settings.path:
             yield Named(f"{'reward.model' if name == 'reward-model' else name}.path", settings.path)
-    train, held_out = config.data.train, config.data.eval
-    if isinstance(train, Ref):
-        yield from _named_data(train, "data.train")
-    for number, one in enumerate(config.data.sources):
-        yield from _named_data(one.source, f"data.train.{number}.source")
-    if held_out is not None:
-        yield from _named_data(held_out, "data.eval")
+    for option, found in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        if isinstance(found, Ref):
+            yield from _named_data(found, option)
+        for number, one in enumerate(found if isinstance(found, list) else ()):
+            yield from _named_data(one.source, f"{option}.{number}.source")
 
 
 def _named_data(ref: Ref, option: str) -> Iterator[Named]:
@@ -135,13 +133,13 @@ def _pinned(name: HubName, option: str, source: Any, weights: bool, command: str
 
 
 def _with(settings: Any, names: list[str], value: str) -> Any:
-    """A copy with another value of a setting; of a `Ref`, with another `revision`."""
+    """A copy with another value of a setting, which may be in a list; of a `Ref`, with another `revision`."""
+    if not names:
+        return _at(settings, value) if isinstance(settings, Ref) else value
     first, *rest = names
     if isinstance(settings, list):
-        return [_with(one, rest, value) if n == int(first) else one for n, one in enumerate(settings)]
-    old = getattr(settings, first)
-    new = _at(old, value) if isinstance(old, Ref) else _with(old, rest, value) if rest else value
-    return settings.model_copy(update={first: new})
+        return [_with(one, rest, value) if number == int(first) else one for number, one in enumerate(settings)]
+    return settings.model_copy(update={first: _with(getattr(settings, first), rest, value)})
 
 
 def _at(ref: Ref, revision: str) -> Ref:

@@ -6,16 +6,15 @@ import os
 import resource
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from llamarl.algorithms.advantages._base import GroupAdvantage
 from llamarl.config import ConfigError, RunConfig, build, did_you_mean, load_config
 from llamarl.config.cluster import lack_of_monarch
-from llamarl.config.data import TrainSource
+from llamarl.config.data import SourceConfig
 from llamarl.config.decoder import uneven_parts
 from llamarl.config.ref import class_of, part
 from llamarl.config.roles import CriticConfig, ReferenceConfig
@@ -31,8 +30,10 @@ from llamarl.models.memory import BLOCK_COLUMNS, kv_token_bytes, trainer_bytes
 from llamarl.models.shape import ModelShape
 from llamarl.observability.usage import MIN_FILES
 from llamarl.rewards._build import build_reward
+from llamarl.run.held_out import learnt_too, load_held_out
 from llamarl.run.memory import MachineMemory, check_memory
 from llamarl.run.placement import LocalPlacer, models_in_use
+from llamarl.run.sources import environment_of, of_source
 from llamarl.types import Prompt
 from llamarl.weight_sync.select import check_name
 
@@ -83,8 +84,9 @@ def _check_parts(config: RunConfig) -> None:
             f"critic is set and not used, as trainer.advantage = {config.trainer.advantage.name!r} needs no values; "
             "use 'gae', or leave it out"
         )
-    for number, source in enumerate(config.data.sources):
-        check_entry(source, number)
+    for which, sources in (("train", config.data.sources), ("eval", config.data.eval_sets)):
+        for number, source in enumerate(sources):
+            check_entry(source, f"data.{which}.{number}")
     for label, one in config.by_source.items():
         with of_source(label):
             build_reward(one.reward).close()
@@ -95,14 +97,6 @@ def _check_parts(config: RunConfig) -> None:
     check_name(config.weight_sync.transport)
     if config.generator.backend != "native":
         part(config.generator.backend, "check")(config)
-
-
-def environment_of(config: RunConfig) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Tools that the chat template tells the policy of, and strings that end a turn. Raises ConfigError."""
-    if config.rollout.environment is None:
-        return [], ()
-    environment = part("episodes", "build_environment")(config.rollout.environment)
-    return environment.tools(), tuple(environment.stop)
 
 
 def settle(
@@ -128,17 +122,6 @@ def settle(
     return config.model_copy(update={"data": of_record}), pinned.model_copy(update={"data": of_run})
 
 
-@contextmanager
-def of_source(label: str) -> Iterator[None]:
-    """Says of which source of a mixture a ConfigError is; one without a label stays as it is."""
-    try:
-        yield
-    except ConfigError as error:
-        if not label:
-            raise
-        raise ConfigError(f"source {label!r}: {error}") from error.__cause__
-
-
 def each_source(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[tuple[str, RunConfig, list[Prompt]]]:
     """Label, the run as if it were the only source, and prompts of each source that has some."""
     for label, one in config.by_source.items():
@@ -160,22 +143,21 @@ class TrainPrompts(NamedTuple):
     """Sentences on what `data.filter` leaves out."""
 
 
-def check_entry(source: TrainSource, number: int) -> None:
-    """Raises ConfigError: an entry of `data.train` has what is neither a setting nor an option of its source."""
-    found = class_of(source.source, SOURCES, f"data.train.{number}")
+def check_entry(source: SourceConfig, option: str) -> None:
+    """Raises ConfigError: an entry of a list has what is neither a setting nor an option of its source."""
+    found = class_of(source.source, SOURCES, option)
     options = {field.name for field in fields(found)} if is_dataclass(found) else source.source.options.keys()
     for name in source.source.options.keys() - options:
         hint = did_you_mean(name, sorted({*options, *type(source).model_fields}))
-        raise ConfigError(f"`data.train.{number}.{name}` is no setting, and `{source.source.name}` has none; {hint}")
+        raise ConfigError(f"`{option}.{name}` is no setting, and `{source.source.name}` has none; {hint}")
 
 
 def train_prompts(config: RunConfig, context_tokens: int, most: int | None = None) -> TrainPrompts:
     """Prompts of `data.train`, each source's with its own template and limits; where there is a `most`, of each source
     the first rows alone. Raises ConfigError."""
     found, for_agent = TrainPrompts([], [], {}, [], []), config.rollout.agent is not None
-    for label, one in config.by_source.items():
-        if config.data.sources and not label:  # the run as a whole
-            continue
+    for label in [source.label for source in config.data.sources] or [""]:
+        one = config.by_source[label]
         with of_source(label):
             tokenizer, (tools, stops) = open_tokenizer(one.model.path, one.data), environment_of(one)
             loaded = load_prompts(
@@ -220,24 +202,19 @@ def prepare(config: RunConfig, *, weights: bool = True, machine: MachineMemory |
             f"trainer.compile = true needs a C++ compiler, and there is no {compiler} on PATH; leave it out"
         )
 
-    tools, stop_strings = environment_of(config)
-    context, for_agent = shape.max_position_embeddings, config.rollout.agent is not None
-    train, held_out = train_prompts(config, context), tuple[Prompt, ...]()
-    warnings += train.warnings
-    if config.data.eval:
-        loaded = load_prompts(config.data, tokenizer, context, "eval", tools, for_agent=for_agent)
-        held_out, warnings = loaded.prompts, [*warnings, *loaded.warnings]
+    _, stop_strings = environment_of(config)
+    context = shape.max_position_embeddings
+    train, held_out = train_prompts(config, context), load_held_out(config, context)
+    warnings += (*train.warnings, *held_out.warnings)
     problems = Problems(
         train=tuple(train.prompts),
-        eval=held_out,
+        eval=held_out.sets,
         stop_token_ids=tokenizer.eos_token_ids,
         stop_strings=stop_strings,
-        stops_of=train.stops_of,
+        stops_of=train.stops_of | held_out.stops_of,
     )
     check_lengths(config, shape, problems)
-    learnt = {prompt.token_ids_T.tobytes() for prompt in problems.train}
-    if problems.eval and all(prompt.token_ids_T.tobytes() in learnt for prompt in problems.eval):
-        warnings.append("data.eval: all of its prompts are in data.train too, so it does not tell learning from memory")
+    warnings += learnt_too(problems.eval, problems.train)
     return Prepared(
         shape=shape, problems=problems, placer=placer, warnings=tuple(warnings),
         first_prompt="\n".join([*train.notes, first_prompts(config, problems.train)]),
@@ -300,8 +277,9 @@ def check_lengths(config: RunConfig, shape: ModelShape, problems: Problems) -> N
             longest = max(len(prompt.token_ids_T) for prompt in own)
             check_microbatch(one, shape, longest)
             check_cache(one, shape, longest)
-    if problems.eval:
-        check_cache(config, shape, max(len(prompt.token_ids_T) for prompt in problems.eval))
+    for held_out in problems.eval:
+        with of_source(label := held_out.prompts[0].source):
+            check_cache(config.by_source[label], shape, max(len(prompt.token_ids_T) for prompt in held_out.prompts))
 
 
 def check_microbatch(config: RunConfig, shape: ModelShape, longest_prompt: int) -> None:

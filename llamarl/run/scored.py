@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 from llamarl.config import RunConfig
+from llamarl.config.data import EvalConfig
 from llamarl.data.prompts import open_tokenizer, settled
 from llamarl.run.begin import Delays
 from llamarl.run.names import named, resolved
 
-BASE: dict[str, Any] = {"model": {"path": ""}, "data": {"train": "jsonl"}, "eval": {"max_prompts": 1 << 30}}
+EVERY_PROMPT = 1 << 30
+BASE: dict[str, Any] = {"model": {"path": ""}, "data": {"train": "jsonl"}, "eval": {"max_prompts": EVERY_PROMPT}}
 OF_RUN: Any = {
     "data": True, "reward": True, "rollout": {"max_new_tokens", "stop_strings", "environment", "agent"},
     "generator": {"device", "dtype", "kv_dtype", "threads", "max_running", "prefill_tokens", "cuda_graphs"},
@@ -29,13 +31,30 @@ def settings_for(model: str, run: RunConfig | None) -> dict[str, Any]:
 
 def completed(settings: Mapping[str, Any], settle: Callable[[dict[str, Any]], RunConfig]) -> RunConfig:
     """Settled settings, with those that follow where nobody says otherwise: several samples are drawn, and one
-    generator needs no process of its own. Raises ConfigError."""
-    settings, config = dict(settings), settle(dict(settings))
+    generator needs no process of its own. What is said of `eval` wins over what sets of the run say. Raises
+    ConfigError."""
+    settings, plain = dict(settings), _without(settings, EvalConfig.model_fields)
+    config = settle(plain)
+    said = config.eval.model_fields_set - (set() if config.eval.max_prompts < EVERY_PROMPT else {"max_prompts"})
+    settings = _without(settings, said)
     if config.eval.samples > 1:  # greedy ones are all the same
         settings["eval"] = {"temperature": 1.0} | settings["eval"]
     if config.generator.replicas * config.generator.tensor_parallel == 1:
         settings["cluster"] = {"kind": "inline"}
     return settle(settings)
+
+
+def _without(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Tables in which sets of held-out problems do not settle these of `eval` themselves; where others say how many
+    samples there are, nor that they are greedy."""
+
+    def stays(name: str, value: object) -> bool:
+        return name not in names and not ("samples" in names and name == "temperature" and value == 0)
+
+    data = dict(settings["data"])
+    if isinstance(sets := data.get("eval"), list):
+        data["eval"] = [{name: value for name, value in one.items() if stays(name, value)} for one in sets]
+    return dict(settings) | {"data": data}
 
 
 def ready(

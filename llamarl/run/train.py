@@ -47,8 +47,8 @@ class _RunOutcome:
     """Progress of a run, and its end."""
 
     end: Literal["finished", "interrupted", "failed"] = "failed"
-    before: EvalMetrics | None = None
-    after: EvalMetrics | None = None
+    before: tuple[EvalMetrics, ...] = ()
+    after: tuple[EvalMetrics, ...] = ()
     loop_started_s: float = math.nan
     loop_ended_s: float = math.nan
     error: BaseException | None = None
@@ -285,15 +285,16 @@ class _TrainingRun:
         outcome = self._outcome
         await controller.start()
         if self._problems.eval:
-            now = (await controller.evaluate()).metrics
-            outcome.before = (self._resume and self._folder.first_eval()) or now
+            now = [one.metrics for one in await controller.evaluate()]
+            on_record = self._folder.first_evals([one.name for one in now]) if self._resume else {}
+            outcome.before = tuple(on_record.get(one.name, one) for one in now)
         outcome.loop_started_s = now_s()
         telemetry.begin_loop(controller.version)
         await controller.train()
         outcome.loop_ended_s = now_s()
         telemetry.end_loop()
         if self._problems.eval:
-            outcome.after = (await controller.evaluate()).metrics
+            outcome.after = tuple(one.metrics for one in await controller.evaluate())
         await controller.save()
         await telemetry.poll()  # the spans of the last half second
 

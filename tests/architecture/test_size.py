@@ -13,7 +13,7 @@ FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 KERNEL_LINES = 1_500
 BUDGETS = {
     "top": 330,  # goal: 250
-    "config": 1_190,  # goal: 820
+    "config": 1_210,  # goal: 820
     "hub": 700,  # goal: 650
     "net": 100,  # goal: 70
     "kernels": 1_360,  # goal: 1,200
@@ -26,17 +26,17 @@ BUDGETS = {
     "recipes": 70,  # goal: 90
     "rewards": 850,  # goal: 690
     "data": 1_250,  # goal: 630
-    "observability": 1_050,  # goal: 1,050
+    "observability": 1_160,  # goal: 1,050
     "sandbox": 340,  # goal: 300
     "cluster": 1_240,  # goal: 1,080
     "generation": 1_840,  # goal: 1,830
     "training": 1_790,  # goal: 1,550
     "executors": 1_000,  # goal: 920
-    "controller": 3_330,  # goal: 2,450
-    "run": 2_610,  # goal: 1,150
+    "controller": 3_370,  # goal: 2,450
+    "run": 2_680,  # goal: 1,150
     "cli": 800,  # goal: 600
-    "parts/forecast": 3_260,  # goal: 2,900
-    "parts/page": 1_650,  # goal: 1,450
+    "parts/forecast": 3_270,  # goal: 2,900
+    "parts/page": 1_680,  # goal: 1,450
     "parts/episodes": 2_690,  # goal: 2,150
     "parts/hosts": 1_530,  # goal: 1,350
     "parts/replay": 850,  # goal: 720

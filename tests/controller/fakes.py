@@ -8,6 +8,7 @@ import json
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import numpy as np
 from llamarl.cluster.api import MeshFailed
 from llamarl.cluster.port import port
 from llamarl.config import RunConfig
+from llamarl.config.data import OF_EVAL
 from llamarl.controller.admission import Problems
 from llamarl.controller.controller import Controller
+from llamarl.controller.evaluation import HeldOutSet
 from llamarl.controller.journal import Journal
 from llamarl.controller.ports import CriticPort, Executors, TrainerPort
 from llamarl.controller.steps import retake
@@ -54,6 +57,22 @@ def config(tmp_path: Path, **changes: Any) -> RunConfig:
 def prompts(count: int, first: str = "p") -> tuple[Prompt, ...]:
     token_ids_T = np.array([1], np.int32)
     return tuple(Prompt(prompt_id=f"{first}-{n}", text="?", token_ids_T=token_ids_T, answer="") for n in range(count))
+
+
+def held_out(config: RunConfig, count: int) -> tuple[HeldOutSet, ...]:
+    """Sets of `data.eval`, or one without a name, of so many prompts each at most; none where there are none."""
+    runs = (config.by_eval_set or {None: config}) if count else {}
+    return tuple(
+        HeldOutSet(
+            name=name,
+            number=number,
+            settings=run.eval,
+            prompts=[replace(one, source=OF_EVAL + name if name else "") for one in prompts(count, name or "e")][
+                : run.eval.max_prompts
+            ],
+        )
+        for number, (name, run) in enumerate(runs.items())
+    )
 
 
 class RecordingJournal(Journal):
@@ -125,7 +144,7 @@ class Run:
         self.reward = reward or Reward()
         self.trainer = trainer or Trainer()
         self.models = models or {}
-        self.problems = Problems(train=prompts(num_train), eval=prompts(num_eval, "e"), stop_token_ids=(2,))
+        self.problems = Problems(train=prompts(num_train), eval=held_out(config, num_eval), stop_token_ids=(2,))
         self.metrics_file, self.rollouts_file = folder / "metrics.jsonl", folder / "oracle.jsonl"
         self.warnings: list[str] = []
         """What the user was told."""

@@ -80,7 +80,7 @@ def test_the_critic_is_saved_before_the_trainer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("first_id", [FIRST_EVAL_ID, 1000])
 def test_evaluations_ask_none_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_id: int) -> None:
     """Wherever their ids begin: what a request is for is its `purpose`."""
-    monkeypatch.setattr("llamarl.controller.controller.FIRST_EVAL_ID", first_id)
+    monkeypatch.setattr("llamarl.controller.evaluation.FIRST_EVAL_ID", first_id)
     reference = Model(logprobs)
     run = Run(
         config(tmp_path, data={"eval": "jsonl"}, eval={"every_steps": 2}), tmp_path,

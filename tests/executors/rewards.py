@@ -32,3 +32,13 @@ class EvenLength(Reward):
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         return [RewardResult(outcome=Outcome.SCORE, value=float(len(item.response) % 2 == 0)) for item in items]
+
+
+@dataclass
+class Thirds(Reward):
+    """Right, wrong, or beyond judgement, by the rest of a response's length divided by three."""
+
+    def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        broken = RewardResult(outcome=Outcome.INVALID, value=0.0, reason="three divides its length")
+        rests = [len(item.response) % 3 for item in items]
+        return [RewardResult(outcome=Outcome.SCORE, value=float(rest == 1)) if rest else broken for rest in rests]

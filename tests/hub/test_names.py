@@ -115,6 +115,25 @@ def test_an_evaluation_asks_for_what_it_reads_and_takes_the_run_s_commits(
     assert [row["answer"] for row in found.responses] == ["43"], "settings alone are of no run"
 
 
+def test_every_set_of_an_evaluation_keeps_its_commit(hub: HubServer, given: dict[str, Any], model: Path) -> None:
+    add_sums(hub, 42)
+    other = hub.add("me/words", {"train.jsonl": b'{"question": "q", "answer": "1"}'}, kind="dataset")
+    sets = [{"label": "sums", "name": "hub", "path": "me/sums"}, {"name": "hub", "path": "me/words@main"}]
+    config = load_config(
+        given | {"data": {"train": "running_total", "eval": [*sets, {"name": "running_total", "count": 2}]}}
+    )
+    folder = begun(config)
+    add_sums(hub, 43)
+    pinned = resolved(config, run=folder.path)
+    assert commits_of(folder.path)["datasets/me/words@main"] == other
+    assert [one.source.options.get("revision") for one in pinned.data.eval_sets] == [
+        commits_of(folder.path)["datasets/me/sums"], other, None,
+    ]  # fmt: skip
+    found = llamarl.evaluate(model, config=str(folder.config), rollout={"max_new_tokens": 2})
+    assert isinstance(found, dict) and list(found) == ["sums", "words", "running_total"]
+    assert [row["answer"] for row in found["sums"].responses] == ["42"], "the run's own, not today's"
+
+
 def _record(folder: RunFolder) -> dict[str, Any]:
     return json.loads(folder.weights.read_text())
 

@@ -9,7 +9,7 @@ import pytest
 
 from llamarl.observability.accounting import SpeedVerdict
 from llamarl.observability.files import write_atomically
-from llamarl.observability.metrics import share_error
+from llamarl.observability.intervals import share_error
 from llamarl.observability.report import RunFile, RunSummary, render_summary, write_summary
 from llamarl.observability.view import CompletionView
 
@@ -34,8 +34,8 @@ def make_summary(make_eval):
             "verdict": SpeedVerdict(
                 bound="generator-bound", reason="the trainer waits", window="steps 1 to 100, 1m 52s"
             ),
-            "before": make_eval(0, 0.184, k=4),
-            "after": make_eval(100, 0.781, k=4),
+            "before": (make_eval(0, 0.184, k=4),),
+            "after": (make_eval(100, 0.781, k=4),),
             "completions": (CompletionView(prompt="a" * 500, response="b\x1b[2J" * 200, reward=1.0, advantage=0.5),),
             "files": (RunFile(path=Path("runs/metrics.jsonl"), meaning="one line per step"),),
             "warnings": ("3 rows lost",),
@@ -62,19 +62,19 @@ def test_report_says_all(make_summary):
 
 
 def test_a_failed_run_never_looks_finished(make_summary):
-    text = render_summary(make_summary(end="failed", end_reason="loss is nan at step 12", steps=12, after=None))
+    text = render_summary(make_summary(end="failed", end_reason="loss is nan at step 12", steps=12, after=()))
     assert text.startswith("running-total: FAILED after 12 steps")
     assert "loss is nan at step 12" in text
     assert "18.4%           –" in text
 
 
 def test_without_evaluation_there_is_no_table(make_summary):
-    assert "held-out" not in render_summary(make_summary(before=None, after=None))
+    assert "held-out" not in render_summary(make_summary(before=(), after=()))
 
 
 def test_an_evaluation_without_verdicts(make_summary, make_eval):
     nobody = replace(make_eval(100, math.nan, k=4), num_invalid=1024, invalid_reason="grader\nmissing")
-    text = render_summary(make_summary(after=nobody))
+    text = render_summary(make_summary(after=(nobody,)))
     assert "accuracy                   18.4%         nan\n" in text, "no change is told"
     assert "invalid                        0       1,024    grader ↵ missing" in text
 

@@ -18,7 +18,7 @@ import llamarl
 from llamarl.config import RunConfig, load_config
 from llamarl.config.data import DataConfig
 from llamarl.controller.clock import PatientLoop, run_patiently
-from llamarl.run.given import train_of
+from llamarl.run.given import sources_of
 from llamarl.run.preview import check_functions
 from tests.end_to_end.tiny import ROOT, environment, make_model, write_toml
 
@@ -340,7 +340,7 @@ def pandas_like(rows: list[dict[str, Any]]) -> SimpleNamespace:
     ],
 )  # fmt: skip
 def test_what_is_several_data_sets(tmp_path: Path, data: Any, labels: list[str]) -> None:
-    found = train_of(data, tmp_path, "data.train")
+    found = sources_of(data, tmp_path, "data.train")
     sources = DataConfig.model_validate({"train": found}).sources
     assert [source.label for source in sources] == labels
     assert isinstance(found, list) == bool(labels)

@@ -325,19 +325,22 @@ def test_steps_without_rows_are_named(config: RunConfig) -> None:
 def test_the_first_evaluation_on_record(config: RunConfig) -> None:
     """Of whichever life, in whichever piece; one of other fields, or a damaged one, is none."""
     with prepare_run_folder(config, resume=False, overwrite=False) as folder:
-        assert folder.first_eval() is None
+        assert folder.first_evals([None]) == {}
         entry = EvalMetrics(
             step=0, policy_version_min=0, policy_version_max=0, accuracy=math.nan, pass_at_k=0.5, k=2,
             mean_response_tokens=3.0, num_prompts=4, wall_s=1.0, num_invalid=8, invalid_reason="why",
         )  # fmt: skip
-        rows = [json.dumps(one.to_json()) + "\n" for one in (entry, replace(entry, step=9, accuracy=0.5))]
+        named = replace(entry, name="sums", pass_at={"1": 0.5, "2": 0.75}, accuracy=0.5, truncated_share=0.25)
+        entries = entry, named, replace(entry, step=9, accuracy=0.5), replace(named, step=9)
+        rows = [json.dumps(one.to_json()) + "\n" for one in entries]
         folder.metrics.with_name("metrics-00001.jsonl").write_text(STEP + rows[0])
-        folder.metrics.write_text(rows[1])
-        found = folder.first_eval()
-        assert found is not None and math.isnan(found.accuracy)
-        assert replace(found, accuracy=0.5) == replace(entry, accuracy=0.5)
+        folder.metrics.write_text("".join(rows[1:]))
+        found = folder.first_evals([None, "sums", "other"])
+        assert found.keys() == {None, "sums"} and math.isnan(found[None].accuracy)
+        assert replace(found[None], accuracy=0.5) == replace(entry, accuracy=0.5)
+        assert found["sums"] == named
         folder.metrics.with_name("metrics-00001.jsonl").write_text('{"kind": "eval", "step": 0}\n')
-        assert folder.first_eval() is None
+        assert folder.first_evals([None, "sums"]) == {"sums": named}, "a later one was not before training"
 
 
 def test_a_damaged_piece_of_the_metrics_is_a_warning_of_resume(config: RunConfig) -> None:

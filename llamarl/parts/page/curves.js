@@ -1,7 +1,8 @@
 // Curves of all runs, with one cursor. The first metric of a chart is drawn for every run, the others where there is one.
+const HELD_OUT = "held out "; // before the name of a set; no metric has a blank
 const CHARTS = [
   ["reward", "Reward", ["reward_mean"]],
-  ["solve", "Solve rate, held-out accuracy ± its error", ["solve_rate", "held_out"]],
+  ["solve", "Solve rate, held-out accuracy and its interval of 95 %", ["solve_rate", HELD_OUT]],
   ["length", "Response length, tokens", ["response_tokens_mean", "response_tokens_max"]],
   ["source-reward", "Reward by source", ["extra.source_reward.*"]],
   ["source-right", "Share of right responses by source", ["extra.source_right.*"]],
@@ -53,9 +54,9 @@ function smoothed(values, weight) {
 }
 
 function namesOf(run, patterns) {
-  return patterns.flatMap((pattern) => pattern.endsWith("*")
-    ? Object.keys(run.series).filter((name) => name.startsWith(pattern.slice(0, -1))) : [pattern])
-    .filter((name) => name === "held_out" ? run.evals.length : run.series[name]?.some((value) => value != null));
+  return patterns.flatMap((pattern) => pattern === HELD_OUT ? [...new Set(run.evals.map((one) => HELD_OUT + one.name))]
+    : pattern.endsWith("*") ? Object.keys(run.series).filter((name) => name.startsWith(pattern.slice(0, -1))) : [pattern])
+    .filter((name) => name.startsWith(HELD_OUT) || run.series[name]?.some((value) => value != null));
 }
 
 // [[xs, ys]], and what each curve is.
@@ -63,14 +64,15 @@ function curvesOf(patterns, mode, weight, isAsked) {
   const tables = [], about = [];
   runs.forEach((run, which) => {
     if (!run.series || (run.forecast?.text && !isAsked && !patterns.some((one) => FORESEEN.test(one)))) return;
-    const xs = along(run, mode), wanted = namesOf(run, runs.length > 1 ? patterns.filter((_, index) => !index || patterns[index] === "held_out") : patterns);
+    const xs = along(run, mode), wanted = namesOf(run, runs.length > 1 ? patterns.filter((_, index) => !index || patterns[index] === HELD_OUT) : patterns);
     wanted.forEach((name, index) => {
       const own = runs.length > 1 ? which : index, color = RUN_COLORS[own % RUN_COLORS.length], dash = DASHES[(runs.length > 1 ? which + index : index) % DASHES.length];
       const label = (runs.length > 1 ? run.name + " " : "") + name.replace("extra.", "");
-      if (name === "held_out") {
+      if (name.startsWith(HELD_OUT)) {
         const at = (step) => mode === "step" ? step : xs[run.series.step.findLastIndex((one) => one <= step)] ?? 0;
-        tables.push([run.evals.map((one) => at(one.step)), run.evals.map((one) => one.accuracy)]);
-        about.push({ label, color, dash, errors: run.evals.map((one) => one.error) });
+        const own = run.evals.filter((one) => HELD_OUT + one.name === name);
+        tables.push([own.map((one) => at(one.step)), own.map((one) => one.accuracy)]);
+        about.push({ label: label.trim(), color, dash, intervals: own.map((one) => one.interval) });
         return;
       }
       const pairs = xs.map((x, place) => [x, run.series[name][place]]).filter(([x]) => x != null);
@@ -89,16 +91,18 @@ function curvesOf(patterns, mode, weight, isAsked) {
 // Lines would not show it.
 const isSparse = (ys) => ys.filter((y) => y != null).length < Math.max(3, ys.length / 4);
 
-function drawErrors(plot, about) {
+// Of the point at a place of the joined table, which has places of other curves too.
+const intervalAt = (one, ys, place) => one.intervals?.[ys.slice(0, place).filter((value) => value != null).length];
+
+function drawIntervals(plot, about) {
   const context = plot.ctx;
-  about.forEach((one, index) => one.errors && plot.data[0].forEach((x, place) => {
-    const y = plot.data[index + 1][place];
-    if (y == null) return;
-    const error = one.errors[plot.data[index + 1].slice(0, place).filter((value) => value != null).length] || 0;
+  about.forEach((one, index) => one.intervals && plot.data[0].forEach((x, place) => {
+    const ys = plot.data[index + 1], [low, high] = (ys[place] != null && intervalAt(one, ys, place)) || [];
+    if (low == null) return;
     context.strokeStyle = one.color;
     context.beginPath();
-    context.moveTo(plot.valToPos(x, "x", true), plot.valToPos(y - error, "y", true));
-    context.lineTo(plot.valToPos(x, "x", true), plot.valToPos(y + error, "y", true));
+    context.moveTo(plot.valToPos(x, "x", true), plot.valToPos(low, "y", true));
+    context.lineTo(plot.valToPos(x, "x", true), plot.valToPos(high, "y", true));
     context.stroke();
   }));
 }
@@ -116,7 +120,7 @@ function plotted(box, data, about, { cursor, hooks, y = { range: ordinary }, val
     cursor: { ...cursor, points: { size: 5 } }, axes: [{ ...axis, size: 28 }, { ...axis, size: 58, values }],
     series: [{}, ...about.map((one) => ({
       stroke: one.color, width: one.label ? 1.6 : 1, dash: one.dash, spanGaps: true,
-      points: { show: (plot, at) => Boolean(one.errors) || isSparse(plot.data[at]), size: 5 },
+      points: { show: (plot, at) => Boolean(one.intervals) || isSparse(plot.data[at]), size: 5 },
     }))],
   }, data, box.querySelector(".plot"));
 }
@@ -143,7 +147,7 @@ function drawChart(id, title, patterns) {
     return;
   }
   old?.destroy();
-  const plot = plotted(box, data, about, { cursor: { sync: { key: "all" } }, hooks: { draw: [(one) => drawErrors(one, one.about || about)], setCursor: [(one) => showValues(one, key, one.about || about)] } });
+  const plot = plotted(box, data, about, { cursor: { sync: { key: "all" } }, hooks: { draw: [(one) => drawIntervals(one, one.about || about)], setCursor: [(one) => showValues(one, key, one.about || about)] } });
   plot.shape = shape;
   plot.about = about;
   plots.set(id, plot);
@@ -154,7 +158,9 @@ function showValues(plot, key, about) {
   // Measured is what a smooth curve has before it.
   about.map((one, place) => [one, plot.data[place + 1], plot.data[place]]).filter(([one]) => one.label).forEach(([one, ys, measured], place) => {
     const text = index == null || ys[index] == null ? "" : " " + number((one.isSmooth ? measured : ys)[index]);
-    values[place].textContent = text && one.isSmooth ? `${text} (smoothed ${number(ys[index])})` : text;
+    const interval = text && intervalAt(one, ys, index);
+    values[place].textContent = interval ? `${text} (${number(interval[0], 3)} to ${number(interval[1], 3)})`
+      : text && one.isSmooth ? `${text} (smoothed ${number(ys[index])})` : text;
   });
   const every = Math.max(...runs.map((run) => run.every || 1)), means = every > 1 ? `, means of ${every} steps, of maxima the largest` : "";
   if (index != null) byId("cursor").textContent = `${byId("along").selectedOptions[0].text}: ${number(plot.data[0][index])}${means}`;

@@ -11,7 +11,8 @@ from contextlib import suppress
 from importlib.resources import files
 from typing import Any
 
-from llamarl.parts.page.findings import accuracy_error, findings
+from llamarl.observability.metrics import accuracy_interval
+from llamarl.parts.page.findings import findings
 from llamarl.parts.page.rollouts import Decode, sample
 from llamarl.parts.page.run_data import KINDS, RunData
 from llamarl.parts.page.waits import waits
@@ -34,7 +35,7 @@ def described(data: RunData) -> dict[str, Any]:
         "state": state,
         "reason": reason,
         "steps": data.num_steps,
-        "evals": [one | {"error": accuracy_error(one)} for one in data.evals],
+        "evals": [one | {"interval": accuracy_interval(one)} for one in data.evals],
         "machine": data.start.get("machine", {}),
         "model": data.start.get("model", ""),
         "began_s": data.began_s,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
-from llamarl.observability.formats import number, percent
-from llamarl.observability.metrics import SOURCES, share_error, unjudged
+from llamarl.observability.formats import number, percent, plain
+from llamarl.observability.metrics import SOURCES, accuracy_error, held_out, unjudged
 from llamarl.parts.page.run_data import RunData
 
 PART = 0.2
@@ -27,6 +28,8 @@ MISMATCH_KL, TRUNCATED_SHARE, INVALID_SHARE, IDLE_SHARE = 0.05, 0.2, 0.05, 0.5
 COLLAPSED_SHARE, COLLAPSED_NATS = 0.2, 0.05
 """Share of the first entropy, and nats per token, below which little is left to explore."""
 GRADIENT_GROWTH = 20.0
+_LEARNT_FROM = re.compile(r"data\.eval(?: \((\S+)\))?: all of its prompts are in data\.train")
+"""Warning of a run about a set of held-out problems, with its name."""
 Level = Literal["good", "note", "bad"]
 
 
@@ -88,12 +91,6 @@ def _mean(values: Sequence[float]) -> tuple[float, float]:
     """Mean, and the variance of it."""
     mean = sum(values) / len(values)
     return mean, sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values)
-
-
-def accuracy_error(entry: dict[str, Any]) -> float:
-    """Standard error of a held-out accuracy, by the row of its evaluation."""
-    num_judged = entry["num_prompts"] - float(entry.get("num_invalid") or 0) / max(float(entry.get("k") or 1), 1.0)
-    return share_error(float(entry["accuracy"]), num_judged)
 
 
 def findings(data: RunData) -> list[dict[str, str]]:
@@ -181,12 +178,13 @@ def _reward(data: RunData) -> Change | None:
 
 
 def _learnt(data: RunData) -> Iterator[Claim]:
-    accuracy, reward = _accuracy(data.evals), _reward(data)
-    doubt = _doubt(data, accuracy) if reward and reward.level == "good" else None
+    changes = {name: change for name, rows in data.eval_sets.items() if (change := _accuracy(rows))}
+    reward = _reward(data)
+    doubt = _doubt(data, changes) if reward and reward.level == "good" else None
     claims = list(_unheld(data))
-    if accuracy:
+    for name, accuracy in changes.items():
         change = f"{100 * accuracy.ends.change:+.1f} ± {100 * accuracy.ends.error:.1f} points"
-        text = f"held-out accuracy {accuracy.text(lambda share: percent(share, 1), change)}"
+        text = f"{held_out(name)} accuracy {accuracy.text(lambda share: percent(share, 1), change)}"
         claims.append(Claim(text=text, chart="solve", level=accuracy.level))
     if reward is None:
         text = f"{data.num_steps} steps are too few to say whether it learns"
@@ -198,7 +196,7 @@ def _learnt(data: RunData) -> Iterator[Claim]:
         yield Claim(text=f"{text} while {doubt}", chart="reward", level="bad")
         yield from claims
     else:
-        is_told = accuracy is not None and reward.level == "good"
+        is_told = bool(changes) and reward.level == "good"
         yield from (*claims, Claim(text=text, chart="reward", level="note" if is_told else reward.level))
     length = ends(data.columns.get("response_tokens_mean", ()))
     if length and length.last < SHRUNK_SHARE * length.first:
@@ -206,32 +204,38 @@ def _learnt(data: RunData) -> Iterator[Claim]:
         yield Claim(text=shrank, chart="length")
 
 
-def _is_learnt_from(data: RunData) -> bool:
-    """The held-out problems, as the run has warned."""
-    return any(kind == "warning" and text.startswith("data.eval: all of its prompts") for kind, _, text in data.texts)
+def _learnt_from(data: RunData) -> list[str]:
+    """Names of sets of held-out problems that are learnt from, as the run has warned; empty: the only one."""
+    warnings = (text for kind, _, text in data.texts if kind == "warning")
+    return list(dict.fromkeys(found[1] or "" for text in warnings if (found := _LEARNT_FROM.match(text))))
 
 
 def _unheld(data: RunData) -> Iterator[Claim]:
     """Claims about faults of the evaluations themselves."""
-    if _is_learnt_from(data):
-        text = "data.eval is data.train: held-out accuracy is that of prompts which were learnt from"
+    for name in _learnt_from(data):
+        of_set = f" ({plain(name)})" if name else ""
+        text = f"data.eval{of_set} is data.train: held-out accuracy is that of prompts which were learnt from"
         yield Claim(text=text, chart="settings", level="bad")
-    num, all_of_them, reason = data.unjudged
-    if num > INVALID_SHARE * all_of_them:
-        yield Claim(text=f"held-out: {unjudged(num, all_of_them, reason)}", chart="solve", level="bad")
+    for name, (num, all_of_them, reason) in data.unjudged.items():
+        if num > INVALID_SHARE * all_of_them:
+            yield Claim(text=f"{held_out(name)}: {unjudged(num, all_of_them, reason)}", chart="solve", level="bad")
 
 
-def _doubt(data: RunData, accuracy: Change | None) -> str | None:
+def _doubt(data: RunData, accuracies: Mapping[str, Change]) -> str | None:
     """Doubt about a reward that rises: right answers, which its first part judges, are fewer than before, held-out ones
-    where there are some; or they are more in training alone. None: there is no doubt."""
+    where there are some; or they are more in training alone. Several sets speak together: one that rises has learnt.
+    None: there is no doubt."""
     solved = ends(data.columns.get("solve_rate", ()))
-    if accuracy is None:
+    if not accuracies:
         fell = solved and solved.change < -ERRORS * solved.error
         return "fewer answers are right: it may be hacked" if fell else None
-    if accuracy.level == "bad":
+    levels = {one.level for one in accuracies.values()}
+    if "bad" in levels and "good" not in levels:
         return "held-out accuracy fell: it may be hacked"
-    if not _is_learnt_from(data) and accuracy.level == "note" and solved and solved.change > ERRORS * solved.error:
-        gap, error = solved.last - accuracy.ends.last, math.hypot(solved.error, accuracy.ends.error)
+    unlearnt = [one.ends for name, one in accuracies.items() if name not in _learnt_from(data)]
+    if unlearnt and levels == {"note"} and solved and solved.change > ERRORS * solved.error:
+        best = max(unlearnt, key=lambda one: one.last)
+        gap, error = solved.last - best.last, math.hypot(solved.error, best.error)
         return "held-out accuracy does not follow: it may be learnt by heart" if gap > ERRORS * error else None
     return None
 

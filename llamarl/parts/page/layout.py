@@ -27,7 +27,7 @@ NUMBERS_WIDTH = 72
 """Width of the numbers when the chart stands beside them."""
 SILENT_S, LOST_S = 10.0, 30.0
 """Age of a heartbeat that is worth a look, and that means trouble."""
-MAX_WARNINGS = 3
+MAX_WARNINGS, MAX_SETS = 3, 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,8 +217,7 @@ def _numbers(view: RunView, inner: int, max_staleness: int) -> list[Text]:
         if rewards := of_sources(view.metrics.extra, "reward"):
             told = [Text.assemble((f"{label} ", DIM), (number(reward), "bold")) for label, reward in rewards.items()]
             lines.append(_row("sources", Text("   ").join(told)))
-    if view.evals:
-        lines.append(_row("held-out", _evals(view.evals, width - LABEL_WIDTH)))
+    lines += _held_out(view.evals, width - LABEL_WIDTH)
     return _beside(lines, _reward_chart(view.rewards, inner - width - 4, len(lines)), width) if wide else lines
 
 
@@ -275,6 +274,18 @@ def _metric_rows(last: StepMetrics, max_staleness: int) -> list[tuple[str, _Cell
             _Cell("cut", percent(last.truncated_share)),
         ),
     ]
+
+
+def _held_out(evals: Sequence[EvalMetrics], width: int) -> list[Text]:
+    """A line for each set; of many, those that come first, and a count of the others."""
+    sets = dict[str, list[EvalMetrics]]()
+    for entry in evals:
+        sets.setdefault(plain(entry.name or "held-out"), []).append(entry)
+    shown = list(sets.items())[: MAX_SETS if len(sets) == MAX_SETS else MAX_SETS - 1]
+    lines = [_row(name, _evals(entries, width)) for name, entries in shown]
+    if num_more := len(sets) - len(shown):
+        lines.append(_row("", Text(f"and {num_more} more sets", DIM)))
+    return lines
 
 
 def _evals(evals: Sequence[EvalMetrics], width: int) -> Text:

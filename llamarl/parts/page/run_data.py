@@ -57,8 +57,8 @@ class RunData:
         self.flows = dict[int, dict[str, Any]]()
         self.texts: deque[tuple[str, float, str]] = deque(maxlen=MAX_TEXTS)
         """Kind, time and text of warnings and phases."""
-        self.unjudged: tuple[float, float, Any] = (0.0, 0.0, None)
-        """Responses without a verdict in the last evaluation, of how many, and why the first has none."""
+        self.unjudged: dict[str, tuple[float, float, Any]] = {}
+        """Responses without a verdict in the last evaluation of each set, of how many, and why the first has none."""
         self.verdict = ""
         """Verdict of the last step on what bounds the speed."""
         self.start: dict[str, Any] = {}
@@ -88,10 +88,10 @@ class RunData:
     def _measured(self, row: dict[str, Any]) -> None:
         row = {name: one for name, one in row.items() if not isinstance(one, (int, float)) or abs(one) < LARGEST}
         if row["kind"] == "eval":
-            num_responses = float(row["num_prompts"]) * float(row.get("k", 1))
-            self.unjudged = float(row.get("num_invalid", 0)), num_responses, row.get("invalid_reason")
-            known = {name: float(row[name]) for name in ("step", "accuracy", "num_prompts")}
-            self.evals.append({name: value for name, value in row.items() if name != "kind"} | known)
+            num_responses, name = float(row["num_prompts"]) * float(row.get("k", 1)), str(row.get("name") or "")
+            self.unjudged[name] = float(row.get("num_invalid", 0)), num_responses, row.get("invalid_reason")
+            known = {key: float(row[key]) for key in ("step", "accuracy", "num_prompts")} | {"name": name}
+            self.evals.append({key: value for key, value in row.items() if key != "kind"} | known)
             return
         count, step = len(self.columns["step"]), float(row["step"])
         if count and step <= self.columns["step"][-1]:
@@ -104,6 +104,14 @@ class RunData:
         for column in self.columns.values():
             if len(column) == count:
                 column.append(math.nan)
+
+    @property
+    def eval_sets(self) -> dict[str, list[dict[str, Any]]]:
+        """Evaluations of each set, by its name; empty: the only one."""
+        found = dict[str, list[dict[str, Any]]]()
+        for row in self.evals:
+            found.setdefault(row["name"], []).append(row)
+        return found
 
     def _said(self, row: dict[str, Any]) -> None:
         kind, at_s = row["kind"], _time_s(row["at_s"])

@@ -19,7 +19,7 @@ from llamarl.executors.replies import Replied
 from llamarl.parts.episodes.ports import OpenTurn
 from llamarl.rewards._base import invalid, right
 from llamarl.types import OBSERVED, RAISED
-from tests.controller.fakes import Run, config, kills, prompts
+from tests.controller.fakes import Run, config, held_out, kills, prompts
 from tests.controller.test_keeping import Killed, killed, newest
 from tests.executors.ledger import Generator, Ledgered, Trainer
 
@@ -214,7 +214,7 @@ def test_a_controller_that_is_killed_goes_on_with_its_turns(tmp_path: Path, segm
 def test_an_evaluation_is_of_the_versions_that_sampled_it(tmp_path: Path) -> None:
     data = {"train": "jsonl", "eval": "jsonl"}
     run = run_of(tmp_path, World(), data=data, eval={"every_steps": 2, "samples": 2})
-    run.problems = replace(run.problems, eval=prompts(2, "e"))
+    run.problems = replace(run.problems, eval=held_out(run.config, 2))
     audit(run.train())
     assert len(run.evals) >= 2 and all(row["policy_version_min"] >= 0 for row in run.evals)
 

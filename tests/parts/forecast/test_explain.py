@@ -82,3 +82,17 @@ def test_the_step_time_is_that_of_the_run_s_work(tmp_path: Path) -> None:
     missing = llamarl_here("explain", toml, "--data.train", "{name = 'jsonl', path = 'nowhere.jsonl'}", "--json")
     (line,) = json.loads(missing.stdout)["consequences"]["step time"]
     assert line.startswith("not known: ") and "nowhere.jsonl" in line
+
+
+def test_of_several_sources_what_each_settles(tmp_path: Path) -> None:
+    toml = write_toml(tmp_path, make_model(tmp_path / "model"))
+    several = "[{label = 'a', name = 'running_total', count = 4, samples = 2}, {name = 'running_total', count = 5}]"
+    done = llamarl_here("explain", toml, f"--data.eval={several}", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(done.stdout)["settings"] if row["name"].startswith("data.eval")}
+    assert {name: row["value"] for name, row in rows.items()} == {
+        "data.eval.0.source": {"name": "running_total", "count": 4}, "data.eval.0.label": "a",
+        "data.eval.0.samples": 2, "data.eval.1.source": {"name": "running_total", "count": 5},
+        "data.eval.1.label": "running_total",
+    }  # fmt: skip
+    assert {row["origin"] for row in rows.values()} == {"command line"}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from llamarl.observability.intervals import wilson
 from llamarl.parts.page.cli import report
 from tests.parts.page.browser import in_a_browser
 from tests.parts.page.runs import make_run, rollout_row, write_rows
@@ -210,10 +211,10 @@ def test_what_curves_are_made_of(visit: Any, files: dict[str, str]) -> None:
     ends = one.page.evaluate("""() => {
         const plot = plots.get("solve"), found = [], context = { beginPath() {}, stroke() {},
             moveTo: (x, y) => found.push(y), lineTo: (x, y) => found.push(y) };
-        drawErrors({ ctx: context, data: plot.data, valToPos: (value) => value }, plot.about);
+        drawIntervals({ ctx: context, data: plot.data, valToPos: (value) => value }, plot.about);
         return found;
     }""")
-    assert ends == pytest.approx([0.16, 0.24, 0.6 - 0.049, 0.6 + 0.049], abs=1e-3)
+    assert ends == pytest.approx([*wilson(0.2, 100), *wilson(0.6, 100)])
 
 
 def test_a_step_is_seen_in_the_finest_detail_there_is(visit: Any, files: dict[str, str]) -> None:

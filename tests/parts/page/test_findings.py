@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from llamarl.config.data import EvalConfig
+from llamarl.controller.evaluation import HeldOutSet
 from llamarl.parts.page.cli import report
 from llamarl.parts.page.findings import ends, findings
-from llamarl.run import prepare
+from llamarl.run.held_out import learnt_too
+from tests.controller.fakes import prompts
 from tests.parts.page.runs import (
     BEGAN_S,
     eval_row,
@@ -107,12 +111,41 @@ class TestClaims:
         rows = [step_row(step, reward_mean=0.02 * step, solve_rate=0.02 * step) for step in range(1, 41)]
         write_rows(folder / "metrics.jsonl", [eval_row(0, 0.2), *rows, eval_row(40, 0.22)])
         assert any("learnt by heart" in text for text in claims(folder))
-        said = "data.eval: all of its prompts are in data.train too, so it does not tell learning from memory"
-        assert said in Path(prepare.__file__).read_text()
+        (said,) = learnt_too([HeldOutSet(settings=EvalConfig(), prompts=prompts(2))], prompts(3))
         write_rows(folder / "events.jsonl", [{"kind": "warning", "at_s": BEGAN_S, "text": said}])
         found = claims(folder)
         assert any(text.startswith("data.eval is data.train") for text in found)
         assert not any("learnt by heart" in text for text in found)
+
+    def test_each_set_is_told_by_its_name(self, tmp_path: Path) -> None:
+        """A reward is no hacked one as long as some set rises."""
+        folder = make_run(tmp_path / "made", steps=0, end=None)
+        rows = [step_row(step, reward_mean=0.02 * step) for step in range(1, 41)]
+        found = {"sums": (0.2, 0.6), "words": (0.6, 0.2), "codes": (0.5, 0.51)}
+        for place, step in ((0, 0), (1, 40)):
+            both = [eval_row(step, ends[place]) | {"name": name} for name, ends in found.items()]
+            write_rows(folder / "metrics.jsonl", both + (rows if step == 0 else []))
+        told = {claim["text"].split(" from ")[0]: claim["level"] for claim in findings(read(folder))}
+        assert told["held-out sums accuracy rose"] == "good"
+        assert told["held-out words accuracy fell"] == "bad"
+        assert told["held-out codes accuracy did not change beyond its error,"] == "note"
+        assert told["reward rose"] == "note"
+        last = eval_row(41, 0.2) | {"name": "sums", "num_invalid": 50, "invalid_reason": "why"}
+        write_rows(folder / "metrics.jsonl", [last, eval_row(41, 0.5) | {"name": "codes"}])
+        texts = [claim["text"] for claim in findings(read(folder))]
+        assert any("hacked" in text for text in texts), "none rises any more"
+        assert "held-out sums: 50 of 100 invalid: why" in texts, "a later set has not hidden it"
+
+    def test_sets_that_are_learnt_from(self, tmp_path: Path) -> None:
+        folder = make_run(tmp_path / "made", end=None)
+        sets = [
+            HeldOutSet(name=name, settings=EvalConfig(), prompts=[replace(one, source=f"eval/{name}")])
+            for name, one in zip(("a", "b.c"), prompts(2), strict=True)
+        ]
+        said = [{"kind": "warning", "at_s": BEGAN_S, "text": text} for text in learnt_too(sets, prompts(1))]
+        write_rows(folder / "events.jsonl", said)
+        told = [text for text in claims(folder) if "is data.train" in text]
+        assert [text.split(":")[0] for text in told] == ["data.eval (a) is data.train", "data.eval (b.c) is data.train"]
 
     def test_an_evaluation_that_is_damaged_is_left_out(self, tmp_path: Path) -> None:
         folder = make_run(tmp_path / "made")

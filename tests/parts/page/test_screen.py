@@ -66,6 +66,24 @@ def test_shows_the_key_numbers(width, height, info, make_view, now_s):
         assert words in screen, words
 
 
+def test_a_line_for_each_set(info, make_view, make_eval, now_s):
+    names = ("sums", "a-long-name-of-a-set", "c", "d", "e", "f")
+
+    def drawn(some: tuple[str, ...]) -> str:
+        evals = [
+            replace(make_eval(step, step / 100 + len(name) / 1000), name=name) for step in (0, 20) for name in some
+        ]
+        return draw(Board(info=info, started_s=now_s, view=make_view(evals=tuple(evals))), 100, 40, now_s)
+
+    screen = drawn(names[:5])
+    for line in (r"sums +step 0 0.4% +step 20 20.4%", r"a-long-name- +step 0 2.0% +step 20 22.0%", r"e +step 0 0.1%"):
+        assert re.search(line, screen), line
+    assert "more sets" not in screen
+    screen = drawn(names)
+    assert re.search(r"d +step 0 0.1%", screen) and not re.search(r"e +step 0 0.1%", screen)
+    assert "and 2 more sets" in screen
+
+
 def test_small_terminals_keep_what_matters(info, make_view, now_s):
     board = Board(info=info, started_s=now_s, view=make_view(), warnings={"disk": 1})
     screen = draw(board, 40, 9, now_s)

@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from llamarl.config import ConfigError
 from llamarl.observability.sinks import MetricsLog, Subject
 from llamarl.parts.page.trackers import _base
-from llamarl.parts.page.trackers._base import Tracker, Trackers, TrackerThread, tracker_class
+from llamarl.parts.page.trackers._base import Tracker, Trackers, TrackerThread, numbers, tracker_class
 from llamarl.parts.page.trackers.prometheus import exposed
 from tests.architecture.repository import ROOT
 
@@ -85,6 +86,7 @@ def test_every_row_arrives_in_order(forward, make_metrics, make_eval, tmp_path: 
     assert Kept.rows[0][1]["reward_mean"] == 0.5
     assert "reward_mean" not in Kept.rows[1][1], "NaN is not sent"
     assert Kept.rows[2][1]["eval.accuracy"] == 0.25
+    assert numbers(replace(make_eval(2, 0.5, k=4), name="math").to_json())["eval.math/pass_at_k"] == 0.8
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3, "JSON lines always"
 
 
@@ -231,11 +233,14 @@ def test_a_port_that_is_taken_is_said(make_metrics, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "name"),
     [
-        ("samples_per_s", ("llamarl_samples_per_second", "")),
-        ("extra.publish_s", ("llamarl_publish_seconds", "")),
-        ("busy_share.generator-0", ("llamarl_busy_ratio", "generator-0")),
-        ("eval.accuracy", ("llamarl_eval_accuracy", "")),
+        ("samples_per_s", ("llamarl_samples_per_second", {})),
+        ("extra.publish_s", ("llamarl_publish_seconds", {})),
+        ("busy_share.generator-0", ("llamarl_busy_ratio", {"executor": "generator-0"})),
+        ("eval.accuracy", ("llamarl_eval_accuracy", {})),
+        ("eval.wall_s", ("llamarl_eval_wall_seconds", {})),
+        ("eval.pass_at.4", ("llamarl_eval_pass_at", {"k": "4"})),
+        ("eval.math-1.5/pass_at.4", ("llamarl_eval_pass_at", {"set": "math-1.5", "k": "4"})),
     ],
 )
-def test_names_follow_the_conventions(key: str, name: tuple[str, str]) -> None:
+def test_names_follow_the_conventions(key: str, name: tuple[str, dict[str, str]]) -> None:
     assert exposed(key) == name

@@ -83,6 +83,11 @@ def settings(config: Section, file: set[str], line: set[str], where: str = "", r
         if isinstance(value, Section) and isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from settings(value, file, line, f"{dotted}.", recipe)
             continue
+        if isinstance(value, list) and value and all(isinstance(one, Section) for one in value):
+            for number, one in enumerate(value):  # of a source, what it settles itself
+                own = settings(one, file, line, f"{dotted}.{number}.", recipe)
+                yield from (row for row in own if row["value"] not in (None, []))
+            continue
 
         is_default = not field.is_required() and (
             bool(field.validate_default) or value == field.get_default(call_default_factory=True)

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from llamarl.config import RunConfig
+from llamarl.controller.evaluation import HeldOutSet
 from llamarl.types import Prompt
 
 
@@ -22,6 +24,16 @@ class Repeated(np.ndarray):
 def repeated(value: int, length: int) -> Repeated:
     """An array [length] of one number; `length` is at least 1."""
     return Repeated((length,), np.int32, np.array(value, np.int32), 0, (0,))
+
+
+def simulated_sets(config: RunConfig, num_tokens: int) -> tuple[HeldOutSet, ...]:
+    """Sets of held-out prompts, as large as they may be."""
+    return tuple(
+        HeldOutSet(
+            name=name, number=number, settings=run.eval, prompts=simulated_prompts(run.eval.max_prompts, num_tokens)
+        )
+        for number, (name, run) in enumerate(config.by_eval_set.items())
+    )
 
 
 def simulated_prompts(count: int, num_tokens: int) -> tuple[Prompt, ...]:

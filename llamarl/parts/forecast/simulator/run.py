@@ -25,7 +25,7 @@ from llamarl.parts.forecast.simulator.cluster import SimulatedCluster
 from llamarl.parts.forecast.simulator.cores import SharedCores, in_turn
 from llamarl.parts.forecast.simulator.faults import Faults
 from llamarl.parts.forecast.simulator.ledger import CountingTelemetry, StepLog
-from llamarl.parts.forecast.simulator.records import simulated_prompts
+from llamarl.parts.forecast.simulator.records import simulated_prompts, simulated_sets
 from llamarl.parts.forecast.simulator.result import COUNTS, Simulation
 from llamarl.parts.forecast.simulator.split import Split
 from llamarl.run.assembly import assembled
@@ -86,7 +86,7 @@ class _SimulatedRun:
         self._cluster = SimulatedCluster(config, costs, faults, split.trainer_gpus)
         self._problems = Problems(
             train=simulated_prompts(NUM_PROMPTS, costs.prompt_tokens),
-            eval=simulated_prompts(config.eval.max_prompts if config.data.eval else 0, costs.prompt_tokens),
+            eval=simulated_sets(config, costs.prompt_tokens),
             stop_token_ids=(),
         )
         self._loop_s = (0.0, 0.0)

@@ -35,7 +35,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Finite numbers by name: of a step, or, as `eval.NAME`, of an evaluation."""
+        """Finite numbers by name: of a step, or, as `eval.NAME`, of an evaluation; `eval.SET/NAME` of a named set."""
 
     def close(self) -> None:
         """Nothing more comes."""
@@ -105,7 +105,8 @@ class TrackerThread:
 
 def numbers(row: Row) -> dict[str, float]:
     """Numbers of a row of `metrics.jsonl`, where what is not finite is None."""
-    prefix = "eval." if row["kind"] == "eval" else ""
+    of_set = f"{row['name']}/" if row.get("name") else ""
+    prefix = f"eval.{of_set}" if row["kind"] == "eval" else ""
     return {
         prefix + name: float(value) for name, value in row.items() if isinstance(value, (int, float)) and name != "step"
     }

@@ -38,9 +38,8 @@ class Prometheus(Tracker):
         self._steps.inc(max(step - self._step, 0))
         self._step = max(step, self._step)
         for key, value in values.items():
-            name, whose = exposed(key)
-            kind = "source" if key.startswith(f"extra.{SOURCES}") else "executor"
-            labels = {"run": self._run} | ({kind: whose} if whose else {})
+            name, of_part = exposed(key)
+            labels = {"run": self._run} | of_part
             if name not in self._gauges:
                 meaning = f"`{key}` of metrics.jsonl"
                 self._gauges[name] = self._kind(name, meaning, list(labels), registry=self._registry)
@@ -60,12 +59,17 @@ class Prometheus(Tracker):
         threading.Thread(target=answer, name="prometheus", daemon=True).start()
 
 
-def exposed(key: str) -> tuple[str, str]:
-    """Name, and executor or source: `extra.rss_bytes.trainer` is `llamarl_rss_bytes` of `trainer`."""
-    name, _, whose = key.removeprefix("extra.").removeprefix("eval.").partition(".")
+def exposed(key: str) -> tuple[str, dict[str, str]]:
+    """Name and labels: `extra.rss_bytes.trainer` is `llamarl_rss_bytes` of the executor `trainer`, and
+    `eval.math/pass_at.4` is `llamarl_eval_pass_at` of the set `math` with `k` 4."""
+    is_eval = key.startswith("eval.")
+    named, _, own = key.removeprefix("eval.").rpartition("/") if is_eval else ("", "", key.removeprefix("extra."))
+    name, _, part = own.partition(".")
     for ending, unit in UNITS:
         if name.endswith(ending):
             name = name.removesuffix(ending) + unit
             break
-    prefix = "llamarl_eval_" if key.startswith("eval.") else "llamarl_"
-    return prefix + re.sub(r"\W", "_", name), whose
+    kind = "k" if is_eval else "source" if own.startswith(SOURCES) else "executor"
+    labels = {"set": named, kind: part}
+    prefix = "llamarl_eval_" if is_eval else "llamarl_"
+    return prefix + re.sub(r"\W", "_", name), {label: value for label, value in labels.items() if value}
