@@ -9,6 +9,8 @@ import numpy as np
 
 from llamarl.config import ConfigError
 from llamarl.config.schema import DataConfig, RolloutConfig
+from llamarl.config.trainer import LoraConfig
+from llamarl.models.memory import adapter_parameters
 from llamarl.parts.forecast.constants import Constants
 from llamarl.parts.forecast.hardware import BF16, Pool
 from llamarl.parts.forecast.lengths import Lengths
@@ -65,6 +67,13 @@ class PlanRequest:
     pools: tuple[Pool, ...]
     """Machines. With two pools, trainer and generators may each use either."""
     constants: Constants
+    lora: LoraConfig | None = None
+    """Adapters that are trained instead of the weights."""
+
+    @property
+    def trained_parameters(self) -> int:
+        """Scalars that the optimizer changes."""
+        return adapter_parameters(self.model, self.lora) if self.lora else self.model.num_parameters
 
     @classmethod
     def of_run(cls, data: DataConfig, rollout: RolloutConfig, **others: Any) -> PlanRequest:
@@ -105,6 +114,11 @@ class PlanRequest:
         for pool in self.pools:
             if pool.count < 1:
                 raise ConfigError(f"{pool.count} GPUs of kind {pool.gpu.name} is no cluster; use --gpus 1 or more")
+        if self.lora and self.model.num_experts > 1:
+            raise ConfigError(
+                f"trainer.lora with {self.model.name}: adapters of a mixture's experts are not planned; leave it out, or "
+                "plan for a dense model"
+            )
         context = self.model.max_position_embeddings
         over = self.longest_tokens - context
         if over > 0:

@@ -14,11 +14,10 @@ LISTEN = "controller:6700"
 """`cluster.listen` of a planned run on several hosts until it has an address of its own."""
 
 
-def run_toml(plan: Plan, *, model_path: str, data_path: str, base: RunConfig | None = None) -> str:
+def run_toml(plan: Plan, *, data_path: str, base: RunConfig | None = None) -> str:
     """The run file; what the plan expects of it stands above as comments.
 
     Args:
-        model_path: Hugging Face folder of the run.
         data_path: JSONL file of training prompts, for a run without `base`.
         base: a run whose other settings are kept.
 
@@ -26,12 +25,13 @@ def run_toml(plan: Plan, *, model_path: str, data_path: str, base: RunConfig | N
         ConfigError: a setting that is kept does not go with the plan.
     """
     request, trainer, generator = plan.request, plan.trainer, plan.generator
+    _check(plan)
     train = {"name": "jsonl", "path": data_path}
     data: dict[str, Any] = {"name": Path(request.model.name).name, "data": {"train": train}}
     data = base.model_dump(exclude_none=True) if base else data
     limit = request.lengths.limit_tokens
     planned: dict[str, dict[str, Any]] = {
-        "model": {"path": model_path},
+        "model": {"path": request.model.path},
         "data": {"max_prompt_tokens": request.prompt_tokens},
         "rollout": {
             "prompts_per_step": request.prompts_per_step,
@@ -49,13 +49,14 @@ def run_toml(plan: Plan, *, model_path: str, data_path: str, base: RunConfig | N
             "parallelism": {"fsdp": trainer.dp, "tp": trainer.tp, "pp": trainer.pp, "cp": trainer.cp},
             "microbatch_tokens": trainer.microbatch_tokens,
             "activation_checkpointing": request.constants.recompute > 0,
+            "lora": request.lora.model_dump() if request.lora else None,
             **_device(trainer.pool, "bfloat16"),
         },
         "cluster": {"placement": "disaggregated" if plan.rules.overlap else "colocated"},
     }
     for section, settings in planned.items():
         data[section] = data.get(section, {}) | settings
-    data["cluster"] = _on_hosts(data["cluster"], _num_hosts(plan))
+    data["cluster"] = _on_hosts(data["cluster"], plan.num_hosts)
     return (
         f"# Planned: {plan.step_s:.2f} s per step, {plan.samples_per_s:.1f} samples/s on {plan.gpus} GPUs,\n"
         f"# {trainer.gpus} x {trainer.pool.gpu.name} for the trainer and {generator.gpus} x {generator.pool.gpu.name} "
@@ -64,21 +65,18 @@ def run_toml(plan: Plan, *, model_path: str, data_path: str, base: RunConfig | N
     )
 
 
-def _num_hosts(plan: Plan) -> int:
-    """Number of hosts that have as many GPUs as the plan; the trainer takes as few of them as it can. Raises
-    ConfigError: no run can be so."""
-    trainer, generator = plan.trainer, plan.generator
-    if trainer.pool.gpu.name == CPU:
-        return 1
-    if not plan.rules.overlap:
-        if (most := trainer.pool.gpu.node_gpus) < plan.gpus:
-            cause = f"shares {plan.gpus} GPUs, and cluster.placement = 'colocated' is for one machine of {most}"
-            fix = "plan for at most so many, or with rollout.max_staleness above 0"
-            raise ConfigError(f"--output: the synchronous plan {cause}; {fix}")
-        return 1
-    together = trainer.pool.gpu.name == generator.pool.gpu.name
-    gpus = [trainer.gpus + generator.gpus] if together else [trainer.gpus, generator.gpus]
-    return sum(-(-one // trainer.pool.gpu.node_gpus) for one in gpus)
+def _check(plan: Plan) -> None:
+    """Raises ConfigError: no run can be so."""
+    if plan.request.model.num_experts > 1:
+        cause = f"{plan.request.model.name} is a mixture of experts, which is planned and not trained"
+        raise ConfigError(f"--output: {cause}; plan for a dense model")
+    if not plan.is_runnable:
+        most = plan.trainer.pool.gpu.node_gpus
+        cause = f"shares {plan.gpus} GPUs, and cluster.placement = 'colocated' is for one machine of {most}"
+        raise ConfigError(
+            f"--output: the synchronous plan {cause}, and the asynchronous one fits in no layout; plan for more GPUs, or "
+            f"for at most {most}"
+        )
 
 
 def _on_hosts(cluster: dict[str, Any], num_hosts: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from llamarl.parts.forecast.cli.plan import main
 from llamarl.parts.forecast.feasibility import plans
 from llamarl.parts.forecast.report import choose
 from llamarl.parts.forecast.run_file import run_toml
-from llamarl.parts.forecast.shapes import MODELS
+from llamarl.parts.forecast.shapes import MODELS, find_model
 from llamarl.parts.hosts.hosting import imagined
 from tests.end_to_end.tiny import llamarl_here
 from tests.parts.forecast.conftest import make_request
@@ -79,7 +79,7 @@ def write_shape(folder: Path, name: str) -> Path:
     """A model folder without weights: what decides a layout is in `config.json`."""
     folder.mkdir()
     sizes = dataclasses.asdict(MODELS[name])
-    for field in ("name", "num_experts", "experts_per_token"):
+    for field in ("name", "path", "num_experts", "experts_per_token"):
         del sizes[field]
     (folder / "config.json").write_text(json.dumps(ModelShape(family="llama", **sizes).to_hf()))
     return folder
@@ -101,9 +101,9 @@ def test_a_synchronous_plan_is_a_run_of_one_machine() -> None:
         if is_refused:
             cause = f"shares {gpus} GPUs, and cluster.placement = 'colocated' is for one machine of 8"
             with pytest.raises(ConfigError, match=cause):
-                run_toml(synchronous, model_path="m", data_path="d.jsonl")
+                run_toml(synchronous, data_path="d.jsonl")
         else:
-            found = tomllib.loads(run_toml(synchronous, model_path="m", data_path="d.jsonl"))["cluster"]
+            found = tomllib.loads(run_toml(synchronous, data_path="d.jsonl"))["cluster"]
             assert (found["placement"], found["num_hosts"]) == ("colocated", 1)
 
 
@@ -112,7 +112,7 @@ def test_a_plan_is_a_run_that_train_accepts(tmp_path: Path, name: str, gpus: int
     """Every choice of the plan is a setting, and `explain` holds it against the model's sizes."""
     path, model = tmp_path / "run.toml", write_shape(tmp_path / name, name)
     main(["--model", str(model), "--gpus", str(gpus), "--output", str(path)])
-    request = make_request(name, gpus, prompt_tokens=512, prompts_per_step=256, max_staleness=4, mean_tokens=0.3 * 4096,
+    request = make_request(find_model(str(model)), gpus, prompt_tokens=512, prompts_per_step=256, max_staleness=4, mean_tokens=0.3 * 4096,
                            limit_tokens=4096)  # fmt: skip
     plan = choose(*plans(request))
     said = llamarl_here("explain", path, "--json")
