@@ -110,7 +110,8 @@ def generation_parts(request: PlanRequest, pool: Pool, generators: Generators, r
     weights, merge = request.model.num_parameters * generators.weight_bytes_L, 0.0
     if request.lora:  # float32 adapters go to each rank, which reads its frozen matrices and writes merged ones
         merged = request.model.num_parameters * (BF16 + generators.weight_bytes_L) / tp
-        weights, merge = FP32 * request.trained_parameters * tp, merged / (gpu.memory_bandwidth * constants.bandwidth_efficiency)
+        merge = merged / (gpu.memory_bandwidth * constants.bandwidth_efficiency)
+        weights = FP32 * request.trained_parameters * tp
     return {
         "decode": decode,
         "stragglers": stragglers,

@@ -19,10 +19,10 @@ from llamarl.parts.forecast.request import ASYNCHRONOUS, PlanRequest
 from llamarl.parts.forecast.simulator.result import Simulation
 from llamarl.parts.forecast.solver import fastest_phases, solve
 
-ERROR = 0.112
-"""Times and costs nearer than this share are called equal: the median error of predicted steps, of the worse of two sets
-of settings (`benchmarks/results/prediction-seed0-2026-11-22.json`). Against the paper it is -11 % for 70B and -57 % for
-405B (`benchmarks/results/planner-2026-11-23.json`), but there both plans err together."""
+ERROR = 0.25
+"""Times and costs nearer than this share are a tie: the median error of the planner's steps against runs, of the worse
+of two sets of settings (`own_machine` in `benchmarks/results/prediction-seed0-2026-11-22.json`; of the other 21 %). The
+simulator errs by 2.7 % and 11.2 % there. Against the paper the planner is 11 % too fast for 70B and 57 % for 405B."""
 BETTER = 1 + ERROR
 """A factor over this is told from 1; one under its inverse, too."""
 BAR = 40
@@ -34,8 +34,8 @@ NUM_GENERATORS = 12
 
 
 def choose(synchronous: Plan | None, asynchronous: Plan | None) -> Plan:
-    """The plan to run: what is better by more than the planner's error, at no higher cost of a step; else the synchronous
-    one, where a run can be so.
+    """The plan to run: the asynchronous one where it is faster or cheaper by more than the planner's error and in
+    neither worse by as much, or where no run can be as the synchronous one is; else that.
 
     Raises:
         ValueError: there is none.
@@ -75,7 +75,11 @@ def verdict(synchronous: Plan | None, asynchronous: Plan | None) -> str:
     elif min(faster, cheaper) >= 1 / BETTER:
         reason = f"a tie within the {ERROR:.0%} by which the planner errs"
     else:
-        reason = f"it is {1 / faster:.2f} times as fast" if faster < 1 / BETTER else f"it is {1 / cheaper:.2f} times as cheap"
+        reason = (
+            f"it is {1 / faster:.2f} times as fast"
+            if faster < 1 / BETTER
+            else f"it is {1 / cheaper:.2f} times as cheap"
+        )
     return f"Use the synchronous plan: {reason}. {compared}"
 
 
@@ -85,8 +89,8 @@ def _too_many(plan: Plan) -> str:
         return ""
     kind = plan.trainer.pool.gpu
     return (
-        f" The synchronous plan shares {plan.gpus} GPUs of {plan.num_hosts} hosts, and cluster.placement = 'colocated' is "
-        f"for one machine of {kind.node_gpus}: it is here to compare."
+        f" The synchronous plan shares {plan.gpus} GPUs of {plan.num_hosts} hosts, and cluster.placement = 'colocated' "
+        f"is for one machine of {kind.node_gpus}: it is shown to compare."
     )
 
 
@@ -95,7 +99,11 @@ def _compared(synchronous: Plan, asynchronous: Plan) -> str:
     faster, cheaper = _gains(synchronous, asynchronous)
     pairs = (
         ("as fast", faster, f"{asynchronous.step_s:.4g} s against {synchronous.step_s:.4g} s a step"),
-        ("the cost", 1 / cheaper, f"{asynchronous.dollars_per_step:.3g} against {synchronous.dollars_per_step:.3g} USD"),
+        (
+            "the cost",
+            1 / cheaper,
+            f"{asynchronous.dollars_per_step:.3g} against {synchronous.dollars_per_step:.3g} USD",
+        ),
     )
     said = [f"{how} ({figures})" for what, factor, figures in pairs for how in [_times(factor, what)]]
     both = asynchronous.gpus, synchronous.gpus

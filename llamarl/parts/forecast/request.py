@@ -116,8 +116,8 @@ class PlanRequest:
                 raise ConfigError(f"{pool.count} GPUs of kind {pool.gpu.name} is no cluster; use --gpus 1 or more")
         if self.lora and self.model.num_experts > 1:
             raise ConfigError(
-                f"trainer.lora with {self.model.name}: adapters of a mixture's experts are not planned; leave it out, or "
-                "plan for a dense model"
+                f"trainer.lora with {self.model.name}: adapters of a mixture's experts are not planned; leave it out, "
+                "or plan for a dense model"
             )
         context = self.model.max_position_embeddings
         over = self.longest_tokens - context

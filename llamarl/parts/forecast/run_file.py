@@ -24,20 +24,37 @@ def run_toml(plan: Plan, *, data_path: str, base: RunConfig | None = None) -> st
     Raises:
         ConfigError: a setting that is kept does not go with the plan.
     """
-    request, trainer, generator = plan.request, plan.trainer, plan.generator
-    _check(plan)
     train = {"name": "jsonl", "path": data_path}
-    data: dict[str, Any] = {"name": Path(request.model.name).name, "data": {"train": train}}
+    data: dict[str, Any] = {"name": Path(plan.request.model.name).name, "data": {"train": train}}
     data = base.model_dump(exclude_none=True) if base else data
-    limit = request.lengths.limit_tokens
-    planned: dict[str, dict[str, Any]] = {
+    for section, settings in planned_settings(plan).items():
+        data[section] = data.get(section, {}) | settings
+    data["cluster"] = on_hosts(data["cluster"], plan.num_hosts)
+    return expected(plan) + "\n" + dump_toml(validated(data, RunConfig))
+
+
+def expected(plan: Plan) -> str:
+    """Comment on what the plan expects of a run."""
+    trainer, generator = plan.trainer, plan.generator
+    return (
+        f"# Planned: {plan.step_s:.2f} s per step, {plan.samples_per_s:.1f} samples/s on {plan.gpus} GPUs,\n"
+        f"# {trainer.gpus} x {trainer.pool.gpu.name} for the trainer and {generator.gpus} x {generator.pool.gpu.name} "
+        f"for the generators{'' if plan.rules.overlap else ', the same ones in turn'}.\n"
+    )
+
+
+def planned_settings(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Every choice of a plan, by section. Raises ConfigError: no run can be so."""
+    _check(plan)
+    request, trainer, generator = plan.request, plan.trainer, plan.generator
+    return {
         "model": {"path": request.model.path},
         "data": {"max_prompt_tokens": request.prompt_tokens},
         "rollout": {
             "prompts_per_step": request.prompts_per_step,
             "group_size": request.group_size,
             "max_staleness": plan.staleness,
-            "max_new_tokens": limit,
+            "max_new_tokens": request.lengths.limit_tokens,
         },
         "generator": {
             "replicas": generator.replicas,
@@ -54,15 +71,6 @@ def run_toml(plan: Plan, *, data_path: str, base: RunConfig | None = None) -> st
         },
         "cluster": {"placement": "disaggregated" if plan.rules.overlap else "colocated"},
     }
-    for section, settings in planned.items():
-        data[section] = data.get(section, {}) | settings
-    data["cluster"] = _on_hosts(data["cluster"], plan.num_hosts)
-    return (
-        f"# Planned: {plan.step_s:.2f} s per step, {plan.samples_per_s:.1f} samples/s on {plan.gpus} GPUs,\n"
-        f"# {trainer.gpus} x {trainer.pool.gpu.name} for the trainer and {generator.gpus} x {generator.pool.gpu.name} "
-        f"for the generators{'' if plan.rules.overlap else ', the same ones in turn'}.\n\n"
-        + dump_toml(validated(data, RunConfig))
-    )
 
 
 def _check(plan: Plan) -> None:
@@ -74,12 +82,12 @@ def _check(plan: Plan) -> None:
         most = plan.trainer.pool.gpu.node_gpus
         cause = f"shares {plan.gpus} GPUs, and cluster.placement = 'colocated' is for one machine of {most}"
         raise ConfigError(
-            f"--output: the synchronous plan {cause}, and the asynchronous one fits in no layout; plan for more GPUs, or "
-            f"for at most {most}"
+            f"--output: the synchronous plan {cause}, and the asynchronous one fits in no layout; plan for more GPUs, "
+            f"or for at most {most}"
         )
 
 
-def _on_hosts(cluster: dict[str, Any], num_hosts: int) -> dict[str, Any]:
+def on_hosts(cluster: dict[str, Any], num_hosts: int) -> dict[str, Any]:
     """The settings that are kept, for so many hosts."""
     if num_hosts > 1 and cluster.get("kind", "monarch") != "inline":
         return {"listen": LISTEN} | cluster | {"kind": "hosts", "num_hosts": num_hosts}

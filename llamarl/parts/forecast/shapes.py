@@ -96,7 +96,7 @@ class DecoderShape(DecoderSizes):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], name: str = "config.json") -> DecoderShape:
-        """The decoder that a parsed `config.json` describes. Raises ConfigError: a key is missing, or what it describes is
+        """The decoder that a parsed `config.json` describes. Raises ConfigError: a key is missing, or the model is
         neither computed here nor a mixture whose layers are all alike."""
         family = config.get("model_type")
         if family not in MIXTURES:
@@ -158,10 +158,9 @@ def built_in(name: str) -> DecoderShape | None:
     return MODELS.get(_TUNED.sub("", _LLAMA.sub("llama3-", name.lower().rsplit("/", 1)[-1].partition("@")[0])))
 
 
-def smaller(model: DecoderShape) -> list[DecoderShape]:
+def smaller(model: DecoderShape, model_type: str) -> list[DecoderShape]:
     """Built-in dense shapes of the same family with fewer parameters, the largest first; of no known family, of all."""
-    known = built_in(model.name)
-    family = known.name.rpartition("-")[0] if known else ""
+    family = {"llama": "llama3", "qwen2": "qwen2.5", "qwen3": "qwen3"}.get(model_type, "")
     found = [
         one for one in MODELS.values()
         if one.name.startswith(family) and one.num_experts == 1 and one.num_parameters < model.num_parameters
@@ -175,7 +174,7 @@ def config_only(files: Collection[str]) -> list[str]:
 
 
 def find_model(name: str) -> DecoderShape:
-    """A built-in shape, or that of a Hugging Face folder or `config.json`; of a name of the Hub what the cache has, else
+    """A built-in shape, or that of a Hugging Face folder or `config.json`; of a name of the Hub that in the cache, else
     what is built in. Raises ConfigError."""
     if name in MODELS:
         return MODELS[name]

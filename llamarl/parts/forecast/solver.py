@@ -48,8 +48,8 @@ def synchronous_plan(request: PlanRequest) -> Plan | None:
 
 
 def asynchronous_plan(request: PlanRequest) -> Plan | None:
-    """The best disaggregated plan over assignments of the pools, at the smallest staleness that is nearly as fast as the
-    fastest; None when nothing fits."""
+    """The best disaggregated plan over assignments of the pools, at the smallest staleness that is nearly as fast as
+    the fastest; None when nothing fits."""
     pairs = [(first, second) for first in request.pools for second in request.pools]
     found = list[Plan]()
     for staleness in range(1, request.max_staleness + 1):

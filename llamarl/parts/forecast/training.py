@@ -18,8 +18,8 @@ def step_flops(request: PlanRequest) -> float:
     """FLOPs of one optimizer step with recompute.
 
     Per token 2 N forward and 4 N backward plus `recompute` forwards (arXiv 2001.08361, eq. 2.2; 2205.05198), and the
-    same multiple of causal attention over half the squared mean sequence length. Frozen weights have no gradients, which
-    saves 2 N; adapters have all of them.
+    same multiple of causal attention over half the squared mean sequence length. Frozen weights have no gradients,
+    which saves 2 N; adapters have all of them.
     """
     lengths, prompt = request.lengths, request.prompt_tokens
     squares = prompt**2 + 2 * prompt * lengths.mean_tokens + lengths.square_tokens

@@ -85,14 +85,17 @@ def test_a_name_in_other_words(name: str) -> None:
 def test_an_unknown_name_is_explained() -> None:
     with pytest.raises(ConfigError, match="did you mean `llama3-70b`"):
         find_model("llama3-7b0")
-    with pytest.raises(ConfigError, match="hf download some/dolphin config.json"):
+    with pytest.raises(ConfigError, match=r"hf download some/dolphin config\.json"):
         find_model("some/dolphin")
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("deepseek-ai/DeepSeek-V3", "latent attention .* nearest that works is deepseek-ai/DeepSeek-R1-Distill-Qwen-32B"),
+        (
+            "deepseek-ai/DeepSeek-V3",
+            "latent attention .* nearest that works is deepseek-ai/DeepSeek-R1-Distill-Qwen-32B",
+        ),
         ("deepseek-v2", "latent attention .* nearest that works is Qwen/Qwen3-8B"),
         ("google/gemma-2-9b-it", "sliding windows, are not computed here"),
         ("Qwen/Qwen2.5-VL-7B-Instruct", "image encoder is not computed here; .* Qwen/Qwen2.5-7B-Instruct"),

@@ -21,7 +21,9 @@ from llamarl.parts.forecast.shapes import MODELS, DecoderShape, find_model
 
 EXAMPLE = """Staleness 0, the synchronous plan, is always part of the answer.
 Without --mean-response-tokens or --rollouts, responses are 30 % of the longest on average.
-A profile is a JSON file {"constants": {...}, "gpu": {...}} whose numbers replace the built-in ones."""
+A profile is a JSON file {"constants": {...}, "gpu": {...}} whose numbers replace the built-in ones.
+  llamarl plan --model qwen3-8b --gpus 8
+  llamarl plan --model qwen3-1.7b --gpus 1 --gpu rtx4090-24g --trainer.lora '{rank = 16}'"""
 BASE = {
     "model": {"path": ""}, "data": {"train": "jsonl", "max_prompt_tokens": 512},
     "rollout": {"prompts_per_step": 256, "group_size": 8, "max_staleness": 4, "max_new_tokens": 4096},
@@ -114,7 +116,7 @@ def asked(options: argparse.Namespace, base: RunConfig | None) -> PlanRequest:
 
 
 def _prompt_tokens(options: argparse.Namespace, config: RunConfig, shape: DecoderShape) -> int:
-    """`data.max_prompt_tokens`, of which a context that is no longer leaves less, as to a run, unless it is said here."""
+    """`data.max_prompt_tokens`, cut as a run's is where the context has no room for it, unless it is said here."""
     prompt, room = config.data.max_prompt_tokens, shape.max_position_embeddings - config.rollout.max_new_tokens
     is_said = any(one.startswith("--data.max_prompt_tokens=") for one in options.overrides)
     return prompt if is_said or room < 1 else min(prompt, room)
