@@ -78,7 +78,7 @@ def _nearest(
 
     def works(asked: PlanRequest, sizes: DecoderSizes, how: LoraConfig | None) -> bool:
         try:
-            _fitted(replace(asked, lora=how, max_staleness=1), sizes, given)
+            _fitted(replace(asked, lora=how, max_staleness=min(1, request.max_staleness)), sizes, given)
         except ConfigError:
             return False
         return True

@@ -63,8 +63,8 @@ _TABLE: tuple[tuple[Any, ...], ...] = (
     ("a100-40g", 40e9, 1.555e12, 312e12, 0.0, 300e9, 25e9, 1.3),
     # NVIDIA RTX A6000 data sheet (bfloat16 without sparsity: 154.8); PCIe 4.0 x16; 100 Gb/s per eight GPUs.
     ("a6000-48g", 48e9, 0.768e12, 154.8e12, 0.0, 32e9, 1.56e9, 0.6),
-    # NVIDIA Ada GPU architecture white paper, appendix A (float32 accumulation, without sparsity); half of PCIe 4.0 x16,
-    # as there is no peer access and copies go through the host's memory; 100 Gb/s per eight GPUs.
+    # NVIDIA Ada GPU architecture white paper, appendix A (float32 accumulation, without sparsity); half of PCIe 4.0, as
+    # there is no peer access and copies go through the memory of the host; 100 Gb/s per eight GPUs.
     ("rtx4090-24g", 24e9, 1.008e12, 165.2e12, 330.3e12, 16e9, 1.56e9, 0.4),
     # NVIDIA A10 data sheet; PCIe 4.0 x16; 100 Gb/s per eight GPUs, as AWS g5.48xlarge.
     ("a10-24g", 24e9, 0.6e12, 125e12, 0.0, 32e9, 1.56e9, 0.75),

@@ -51,10 +51,14 @@ def choose(synchronous: Plan | None, asynchronous: Plan | None) -> Plan:
 
 def _gains(synchronous: Plan, asynchronous: Plan) -> tuple[float, float]:
     """Factors by which asynchrony shortens a step, and makes it cheaper (free GPUs count by their hours)."""
-    cost = synchronous.dollars_per_step, asynchronous.dollars_per_step
-    if not all(cost):
-        cost = synchronous.gpu_hours_per_step, asynchronous.gpu_hours_per_step
+    cost, _ = _costs(synchronous, asynchronous)
     return synchronous.step_s / asynchronous.step_s, cost[0] / cost[1]
+
+
+def _costs(*plans: Plan) -> tuple[list[float], str]:
+    """Cost of a step of each, and its unit: dollars, or hours of GPUs where one has none to pay."""
+    dollars = [plan.dollars_per_step for plan in plans]
+    return (dollars, "USD") if all(dollars) else ([plan.gpu_hours_per_step for plan in plans], "GPU-hours")
 
 
 def verdict(synchronous: Plan | None, asynchronous: Plan | None) -> str:
@@ -63,7 +67,9 @@ def verdict(synchronous: Plan | None, asynchronous: Plan | None) -> str:
         return "Use the asynchronous plan: the synchronous one fits in no layout."
     if asynchronous is None:
         way = "Use the synchronous plan" if synchronous.is_runnable else "No run can be so"
-        return f"{way}: trainer and generators do not fit on GPUs of their own.{_too_many(synchronous)}"
+        is_asked = synchronous.request.max_staleness == 0
+        reason = "rollout.max_staleness = 0" if is_asked else "trainer and generators do not fit on GPUs of their own"
+        return f"{way}: {reason}.{_too_many(synchronous)}"
     at = f" at staleness up to {asynchronous.staleness}"
     compared = f"Asynchronous against synchronous: {_compared(synchronous, asynchronous)}."
     if choose(synchronous, asynchronous) is asynchronous:
@@ -97,13 +103,10 @@ def _too_many(plan: Plan) -> str:
 def _compared(synchronous: Plan, asynchronous: Plan) -> str:
     """Time and cost of a step of both, with the GPUs that they use."""
     faster, cheaper = _gains(synchronous, asynchronous)
+    (theirs, ours), unit = _costs(synchronous, asynchronous)
     pairs = (
         ("as fast", faster, f"{asynchronous.step_s:.4g} s against {synchronous.step_s:.4g} s a step"),
-        (
-            "the cost",
-            1 / cheaper,
-            f"{asynchronous.dollars_per_step:.3g} against {synchronous.dollars_per_step:.3g} USD",
-        ),
+        ("the cost", 1 / cheaper, f"{ours:.3g} against {theirs:.3g} {unit}"),
     )
     said = [f"{how} ({figures})" for what, factor, figures in pairs for how in [_times(factor, what)]]
     both = asynchronous.gpus, synchronous.gpus
@@ -133,7 +136,8 @@ def render_plans(request: PlanRequest, synchronous: Plan | None, asynchronous: P
         for name in columns[0] or columns[1]
     ]
     for name, plan in (("synchronous, colocated", synchronous), ("asynchronous, disaggregated", asynchronous)):
-        lines += ["", *(_details(name, plan) if plan else [f"{name}: fits in no layout"])]
+        lack = "left out by rollout.max_staleness = 0" if request.max_staleness == 0 else "fits in no layout"
+        lines += ["", *(_details(name, plan) if plan else [f"{name}: {lack}"])]
     return "\n".join([*lines, "", verdict(synchronous, asynchronous)])
 
 

@@ -63,7 +63,7 @@ class PlanRequest:
     group_size: int
     """Responses to each prompt, G."""
     max_staleness: int
-    """Largest S that the plan may use, in optimizer steps."""
+    """Largest S that the plan may use, in optimizer steps; with 0 there is no asynchronous plan."""
     pools: tuple[Pool, ...]
     """Machines. With two pools, trainer and generators may each use either."""
     constants: Constants
@@ -82,7 +82,7 @@ class PlanRequest:
             "prompt_tokens": data.max_prompt_tokens,
             "prompts_per_step": rollout.prompts_per_step,
             "group_size": rollout.group_size,
-            "max_staleness": max(1, rollout.max_staleness),
+            "max_staleness": rollout.max_staleness,
         }
         return cls(**settings | others)
 

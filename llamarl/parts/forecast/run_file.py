@@ -77,13 +77,13 @@ def _check(plan: Plan) -> None:
     """Raises ConfigError: no run can be so."""
     if plan.request.model.num_experts > 1:
         cause = f"{plan.request.model.name} is a mixture of experts, which is planned and not trained"
-        raise ConfigError(f"--output: {cause}; plan for a dense model")
+        raise ConfigError(f"{cause}; plan for a dense model")
     if not plan.is_runnable:
         most = plan.trainer.pool.gpu.node_gpus
         cause = f"shares {plan.gpus} GPUs, and cluster.placement = 'colocated' is for one machine of {most}"
         raise ConfigError(
-            f"--output: the synchronous plan {cause}, and the asynchronous one fits in no layout; plan for more GPUs, "
-            f"or for at most {most}"
+            f"the synchronous plan {cause}, and there is no asynchronous one; plan for at most {most} GPUs, or for "
+            "more with rollout.max_staleness above 0"
         )
 
 

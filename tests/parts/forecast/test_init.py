@@ -106,6 +106,23 @@ def test_a_file_for_cores_passes_a_dry_run(tmp_path: Path, data: Path, capsys: p
     assert "# | 1+" in dry.stdout, "the column `problem` is the question"
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_file_for_gpus_passes_a_dry_run_where_they_are(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, gpus: int
+) -> None:
+    """The host is a pretended one: what a start asks of it is how many GPUs it has, and how large they are."""
+    monkeypatch.setattr("llamarl.run.placement.count_devices", lambda: gpus)
+    monkeypatch.setattr("llamarl.run.memory.device_bytes", lambda: (int(24e9),) * gpus)
+    words = ("--gpus", gpus, "--gpu", "l4-24g", "--rollout.max_staleness", gpus - 1, "--rollout.prompts_per_step", 4)
+    config = written(
+        tmp_path, make_model(tmp_path / "tiny", context=4096), data, *words, "--rollout.max_new_tokens", 2000
+    )
+    dry = llamarl_here("train", tmp_path / "run.toml", "--dry-run", "--output", tmp_path / "runs")
+    assert dry.returncode == 0, dry.stderr
+    assert "cuda:0: " in dry.stdout and "are there" in dry.stdout
+    assert gpus == 2 or (config.cluster.placement, config.rollout.max_staleness) == ("colocated", 0)
+
+
 def test_a_file_of_the_users_stays(tmp_path: Path, data: Path) -> None:
     path, model = tmp_path / "run.toml", write_model(tmp_path / "m", "qwen3-0.6b")
     path.write_text("mine")

@@ -65,6 +65,20 @@ def test_what_is_better_is_better_beyond_the_error_and_at_its_cost(
     assert not [word for word in words if word not in said], said
 
 
+def test_a_price_of_nothing_leaves_hours() -> None:
+    synchronous, asynchronous = two_plans(0.5)
+    free = replace(GPUS["h100-80g"], price=0.0)
+    generator = replace(asynchronous.generator, pool=Pool(gpu=free, count=8))
+    trainer = replace(asynchronous.trainer, pool=generator.pool)
+    assert "GPU-hours), on 8 GPUs" in verdict(synchronous, replace(asynchronous, trainer=trainer, generator=generator))
+
+
+def test_no_staleness_means_none() -> None:
+    synchronous, asynchronous = plans(make_request(SMALL, 8, max_staleness=0))
+    assert synchronous and asynchronous is None
+    assert verdict(synchronous, None) == "Use the synchronous plan: rollout.max_staleness = 0."
+
+
 def test_the_error_is_the_recorded_one() -> None:
     path = ROOT / "benchmarks/results/prediction-seed0-2026-11-22.json"
     found = json.loads(path.read_text())["own_machine"]["median_errors"]
