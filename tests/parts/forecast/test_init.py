@@ -216,6 +216,8 @@ def test_columns_by_their_names(tmp_path: Path, row: dict[str, Any], columns: di
     path.write_bytes(lines([row] * (SAMPLED + 1)))
     found = found_data(str(path))
     assert found.train == {"name": "file", "path": str(path)} | columns and found.reward == reward
+    path.write_bytes(lines([row, row | {"answer": "plain"}]))
+    assert found_data(str(path)).reward == "math", "one answer has no mark"
 
 
 @pytest.mark.parametrize(

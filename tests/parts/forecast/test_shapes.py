@@ -116,6 +116,15 @@ def test_a_model_that_is_not_planned_is_named(name: str, said: str) -> None:
         ({"model_type": "mistral", "sliding_window": 64}, "sliding_window"),
         ({"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [0]}, "mlp_only"),
         ({"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 2}, "sparse"),
+        (
+            {
+                "model_type": "qwen3_moe",
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "shared_expert_intermediate_size": 9,
+            },
+            "shared_expert",
+        ),
         ({"model_type": None}, "none of the dense families"),
     ],
 )
