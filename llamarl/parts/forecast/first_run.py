@@ -60,15 +60,16 @@ def first_run(request: PlanRequest, shape: ModelShape, given: dict[str, Any], ad
         ConfigError: it fits in no way; what comes nearest and fits is named.
     """
     ways = {"auto": (None, ADAPTERS), "always": (ADAPTERS,), "never": (None,)}[adapters]
-    reason = ""
+    reason = own = ""
     for lora in ways:
         try:
             return replace(_fitted(replace(request, lora=lora), shape, given), because=reason)
         except ConfigError as error:
-            reason = reason or str(error).partition(";")[0]
-    reason += ", and adapters do not fit either" * (len(ways) > 1)
+            if not reason:
+                reason, _, own = str(error).partition("; ")
+    reason += " (nor with adapters)" * (len(ways) > 1)
     nearest = ", or ".join(_nearest(request, shape, given, ways))
-    raise ConfigError(f"{reason}; {nearest or 'nothing near it fits: fewer tokens, or larger cards'}")
+    raise ConfigError(f"{reason}; {nearest or own or 'use fewer tokens, or a machine with more memory'}")
 
 
 def _nearest(

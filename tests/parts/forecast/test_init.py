@@ -91,7 +91,8 @@ def test_the_file_fits_by_the_sum_of_a_start(
 def test_several_hosts(tmp_path: Path, data: Path) -> None:
     config = written(tmp_path, write_model(tmp_path / "m", "qwen3-8b"), data, "--gpus", 16)
     assert (config.cluster.kind, config.cluster.num_hosts) == ("hosts", 2)
-    assert "put this machine's address" in (tmp_path / "run.toml").read_text()
+    text = (tmp_path / "run.toml").read_text()
+    assert "put this machine's address" in text and "tp = 1\npp = 1\n" in text, "layouts are stated whole"
     assert llamarl_here("explain", tmp_path / "run.toml").returncode == 0
 
 
@@ -153,9 +154,15 @@ def test_what_does_not_fit_gets_what_does(tmp_path: Path, data: Path) -> None:
         written(tmp_path, model, data, "--gpus", int(count) - 1, "--adapters", "never", "--force")
 
 
+def test_turns_on_several_hosts_are_refused_with_the_way_out(tmp_path: Path, data: Path) -> None:
+    words = ("--gpus", 16, "--rollout.max_staleness", 0)
+    with pytest.raises(ConfigError, match=r"for one machine of 8.*; plan for at most 8 GPUs, or for more with rollout"):
+        written(tmp_path, write_model(tmp_path / "m", "qwen3-8b"), data, *words)
+
+
 def test_a_larger_card_is_named(tmp_path: Path, data: Path) -> None:
     model = write_model(tmp_path / "m", "qwen2.5-14b")
-    with pytest.raises(ConfigError, match=r"and adapters do not fit either; .*, or use --gpu h200-141g with adapters"):
+    with pytest.raises(ConfigError, match=r"\(nor with adapters\); .*, or use --gpu h200-141g with adapters"):
         written(tmp_path, model, data, "--gpus", 1, "--gpu", "l4-24g")
     with pytest.raises(ConfigError):
         written(tmp_path, model, data, "--gpus", 1, "--gpu", "h100-80g")

@@ -147,7 +147,8 @@ def _summary(found: FirstRun, options: argparse.Namespace) -> Iterator[str]:
     source = options.profile or "the tables of `llamarl plan`, not measured here"
     yield f"time        about {duration(plan.step_s)} a step, {duration(whole_s)} for {config.steps} steps, by {source}"
     if options.gpus and plan.dollars_per_hour:
-        yield f"cost        about {whole_s / 3600 * plan.dollars_per_hour:,.2g} USD at the table's prices"
+        dollars = whole_s / 3600 * plan.dollars_per_hour
+        yield f"cost        about {dollars:,.{0 if dollars >= 10 else 2}f} USD at the table's prices"
 
 
 def _text(found: FirstRun, data: FoundData) -> str:
@@ -155,7 +156,8 @@ def _text(found: FirstRun, data: FoundData) -> str:
     config = found.config
     every, kept = config.model_dump(exclude_none=True), config.model_dump(exclude_defaults=True, exclude_none=True)
     for section, names in STATED.items():
-        kept[section] = {name: every[section][name] for name in names if name in every[section]} | kept.get(section, {})
+        stated = {name: every[section][name] for name in names if name in every[section]}
+        kept[section] = stated | kept.get(section, {}) | stated
     if config.cluster.kind != "hosts":  # the best that a machine has
         kept["cluster"].pop("kind", None)
     why = _reasons(found, data)
