@@ -20,6 +20,7 @@ from llamarl.config.ref import part_module
 from llamarl.observability.usage import MIN_FILES
 
 COMMANDS = {
+    "init": "write the TOML file of a first run, for a model, data and GPUs",
     "train": "run reinforcement learning from a TOML file",
     "explain": "say what each setting of a run does, and what follows from all of them",
     "sft": "fine-tune a checkpoint on worked solutions, or make a small base model from scratch",
@@ -39,7 +40,7 @@ COMMANDS = {
     "doctor": "check that this machine can run llamarl",
 }
 PARTS_OF = {
-    **dict.fromkeys(("explain", "plan", "profile", "simulate"), "forecast"),
+    **dict.fromkeys(("explain", "init", "plan", "profile", "simulate"), "forecast"),
     **dict.fromkeys(("report", "watch"), "page"),
     **dict.fromkeys(("host", "certs", "launch"), "hosts"),
     "serve": "episodes",

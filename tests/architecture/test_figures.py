@@ -96,6 +96,10 @@ FIGURES = (
         "README.md", "median error of the mean step {}", "prediction-2026-11-22",
         ((lambda data: statistics.median(errors_of_steps(data)), ".1%"),),
     ),
+    Figure("docs/planner.md", "median error of its steps is {}", "prediction-seed0-2026-11-22",
+           (("own_machine/median_errors/planner/step_s", ".0%"),)),
+    Figure("docs/planner.md", "and {} in another", "prediction-2026-11-22",
+           (("own_machine/median_errors/planner/step_s", ".0%"),)),
     Figure(
         "docs/first_run.md", "The asynchronous run took {} s per step (median of three seeds), the synchronous one {} "
         "s and the colocated one, with each phase on both cores, {} s", ASYNC,

@@ -72,5 +72,7 @@ def _nearest(request: PlanRequest) -> str:
 
 
 def _works(request: PlanRequest, count: int) -> bool:
-    larger = replace(request, max_staleness=1, pools=(Pool(gpu=request.pools[0].gpu, count=count),))
+    larger = replace(
+        request, max_staleness=min(1, request.max_staleness), pools=(Pool(gpu=request.pools[0].gpu, count=count),)
+    )
     return bool(synchronous_plan(larger) or asynchronous_plan(larger))

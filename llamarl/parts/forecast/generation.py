@@ -6,7 +6,7 @@ import numpy as np
 
 from llamarl.models.memory import GeneratorLoad, generator_bytes
 from llamarl.parts.forecast.candidates import Generators, sum_parts
-from llamarl.parts.forecast.hardware import BF16, Pool
+from llamarl.parts.forecast.hardware import BF16, FP32, Pool
 from llamarl.parts.forecast.links import collective_bandwidth, small_reduction_s
 from llamarl.parts.forecast.request import PlanRequest, Rules
 
@@ -105,14 +105,18 @@ def generation_parts(request: PlanRequest, pool: Pool, generators: Generators, r
     prompts = (
         request.prompts_per_step / replicas if rules.partial_rollouts else np.ceil(request.prompts_per_step / replicas)
     )
-    weights = request.model.num_parameters * generators.weight_bytes_L
     network = gpu.network_bandwidth * constants.link_efficiency
     through_node = 0.0 if rules.direct_sync else 1 / (network * gpu.node_gpus)
+    weights, merge = request.model.num_parameters * generators.weight_bytes_L, 0.0
+    if request.lora:  # float32 adapters go to each rank, which reads its frozen matrices and writes merged ones
+        merged = request.model.num_parameters * (BF16 + generators.weight_bytes_L) / tp
+        merge = merged / (gpu.memory_bandwidth * constants.bandwidth_efficiency)
+        weights = FP32 * request.trained_parameters * tp
     return {
         "decode": decode,
         "stragglers": stragglers,
         "prefill": prompts * prompt_flops(request) / tp / (peak * constants.prefill_efficiency),
-        "sync": weights * (1 / (tp * network) + through_node),
+        "sync": weights * (1 / (tp * network) + through_node) + merge,
     }
 
 
@@ -135,7 +139,7 @@ def generation_memory(request: PlanRequest, generators: Generators, *, resident_
     load = GeneratorLoad(
         width=generators.weight_bytes_L, kv_width=BF16, tp=generators.tp_L,
         kv_tokens=generators.slots_L * (request.prompt_tokens + response),
-        copies=0 if resident_weights else request.constants.weight_copies,
+        copies=0 if resident_weights else request.constants.weight_copies, lora=request.lora,
     )  # fmt: skip
     parts = generator_bytes(request.model, load)
-    return {"weights": parts["weights"], "kv": parts["keys and values"]}
+    return {"weights": parts["weights"] + parts.get("frozen", 0), "kv": parts["keys and values"]}

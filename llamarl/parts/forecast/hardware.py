@@ -59,6 +59,17 @@ _TABLE: tuple[tuple[Any, ...], ...] = (
     ("l40s-48g", 48e9, 0.864e12, 362e12, 733e12, 32e9, 6.25e9, 1.0),
     # NVIDIA DGX B200 data sheet (per GPU); NVLink 5: 1.8 TB/s both ways; ConnectX-7: 400 Gb/s per GPU.
     ("b200", 180e9, 8.0e12, 2250e12, 4500e12, 900e9, 50e9, 5.5),
+    # NVIDIA A100 SXM4 40GB data sheet; the rest as with 80 GB.
+    ("a100-40g", 40e9, 1.555e12, 312e12, 0.0, 300e9, 25e9, 1.3),
+    # NVIDIA RTX A6000 data sheet (bfloat16 without sparsity: 154.8); PCIe 4.0 x16; 100 Gb/s per eight GPUs.
+    ("a6000-48g", 48e9, 0.768e12, 154.8e12, 0.0, 32e9, 1.56e9, 0.6),
+    # NVIDIA Ada GPU architecture white paper, appendix A (float32 accumulation, without sparsity); half of PCIe 4.0, as
+    # there is no peer access and copies go through the memory of the host; 100 Gb/s per eight GPUs.
+    ("rtx4090-24g", 24e9, 1.008e12, 165.2e12, 330.3e12, 16e9, 1.56e9, 0.4),
+    # NVIDIA A10 data sheet; PCIe 4.0 x16; 100 Gb/s per eight GPUs, as AWS g5.48xlarge.
+    ("a10-24g", 24e9, 0.6e12, 125e12, 0.0, 32e9, 1.56e9, 0.75),
+    # NVIDIA L4 data sheet (half of it, which is with sparsity); PCIe 4.0 x16; the rest as AWS g6.48xlarge.
+    ("l4-24g", 24e9, 0.3e12, 121e12, 242.5e12, 32e9, 1.56e9, 0.7),
     # One core of a server CPU with AVX2 (two units of 8 lanes, 3 GHz) and its share of the memory: orders of magnitude,
     # for a profile to replace.
     ("cpu-core", 4e9, 10e9, 96e9, 0.0, 5e9, 5e9, 0.05),

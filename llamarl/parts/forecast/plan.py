@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llamarl.parts.forecast.hardware import FP8, Pool
+from llamarl.parts.forecast.hardware import CPU, FP8, Pool
 from llamarl.parts.forecast.request import PlanRequest, Rules
 
 CAUSES = {
@@ -136,6 +136,28 @@ class Plan:
     @property
     def dollars_per_million_samples(self) -> float:
         return self.dollars_per_hour / 3600 * 1e6 / self.samples_per_s
+
+    @property
+    def dollars_per_step(self) -> float:
+        return self.dollars_per_hour / 3600 * self.step_s
+
+    @property
+    def gpu_hours_per_step(self) -> float:
+        """Hours of all GPUs in use, of whatever kind."""
+        return self.gpus * self.step_s / 3600
+
+    @property
+    def num_hosts(self) -> int:
+        """Machines of `node_gpus` GPUs; a trainer and generators of one kind share one of them."""
+        trainer, generator = self.trainer, self.generator
+        together = not self.rules.overlap or trainer.pool.gpu.name == generator.pool.gpu.name
+        each = [(trainer, self.gpus)] if together else [(trainer, trainer.gpus), (generator, generator.gpus)]
+        return sum(1 if one.pool.gpu.name == CPU else -(-gpus // one.pool.gpu.node_gpus) for one, gpus in each)
+
+    @property
+    def is_runnable(self) -> bool:
+        """A run can be so: roles that share GPUs do it on one machine (`cluster.placement = "colocated"`)."""
+        return self.rules.overlap or self.num_hosts == 1
 
     @property
     def step_binds(self) -> str:

@@ -61,7 +61,10 @@ def make_profile(run: RecordedRun, *, cores: float, gpu: str | None) -> dict[str
     costs = replace(measure(run), cores=cores if "cpu" in devices else 0)
     costs = replace(costs, contention=_contention(run, costs))
     constants, device = planner_constants(run, costs, None if devices == {"cpu"} else GPUS[gpu or CPU], cores)
-    described = {"path": str(run.path), "steps": len(run.counters["train_s"]) + 1, "device": gpu or CPU, "cores": cores}
+    described = {
+        "path": str(run.path), "steps": len(run.counters["train_s"]) + 1, "device": gpu or CPU, "cores": cores,
+        "model": run.config.model.path,
+    }  # fmt: skip
     return {"run": described, "constants": constants, "gpu": device, "costs": asdict(costs)}
 
 

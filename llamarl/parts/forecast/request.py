@@ -9,6 +9,8 @@ import numpy as np
 
 from llamarl.config import ConfigError
 from llamarl.config.schema import DataConfig, RolloutConfig
+from llamarl.config.trainer import LoraConfig
+from llamarl.models.memory import adapter_parameters
 from llamarl.parts.forecast.constants import Constants
 from llamarl.parts.forecast.hardware import BF16, Pool
 from llamarl.parts.forecast.lengths import Lengths
@@ -61,10 +63,17 @@ class PlanRequest:
     group_size: int
     """Responses to each prompt, G."""
     max_staleness: int
-    """Largest S that the plan may use, in optimizer steps."""
+    """Largest S that the plan may use, in optimizer steps; with 0 there is no asynchronous plan."""
     pools: tuple[Pool, ...]
     """Machines. With two pools, trainer and generators may each use either."""
     constants: Constants
+    lora: LoraConfig | None = None
+    """Adapters that are trained instead of the weights."""
+
+    @property
+    def trained_parameters(self) -> int:
+        """Scalars that the optimizer changes."""
+        return adapter_parameters(self.model, self.lora) if self.lora else self.model.num_parameters
 
     @classmethod
     def of_run(cls, data: DataConfig, rollout: RolloutConfig, **others: Any) -> PlanRequest:
@@ -73,7 +82,7 @@ class PlanRequest:
             "prompt_tokens": data.max_prompt_tokens,
             "prompts_per_step": rollout.prompts_per_step,
             "group_size": rollout.group_size,
-            "max_staleness": max(1, rollout.max_staleness),
+            "max_staleness": rollout.max_staleness,
         }
         return cls(**settings | others)
 
@@ -105,6 +114,11 @@ class PlanRequest:
         for pool in self.pools:
             if pool.count < 1:
                 raise ConfigError(f"{pool.count} GPUs of kind {pool.gpu.name} is no cluster; use --gpus 1 or more")
+        if self.lora and self.model.num_experts > 1:
+            raise ConfigError(
+                f"trainer.lora with {self.model.name}: adapters of a mixture's experts are not planned; leave it out, "
+                "or plan for a dense model"
+            )
         context = self.model.max_position_embeddings
         over = self.longest_tokens - context
         if over > 0:

@@ -14,30 +14,47 @@ LISTEN = "controller:6700"
 """`cluster.listen` of a planned run on several hosts until it has an address of its own."""
 
 
-def run_toml(plan: Plan, *, model_path: str, data_path: str, base: RunConfig | None = None) -> str:
+def run_toml(plan: Plan, *, data_path: str, base: RunConfig | None = None) -> str:
     """The run file; what the plan expects of it stands above as comments.
 
     Args:
-        model_path: Hugging Face folder of the run.
         data_path: JSONL file of training prompts, for a run without `base`.
         base: a run whose other settings are kept.
 
     Raises:
         ConfigError: a setting that is kept does not go with the plan.
     """
-    request, trainer, generator = plan.request, plan.trainer, plan.generator
     train = {"name": "jsonl", "path": data_path}
-    data: dict[str, Any] = {"name": Path(request.model.name).name, "data": {"train": train}}
+    data: dict[str, Any] = {"name": Path(plan.request.model.name).name, "data": {"train": train}}
     data = base.model_dump(exclude_none=True) if base else data
-    limit = request.lengths.limit_tokens
-    planned: dict[str, dict[str, Any]] = {
-        "model": {"path": model_path},
+    for section, settings in planned_settings(plan).items():
+        data[section] = data.get(section, {}) | settings
+    data["cluster"] = on_hosts(data["cluster"], plan.num_hosts)
+    return expected(plan) + "\n" + dump_toml(validated(data, RunConfig))
+
+
+def expected(plan: Plan) -> str:
+    """Comment on what the plan expects of a run."""
+    trainer, generator = plan.trainer, plan.generator
+    return (
+        f"# Planned: {plan.step_s:.2f} s per step, {plan.samples_per_s:.1f} samples/s on {plan.gpus} GPUs,\n"
+        f"# {trainer.gpus} x {trainer.pool.gpu.name} for the trainer and {generator.gpus} x {generator.pool.gpu.name} "
+        f"for the generators{'' if plan.rules.overlap else ', the same ones in turn'}.\n"
+    )
+
+
+def planned_settings(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Every choice of a plan, by section. Raises ConfigError: no run can be so."""
+    _check(plan)
+    request, trainer, generator = plan.request, plan.trainer, plan.generator
+    return {
+        "model": {"path": request.model.path},
         "data": {"max_prompt_tokens": request.prompt_tokens},
         "rollout": {
             "prompts_per_step": request.prompts_per_step,
             "group_size": request.group_size,
             "max_staleness": plan.staleness,
-            "max_new_tokens": limit,
+            "max_new_tokens": request.lengths.limit_tokens,
         },
         "generator": {
             "replicas": generator.replicas,
@@ -49,39 +66,28 @@ def run_toml(plan: Plan, *, model_path: str, data_path: str, base: RunConfig | N
             "parallelism": {"fsdp": trainer.dp, "tp": trainer.tp, "pp": trainer.pp, "cp": trainer.cp},
             "microbatch_tokens": trainer.microbatch_tokens,
             "activation_checkpointing": request.constants.recompute > 0,
+            "lora": request.lora.model_dump() if request.lora else None,
             **_device(trainer.pool, "bfloat16"),
         },
         "cluster": {"placement": "disaggregated" if plan.rules.overlap else "colocated"},
     }
-    for section, settings in planned.items():
-        data[section] = data.get(section, {}) | settings
-    data["cluster"] = _on_hosts(data["cluster"], _num_hosts(plan))
-    return (
-        f"# Planned: {plan.step_s:.2f} s per step, {plan.samples_per_s:.1f} samples/s on {plan.gpus} GPUs,\n"
-        f"# {trainer.gpus} x {trainer.pool.gpu.name} for the trainer and {generator.gpus} x {generator.pool.gpu.name} "
-        f"for the generators{'' if plan.rules.overlap else ', the same ones in turn'}.\n\n"
-        + dump_toml(validated(data, RunConfig))
-    )
 
 
-def _num_hosts(plan: Plan) -> int:
-    """Number of hosts that have as many GPUs as the plan; the trainer takes as few of them as it can. Raises
-    ConfigError: no run can be so."""
-    trainer, generator = plan.trainer, plan.generator
-    if trainer.pool.gpu.name == CPU:
-        return 1
-    if not plan.rules.overlap:
-        if (most := trainer.pool.gpu.node_gpus) < plan.gpus:
-            cause = f"shares {plan.gpus} GPUs, and cluster.placement = 'colocated' is for one machine of {most}"
-            fix = "plan for at most so many, or with rollout.max_staleness above 0"
-            raise ConfigError(f"--output: the synchronous plan {cause}; {fix}")
-        return 1
-    together = trainer.pool.gpu.name == generator.pool.gpu.name
-    gpus = [trainer.gpus + generator.gpus] if together else [trainer.gpus, generator.gpus]
-    return sum(-(-one // trainer.pool.gpu.node_gpus) for one in gpus)
+def _check(plan: Plan) -> None:
+    """Raises ConfigError: no run can be so."""
+    if plan.request.model.num_experts > 1:
+        cause = f"{plan.request.model.name} is a mixture of experts, which is planned and not trained"
+        raise ConfigError(f"{cause}; plan for a dense model")
+    if not plan.is_runnable:
+        most = plan.trainer.pool.gpu.node_gpus
+        cause = f"shares {plan.gpus} GPUs, and cluster.placement = 'colocated' is for one machine of {most}"
+        raise ConfigError(
+            f"the synchronous plan {cause}, and there is no asynchronous one; plan for at most {most} GPUs, or for "
+            "more with rollout.max_staleness above 0"
+        )
 
 
-def _on_hosts(cluster: dict[str, Any], num_hosts: int) -> dict[str, Any]:
+def on_hosts(cluster: dict[str, Any], num_hosts: int) -> dict[str, Any]:
     """The settings that are kept, for so many hosts."""
     if num_hosts > 1 and cluster.get("kind", "monarch") != "inline":
         return {"listen": LISTEN} | cluster | {"kind": "hosts", "num_hosts": num_hosts}

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from llamarl.config import ConfigError, did_you_mean, read_json
 from llamarl.config.decoder import DecoderSizes, count, sizes_from_hf
-from llamarl.hub.fetch import cached, small_files
+from llamarl.hub.fetch import cached
 from llamarl.hub.names import hub_name
+from llamarl.models.refused import OTHERS, refusal
+from llamarl.models.shape import ModelShape
+
+MIXTURES = ("mixtral", "qwen3_moe")
+"""Families (`model_type`) of mixtures of experts that are planned, though no run trains them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +27,8 @@ class DecoderShape(DecoderSizes):
     num_experts: int = 1
     """Feed-forward blocks per layer; 1 is dense."""
     experts_per_token: int = 1
+    path: str = ""
+    """`model.path` of a run: a folder, or a name of the Hub."""
 
     @property
     def attention_parameters(self) -> int:
@@ -88,52 +96,110 @@ class DecoderShape(DecoderSizes):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], name: str = "config.json") -> DecoderShape:
-        """The decoder that a parsed `config.json` describes. Raises ConfigError: a key is missing."""
-        num_experts = count(config, "num_local_experts", "num_experts", "n_routed_experts", default=1)
-        if num_experts == 1:
-            return cls(name=name, **sizes_from_hf(config))
+        """The decoder that a parsed `config.json` describes. Raises ConfigError: a key is missing, or the model is
+        neither computed here nor a mixture whose layers are all alike."""
+        family = config.get("model_type")
+        if family not in MIXTURES:
+            ModelShape.from_hf(config)  # refuses what is not computed
+            return cls(name=name, path=name, **sizes_from_hf(config))
+        for key in ("mlp_only_layers", "use_sliding_window", "shared_expert_intermediate_size"):
+            if config.get(key):
+                raise ConfigError(f"config.json: `{key}` = {config[key]!r} is not planned; {refusal(family)}")
+        if (every := config.get("decoder_sparse_step", 1)) != 1:
+            raise ConfigError(f"config.json: `decoder_sparse_step` = {every!r} is not planned; {refusal(family)}")
         width = count(config, "moe_intermediate_size", "intermediate_size")
         return cls(
             name=name,
-            num_experts=num_experts,
+            path=name,
+            num_experts=count(config, "num_local_experts", "num_experts"),
             experts_per_token=count(config, "num_experts_per_tok"),
             **sizes_from_hf({**config, "intermediate_size": width}),
         )
 
 
 _COLUMNS = (
-    *("name", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"),
-    *("vocab_size", "max_position_embeddings", "num_experts", "experts_per_token"),
+    *("name", "path", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"),
+    *("vocab_size", "max_position_embeddings", "tie_embeddings", "num_experts", "experts_per_token"),
 )
 _TABLE: tuple[tuple[Any, ...], ...] = (
-    # Llama 3.1 (arXiv 2407.21783, table 3)
-    ("llama3-8b", 4096, 32, 32, 8, 128, 14_336, 128_256, 131_072, 1, 1),
-    ("llama3-70b", 8192, 80, 64, 8, 128, 28_672, 128_256, 131_072, 1, 1),
-    ("llama3-405b", 16_384, 126, 128, 8, 128, 53_248, 128_256, 131_072, 1, 1),
-    # huggingface.co/mistralai/Mixtral-8x7B-v0.1, config.json
-    ("mixtral-8x7b", 4096, 32, 32, 8, 128, 14_336, 32_000, 32_768, 8, 2),
-    # huggingface.co/Qwen/Qwen3-235B-A22B, config.json
-    ("qwen3-235b-a22b", 4096, 94, 64, 4, 128, 1536, 151_936, 40_960, 128, 8),
+    # Llama 3.1 (arXiv 2407.21783, table 3); of 3.2 config.json on the Hub
+    ("llama3-1b", "meta-llama/Llama-3.2-1B-Instruct", 2048, 16, 32, 8, 64, 8192, 128_256, 131_072, True),
+    ("llama3-3b", "meta-llama/Llama-3.2-3B-Instruct", 3072, 28, 24, 8, 128, 8192, 128_256, 131_072, True),
+    ("llama3-8b", "meta-llama/Llama-3.1-8B-Instruct", 4096, 32, 32, 8, 128, 14_336, 128_256, 131_072),
+    ("llama3-70b", "meta-llama/Llama-3.1-70B-Instruct", 8192, 80, 64, 8, 128, 28_672, 128_256, 131_072),
+    ("llama3-405b", "meta-llama/Llama-3.1-405B-Instruct", 16_384, 126, 128, 8, 128, 53_248, 128_256, 131_072),
+    # Qwen2.5 (arXiv 2412.15115, table 1), and config.json on the Hub
+    ("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B-Instruct", 896, 24, 14, 2, 64, 4864, 151_936, 32_768, True),
+    ("qwen2.5-1.5b", "Qwen/Qwen2.5-1.5B-Instruct", 1536, 28, 12, 2, 128, 8960, 151_936, 32_768, True),
+    ("qwen2.5-3b", "Qwen/Qwen2.5-3B-Instruct", 2048, 36, 16, 2, 128, 11_008, 151_936, 32_768, True),
+    ("qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct", 3584, 28, 28, 4, 128, 18_944, 152_064, 32_768),
+    ("qwen2.5-14b", "Qwen/Qwen2.5-14B-Instruct", 5120, 48, 40, 8, 128, 13_824, 152_064, 32_768),
+    ("qwen2.5-32b", "Qwen/Qwen2.5-32B-Instruct", 5120, 64, 40, 8, 128, 27_648, 152_064, 32_768),
+    ("qwen2.5-72b", "Qwen/Qwen2.5-72B-Instruct", 8192, 80, 64, 8, 128, 29_568, 152_064, 32_768),
+    # Qwen3 (arXiv 2505.09388, table 1), and config.json on the Hub
+    ("qwen3-0.6b", "Qwen/Qwen3-0.6B", 1024, 28, 16, 8, 128, 3072, 151_936, 40_960, True),
+    ("qwen3-1.7b", "Qwen/Qwen3-1.7B", 2048, 28, 16, 8, 128, 6144, 151_936, 40_960, True),
+    ("qwen3-4b", "Qwen/Qwen3-4B", 2560, 36, 32, 8, 128, 9728, 151_936, 40_960, True),
+    ("qwen3-8b", "Qwen/Qwen3-8B", 4096, 36, 32, 8, 128, 12_288, 151_936, 40_960),
+    ("qwen3-14b", "Qwen/Qwen3-14B", 5120, 40, 40, 8, 128, 17_408, 151_936, 40_960),
+    ("qwen3-32b", "Qwen/Qwen3-32B", 5120, 64, 64, 8, 128, 25_600, 151_936, 40_960),
+    # config.json on the Hub
+    ("mixtral-8x7b", "mistralai/Mixtral-8x7B-v0.1", 4096, 32, 32, 8, 128, 14_336, 32_000, 32_768, False, 8, 2),
+    ("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B", 4096, 94, 64, 4, 128, 1536, 151_936, 40_960, False, 128, 8),
 )
-MODELS = {row[0]: DecoderShape(**dict(zip(_COLUMNS, row, strict=True))) for row in _TABLE}
+MODELS = {row[0]: DecoderShape(**dict(zip(_COLUMNS, row, strict=False))) for row in _TABLE}
 """Built-in shapes."""
+_LLAMA = re.compile(r"(meta-)?llama-?3(\.[123])?-")
+_TUNED = re.compile(r"-(instruct|base|it)(-\d{4})?$|-v0\.1$")
+
+
+def built_in(name: str) -> DecoderShape | None:
+    """The built-in shape that a name means: its own, or one of the Hub's, such as `Qwen/Qwen2.5-7B-Instruct`."""
+    return MODELS.get(_TUNED.sub("", _LLAMA.sub("llama3-", name.lower().rsplit("/", 1)[-1].partition("@")[0])))
+
+
+def smaller(model: DecoderShape, model_type: str) -> list[DecoderShape]:
+    """Built-in dense shapes of the same family with fewer parameters, the largest first; of no known family, of all."""
+    family = {"llama": "llama3", "qwen2": "qwen2.5", "qwen3": "qwen3"}.get(model_type, "")
+    found = [
+        one for one in MODELS.values()
+        if one.name.startswith(family) and one.num_experts == 1 and one.num_parameters < model.num_parameters
+    ]  # fmt: skip
+    return sorted(found, key=lambda one: one.num_parameters, reverse=True)
+
+
+def config_only(files: Collection[str]) -> list[str]:
+    """The one of a repository's files that says a model's shape, if it is there."""
+    return [path for path in files if path == "config.json"]
 
 
 def find_model(name: str) -> DecoderShape:
-    """A built-in shape, or that of a Hugging Face folder or `config.json`. Raises ConfigError."""
+    """A built-in shape, or that of a Hugging Face folder or `config.json`; of a name of the Hub that in the cache, else
+    what is built in. Raises ConfigError."""
     if name in MODELS:
         return MODELS[name]
     path, of_hub = Path(name), hub_name(name)
-    if of_hub and (found := cached(of_hub, choose=small_files)):
+    if of_hub and (found := cached(of_hub, choose=config_only)):
         path = found.folder
     path = path / "config.json" if path.is_dir() else path
-    if not path.is_file() and of_hub:
-        cause = f"`--model {name}` is not in this machine's cache of the Hub, and nothing is fetched here"
-        raise ConfigError(f"{cause}; fetch its config: hf download {of_hub.repo} config.json")
     if not path.is_file():
-        hint = did_you_mean(name, MODELS, f"give one of {', '.join(MODELS)} or a Hugging Face folder")
-        raise ConfigError(f"`--model {name}` is neither a built-in shape nor a file; {hint}")
+        if known := built_in(name):
+            return replace(known, name=name, path=name if of_hub else known.path)
+        raise ConfigError(f"`--model {name}` {_unknown(name)}")
     try:
         return DecoderShape.from_hf(read_json(path, "give the config.json of a Hugging Face model"), name)
     except ConfigError as error:
         raise ConfigError(f"`--model {name}`: {error}") from None
+
+
+def _unknown(name: str) -> str:
+    """End of a sentence about a model that is nowhere: what its name says is not computed, else how to get it."""
+    for family in sorted(OTHERS, key=len, reverse=True):
+        words = "[-_.]?".join(re.findall("[a-z]+|[0-9]+", family))
+        if family not in MIXTURES and re.search(rf"(?<![a-z0-9]){words}(?![a-z0-9])", name.lower()):
+            return refusal(family)
+    if of_hub := hub_name(name):
+        fetch = f"fetch its config: hf download {of_hub.repo} config.json"
+        return f"is not in this machine's cache of the Hub, and nothing is fetched here; {fetch}"
+    hint = did_you_mean(name, MODELS, f"give one of {', '.join(MODELS)} or a Hugging Face folder")
+    return f"is neither a built-in shape nor a file; {hint}"

@@ -22,8 +22,8 @@ from llamarl.parts.forecast.plan import GeneratorPlan, Plan, TrainerPlan
 from llamarl.parts.forecast.request import ASYNCHRONOUS, SYNCHRONOUS, PlanRequest, Rules
 from llamarl.parts.forecast.training import training_memory, training_parts
 
-STALENESS_GAIN = 0.01
-"""One more step of staleness must shorten the step by more than this share."""
+STALENESS_SHARE = 0.10
+"""The smallest staleness is taken whose step is longer than the best one's by no more than this share."""
 Layouts = TypeVar("Layouts", TrainerLayouts, Generators)
 
 
@@ -48,15 +48,15 @@ def synchronous_plan(request: PlanRequest) -> Plan | None:
 
 
 def asynchronous_plan(request: PlanRequest) -> Plan | None:
-    """The best disaggregated plan over assignments of the pools and staleness, or None when nothing fits."""
-    best: Plan | None = None
+    """The best disaggregated plan over assignments of the pools, at the smallest staleness that is nearly as fast as
+    the fastest; None when nothing fits."""
     pairs = [(first, second) for first in request.pools for second in request.pools]
+    found = list[Plan]()
     for staleness in range(1, request.max_staleness + 1):
         plans = [solve(request, pair, ASYNCHRONOUS, staleness) for pair in pairs]
-        plan = min((plan for plan in plans if plan), key=lambda plan: plan.step_s, default=None)
-        if plan and (best is None or plan.step_s < best.step_s * (1 - STALENESS_GAIN)):
-            best = plan
-    return best
+        found += sorted((plan for plan in plans if plan), key=lambda plan: plan.step_s)[:1]
+    least_s = min((plan.step_s for plan in found), default=0.0)
+    return next((plan for plan in found if plan.step_s <= least_s * (1 + STALENESS_SHARE)), None)
 
 
 def solve(request: PlanRequest, pools: tuple[Pool, Pool], rules: Rules, staleness: int) -> Plan | None:

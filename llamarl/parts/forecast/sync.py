@@ -59,8 +59,11 @@ def weight_transfer(
 def priced(plan: Plan) -> Plan:
     """The plan with weight sync as long as its own copies take.
 
-    Without direct sync there are no copies from shard to shard, and the plan stays as it is.
+    Without direct sync there are no copies from shard to shard, and the plan stays as it is; so it does where adapters
+    alone travel.
     """
+    if plan.request.lora:
+        return replace(plan, sync="adapters alone, merged where they arrive")
     if not plan.rules.direct_sync:
         return plan
     trainer, generator = plan.trainer, plan.generator

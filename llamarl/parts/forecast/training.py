@@ -18,13 +18,17 @@ def step_flops(request: PlanRequest) -> float:
     """FLOPs of one optimizer step with recompute.
 
     Per token 2 N forward and 4 N backward plus `recompute` forwards (arXiv 2001.08361, eq. 2.2; 2205.05198), and the
-    same multiple of causal attention over half the squared mean sequence length.
+    same multiple of causal attention over half the squared mean sequence length. Frozen weights have no gradients,
+    which saves 2 N; adapters have all of them.
     """
     lengths, prompt = request.lengths, request.prompt_tokens
     squares = prompt**2 + 2 * prompt * lengths.mean_tokens + lengths.square_tokens
     attention = request.model.attention_flops(1.0) * squares / 2
-    forward = 2.0 * request.model.matmul_parameters * request.sample_tokens + attention
-    return request.num_samples * forward * (3 + request.constants.recompute)
+    passes = 3 + request.constants.recompute
+    products = 2.0 * request.model.matmul_parameters * request.sample_tokens
+    trained = 2.0 * request.trained_parameters * request.sample_tokens if request.lora else products
+    frozen = products * (passes - 1) if request.lora else 0.0
+    return request.num_samples * (frozen + (trained + attention) * passes)
 
 
 def training_parts(
@@ -54,8 +58,9 @@ def training_parts(
     shards, weights = layouts.shards_L, model.num_parameters / (tp * pp)
     activation_bytes = rank_tokens / cp * model.hidden_size * BF16
     # Above one shard gathers repeat per microbatch; plain replicas reduce gradients once per step.
-    gathered = PASSES * BF16 * weights * (shards - 1) / shards * microbatches
-    reduced = 2 * BF16 * weights * (dp * cp - 1) / (dp * cp) if not layouts.sharded else 0.0
+    trained = request.trained_parameters / (tp * pp)
+    gathered = BF16 * ((PASSES - 1) * weights + trained) * (shards - 1) / shards * microbatches
+    reduced = 2 * BF16 * trained * (dp * cp - 1) / (dp * cp) if not layouts.sharded else 0.0
     outer = collective_bandwidth(gpu, constants, shards if layouts.sharded else dp * cp, inner=tp)
     hops = (shards > 1) * np.ceil(shards * tp / gpu.node_gpus) * constants.network_latency_s
     fsdp = (gathered + reduced) / outer + PASSES * stage_layers * microbatches * hops
@@ -66,7 +71,7 @@ def training_parts(
     context = context / collective_bandwidth(gpu, constants, cp, inner=tp)
     between_stages = 2 * (pp > 1) * activation_bytes / tp / (gpu.network_bandwidth * constants.link_efficiency)
     overhead = constants.step_overhead_s + microbatches * constants.microbatch_overhead_s
-    state = model.num_parameters / (tp * pp * shards)
+    state = trained / shards
     memory_bandwidth = gpu.memory_bandwidth * constants.bandwidth_efficiency
     parts = {
         "compute": compute,
@@ -77,7 +82,7 @@ def training_parts(
         "overhead": overhead,
         "optimizer": constants.optimizer_traffic_bytes * state / memory_bandwidth,
     }
-    published = {"publish": model.num_parameters * (FP32 + BF16) / layouts.gpus_L / memory_bandwidth}
+    published = {"publish": request.trained_parameters * (FP32 + BF16) / layouts.gpus_L / memory_bandwidth}
     return parts | (published if publishes else {})
 
 
@@ -92,7 +97,7 @@ def training_memory(request: PlanRequest, layouts: TrainerLayouts) -> dict[str, 
     load = TrainerLoad(
         tokens=tokens, targets=tokens * request.lengths.limit_tokens / request.longest_tokens, keys=0 * tokens,
         half=True, checkpointing=request.constants.recompute > 0, flash=True, tp=layouts.tp_L, cp=layouts.cp_L,
-        pp=layouts.pp_L, shards=layouts.shards_L,
+        pp=layouts.pp_L, shards=layouts.shards_L, lora=request.lora,
     )  # fmt: skip
     parts = trainer_bytes(request.model, load)
     return {

@@ -20,7 +20,7 @@ from llamarl.parts.forecast.cli.plan import main
 from llamarl.parts.forecast.feasibility import plans
 from llamarl.parts.forecast.report import choose
 from llamarl.parts.forecast.run_file import run_toml
-from llamarl.parts.forecast.shapes import MODELS
+from llamarl.parts.forecast.shapes import MODELS, find_model
 from llamarl.parts.hosts.hosting import imagined
 from tests.end_to_end.tiny import llamarl_here
 from tests.parts.forecast.conftest import make_request
@@ -79,7 +79,7 @@ def write_shape(folder: Path, name: str) -> Path:
     """A model folder without weights: what decides a layout is in `config.json`."""
     folder.mkdir()
     sizes = dataclasses.asdict(MODELS[name])
-    for field in ("name", "num_experts", "experts_per_token"):
+    for field in ("name", "path", "num_experts", "experts_per_token"):
         del sizes[field]
     (folder / "config.json").write_text(json.dumps(ModelShape(family="llama", **sizes).to_hf()))
     return folder
@@ -101,9 +101,9 @@ def test_a_synchronous_plan_is_a_run_of_one_machine() -> None:
         if is_refused:
             cause = f"shares {gpus} GPUs, and cluster.placement = 'colocated' is for one machine of 8"
             with pytest.raises(ConfigError, match=cause):
-                run_toml(synchronous, model_path="m", data_path="d.jsonl")
+                run_toml(synchronous, data_path="d.jsonl")
         else:
-            found = tomllib.loads(run_toml(synchronous, model_path="m", data_path="d.jsonl"))["cluster"]
+            found = tomllib.loads(run_toml(synchronous, data_path="d.jsonl"))["cluster"]
             assert (found["placement"], found["num_hosts"]) == ("colocated", 1)
 
 
@@ -112,8 +112,9 @@ def test_a_plan_is_a_run_that_train_accepts(tmp_path: Path, name: str, gpus: int
     """Every choice of the plan is a setting, and `explain` holds it against the model's sizes."""
     path, model = tmp_path / "run.toml", write_shape(tmp_path / name, name)
     main(["--model", str(model), "--gpus", str(gpus), "--output", str(path)])
-    request = make_request(name, gpus, prompt_tokens=512, prompts_per_step=256, max_staleness=4, mean_tokens=0.3 * 4096,
-                           limit_tokens=4096)  # fmt: skip
+    shape = find_model(str(model))
+    work = {"prompt_tokens": 512, "prompts_per_step": 256, "max_staleness": 4}
+    request = make_request(shape, gpus, mean_tokens=0.3 * 4096, limit_tokens=4096, **work)
     plan = choose(*plans(request))
     said = llamarl_here("explain", path, "--json")
     assert said.returncode == 0, said.stderr
@@ -201,3 +202,32 @@ def test_a_folder_for_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert said == f"{found['text']}\nllamarl report {folder} shows it\n"
     assert json.loads((folder / "summary.json").read_text())["verdict"] == found["text"].splitlines()[-1]
     assert [len(chart["rows"]) > 3 for chart in found["charts"]] == [True, True]
+
+
+def test_a_run_of_a_short_context_is_planned_as_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`data.max_prompt_tokens` is more than the context by default, and a run cuts it."""
+    model = write_shape(tmp_path / "m", "qwen3-0.6b")
+    config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 512}
+    (model / "config.json").write_text(json.dumps(config))
+    path = tmp_path / "run.toml"
+    path.write_text(f'[model]\npath = "{model}"\n[data]\ntrain = "jsonl"\n[rollout]\nmax_new_tokens = 144\n')
+    assert main(["--config", str(path), "--gpus", "2"]) == 0
+    assert "prompt 368 tokens" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="1024 prompt and 144 response tokens exceed the context"):
+        main(["--config", str(path), "--gpus", "2", "--data.max_prompt_tokens", "1024"])
+
+
+def test_a_plan_by_name_is_written_with_the_name_of_the_hub(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    main(["--model", "qwen3-1.7b", "--gpus", "1", "--trainer.lora", "{rank = 8}", "--output", str(path)])
+    config = load_config(path)
+    assert config.model.path == "Qwen/Qwen3-1.7B" and config.trainer.lora and config.trainer.lora.rank == 8
+    with pytest.raises(ConfigError, match="mixture of experts, which is planned and not trained"):
+        main(["--model", "mixtral-8x7b", "--gpus", "64", "--output", str(path)])
+
+
+def test_time_and_cost_stand_together(capsys: pytest.CaptureFixture[str]) -> None:
+    main(SMALL)
+    said = capsys.readouterr().out
+    assert "GPU-hours per step" in said and "$ per step" in said and "$ per day" in said
+    assert re.search(r"s a step\) at .*USD\), on \d+ GPUs", said)

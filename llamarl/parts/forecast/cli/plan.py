@@ -12,23 +12,25 @@ from llamarl.cli.options import add_settings, command_parser, write_output
 from llamarl.config import ConfigError, RunConfig, load_config, settled
 from llamarl.parts.forecast.constants import load_profile
 from llamarl.parts.forecast.feasibility import plans
-from llamarl.parts.forecast.hardware import Pool, find_gpu
+from llamarl.parts.forecast.hardware import GPUS, Pool, find_gpu
 from llamarl.parts.forecast.lengths import Lengths
 from llamarl.parts.forecast.report import choose, plan_curves, render_plans, verdict, write_forecast
 from llamarl.parts.forecast.request import PlanRequest
 from llamarl.parts.forecast.run_file import run_toml
-from llamarl.parts.forecast.shapes import find_model
+from llamarl.parts.forecast.shapes import MODELS, DecoderShape, find_model
 
 EXAMPLE = """Staleness 0, the synchronous plan, is always part of the answer.
 Without --mean-response-tokens or --rollouts, responses are 30 % of the longest on average.
-A profile is a JSON file {"constants": {...}, "gpu": {...}} whose numbers replace the built-in ones."""
+A profile is a JSON file {"constants": {...}, "gpu": {...}} whose numbers replace the built-in ones.
+  llamarl plan --model qwen3-8b --gpus 8
+  llamarl plan --model qwen3-1.7b --gpus 1 --gpu rtx4090-24g --trainer.lora '{rank = 16}'"""
 BASE = {
     "model": {"path": ""}, "data": {"train": "jsonl", "max_prompt_tokens": 512},
     "rollout": {"prompts_per_step": 256, "group_size": 8, "max_staleness": 4, "max_new_tokens": 4096},
 }  # fmt: skip
 """Work of a step without a run file."""
-SETTINGS = ("data.max_prompt_tokens", *(f"rollout.{name}" for name in BASE["rollout"]))
-OF_RUN: Any = {"data": {"train", "max_prompt_tokens"}, "rollout": set(BASE["rollout"])}
+SETTINGS = ("data.max_prompt_tokens", *(f"rollout.{name}" for name in BASE["rollout"]), "trainer.lora")
+OF_RUN: Any = {"data": {"train", "max_prompt_tokens"}, "rollout": set(BASE["rollout"]), "trainer": {"lora"}}
 """Settings that --config gives."""
 
 
@@ -39,13 +41,13 @@ def parser() -> argparse.ArgumentParser:
     )
     add = found.add_argument
     add("--config", metavar="RUN.toml", help="take model, lengths and batch from a run file; options here win")
-    add("--model", help="llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, qwen3-235b-a22b or a Hugging Face folder")
+    add("--model", help=f"{', '.join(MODELS)}, a name of the Hub, or a Hugging Face folder")
     add("--gpus", type=int, required=True, metavar="N", help="GPUs in the cluster")
     add(
         "--gpu",
         default="h100-80g",
         metavar="KIND",
-        help="h100-80g, h200-141g, a100-80g, l40s-48g, b200, cpu-core (h100-80g)",
+        help=f"{', '.join(GPUS)} (h100-80g)",
     )
     add("--second-gpus", type=int, metavar="N", help="a second pool of another kind")
     add("--second-gpu", default="l40s-48g", metavar="KIND", help="kind of the second pool (l40s-48g)")
@@ -71,8 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     print(text := render_plans(request, synchronous, asynchronous))
     plan = choose(synchronous, asynchronous)
     if options.output:
-        model_path = options.model or (base.model.path if base else "")
-        write_output(Path(options.output), run_toml(plan, model_path=model_path, data_path=options.data, base=base))
+        write_output(Path(options.output), run_toml(plan, data_path=options.data, base=base))
         print(f"wrote {options.output}")
     if options.folder:
         found = {"end": "planned", "verdict": verdict(synchronous, asynchronous)}
@@ -99,16 +100,26 @@ def asked(options: argparse.Namespace, base: RunConfig | None) -> PlanRequest:
             raise ConfigError(f"{price} US dollars per GPU-hour is no price; use 0 or more")
         pools.append(Pool(gpu=gpu if price is None else replace(gpu, price=price), count=count))
     config = settled(BASE | (base.model_dump(include=OF_RUN) if base else {}), options.overrides)
+    shape = find_model(model)
     request = PlanRequest.of_run(
         config.data,
         config.rollout,
-        model=find_model(model),
+        model=shape,
+        prompt_tokens=_prompt_tokens(options, config, shape),
+        lora=config.trainer.lora,
         lengths=_lengths(options, config.rollout.max_new_tokens),
         pools=tuple(pools),
         constants=profile.constants,
     )
     request.check()
     return request
+
+
+def _prompt_tokens(options: argparse.Namespace, config: RunConfig, shape: DecoderShape) -> int:
+    """`data.max_prompt_tokens`, cut as a run's is where the context has no room for it, unless it is said here."""
+    prompt, room = config.data.max_prompt_tokens, shape.max_position_embeddings - config.rollout.max_new_tokens
+    is_said = any(one.startswith("--data.max_prompt_tokens=") for one in options.overrides)
+    return prompt if is_said or room < 1 else min(prompt, room)
 
 
 def _lengths(options: argparse.Namespace, limit: int) -> Lengths:

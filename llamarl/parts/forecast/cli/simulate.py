@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from llamarl.cli.main import FAILURE
 from llamarl.cli.options import command_parser
-from llamarl.config import ConfigError, RunConfig, load_config
+from llamarl.config import ConfigError, RunConfig, load_config, read_json
 from llamarl.config.schema import CheckpointConfig
 from llamarl.observability.accounting import write_trace
 from llamarl.parts.forecast.constants import Constants
@@ -28,6 +28,7 @@ EPILOG = """Runs the real controller under a virtual clock over simulated execut
 Costs come from --costs (a JSON file), from the planner (--model and --gpu), or are those of a 70B model on H100s.
 Every setting of the run file can be overridden: --rollout.max_staleness 2 --cluster.on_failure.generator respawn.
 llamarl report shows its folder. Exit codes: 0 all steps done, 1 the simulated run failed, 2 a setting cannot work."""
+DEFAULT_GPU = "h100-80g"
 TRACE_GENERATORS = 64
 """Generators in the trace: a viewer cannot hold thousands."""
 
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     config = config.model_copy(update={"name": f"{config.name}-simulation", "checkpoint": CheckpointConfig()})
     folder = prepare_run_folder(config, resume=False, overwrite=True)
     simulation = simulate(config, costs, faults, split, folder.metrics)
-    print(text := render_simulation(simulation))
+    print(text := f"{'costs':<12} {_source(options, config)}\n{render_simulation(simulation)}")
     write_trace(folder.trace, chosen(simulation.spans, TRACE_GENERATORS))
     costs.save(folder.path / "costs.json")
     write_events(folder.events, simulation)
@@ -70,6 +71,18 @@ def main(arguments: Sequence[str]) -> int:
     names = sorted(path.name for path in folder.path.iterdir() if path.is_file() and path.name[0] != ".")
     print(f"files        {folder.path}: {', '.join(names)}")
     return 0 if simulation.end == "finished" else FAILURE
+
+
+def _source(options: argparse.Namespace, config: RunConfig) -> str:
+    """Whose costs these are: of which model, on what, by whom they are known."""
+    if options.model:
+        return f"of {options.model} on {options.gpu or DEFAULT_GPU}, by the tables of `llamarl plan`"
+    if options.costs:
+        run = read_json(options.costs, "give the JSON file of costs").get("run", {})
+        model = run.get("model") if isinstance(run, dict) else None
+        return f"as {options.costs} has them" + (f", measured with {model} on {run.get('device')}" if model else "")
+    others = "--costs RUN/profile.json has measured ones, --model NAME the planner's"
+    return f"of a 70B model on H100s, built in, and not those of model.path = {config.model.path!r}; {others}"
 
 
 def _planned(options: argparse.Namespace, config: RunConfig) -> tuple[RunConfig, Costs]:
@@ -81,8 +94,9 @@ def _planned(options: argparse.Namespace, config: RunConfig) -> tuple[RunConfig,
         config.data,
         rollout,
         model=find_model(options.model),
+        max_staleness=max(1, rollout.max_staleness),
         lengths=Lengths.lognormal(limit_tokens=rollout.max_new_tokens),
-        pools=(Pool(gpu=find_gpu(options.gpu or "h100-80g"), count=options.gpus),),
+        pools=(Pool(gpu=find_gpu(options.gpu or DEFAULT_GPU), count=options.gpus),),
         constants=Constants(),
     )
     request.check()

@@ -172,3 +172,17 @@ def test_no_torch(run_file: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_first_line_says_whose_costs_these_are(
+    run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def first(*words: str) -> str:
+        assert main([run_file, "--gpus", "64", *words]) == 0
+        return capsys.readouterr().out.splitlines()[0]
+
+    assert "of a 70B model on H100s, built in, and not those of model.path = 'nowhere'" in first()
+    assert "of qwen3-8b on a100-80g, by the tables" in first("--model", "qwen3-8b", "--gpu", "a100-80g")
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"costs": {"decode_base_s": 0.02}, "run": {"model": "mine", "device": "cpu-core"}}))
+    assert f"as {path} has them, measured with mine on cpu-core" in first("--costs", str(path))

@@ -1,0 +1,222 @@
+"""`FirstRun`: settings of a run that fits its devices, by a plan, with the core's own sum of memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llamarl.config import ConfigError, RunConfig, validated
+from llamarl.config.decoder import DecoderSizes
+from llamarl.config.trainer import LoraConfig
+from llamarl.models.fit import CACHE_BLOCK_TOKENS, CONTEXT_BYTES, GIB, RankMemory, holdings, kv_width, longest
+from llamarl.models.memory import kv_token_bytes, total
+from llamarl.models.shape import ModelShape
+from llamarl.observability.usage import available_bytes
+from llamarl.parts.forecast.constants import OF_CORES
+from llamarl.parts.forecast.feasibility import plans
+from llamarl.parts.forecast.hardware import CPU, GPUS, Gpu, Pool
+from llamarl.parts.forecast.plan import Plan
+from llamarl.parts.forecast.report import choose
+from llamarl.parts.forecast.request import PlanRequest
+from llamarl.parts.forecast.run_file import on_hosts, planned_settings
+from llamarl.parts.forecast.shapes import smaller
+
+ADAPTERS = LoraConfig(rank=16)
+LEARNING_RATES = 1e-6, 1e-5
+"""Peak learning rate of all weights, and of adapters, which take about ten times as much (as with supervised training,
+thinkingmachines.ai/blog/lora)."""
+MOST_GPUS = 64
+"""Beyond this no larger cluster is suggested."""
+CACHE_SHARE = 0.2
+"""Share of a device that roles share which keys and values should have; for less, microbatches get smaller."""
+RESERVES = (0.25, 0.45)
+"""Shares of a device that are left free in turn, until a plan fits with what it does not count itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstRun:
+    """A run that fits."""
+
+    plan: Plan
+    config: RunConfig
+    held: list[RankMemory]
+    """Memory of each executor, by the sum that a start is refused by."""
+    because: str = ""
+    """Why not all weights are trained; empty: they are, or nobody asked for it."""
+
+
+def first_run(request: PlanRequest, shape: ModelShape, given: dict[str, Any], adapters: str) -> FirstRun:
+    """The run to begin with: all weights are trained where that fits, else adapters.
+
+    Args:
+        request: on one pool, without adapters.
+        shape: sizes of the model that is run.
+        given: settings that are no choice of a plan, as parsed TOML.
+        adapters: `auto`, `always` or `never`.
+
+    Raises:
+        ConfigError: it fits in no way; what comes nearest and fits is named.
+    """
+    ways = {"auto": (None, ADAPTERS), "always": (ADAPTERS,), "never": (None,)}[adapters]
+    reason = own = ""
+    for lora in ways:
+        try:
+            return replace(_fitted(replace(request, lora=lora), shape, given), because=reason)
+        except ConfigError as error:
+            if not reason:
+                reason, _, own = str(error).partition("; ")
+    reason += " (nor with adapters)" * (len(ways) > 1)
+    nearest = ", or ".join(_nearest(request, shape, given, ways))
+    raise ConfigError(f"{reason}; {nearest or own or 'use fewer tokens, or a machine with more memory'}")
+
+
+def _nearest(
+    request: PlanRequest, shape: ModelShape, given: dict[str, Any], ways: tuple[LoraConfig | None, ...]
+) -> Iterator[str]:
+    """Changes of a request with which it fits, each tried: adapters, a smaller model, more GPUs, a larger one."""
+
+    def works(asked: PlanRequest, sizes: DecoderSizes, how: LoraConfig | None) -> bool:
+        try:
+            _fitted(replace(asked, lora=how, max_staleness=min(1, request.max_staleness)), sizes, given)
+        except ConfigError:
+            return False
+        return True
+
+    if ADAPTERS not in ways and works(request, shape, ADAPTERS):
+        yield "train adapters (leave out --adapters never)"
+    way, pool = ways[-1], request.pools[0]
+    with_them = " with adapters" if way else ""
+    other = next(
+        (one for one in smaller(request.model, shape.family) if works(replace(request, model=one), one, way)), None
+    )
+    if other:
+        yield f"use --model {other.path}{with_them}"
+    if pool.gpu.name == CPU:
+        return
+    if count := _least(lambda n: works(replace(request, pools=(Pool(gpu=pool.gpu, count=n),)), shape, way), pool.count):
+        yield f"use --gpus {count}{with_them}"
+    larger = sorted((gpu for gpu in GPUS.values() if gpu.memory_bytes > pool.gpu.memory_bytes), key=_size)
+    for gpu in larger:
+        if works(replace(request, pools=(Pool(gpu=gpu, count=pool.count),)), shape, way):
+            yield f"use --gpu {gpu.name}{with_them}"
+            return
+
+
+def _size(gpu: Gpu) -> float:
+    return gpu.memory_bytes
+
+
+def _least(works: Callable[[int], bool], low: int) -> int:
+    """The least count over `low` that works, by halving; 0: none up to `MOST_GPUS`."""
+    high = 2 * low
+    while high <= MOST_GPUS and not works(high):
+        low, high = high, 2 * high
+    if high > MOST_GPUS:
+        return 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if works(middle) else (middle, high)
+    return high
+
+
+def _fitted(request: PlanRequest, shape: DecoderSizes, given: dict[str, Any]) -> FirstRun:
+    """The first plan that fits with all that the core counts, which a plan leaves to a reserve. Raises ConfigError."""
+    reason: ConfigError | None = None
+    for share in (request.constants.reserved_share, *RESERVES):
+        constants = replace(request.constants, reserved_share=share)
+        try:
+            found = plans(replace(request, constants=constants))
+        except ConfigError as error:
+            raise reason or error from None
+        first = choose(*found)
+        for plan in (first, *(one for one in found if one and one is not first and one.is_runnable)):
+            try:
+                return _settled(plan, request, shape, given)
+            except ConfigError as error:
+                reason = reason or error
+    assert reason is not None
+    raise reason
+
+
+def _settled(plan: Plan, request: PlanRequest, shape: DecoderSizes, given: dict[str, Any]) -> FirstRun:
+    """The run of a plan, with microbatches and a cache that fit. Raises ConfigError."""
+    pool = request.pools[0]
+    if pool.gpu.name == CPU:
+        settings, there, where = _of_cores(plan, given), available_bytes(), "this machine"
+    else:
+        settings, there, where = _merged(given, planned_settings(plan)), request.usable_bytes(pool), pool.gpu.name
+        settings["cluster"] = on_hosts(settings["cluster"], plan.num_hosts)
+    settings["trainer"]["learning_rate"] = LEARNING_RATES[request.lora is not None]
+    config = validated(settings, RunConfig)
+    limit, wanted = sum(longest(config, shape)), 0.0 if plan.rules.overlap else CACHE_SHARE * there
+    while (tokens := config.trainer.microbatch_tokens) > limit and _room(config, shape, there) < wanted:
+        config = _with(config, "trainer", microbatch_tokens=max(limit, tokens // 2))
+    if (room := _room(config, shape, there)) < 0:
+        raise ConfigError(
+            f"{request.model.name} needs {(there - room) / GIB:.1f} GiB of {where}, "
+            f"which has {there / GIB:.1f} GiB to use"
+        )
+    if pool.gpu.name != CPU:
+        config = _with(config, "generator", kv_cache_bytes=_cache(config, shape, room))
+    return FirstRun(plan=plan, config=config, held=[*holdings(config, shape, {})])
+
+
+def _needed(config: RunConfig, held: list[RankMemory]) -> float:
+    """Bytes of the fullest device: executors share it where they are colocated, and a machine without GPUs always."""
+    if config.trainer.device == "cpu":
+        return sum(one.num_ranks * float(total(one.parts)) for one in held)
+    trainer, generator = (float(total(one.parts)) + CONTEXT_BYTES for one in held[:2])
+    return trainer + generator if config.cluster.placement == "colocated" else max(trainer, generator)
+
+
+def _room(config: RunConfig, shape: DecoderSizes, there: float) -> float:
+    """Bytes that are left for more keys and values than those of one longest sequence."""
+    held = [*holdings(config, shape, {})]
+    if config.trainer.device == "cpu" or config.cluster.placement == "colocated":
+        return there - _needed(config, held)
+    trainer, generator = (there - float(total(one.parts)) - CONTEXT_BYTES for one in held[:2])
+    return min(trainer, generator) if trainer < 0 else generator
+
+
+def _cache(config: RunConfig, shape: DecoderSizes, room: float) -> int:
+    """Bytes for keys and values: of the longest sequence, and of as many more as run at once, within the room."""
+    generator = config.generator
+    each = float(kv_token_bytes(shape, generator.tensor_parallel, kv_width(config)))
+    blocks = -(-sum(longest(config, shape)) // CACHE_BLOCK_TOKENS)
+    one = blocks * CACHE_BLOCK_TOKENS * each
+    return int(one + min(room, (generator.max_running - 1) * one))
+
+
+def _of_cores(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a machine without GPUs: half of its cores train, the others generate."""
+    cores = os.cpu_count() or 1
+    planned = planned_settings(plan)
+    planned["generator"] = {"device": "cpu", "threads": max(1, cores // 2), "max_running": plan.generator.slots}
+    planned["trainer"] |= {"parallelism": {}, "device": "cpu", "threads": max(1, cores - cores // 2)}
+    planned["rollout"] |= {"max_staleness": max(1, plan.staleness)}
+    planned["cluster"] = {}
+    return _merged(given, planned)
+
+
+def cpu_request(request: PlanRequest) -> PlanRequest:
+    """The same on the cores of this machine. Memory is theirs together, so none of them is held to a part of it."""
+    pool = Pool(gpu=replace(request.pools[0].gpu, memory_bytes=1e18), count=max(2, os.cpu_count() or 1))
+    return replace(request, pools=(pool,), constants=OF_CORES)
+
+
+def _merged(given: dict[str, Any], planned: dict[str, Any]) -> dict[str, Any]:
+    sections = {
+        name: {**given[name], **settings} if isinstance(given.get(name), dict) else settings
+        for name, settings in planned.items()
+    }
+    found = given | sections
+    rollout = found["rollout"]
+    # Slow groups are passed by a quarter of a step, which makes tokens at most one step older (docs/staleness.md).
+    rollout["window"] = 1 + rollout["prompts_per_step"] // 4 if rollout["max_staleness"] else 1
+    return found
+
+
+def _with(config: RunConfig, section: str, **settings: Any) -> RunConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=settings)})
