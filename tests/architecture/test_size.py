@@ -13,7 +13,7 @@ FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 KERNEL_LINES = 1_500
 BUDGETS = {
     "top": 330,  # goal: 250
-    "config": 1_210,  # goal: 820
+    "config": 1_220,  # goal: 820
     "hub": 700,  # goal: 650
     "net": 100,  # goal: 70
     "kernels": 1_360,  # goal: 1,200
@@ -33,9 +33,9 @@ BUDGETS = {
     "training": 1_790,  # goal: 1,550
     "executors": 1_000,  # goal: 920
     "controller": 3_370,  # goal: 2,450
-    "run": 2_680,  # goal: 1,150
+    "run": 2_720,  # goal: 1,150
     "cli": 800,  # goal: 600
-    "parts/forecast": 3_850,  # goal: 2,900
+    "parts/forecast": 3_870,  # goal: 2,900
     "parts/page": 1_680,  # goal: 1,450
     "parts/episodes": 2_690,  # goal: 2,150
     "parts/hosts": 1_530,  # goal: 1,350
