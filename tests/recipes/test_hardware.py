@@ -8,6 +8,7 @@ Texts, tokenizers and weights are of this test alone.
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ from tests.hub.server import HubServer
 from tests.nightly import NIGHTLY, nightly
 
 GIB = 2**30
+PAGE = (Path(__file__).parents[2] / "docs/recipes.md").read_text()
 CARDS = {"cpu": 0, "card24": 1, "card80": 1, "cards2": 2, "cards4": 4, "cards8": 8, "hosts2": 8}
 """GPUs of a host, by the first word of a recipe's name."""
 RECIPES = sorted(one.stem for one in PACKAGED.glob("*.toml") if one.stem.split("_")[0] in CARDS)
@@ -45,9 +47,15 @@ PROGRAM = {
     "text": "Write a function that adds.", "code": "def add(a, b):\n    return a + b",
     "test_list": ["assert add(3, 4) == 7"], "test_setup_code": "", "challenge_test_list": [],
 }  # fmt: skip
+HUMAN = {
+    "prompt": 'def add(a, b):\n    """Adds."""\n', "canonical_solution": "    return a + b\n", "entry_point": "add",
+    "test": "def check(candidate):\n    assert candidate(3, 4) == 7\n",
+}  # fmt: skip
 DATA = {
     "openai/gsm8k": {"main/train.jsonl": SUM, "main/test.jsonl": SUM},
     "agentica-org/DeepScaleR-Preview-Dataset": {"train.jsonl": PROBLEM},
+    "HuggingFaceH4/aime_2024": {"data/train.jsonl": PROBLEM | {"id": 60, "url": "", "year": "2024"}},
+    "openai/openai_humaneval": {"openai_humaneval/test.jsonl": HUMAN},
     "HuggingFaceH4/MATH-500": {"test.jsonl": PROBLEM | {"subject": "Algebra", "level": 1, "unique_id": "1"}},
     "google-research-datasets/mbpp": {"full/train.jsonl": PROGRAM, "full/test.jsonl": PROGRAM},
 }
@@ -85,8 +93,9 @@ def stocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServ
 
 def add_data(hub: HubServer) -> None:
     for name, files in DATA.items():
-        rows_of = {path: "".join(f"{json.dumps(row)}\n" for _ in range(8)) for path, row in files.items()}
-        hub.add(name, {path: text.encode() for path, text in rows_of.items()}, kind="dataset")
+        many = {path: [row | ({"id": i} if "id" in row else {}) for i in range(8)] for path, row in files.items()}
+        texts = {path: "".join(f"{json.dumps(row)}\n" for row in lines).encode() for path, lines in many.items()}
+        hub.add(name, texts, kind="dataset")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -125,6 +134,23 @@ def test_a_dry_run_for_its_machine(stocked: HubServer, tokenizer: Path, tmp_path
     dry = llamarl_here("train", recipe, "--dry-run", "--output", tmp_path, *there, *options)
     assert dry.returncode == 0, dry.stderr
     assert "# memory:" in dry.stdout and f'path = "{name}"' in dry.stdout
+    if CARDS[kind]:
+        check_expectation(recipe, dry.stdout)
+
+
+def check_expectation(recipe: str, said: str) -> None:
+    """What the page on recipes, and the recipe's own first lines, expect is what the dry run says."""
+    (row,) = (line for line in PAGE.splitlines() if line.startswith(f"| `{recipe}` "))
+    *_, of_card, of_step, of_run, measured, _ = (cell.strip() for cell in row.split("|"))
+    assert measured == "", "nothing was measured"
+    found = re.findall(r"cuda:\d+: ([\d.]+) GiB at least", said) or re.findall(r"\d+  gpu +([\d.]+) GiB \(", said)
+    assert of_card == f"{max(map(float, found)):.0f} GiB"
+    (seconds,) = re.findall(r"# ([\d.]+) s at best for", said)
+    assert of_step == f"{float(seconds):.2g} s"
+    steps, hours = load_config(recipe).steps, float(of_run.removesuffix(" h"))
+    assert hours == pytest.approx(steps * float(seconds) / 3600, rel=0.06)
+    first = "".join((PACKAGED / f"{recipe}.toml").read_text().partition("\n\nname")[0])
+    assert f"{of_card} of" in first and f"{of_step} a step" in first and f"{of_run} in all" in first
 
 
 def of_hosts(recipe: str, folder: Path) -> list[str]:

@@ -20,7 +20,7 @@ from llamarl.hub.names import HubName, nothing_fetched, why_offline
 from llamarl.parts.forecast.cli import plan
 from llamarl.parts.forecast.constants import OF_CORES
 from llamarl.parts.forecast.feasibility import plans
-from llamarl.parts.forecast.hardware import CPU
+from llamarl.parts.forecast.hardware import CPU, GPUS
 from llamarl.run.folder import RunFolder
 from llamarl.run.memory import MachineMemory, described_machine, memory_lines
 from llamarl.run.names import named, resolved
@@ -128,7 +128,7 @@ def consequences(config: RunConfig, machine: MachineMemory | None = None) -> dic
         for warning in warnings:
             print(f"llamarl: {warning}", file=sys.stderr)
         found["memory"] = memory_lines(config, shape, machine)
-        found["step time"] = [_step_time(config, shape.max_position_embeddings)]
+        found["step time"] = [_step_time(config, shape.max_position_embeddings, machine)]
     return found
 
 
@@ -142,12 +142,17 @@ def _of_hub(name: HubName) -> str:
     return f"{name}: {weights / 1e6:,.1f} MB of weights, {'in the cache' if cached(name) else 'which a run fetches'}"
 
 
-def _step_time(config: RunConfig, context: int) -> str:
+def _step_time(config: RunConfig, context: int, machine: MachineMemory | None = None) -> str:
     """Forecast of a step's seconds in a sentence, for prompts like the first ones of the data, by the profile of the
     run that was here before, if it has one."""
-    trainer, generator, kind = config.trainer, config.generator, CPU if config.trainer.device == "cpu" else "h100-80g"
-    count = trainer.parallelism.num_ranks * (trainer.threads if kind == CPU else 1)
-    count += generator.replicas * generator.tensor_parallel * (generator.threads if kind == CPU else 1)
+    trainer, generator, kind = config.trainer, config.generator, CPU
+    if trainer.device != "cpu":  # the first of the table whose memory is like the machine's
+        wanted = machine.gpus[0] if machine and machine.gpus else GPUS["h100-80g"].memory_bytes
+        kind = min(GPUS, key=lambda name: abs(GPUS[name].memory_bytes - wanted))
+    of_trainer = trainer.parallelism.num_ranks * (trainer.threads if kind == CPU else 1)
+    of_generators = generator.replicas * generator.tensor_parallel * (generator.threads if kind == CPU else 1)
+    take_turns = config.cluster.placement == "colocated"
+    count = max(of_trainer, of_generators) if take_turns else of_trainer + of_generators
     profile = Path(config.output, config.name, "profile.json")
     try:
         prompts = train_prompts(config, context, most=SAMPLED).prompts
