@@ -65,7 +65,7 @@ def _by_source(groups: Sequence[RolloutGroup]) -> str:
         if group.prompt.source and result.outcome is Outcome.INVALID
     )
     found = ", ".join(f"{number} of source {label!r}" for label, number in Counter(invalid).most_common())
-    return f"{found}; " if found else ""
+    return f"; {found}" if found else ""
 
 
 class Admission:
@@ -190,7 +190,7 @@ class Admission:
         if len(reasons) > self._max_invalid_share * len(results):
             raise TooManyInvalid(
                 f"{len(reasons)} of {len(results)} rewards of step {step} are invalid "
-                f"({_by_source(groups)}reward.max_invalid_share = {self._max_invalid_share:g}); the first says: "
+                f"(reward.max_invalid_share = {self._max_invalid_share:g}{_by_source(groups)}); the first says: "
                 f"{reasons[0]}"
             )
         raised = [reason for reason in reasons if reason.startswith(RAISED)]

@@ -59,6 +59,7 @@ class Journal(JournalReader):
         *,
         prompts: Sequence[Prompt] = (),
         settings: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, Any] | None = None,
         keep: int = 1,
         saved: Sequence[int] = (),
         keeps: Literal["resume", "all"] = "resume",
@@ -68,11 +69,12 @@ class Journal(JournalReader):
             folder: of the run; None: nothing is kept.
             prompts: that are trained on.
             settings: what rollouts and steps depend on.
+            defaults: of settings, which they had when older code did not know them.
             keep: checkpoints from which the run may have to go on.
             saved: steps of those that there are, ascending.
             keeps: every file, or those that may be needed.
         """
-        super().__init__(folder, prompts, settings)
+        super().__init__(folder, prompts, settings, defaults)
         self._warn, self._keep, self._saved, self._keeps = warn, keep, list(saved)[-keep:], keeps
         self.seconds = 0.0
         """Seconds spent on writing."""

@@ -170,17 +170,25 @@ class JournalWalk:
 class JournalReader:
     """Changes nothing."""
 
-    def __init__(self, folder: Path | None, prompts: Sequence[Prompt], settings: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        prompts: Sequence[Prompt],
+        settings: Mapping[str, Any] | None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
         """
         Args:
             folder: of the run; None: nothing is kept.
             prompts: that are trained on.
             settings: what rollouts and steps depend on.
+            defaults: of settings, which they had when older code did not know them.
         """
         self._folder, self._prompts = folder, prompts
         self._saved: Sequence[int] = ()
         """Steps of kept checkpoints."""
         self._settings = json.loads(json.dumps(settings or {}))
+        self._defaults = json.loads(json.dumps(defaults or {}))
         self._segment = self._size = 0
         """The newest file, and how much of it there is."""
         self.version = 0
@@ -281,12 +289,13 @@ class JournalReader:
         walk, was, expected = self._walk(0), self._settings, list[JournalPosition]()
         numbers = [number for number in segments(self._folder) if number >= first]
         for number, header in walk.headers(numbers):
-            before, other = header["before"], _first_other(was, header["settings"])
+            recorded = self._defaults | header["settings"]
+            before, other = header["before"], _first_other(was, recorded)
             if other and number > numbers[0]:
                 self.since = header["version"], other
             is_next = number == numbers[0] or before["segment"] == self._segment
             self._begins[number] = header["version"] if is_next and not other else _NOTHING
-            was, self._segment = header["settings"], number
+            was, self._segment = recorded, number
             expected += [before] if number > (first or numbers[0]) else []
         if position and position["segment"] > self._segment:
             # From which version the run went on in the checkpoint's file is not known: what stands before may be of a

@@ -13,24 +13,32 @@ from llamarl.run.folder import RunFolder
 _SECTIONS = ("model", "data", "rollout", "trainer", "reference", "critic", "reward", "shaping")
 _NO_MATTER = {
     "threads", "device", "parallelism", "microbatch_tokens", "batch_tokens", "activation_checkpointing", "compile",
-    "peak_tflops", "segment_tokens", "warm_start", "eval",
+    "peak_tflops", "segment_tokens", "moments_on", "warm_start", "eval",
 }  # fmt: skip
 """Change where and how fast something is computed, or nothing that is recorded."""
+_LEAST: dict[str, Any] = {"model": {"path": ""}, "data": {"train": "jsonl"}}
+"""All that has no default."""
 
 
 def open_journal(config: RunConfig, problems: Problems, folder: RunFolder, warn: Callable[[str], None]) -> Journal:
     """Nothing is read or written yet. Raises OSError: it cannot be written."""
-    sections = config.model_dump(mode="json", include={*_SECTIONS, "seed"})
-    settings = dict(_flat("", sections)) | {"data": data_fingerprint(problems.train)}
+    settings, usual = _of_record(config), _of_record(RunConfig.model_validate(_LEAST))
+    settings |= {"data": data_fingerprint(problems.train)}
     return Journal(
         folder.path,
         warn,
         prompts=problems.train,
         settings=settings,
+        defaults={name: usual[name] for name in settings.keys() & usual.keys()},
         keep=config.checkpoint.keep,
         saved=folder.saved_steps(),
         keeps=config.record.kind,
     )
+
+
+def _of_record(config: RunConfig) -> dict[str, Any]:
+    """Settings by dotted names."""
+    return dict(_flat("", config.model_dump(mode="json", include={*_SECTIONS, "seed"})))
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:

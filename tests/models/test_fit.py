@@ -161,7 +161,7 @@ def test_the_lever_that_is_named_makes_it_fit(there: float, kv: int | None, dtyp
     ("there", "text"),
     [
         (190, "set trainer.activation_checkpointing = true, with which it fits"),
-        (70, "= true and trainer.microbatch_tokens = 8192 and trainer.lora = {rank = 16}, with which it fits"),
+        (70, "= 8192 and trainer.moments_on = 'host' and trainer.weights = 'bfloat16', with which it fits"),
         (10, "it still lacks"),
     ],
 )
