@@ -10,6 +10,7 @@ import pytest
 from llamarl.config import RunConfig
 from llamarl.controller.admission import Problems
 from llamarl.executors.replies import ControllerState
+from llamarl.run import journal as journals
 from llamarl.run.folder import RunFolder
 from llamarl.run.journal import open_journal
 from tests.controller.fakes import config, prompts
@@ -51,3 +52,18 @@ def test_settings_that_change_what_is_recorded_are_named(tmp_path: Path, changes
 def test_other_data_under_the_same_name(tmp_path: Path) -> None:
     assert said(tmp_path, config(tmp_path)) == ""
     assert said(tmp_path, config(tmp_path), 6) == "steps 1 to 1 are done again: data is not what it was"
+
+
+@pytest.mark.parametrize(("now", "name"), [({}, ""), ({"moments": "8bit"}, "trainer.moments")])
+def test_a_setting_that_older_code_did_not_know_had_its_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: dict[str, Any], name: str
+) -> None:
+    of_record = journals._of_record
+    with monkeypatch.context() as older:
+        older.setattr(
+            journals, "_of_record", lambda one: {k: v for k, v in of_record(one).items() if k != "trainer.moments"}
+        )
+        assert not said(tmp_path, config(tmp_path))
+    assert said(tmp_path, config(tmp_path, trainer=now)) == (
+        f"steps 1 to 1 are done again: {name} is not what it was" if name else ""
+    )
