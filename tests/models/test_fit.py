@@ -161,7 +161,7 @@ def test_the_lever_that_is_named_makes_it_fit(there: float, kv: int | None, dtyp
     ("there", "text"),
     [
         (190, "set trainer.activation_checkpointing = true, with which it fits"),
-        (70, "= true and trainer.microbatch_tokens = 8192 and trainer.lora = {rank = 16}, with which it fits"),
+        (70, "trainer.moments_on = 'host' and trainer.weights = 'bfloat16', with which it fits"),
         (10, "it still lacks"),
     ],
 )
@@ -185,6 +185,18 @@ def test_a_longest_sequence_still_fits_a_smaller_microbatch() -> None:
     options = dict(fit.levers(run_of(), SHAPE))
     assert options["trainer.microbatch_tokens"] == [8192, 4096, 2048, 1536]
     assert options["generator.max_running"] == [64, 32, 16, 8]
+
+
+@pytest.mark.parametrize(("weights", "more"), [("float32", ""), ("bfloat16", " and trainer.weights = 'float32'")])
+def test_adapters_come_before_more_devices(weights: str, more: str) -> None:
+    """In place of weights in bfloat16, with which they do not go."""
+
+    def lacking(other: RunConfig) -> float:
+        return float(total(next(iter(holdings(other, SHAPE, {}))).parts)) - 28 * GIB
+
+    run = run_of(trainer={"device": "cuda", "dtype": "bfloat16", "microbatch_tokens": 16_384, "weights": weights})
+    found = way_out(run, SHAPE, lacking)
+    assert found.endswith(f"microbatch_tokens = 8192 and trainer.lora = {{rank = 16}}{more}, with which it fits")
 
 
 def test_moments_elsewhere_and_smaller() -> None:
