@@ -12,12 +12,8 @@ import torch
 from llamarl.checkpoint import mirror
 from llamarl.checkpoint.mirror import Mirror, Shards
 from llamarl.config import ConfigError
-from llamarl.distributed.mesh import ALONE
-from llamarl.executors.optimizing import OptimizingExecutor
 from llamarl.sharding.box import Box
 from llamarl.weight_sync.layout import TensorSpec
-from tests.training.conftest import make_groups  # noqa: F401
-from tests.training.layouts import QWEN3, new_trainer
 
 
 def shards(value: float, rank: int = 0) -> Shards:
@@ -127,23 +123,6 @@ def test_without_room_it_is_refused_by_its_option(tmp_path: Path) -> None:
     one.check_room(1000)
     with pytest.raises(ConfigError, match=r"checkpoint.mirror = true needs 2.8e\+03 GiB in .* GiB are free; make it"):
         one.check_room(10**12)
-
-
-@pytest.mark.parametrize("config", [{}, {"moments": "8bit"}, {"weights": "bfloat16", "dtype": "bfloat16"}], ids=str)
-def test_the_room_that_is_asked_for_is_what_a_state_takes(make_groups, config: dict[str, Any]) -> None:
-    """Before the first step there are no moments yet."""
-    asked = list[int]()
-
-    class Asked:
-        check_room = staticmethod(asked.append)
-
-    executor = OptimizingExecutor.__new__(OptimizingExecutor)
-    executor._mirror = Asked()  # type: ignore[assignment]
-    shape = QWEN3 | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-    trainer = new_trainer(ALONE, shape, config)
-    executor._built(trainer)
-    trainer.step(make_groups())
-    assert asked == [pytest.approx(sum(part.nbytes for _, part in trainer.shards().values()), rel=0.01)]
 
 
 def test_what_cannot_be_written_is_said_and_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

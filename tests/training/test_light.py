@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from llamarl.config.trainer import TrainerConfig
+from llamarl.distributed.mesh import ALONE
+from llamarl.executors.optimizing import OptimizingExecutor
 from llamarl.sharding.box import Box
 from llamarl.training import light
 from llamarl.training.light import (
@@ -30,6 +32,7 @@ from llamarl.training.light import (
 )
 from llamarl.training.optimizer import build_optimizer
 from llamarl.weight_sync.layout import TensorSpec
+from tests.training.layouts import QWEN3, new_trainer
 
 ROWS, COLUMNS = 7, 600
 CPU = torch.device("cpu")
@@ -241,3 +244,20 @@ def test_bits_of_roundings_do_not_depend_on_tiles_or_layouts(monkeypatch: pytest
 def test_what_does_not_go_together(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainerConfig(**settings)
+
+
+@pytest.mark.parametrize("config", [{}, {"moments": "8bit"}, {"weights": "bfloat16", "dtype": "bfloat16"}], ids=str)
+def test_a_mirror_s_room_is_asked_for_as_each_setting_takes_it(make_groups, config: dict[str, Any]) -> None:
+    """Before the first step there are no moments yet."""
+    asked = list[int]()
+
+    class Asked:
+        check_room = staticmethod(asked.append)
+
+    executor = OptimizingExecutor.__new__(OptimizingExecutor)
+    executor._mirror = Asked()  # type: ignore[assignment]
+    shape = QWEN3 | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    trainer = new_trainer(ALONE, shape, config)
+    executor._built(trainer)
+    trainer.step(make_groups())
+    assert asked == [pytest.approx(sum(part.nbytes for _, part in trainer.shards().values()), rel=0.01)]
