@@ -13,15 +13,19 @@ from llamarl.run.folder import RunFolder
 _SECTIONS = ("model", "data", "rollout", "trainer", "reference", "critic", "reward", "shaping")
 _NO_MATTER = {
     "threads", "device", "parallelism", "microbatch_tokens", "batch_tokens", "activation_checkpointing", "compile",
-    "peak_tflops", "segment_tokens", "warm_start", "eval",
+    "peak_tflops", "segment_tokens", "warm_start", "eval", "moments_on",
 }  # fmt: skip
 """Change where and how fast something is computed, or nothing that is recorded."""
+
+_LATER = {"trainer.weights": "float32", "trainer.moments": "float32"}
+"""Settings that older code did not know, with what it did: these are left out, as older records lack them."""
 
 
 def open_journal(config: RunConfig, problems: Problems, folder: RunFolder, warn: Callable[[str], None]) -> Journal:
     """Nothing is read or written yet. Raises OSError: it cannot be written."""
     sections = config.model_dump(mode="json", include={*_SECTIONS, "seed"})
-    settings = dict(_flat("", sections)) | {"data": data_fingerprint(problems.train)}
+    settings = {name: value for name, value in _flat("", sections) if _LATER.get(name) != value}
+    settings["data"] = data_fingerprint(problems.train)
     return Journal(
         folder.path,
         warn,

@@ -37,6 +37,9 @@ def said(folder: Path, settings: RunConfig, num_prompts: int = 5) -> str:
         ({"trainer": {"learning_rate": 1e-3}}, "trainer.learning_rate"),
         ({"shaping": {"length_penalty": 0.5}}, "shaping.length_penalty"),
         ({"seed": 3}, "seed"),
+        ({"trainer": {"moments": "8bit"}}, "trainer.moments"),
+        ({"trainer": {"weights": "bfloat16", "dtype": "bfloat16"}}, "trainer.dtype"),
+        ({"trainer": {"moments_on": "host"}}, ""),
         ({"rollout": {"segment_tokens": 9}}, ""),
         ({"trainer": {"threads": 2, "microbatch_tokens": 100}, "generator": {"replicas": 3}, "steps": 99}, ""),
         ({"data": {"eval": "jsonl"}, "checkpoint": {"keep": 4}}, ""),
@@ -46,6 +49,19 @@ def test_settings_that_change_what_is_recorded_are_named(tmp_path: Path, changes
     assert said(tmp_path, config(tmp_path)) == ""
     expected = f"steps 1 to 1 are done again: {name} is not what it was" if name else ""
     assert said(tmp_path, config(tmp_path, **changes)) == expected
+
+
+def test_a_record_of_older_code_is_gone_on_with(tmp_path: Path) -> None:
+    """A setting that is on by default, and that it does not know, would make it another run's: see `_LATER`."""
+    trainer = "advantage.name beta1 beta2 decay dtype learning_rate loss.name max_grad_norm max_skipped_steps"
+    known = {f"trainer.{name}" for name in (*trainer.split(), "on_nonfinite", "passes")}
+    problems = Problems(train=prompts(2), eval=(), stop_token_ids=(2,))
+    settings = open_journal(config(tmp_path), problems, RunFolder(tmp_path), pytest.fail)._settings
+    on = {name for name, value in settings.items() if value}
+    assert {name for name in on if name.startswith("trainer.")} == known
+    rollout = {f"rollout.{name}" for name in ("max_attempts", "temperature", "top_p")}
+    rollout |= {f"rollout.{name}" for name in ("group_size", "max_new_tokens", "max_staleness", "prompts_per_step")}
+    assert {name for name in on if name.startswith("rollout.")} == rollout | {"rollout.window"}
 
 
 def test_other_data_under_the_same_name(tmp_path: Path) -> None:
