@@ -28,6 +28,7 @@ from llamarl.distributed.runtime import set_up_device
 from llamarl.kernels import build, products
 from llamarl.models.hf import open_model
 from llamarl.models.lora import add_adapters
+from llamarl.models.memory import MOMENTS_BYTES
 from llamarl.models.transformer import Transformer
 from llamarl.training.optimization import Optimization
 from llamarl.training.parallel import Read
@@ -76,7 +77,9 @@ class OptimizingExecutor(Executor):
             with suppress(OSError):  # into the executor's log, unless that disk is full
                 sys.stdout.write(f"{said}\n")
         if self._mirror:
-            self._mirror.check_room(3 * sum(tensor.nbytes for _, tensor in optimization.shards().values()))
+            each = MOMENTS_BYTES[optimization.config.moments]
+            held = [tensor for _, tensor in optimization.shards().values()]
+            self._mirror.check_room(int(sum(tensor.nbytes + each * tensor.numel() for tensor in held)))
 
     def work(self) -> bool:
         """Ends the executor when ranks are lost: the call that all are in may have no end. Raises RanksLost."""

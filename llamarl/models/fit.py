@@ -209,7 +209,8 @@ def levers(config: RunConfig, shape: DecoderSizes) -> Iterator[tuple[str, list[A
     yield "trainer.dtype", ["bfloat16"]
     is_half = trainer.dtype == "bfloat16" and not trainer.lora
     yield "trainer.weights", ["bfloat16"] if is_half and trainer.weights == "float32" else []
-    yield "trainer.moments", ["8bit"] if trainer.moments == "float32" and layout.tp == 1 else []
+    is_cut = layout.tp > 1 or config.critic.parallelism.tp > 1  # within blocks that share a scale, perhaps
+    yield "trainer.moments", ["8bit"] if trainer.moments == "float32" and not is_cut else []
     yield "generator.replicas", _halves(generator.replicas, 1)
     yield "checkpoint.mirror", [False]
     yield "trainer.lora", [] if trainer.lora else [{"rank": 16}]
@@ -241,7 +242,7 @@ def way_out(config: RunConfig, shape: DecoderSizes, lacking: Callable[[RunConfig
     known = dict(levers(config, shape))
     for option in reversed(list(pulled)):  # from the dearest on, whether less of it will do
         without = {name: value for name, value in pulled.items() if name != option}
-        milder = [without, *({**pulled, option: value} for value in known[option])]
+        milder = [without, *({**pulled, option: value} for value in known[option]), pulled]
         pulled = next(settings for settings in milder if _fits(config, settings, lacking))
     return f"set {_said(pulled)}, with which it fits"
 
@@ -253,9 +254,13 @@ def _pulled(
     pulled, least = dict[str, Any](), lacking(config)
     for option, values in levers(config, shape):
         for value in values:
-            other = _with(config, pulled | {option: value})
+            settings = pulled | {option: value}
+            if option == "trainer.lora":  # which is not for weights in bfloat16
+                settings = {name: one for name, one in settings.items() if name != "trainer.weights"}
+                settings |= {"trainer.weights": "float32"} if config.trainer.weights != "float32" else {}
+            other = _with(config, settings)
             if least > 0 and other and (lack := lacking(other)) < least:
-                pulled, least = pulled | {option: value}, lack
+                pulled, least = settings, lack
     return pulled, least
 
 

@@ -29,7 +29,7 @@ def open_journal(config: RunConfig, problems: Problems, folder: RunFolder, warn:
         warn,
         prompts=problems.train,
         settings=settings,
-        defaults={name: usual[name] for name in settings.keys() & usual.keys()},
+        defaults={name: usual[name] for name in settings if name in usual},
         keep=config.checkpoint.keep,
         saved=folder.saved_steps(),
         keeps=config.record.kind,

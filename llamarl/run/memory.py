@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from llamarl.config import ConfigError, RunConfig
+from llamarl.config.decoder import DecoderSizes
 from llamarl.models import fit
 from llamarl.models.fit import CONTEXT_BYTES, RankMemory, taken
 from llamarl.models.folder import load_shape
@@ -49,7 +50,7 @@ def machine_memory(config: RunConfig) -> MachineMemory:
     return MachineMemory(host=available_bytes(), gpus=device_bytes() if wants_gpu else ())
 
 
-def run_holdings(config: RunConfig, shape: ModelShape) -> list[RankMemory]:
+def run_holdings(config: RunConfig, shape: DecoderSizes) -> list[RankMemory]:
     """Memory of each executor of a run. Raises ConfigError: a model cannot be read."""
     models = {
         name: (settings, load_shape(settings.path) if settings.path else shape)

@@ -336,20 +336,26 @@ def check_models(config: RunConfig, shape: ModelShape) -> None:
             )
         if isinstance(settings, CriticConfig):
             check_parallelism(other, settings.parallelism, settings.path or config.model.path, name)
+            check_blocks(config, other, settings.parallelism, name)
 
 
 def check_moments(config: RunConfig, shape: ModelShape) -> None:
-    """Raises ConfigError when the blocks that share a scale of 8-bit moments would be cut, or moments are to lie where
-    they are."""
-    trainer, tp = config.trainer, config.trainer.parallelism.tp
+    """Raises ConfigError when the trainer's moments cannot be cut as they are to be, or are to lie where they are."""
+    trainer = config.trainer
     if trainer.moments_on == "host" and trainer.device == "cpu":
         raise ConfigError("trainer.moments_on = 'host' with trainer.device = 'cpu': they are there; leave it out")
-    widths = {"attention output": shape.num_heads * shape.head_dim, "feed-forward output": shape.intermediate_size}
-    for name, columns in widths.items() if trainer.moments == "8bit" and tp > 1 else ():
+    check_blocks(config, shape, trainer.parallelism, "trainer")
+
+
+def check_blocks(config: RunConfig, shape: ModelShape, parallelism: ParallelismConfig, executor: str) -> None:
+    """Raises ConfigError when blocks that share a scale of the 8-bit moments of trainer or critic would be cut."""
+    tp, widths = parallelism.tp, {"attention output": shape.num_heads * shape.head_dim}
+    widths["feed-forward output"] = shape.intermediate_size
+    for name, columns in widths.items() if config.trainer.moments == "8bit" and tp > 1 else ():
         if columns // tp % BLOCK_COLUMNS:
             raise ConfigError(
-                f"trainer.moments = '8bit' with trainer.parallelism.tp = {tp}: a rank has {columns // tp} columns of "
-                f"the {name}, and each {BLOCK_COLUMNS} share a scale; use trainer.parallelism.fsdp, or 'float32'"
+                f"trainer.moments = '8bit' with {executor}.parallelism.tp = {tp}: a rank has {columns // tp} columns "
+                f"of the {name}, and each {BLOCK_COLUMNS} share a scale; use {executor}.parallelism.fsdp, or 'float32'"
             )
 
 

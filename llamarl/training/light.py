@@ -27,9 +27,7 @@ BLOCK = BLOCK_COLUMNS
 """Columns that share a scale. Blocks lie in rows, so that whoever holds other rows of a matrix has the same bits."""
 TILE = 1 << 24
 """Elements that are float32 at a time, of each of both moments."""
-ZERO = {"exp_avg": -1, "exp_avg_sq": -128}
-"""Moments by name, with the code of zero."""
-MOMENTS = tuple(ZERO)
+MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALE = "_scale"
 """Ends the name of a moment's scales, float32 [R, K]."""
 
@@ -129,7 +127,8 @@ def rounded(exact: Tensor, noise: Tensor) -> Tensor:
     """Float32 rounded to bfloat16, up with the probability of how far up it lies between two. `noise`: int32, uniform
     in 0 to 65535."""
     bits = exact.view(torch.int32)  # of which bfloat16 is the upper half; adding below carries into it by chance
-    return ((bits + noise) & -0x10000).view(torch.float32).bfloat16()
+    found = ((bits + noise) & -0x10000).view(torch.float32)
+    return found.where(~exact.isnan(), exact).bfloat16()  # a GPU's NaN is all ones, which would carry into a zero
 
 
 def _exact(weight: Tensor) -> torch.dtype:
@@ -196,10 +195,8 @@ class LightAdamW(Uncompiled):
         """State before the first step: moments of zeros."""
         found = {"step": torch.zeros((), dtype=torch.float32, device=weight.device)}
         for name in MOMENTS:
-            zeros = self._room(weight.shape, torch.int8 if coded else _exact(weight), weight.device)
-            found[name] = zeros
-            if coded:
-                zeros.fill_(ZERO[name])
+            found[name] = self._room(weight.shape, torch.int8 if coded else _exact(weight), weight.device)
+            if coded:  # and scales of zero, so that any code stands for it
                 blocks = (weight.shape[0], -(-weight.shape[1] // BLOCK))
                 found[name + SCALE] = self._room(blocks, torch.float32, weight.device)
         return found

@@ -36,17 +36,19 @@ def load_training_state(
     """Puts what ranks in whatever layout gave as shards and state into `trainer`, bit for bit; all ranks call it.
 
     Args:
-        shapes: of whole tensors, by name.
+        shapes: of whole tensors, by name: of all, or of those that this rank held.
         read: gives a part of one.
 
     Raises:
         StateMismatch: before anything has changed.
     """
     weights, specs = trainer.sharding.weights, trainer.sharding.specs
-    wanted = dict[str, tuple[int, ...]]()
-    for held in trainer.mesh.exchange({name: spec.global_shape for name, spec in specs.items()}):
-        wanted |= held
-    if wanted != {name: shape for name, shape in shapes.items() if ":" not in name}:
+    wanted, there = dict[str, tuple[int, ...]](), dict[str, tuple[int, ...]]()
+    own = {name: spec.global_shape for name, spec in specs.items()}
+    for of_rank, saved in trainer.mesh.exchange((own, {name: shapes[name] for name in shapes if ":" not in name})):
+        wanted |= of_rank
+        there |= saved
+    if wanted != there:
         raise StateMismatch(
             "the checkpoint holds other weights than model.path with trainer.lora has to train; use the model and the "
             "adapters' settings it was made with"

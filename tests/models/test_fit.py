@@ -187,6 +187,18 @@ def test_a_longest_sequence_still_fits_a_smaller_microbatch() -> None:
     assert options["generator.max_running"] == [64, 32, 16, 8]
 
 
+@pytest.mark.parametrize(("weights", "more"), [("float32", ""), ("bfloat16", " and trainer.weights = 'float32'")])
+def test_adapters_come_before_more_devices(weights: str, more: str) -> None:
+    """In place of weights in bfloat16, with which they do not go."""
+
+    def lacking(other: RunConfig) -> float:
+        return float(total(next(iter(holdings(other, SHAPE, {}))).parts)) - 28 * GIB
+
+    run = run_of(trainer={"device": "cuda", "dtype": "bfloat16", "microbatch_tokens": 16_384, "weights": weights})
+    found = way_out(run, SHAPE, lacking)
+    assert found.endswith(f"microbatch_tokens = 8192 and trainer.lora = {{rank = 16}}{more}, with which it fits")
+
+
 def test_moments_elsewhere_and_smaller() -> None:
     """Bytes per weight: 8 on the device, 2 and a float32 scale for each of 256 in both moments, or all in the host's
     memory, where checkpoints copy them, too."""

@@ -152,7 +152,7 @@ def test_moments_that_cannot_lie_so() -> None:
     """In blocks that ranks would cut, or where they are already."""
     shape = ModelShape(
         family="llama", hidden_size=512, num_layers=1, num_heads=8, num_kv_heads=8, head_dim=64, intermediate_size=768,
-        vocab_size=9, max_position_embeddings=9, tie_embeddings=True,
+        vocab_size=10, max_position_embeddings=9, tie_embeddings=True,
     )  # fmt: skip
     problems = {"model": {"path": "m"}, "data": {"train": "d"}}
 
@@ -166,3 +166,7 @@ def test_moments_that_cannot_lie_so() -> None:
         check(moments="8bit", parallelism={"tp": 2})
     with pytest.raises(ConfigError, match=r"moments_on = 'host' with trainer.device = 'cpu': they are there"):
         check(moments_on="host")
+    # A critic's moments are the trainer's in kind, and its layout is its own.
+    values = {"trainer": {"moments": "8bit", "advantage": "gae"}, "critic": {"parallelism": {"tp": 2}}}
+    with pytest.raises(ConfigError, match=r"8bit' with critic.parallelism.tp = 2: a rank has 384 .* use critic.para"):
+        preparing.check_models(RunConfig.model_validate(problems | values), shape)

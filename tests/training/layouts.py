@@ -18,6 +18,7 @@ from llamarl.algorithms.advantages.gae import Gae
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses._base import Loss, Positions, TokenLosses
 from llamarl.algorithms.losses.aipo import Aipo
+from llamarl.checkpoint.mirror import Mirror
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config import ConfigError
 from llamarl.config.trainer import LoraConfig, TrainerConfig
@@ -89,13 +90,7 @@ def train(
     Args:
         checkpoints: to begin with the newest, and to save one after the last batch.
     """
-    settings = TrainerConfig(**{"learning_rate": 1e-3, "max_grad_norm": 0.05, "microbatch_tokens": 30} | (config or {}))
-    sizes = dict(shape)
-    dtype = sizes.pop("dtype")
-    model = new_model(ModelShape(**sizes), seed=5, std=0.15).to(dtype)
-    if settings.lora:
-        learnt_adapters(model, settings.lora, getattr(torch, settings.dtype))
-    trainer = Trainer(model, settings, loss or Aipo(), GroupMean(), 0.7, mesh)
+    trainer = new_trainer(mesh, shape, config, loss)
     if checkpoints is not None:
         load(trainer, checkpoints)
     found, seen = Found(scores=[trainer.score(SEQUENCES)]), dict[str, Tensor]()
@@ -119,6 +114,19 @@ def train(
     if checkpoints is not None:
         found.state = save(trainer, checkpoints) if batches else parts(trainer)
     return found
+
+
+def new_trainer(
+    mesh: RankMesh, shape: Mapping[str, Any], config: dict[str, Any] | None = None, loss: Loss | None = None
+) -> Trainer:
+    """The same weights in every layout."""
+    settings = TrainerConfig(**{"learning_rate": 1e-3, "max_grad_norm": 0.05, "microbatch_tokens": 30} | (config or {}))
+    sizes = dict(shape)
+    dtype = sizes.pop("dtype")
+    model = new_model(ModelShape(**sizes), seed=5, std=0.15).to(dtype)
+    if settings.lora:
+        learnt_adapters(model, settings.lora, getattr(torch, settings.dtype))
+    return Trainer(model, settings, loss or Aipo(), GroupMean(), 0.7, mesh)
 
 
 def logged(result: StepResult) -> dict[str, float]:
@@ -378,3 +386,35 @@ def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     norms = [torch.stack([(one[n] - other[n]).norm(), other[n].norm()]) for n in one]
     apart, size = torch.stack(norms).norm(dim=0).tolist()
     return apart / size
+
+
+def mirrored(
+    where: Rendezvous,
+    number: int,
+    sizes: Mapping[str, int],
+    shape: Mapping[str, Any],
+    batches: Sequence[list[RolloutGroup]],
+    config: dict[str, Any],
+    folder: Path,
+) -> list[dict[str, Any]]:
+    """Weights and moments after all batches: of a trainer that nothing befalls, and of one that went on from its mirror
+    before the last batch."""
+    mesh, found = join(where, number, sizes), list[dict[str, Any]]()
+    try:
+        mirror = Mirror(folder, mesh.world.rank, mesh.world.size, mesh.exchange)
+        for is_new in (False, True):
+            trainer = new_trainer(mesh, shape, config)
+            if is_new:
+                state = mirror.load(len(batches) - 1)
+                assert state is not None
+                load_training_state(trainer, state.shapes, state.read, state.state)
+            for batch in batches[trainer.policy_version :]:
+                if not is_new and trainer.policy_version == len(batches) - 1:
+                    mirror.save(trainer.policy_version, trainer.shards(), training_state(trainer))
+                    assert mirror._written is not None
+                    mirror._written.result(30)
+                trainer.step(batch)
+            found.append(parts(trainer))
+        return found
+    finally:
+        mesh.close()

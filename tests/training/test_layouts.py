@@ -40,6 +40,7 @@ from tests.training.layouts import (
     failing,
     half_of_head,
     loaded,
+    mirrored,
     preflight,
     rank,
     ready,
@@ -239,6 +240,28 @@ def test_state_moves_between_layouts_bit_for_bit(run, tmp_path, make_groups) -> 
         assert again.keys() == saved.keys()
         for name, tensor in saved.items():
             assert torch.equal(tensor, again[name]), name
+
+
+BFLOAT16 = {"weights": "bfloat16", "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "config"),
+    [
+        ({"pp": 2}, {}), ({"fsdp": 3}, {"moments": "8bit"}), ({"fsdp": 2, "tp": 2}, BFLOAT16),
+        ({"pp": 2}, BFLOAT16 | {"moments": "8bit"}), ({"fsdp": 3}, BFLOAT16),
+        ({"fsdp": 2}, {"lora": {"rank": 2}, "moments": "8bit"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_goes_on_from_mirrors_learns_the_same(run, tmp_path, make_groups, sizes: dict, config: dict) -> None:
+    """Ranks without rows of some weights, and with other layers than others, too."""
+    batches = [make_groups(seed=seed) for seed in range(3)]
+    shape = QWEN3 | {"hidden_size": 4} if sizes == {"fsdp": 3} else WIDE  # of 4 rows the last rank has none
+    for whole, again in run(sizes, shape, batches, config, tmp_path, function=mirrored):
+        assert whole.keys() == again.keys()
+        for name, (*where, part) in whole.items():
+            assert where == list(again[name][:2]) and torch.equal(part, again[name][2]), name
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}], ids=str)

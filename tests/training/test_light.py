@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from llamarl.config.trainer import TrainerConfig
+from llamarl.distributed.mesh import ALONE
+from llamarl.executors.optimizing import OptimizingExecutor
 from llamarl.sharding.box import Box
 from llamarl.training import light
 from llamarl.training.light import (
     BLOCK,
     MOMENTS,
     SCALE,
-    ZERO,
     Dice,
     LightAdamW,
     decoded,
@@ -30,6 +31,7 @@ from llamarl.training.light import (
 )
 from llamarl.training.optimizer import build_optimizer
 from llamarl.weight_sync.layout import TensorSpec
+from tests.training.layouts import QWEN3, new_trainer
 
 ROWS, COLUMNS = 7, 600
 CPU = torch.device("cpu")
@@ -54,7 +56,7 @@ def test_values_of_the_codes() -> None:
     second, _ = table("exp_avg_sq", CPU)
     assert len(first.unique()) == len(second.unique()) == 256 and len(bounds) == 255
     assert torch.equal(first[:127], -first[128:255].flip(0)) and first[127] == 0 and first[-1] == 1
-    assert (ZERO["exp_avg"] + 128, ZERO["exp_avg_sq"] + 128) == (127, 0) and second[0] == 0
+    assert second[0] == 0
     for values, smallest in ((first[128:-1], 1), (second[1:-1], 2)):
         counts = [int(((values > 10.0**power) & (values < 10.0 ** (power + 1))).sum()) for power in range(-7, 0)]
         assert counts == [smallest * 2**decade for decade in range(7)]
@@ -84,6 +86,31 @@ def test_exact_moments_of_the_host_are_the_same_bits() -> None:
     assert torch.equal(usual[0], moved[0]) and torch.equal(usual[1], moved[1])
     for one, other in zip(usual[2].state.values(), moved[2].state.values(), strict=True):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("moments", ["float32", "8bit"])
+def test_moments_in_memory_of_their_own_are_put_back(monkeypatch: pytest.MonkeyPatch, moments: str) -> None:
+    """As those of a GPU's host are, of which the device has copies."""
+    beside, moment = trained(moments=moments), LightAdamW._moment
+    monkeypatch.setattr(LightAdamW, "_moment", lambda *arguments: moment(*arguments).clone())
+    monkeypatch.setattr(light, "TILE", 2 * COLUMNS)
+    away = trained(moments=moments, moments_on="host")
+    assert torch.equal(beside[0], away[0]) and torch.equal(beside[1], away[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rates_and_types_are_those_of_the_weights(dtype: torch.dtype) -> None:
+    """A rate of zero moves nothing; float64 weights are updated in float64, their codes are what they are."""
+    weight, config = torch.ones(2, 300, dtype=dtype, requires_grad=True), TrainerConfig(moments="8bit", warmup_steps=3)
+    optimizer = build_optimizer([weight], config)
+    for step, rate in enumerate((0.0, 1e-9)):
+        weight.grad = torch.ones_like(weight)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        moved = (1 - weight.detach()).abs().max()
+        assert (moved == 0) == (step == 0 or dtype == torch.float32) and moved < 2e-9
+    assert optimizer.state[weight]["exp_avg"].dtype == torch.int8
 
 
 def test_codes_learn_what_exact_moments_do_and_vectors_are_exact() -> None:
@@ -219,6 +246,33 @@ def test_rounding_is_by_chance_in_proportion_and_exact_where_nothing_is_between(
         assert abs(float(together[0, 1])) < 0.03
 
 
+def test_what_is_no_number_stays_none() -> None:
+    """In each of its forms; a GPU's is all ones."""
+    bits = torch.tensor([0x7FFFFFFF, 0x7FC00000, -1, 0x7F800000, -0x800000], dtype=torch.int32)
+    found = rounded(bits.view(torch.float32), torch.full((5,), 0xFFFF, dtype=torch.int32))
+    assert found[:3].isnan().all() and found[3:].tolist() == [float("inf"), float("-inf")]
+
+
+def test_seeds_and_places_beyond_31_bits_have_noise_of_their_own() -> None:
+    torch.manual_seed(5)
+    first, again = (LightAdamW([{"params": [weight := torch.zeros(1)]}], lr=1.0, betas=(0.9, 0.9), eps=1.0, coded=False,
+                               on_host=False, places={weight: place_of((64, 512))}) for _ in range(2))  # fmt: skip
+    torch.manual_seed(6)
+    other = LightAdamW([{"params": [weight := torch.zeros(1)]}], lr=1.0, betas=(0.9, 0.9), eps=1.0, coded=False,
+                       on_host=False, places={weight: place_of((64, 512))})  # fmt: skip
+    rows, step = slice(0, 64), torch.tensor(1.0)
+    noises = [next(iter(one._dice.values())).throw(rows, step) for one in (first, again, other)]
+    assert torch.equal(noises[0], noises[1]) and not torch.equal(noises[0], noises[2])
+    high = [
+        Dice("1:w", place_of((8, 16_384), row, (1 << 18, 16_384))).throw(slice(0, 8), step)
+        for row in (0, 1 << 17, (1 << 18) - 8)  # elements from 0, from 2^31 and up to 2^32
+    ]
+    for one in high:
+        assert len(one.unique()) > 50_000
+    together = torch.corrcoef(torch.stack([one.flatten() for one in high]).float())
+    assert float((together - torch.eye(3)).abs().max()) < 0.02
+
+
 def test_bits_of_roundings_do_not_depend_on_tiles_or_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = rounding(1e-3, 5)[1]
     parts = [rounding(1e-3, 5, rows)[1] for rows in (slice(0, 3), slice(3, ROWS))]
@@ -241,3 +295,20 @@ def test_bits_of_roundings_do_not_depend_on_tiles_or_layouts(monkeypatch: pytest
 def test_what_does_not_go_together(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainerConfig(**settings)
+
+
+@pytest.mark.parametrize("config", [{}, {"moments": "8bit"}, {"weights": "bfloat16", "dtype": "bfloat16"}], ids=str)
+def test_a_mirror_s_room_is_asked_for_as_each_setting_takes_it(make_groups, config: dict[str, Any]) -> None:
+    """Before the first step there are no moments yet."""
+    asked = list[int]()
+
+    class Asked:
+        check_room = staticmethod(asked.append)
+
+    executor = OptimizingExecutor.__new__(OptimizingExecutor)
+    executor._mirror = Asked()  # type: ignore[assignment]
+    shape = QWEN3 | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    trainer = new_trainer(ALONE, shape, config)
+    executor._built(trainer)
+    trainer.step(make_groups())
+    assert asked == [pytest.approx(sum(part.nbytes for _, part in trainer.shards().values()), rel=0.01)]

@@ -10,8 +10,7 @@ from typing import Any
 from llamarl.config import ConfigError, RunConfig, validated
 from llamarl.config.decoder import DecoderSizes
 from llamarl.config.trainer import LoraConfig
-from llamarl.models.fit import CACHE_BLOCK_TOKENS, CONTEXT_BYTES, GIB, RankMemory, holdings, kv_width, longest
-from llamarl.models.memory import kv_token_bytes, total
+from llamarl.models.fit import GIB, RankMemory, holdings
 from llamarl.models.shape import ModelShape
 from llamarl.observability.usage import available_bytes
 from llamarl.parts.forecast.constants import OF_CORES
@@ -20,6 +19,7 @@ from llamarl.parts.forecast.hardware import CPU, GPUS, Gpu, Pool
 from llamarl.parts.forecast.plan import Plan
 from llamarl.parts.forecast.report import choose
 from llamarl.parts.forecast.request import PlanRequest
+from llamarl.parts.forecast.room import CACHE_SHARE, room_for_cache, with_cache, with_room
 from llamarl.parts.forecast.run_file import on_hosts, planned_settings
 from llamarl.parts.forecast.shapes import smaller
 
@@ -29,8 +29,6 @@ LEARNING_RATES = 1e-6, 1e-5
 thinkingmachines.ai/blog/lora)."""
 MOST_GPUS = 64
 """Beyond this no larger cluster is suggested."""
-CACHE_SHARE = 0.2
-"""Share of a device that roles share which keys and values should have; for less, microbatches get smaller."""
 RESERVES = (0.25, 0.45)
 """Shares of a device that are left free in turn, until a plan fits with what it does not count itself."""
 
@@ -150,43 +148,15 @@ def _settled(plan: Plan, request: PlanRequest, shape: DecoderSizes, given: dict[
         settings["cluster"] = on_hosts(settings["cluster"], plan.num_hosts)
     settings["trainer"]["learning_rate"] = LEARNING_RATES[request.lora is not None]
     config = validated(settings, RunConfig)
-    limit, wanted = sum(longest(config, shape)), 0.0 if plan.rules.overlap else CACHE_SHARE * there
-    while (tokens := config.trainer.microbatch_tokens) > limit and _room(config, shape, there) < wanted:
-        config = _with(config, "trainer", microbatch_tokens=max(limit, tokens // 2))
-    if (room := _room(config, shape, there)) < 0:
+    config = with_room(config, shape, there, 0.0 if plan.rules.overlap else CACHE_SHARE * there)
+    if (room := room_for_cache(config, shape, there)) < 0:
         raise ConfigError(
             f"{request.model.name} needs {(there - room) / GIB:.1f} GiB of {where}, "
             f"which has {there / GIB:.1f} GiB to use"
         )
     if pool.gpu.name != CPU:
-        config = _with(config, "generator", kv_cache_bytes=_cache(config, shape, room))
+        config = with_cache(config, shape, room)
     return FirstRun(plan=plan, config=config, held=[*holdings(config, shape, {})])
-
-
-def _needed(config: RunConfig, held: list[RankMemory]) -> float:
-    """Bytes of the fullest device: executors share it where they are colocated, and a machine without GPUs always."""
-    if config.trainer.device == "cpu":
-        return sum(one.num_ranks * float(total(one.parts)) for one in held)
-    trainer, generator = (float(total(one.parts)) + CONTEXT_BYTES for one in held[:2])
-    return trainer + generator if config.cluster.placement == "colocated" else max(trainer, generator)
-
-
-def _room(config: RunConfig, shape: DecoderSizes, there: float) -> float:
-    """Bytes that are left for more keys and values than those of one longest sequence."""
-    held = [*holdings(config, shape, {})]
-    if config.trainer.device == "cpu" or config.cluster.placement == "colocated":
-        return there - _needed(config, held)
-    trainer, generator = (there - float(total(one.parts)) - CONTEXT_BYTES for one in held[:2])
-    return min(trainer, generator) if trainer < 0 else generator
-
-
-def _cache(config: RunConfig, shape: DecoderSizes, room: float) -> int:
-    """Bytes for keys and values: of the longest sequence, and of as many more as run at once, within the room."""
-    generator = config.generator
-    each = float(kv_token_bytes(shape, generator.tensor_parallel, kv_width(config)))
-    blocks = -(-sum(longest(config, shape)) // CACHE_BLOCK_TOKENS)
-    one = blocks * CACHE_BLOCK_TOKENS * each
-    return int(one + min(room, (generator.max_running - 1) * one))
 
 
 def _of_cores(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
@@ -216,7 +186,3 @@ def _merged(given: dict[str, Any], planned: dict[str, Any]) -> dict[str, Any]:
     # Slow groups are passed by a quarter of a step, which makes tokens at most one step older (docs/staleness.md).
     rollout["window"] = 1 + rollout["prompts_per_step"] // 4 if rollout["max_staleness"] else 1
     return found
-
-
-def _with(config: RunConfig, section: str, **settings: Any) -> RunConfig:
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=settings)})

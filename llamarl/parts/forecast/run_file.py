@@ -9,6 +9,7 @@ from llamarl.config import ConfigError, RunConfig, dump_toml, validated
 from llamarl.config.cluster import OF_HOSTS
 from llamarl.parts.forecast.hardware import CPU, Pool
 from llamarl.parts.forecast.plan import Plan
+from llamarl.parts.forecast.room import CACHE_SHARE, room_for_cache, with_cache, with_room
 
 LISTEN = "controller:6700"
 """`cluster.listen` of a planned run on several hosts until it has an address of its own."""
@@ -22,7 +23,7 @@ def run_toml(plan: Plan, *, data_path: str, base: RunConfig | None = None) -> st
         base: a run whose other settings are kept.
 
     Raises:
-        ConfigError: a setting that is kept does not go with the plan.
+        ConfigError: a setting that is kept does not go with the plan, or a run of it does not fit.
     """
     train = {"name": "jsonl", "path": data_path}
     data: dict[str, Any] = {"name": Path(plan.request.model.name).name, "data": {"train": train}}
@@ -30,7 +31,40 @@ def run_toml(plan: Plan, *, data_path: str, base: RunConfig | None = None) -> st
     for section, settings in planned_settings(plan).items():
         data[section] = data.get(section, {}) | settings
     data["cluster"] = on_hosts(data["cluster"], plan.num_hosts)
-    return expected(plan) + "\n" + dump_toml(validated(data, RunConfig))
+    planned = validated(data, RunConfig)
+    config = _bounded(plan, planned)
+    return expected(plan) + _bounds(plan, planned, config) + "\n" + dump_toml(config)
+
+
+def _bounded(plan: Plan, config: RunConfig) -> RunConfig:
+    """The run with a cache that a start accepts: a synchronous plan lets keys and values take turns with activations,
+    and a run keeps both. Raises ConfigError: there is no room for one sequence."""
+    pool, shape = plan.trainer.pool, plan.request.model
+    is_shared = config.cluster.placement == "colocated" and pool.gpu.name != CPU
+    if not is_shared or config.generator.kv_cache_bytes is not None:
+        return config
+    there, whole = plan.request.usable_bytes(pool), pool.gpu.memory_bytes
+    config = with_room(config, shape, there, min(plan.generator.memory_parts["kv"], CACHE_SHARE * there))
+    room = room_for_cache(config, shape, there)
+    if (needed := there - room) > whole:
+        raise ConfigError(
+            f"a run of the synchronous plan keeps {needed / 1e9:.1f} GB on each {pool.gpu.name}, which has "
+            f"{whole / 1e9:.1f} GB; give more --gpus, or ask `llamarl init`, which looks for what fits"
+        )
+    return with_cache(config, shape, max(0.0, room))
+
+
+def _bounds(plan: Plan, planned: RunConfig, config: RunConfig) -> str:
+    """Comment on what a run has less of than its plan; empty: nothing."""
+    cache, planned_bytes = config.generator.kv_cache_bytes, plan.generator.memory_parts["kv"]
+    tokens, planned_tokens = config.trainer.microbatch_tokens, planned.trainer.microbatch_tokens
+    if config is planned or cache is None or (cache >= 0.99 * planned_bytes and tokens == planned_tokens):
+        return ""
+    return (
+        "# What takes turns in the plan lies side by side in a run: keys and values have\n"
+        f"# {cache / 1e9:.1f} GB (planned: {planned_bytes / 1e9:.1f}), microbatches {tokens} tokens "
+        f"(planned: {planned_tokens}).\n"
+    )
 
 
 def expected(plan: Plan) -> str:

@@ -31,7 +31,7 @@ from llamarl.run.executors import executor_spec, spawn_all
 from llamarl.run.folder import RunFolder
 from llamarl.run.machines import Machines, open_machines
 from llamarl.run.placement import LocalPlacer
-from llamarl.run.prepare import check_parallelism
+from llamarl.run.prepare import check_moments, check_parallelism
 from llamarl.types import SampleGroup
 
 Progress = Callable[[int, dict[str, float]], None]
@@ -51,6 +51,7 @@ def load_documents(config: RunConfig, warn: Callable[[str], None]) -> list[Sampl
         )
     shape, path = load_shape(config.model.path), config.model.path
     check_parallelism(shape, config.trainer.parallelism, path)
+    check_moments(config, shape)
     if config.cluster.kind != "hosts":
         check_weights(path)
     tokenizer = open_tokenizer(path, config.data)

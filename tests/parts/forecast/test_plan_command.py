@@ -14,14 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.config import ConfigError, load_config
+from llamarl.config import ConfigError, RunConfig, load_config
+from llamarl.models.folder import load_shape
 from llamarl.models.shape import ModelShape
 from llamarl.parts.forecast.cli.plan import main
 from llamarl.parts.forecast.feasibility import plans
+from llamarl.parts.forecast.hardware import GPUS
 from llamarl.parts.forecast.report import choose
 from llamarl.parts.forecast.run_file import run_toml
 from llamarl.parts.forecast.shapes import MODELS, find_model
 from llamarl.parts.hosts.hosting import imagined
+from llamarl.run.memory import MachineMemory, check_memory
 from tests.end_to_end.tiny import llamarl_here
 from tests.parts.forecast.conftest import make_request
 
@@ -83,6 +86,41 @@ def write_shape(folder: Path, name: str) -> Path:
         del sizes[field]
     (folder / "config.json").write_text(json.dumps(ModelShape(family="llama", **sizes).to_hf()))
     return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "kind", "tokens", "is_less"),
+    [
+        ("qwen3-1.7b", 1, "h100-80g", 4096, True), ("llama3-8b", 8, "a100-40g", 4096, True),
+        ("llama3-8b", 8, "a100-40g", 16_000, True), ("qwen2.5-0.5b", 1, "h100-80g", 1024, False),
+    ],
+)  # fmt: skip
+def test_a_shared_cache_is_one_that_a_start_accepts(
+    tmp_path: Path, name: str, gpus: int, kind: str, tokens: int, is_less: bool
+) -> None:
+    """The plan lets it take turns with activations; a run keeps both."""
+    path, words = tmp_path / "run.toml", ("--rollout.max_staleness", "0", "--rollout.max_new_tokens", str(tokens))
+    model = write_shape(tmp_path / name, name)
+    main(["--model", str(model), "--gpus", str(gpus), "--gpu", kind, "--output", str(path), *words])
+    config, shape, each = load_config(path), load_shape(str(model)), int(GPUS[kind].memory_bytes)
+    machine = MachineMemory(host=1e13, gpus=(each,) * gpus)
+    check_memory(config, shape, machine)
+    cache = config.generator.kv_cache_bytes
+    assert config.cluster.placement == "colocated" and cache
+    text = path.read_text()
+    assert ("takes turns in the plan" in text) == is_less
+    if is_less:
+        planned = float(re.findall(r"GB \(planned: ([0-9.]+)\)", text)[0]) * 1e9
+        tokens = int(re.findall(r"tokens \(planned: (\d+)", text)[0])
+        assert planned > cache or tokens > config.trainer.microbatch_tokens
+        data = config.model_dump()
+        data["generator"]["kv_cache_bytes"], data["trainer"]["microbatch_tokens"] = int(planned), tokens
+        with pytest.raises(ConfigError, match=r"with which it fits|it still lacks"):
+            check_memory(RunConfig.model_validate(data), shape, machine)
+    kept = tmp_path / "kept.toml"
+    path.write_text(re.sub(r"kv_cache_bytes = \d+", "kv_cache_bytes = 2000000000", text))
+    main(["--config", str(path), "--gpus", str(gpus), "--gpu", kind, "--output", str(kept)])
+    assert load_config(kept).generator.kv_cache_bytes == 2_000_000_000, "one that the user has set stays"
 
 
 def test_a_synchronous_plan_is_a_run_of_one_machine() -> None:

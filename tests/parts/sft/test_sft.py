@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from llamarl.config import ConfigError, RunConfig
 from llamarl.config.trainer import TrainerConfig
 from llamarl.models.transformer import Transformer
+from llamarl.parts.sft.run import load_documents
 from llamarl.parts.sft.supervised import Supervised
 from llamarl.training.result import NonFiniteStep
+from tests.end_to_end.tiny import make_model as saved_model
 from tests.parts.sft.supervised import make_documents
 from tests.training.conftest import MakeModel
 from tests.training.test_attention import plain_attend
@@ -70,3 +74,15 @@ def test_a_step_that_is_not_finite_says_where(make_model: MakeModel) -> None:
     with pytest.raises(NonFiniteStep, match=r"step 0: loss nan.* from microbatch 1 of \d: model.norm.weight holds inf"):
         supervised(model).step(DOCUMENTS)
     assert supervised(model, on_nonfinite="skip").step(DOCUMENTS).skipped
+
+
+def test_what_the_trainer_of_a_run_refuses_is_refused_here(tmp_path: Path) -> None:
+    model = {"path": str(saved_model(tmp_path / "model"))}
+    for trainer, says in (
+        ({"moments_on": "host"}, "they are there"),
+        ({"moments": "8bit", "parallelism": {"tp": 2}}, "share a scale"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            load_documents(
+                RunConfig.model_validate({"model": model, "data": {"train": "d"}, "trainer": trainer}), print
+            )

@@ -26,6 +26,7 @@ from llamarl.parts.forecast.lengths import Lengths
 from llamarl.parts.forecast.request import PlanRequest
 from llamarl.parts.forecast.run_file import LISTEN
 from llamarl.parts.forecast.shapes import DecoderShape, config_only
+from llamarl.run.prepare import check_parts
 
 EPILOG = """Of the model only config.json is fetched; of the data the README and, unless it is large, one file.
   llamarl init --model Qwen/Qwen3-0.6B --data openai/gsm8k --gpus 1 --gpu rtx4090-24g
@@ -54,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", required=True, metavar="NAME", help=MODEL_HELP)
     add("--data", required=True, metavar="NAME", help="a data set of the Hub, owner/name, or a file: .jsonl, .csv, ...")
     add("--gpus", type=int, required=True, metavar="N", help="GPUs to use; 0: the cores of this machine")
-    add("--gpu", metavar="KIND", help=f"{', '.join(GPUS)} (h100-80g)")
+    add("--gpu", metavar="KIND", help=f"{', '.join(name for name in GPUS if name != CPU)} (h100-80g)")
     add("--question", default="", metavar="COLUMN", help="column of the question (by its name)")
     add("--answer", default="", metavar="COLUMN", help="column of the right answer (by its name)")
     add("--adapters", choices=("auto", "always", "never"), default="auto",
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     path = Path(options.output)
     if path.exists() and not options.force:
         raise ConfigError(f"{path} is there already; give another --output, or --force to replace it")
-    if options.gpus < 0 or (options.gpus == 0 and options.gpu):
+    if options.gpus < 0 or (options.gpus == 0 and options.gpu) or options.gpu == CPU:
         kind = f" with --gpu {options.gpu}" if options.gpu else ""
         raise ConfigError(
             f"--gpus {options.gpus}{kind}: give 1 or more, or --gpus 0 alone for the cores of this machine"
@@ -88,6 +89,7 @@ def main(arguments: Sequence[str]) -> int:
         "checkpoint": {"every_steps": max(1, min(50, work.steps))},
     }  # fmt: skip
     found = first_run(request, shape, given, options.adapters)
+    check_parts(found.config)
     text = _text(found, data)
     write_output(path, text)
     print("\n".join(_summary(found, options)) + f"\nwrote {path}; check it, and begin:\n"

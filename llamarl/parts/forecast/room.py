@@ -1,0 +1,48 @@
+"""Room for keys and values beside all else that a start counts, which is more than a plan does: roles that share a
+device keep what they have while the other one works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llamarl.config import RunConfig
+from llamarl.config.decoder import DecoderSizes
+from llamarl.models.fit import CACHE_BLOCK_TOKENS, CONTEXT_BYTES, holdings, kv_width, longest
+from llamarl.models.memory import kv_token_bytes, total
+from llamarl.run.memory import HOST, run_holdings, shares
+
+CACHE_SHARE = 0.2
+"""Share of a device that roles share which keys and values should have; for less, microbatches get smaller."""
+
+
+def room_for_cache(config: RunConfig, shape: DecoderSizes, there: float) -> float:
+    """Bytes that are left, on each device of `there` bytes, for more keys and values than those of one longest
+    sequence; less than 0: a start would be refused."""
+    if config.trainer.device != "cpu" and config.cluster.placement == "colocated":
+        places = shares(config, run_holdings(config, shape), 1)
+        return there - max(sum(map(total, of.values())) for place, of in places.items() if place != HOST)
+    held = [*holdings(config, shape, {})]
+    if config.trainer.device == "cpu":  # a machine without GPUs is shared by all
+        return there - sum(one.num_ranks * float(total(one.parts)) for one in held)
+    trainer, generator = (float(total(one.parts)) + CONTEXT_BYTES for one in held[:2])
+    return there - (max(trainer, generator) if trainer > there else generator)
+
+
+def with_room(config: RunConfig, shape: DecoderSizes, there: float, wanted: float) -> RunConfig:
+    """The run with microbatches so small that keys and values have as much room as `wanted`, or with the smallest."""
+    limit = sum(longest(config, shape))
+    while (tokens := config.trainer.microbatch_tokens) > limit and room_for_cache(config, shape, there) < wanted:
+        config = _with(config, "trainer", microbatch_tokens=max(limit, tokens // 2))
+    return config
+
+
+def with_cache(config: RunConfig, shape: DecoderSizes, room: float) -> RunConfig:
+    """The run with keys and values of the longest sequence, and of as many more as run at once, within the room."""
+    generator = config.generator
+    each = float(kv_token_bytes(shape, generator.tensor_parallel, kv_width(config)))
+    one = -(-sum(longest(config, shape)) // CACHE_BLOCK_TOKENS) * CACHE_BLOCK_TOKENS * each
+    return _with(config, "generator", kv_cache_bytes=int(one + min(room, (generator.max_running - 1) * one)))
+
+
+def _with(config: RunConfig, section: str, **settings: Any) -> RunConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=settings)})
