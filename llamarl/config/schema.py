@@ -326,8 +326,7 @@ class RunConfig(Section):
     def by_source(self) -> dict[str, RunConfig]:
         """The run as if each source were its only one, by `Prompt.source`: sources that are trained on, and sets of
         held-out problems; under the empty one the run itself, for prompts without a label."""
-        sources = {source.label: source for source in self.data.sources} | {one.key: one for one in self.data.eval_sets}
-        return {"": self} | {key: self.of(source) for key, source in sources.items()}
+        return {"": self} | {key: self.of(source) for key, source in self.data.by_key.items()}
 
     @property
     def has_episodes(self) -> bool:

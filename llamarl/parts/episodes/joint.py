@@ -43,8 +43,8 @@ def spec(config: RunConfig, place: Sequence[HostShare] = ()) -> ExecutorSpec:
         target = f"{folder}.gateway:GatewayExecutor"
         return executor_spec("environment", target, 1, place=place, model_path=path, config=rollout, **common)
     own = {
-        source.label: (one.rollout.environment, one.data.template_arguments)
-        for source in config.data.sources
+        key: (one.rollout.environment, one.data.template_arguments)
+        for key, source in config.data.by_key.items()
         for one in [config.of(source)]
         if one.rollout.environment and (source.environment or source.template_arguments is not None)
     }
