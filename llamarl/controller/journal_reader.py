@@ -26,6 +26,8 @@ _NOTHING = -2
 """Older than a rollout without tokens."""
 _BEGIN_BYTES = 1 << 20
 """The first record of a file is no longer."""
+_BEFORE = {"trainer.weights": "float32", "trainer.moments": "float32"}
+"""Settings that older code did not know, and what it did."""
 
 
 class RecordOffset(NamedTuple):
@@ -340,4 +342,5 @@ def whole(parts: Sequence[TokenRun]) -> Rollout:
 
 def _first_other(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Name of a setting that differs; empty: none does. One that is off need not have been known to older code."""
-    return next((name for name in (*one, *other) if (one.get(name) or None) != (other.get(name) or None)), "")
+    one, other = _BEFORE | one, _BEFORE | other
+    return next((name for name in one | other if (one.get(name) or None) != (other.get(name) or None)), "")

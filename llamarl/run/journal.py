@@ -13,7 +13,7 @@ from llamarl.run.folder import RunFolder
 _SECTIONS = ("model", "data", "rollout", "trainer", "reference", "critic", "reward", "shaping")
 _NO_MATTER = {
     "threads", "device", "parallelism", "microbatch_tokens", "batch_tokens", "activation_checkpointing", "compile",
-    "peak_tflops", "segment_tokens", "warm_start", "eval",
+    "peak_tflops", "segment_tokens", "warm_start", "eval", "moments_on",
 }  # fmt: skip
 """Change where and how fast something is computed, or nothing that is recorded."""
 
