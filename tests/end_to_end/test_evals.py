@@ -178,7 +178,9 @@ def test_a_set_has_an_environment_of_its_own(tmp_path: Path, several: Path) -> N
     assert llamarl_here("export", run, export).returncode == 0
     done = llamarl_here("eval", export, "--config", run / "config.toml", "--output", said)
     assert done.returncode == 0, done.stderr
-    longest = {name: max(len(row["response"]) for row in of) for name, of in groupby(rows(said), lambda row: row["set"])}
+    longest = {
+        name: max(len(row["response"]) for row in of) for name, of in groupby(rows(said), lambda row: row["set"])
+    }
     assert set(last) == set(NAMES)
     talks = {row["set"] for row in rows(said) if "1+2" in row["response"]}
     assert talks == {"sampled"}, longest
