@@ -237,7 +237,8 @@ class DataConfig(Section):
     @property
     def by_key(self) -> dict[str, SourceConfig]:
         """The sources of a mixture and the sets of held-out problems, by `Prompt.source`."""
-        return {one.label: one for one in self.sources} | {one.key: one for one in self.eval_sets}
+        sources: dict[str, SourceConfig] = {one.label: one for one in self.sources}
+        return sources | {one.key: one for one in self.eval_sets}
 
     def of(self, source: SourceConfig) -> DataConfig:
         """The settings as if the source were the only one."""

@@ -342,5 +342,5 @@ def whole(parts: Sequence[TokenRun]) -> Rollout:
 
 def _first_other(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Name of a setting that differs; empty: none does. One that is off need not have been known to older code."""
-    one, other = _BEFORE | one, _BEFORE | other
-    return next((name for name in one | other if (one.get(name) or None) != (other.get(name) or None)), "")
+    one, other = {**_BEFORE, **one}, {**_BEFORE, **other}
+    return next((name for name in (*one, *other) if (one.get(name) or None) != (other.get(name) or None)), "")

@@ -12,7 +12,7 @@ from llamarl.parts.episodes.episodes import open_turns
 from llamarl.parts.episodes.gateway._worker import find_agent
 from llamarl.run.executors import executor_spec
 from llamarl.run.placement import models_in_use
-from llamarl.run.prepare import of_source
+from llamarl.run.sources import of_source
 
 __all__ = ["build_environment", "check", "open_turns", "spec"]
 
