@@ -287,11 +287,12 @@ class RunConfig(Section):
         places = [(f"data.train.{number}", one) for number, one in enumerate(self.data.sources)]
         places += [(f"data.eval.{number}", one) for number, one in enumerate(self.data.eval_sets)]
         for place, source in places:
-            own = [name for name in ("environment", "tools", "reward", "max_new_tokens") if getattr(source, name)]
+            of_run = ("environment", "tools", "reward", "max_new_tokens", "template_arguments")
+            own = [name for name in of_run if getattr(source, name)]
             if self.rollout.agent and own:
                 raise ValueError(
                     f"{place}.{own[0]} with rollout.agent = {self.rollout.agent.name!r}: the agent runs "
-                    "every episode, and says what it is worth; leave one of them out"
+                    "every episode by the settings of the run; leave one of them out"
                 )
             world = source.environment
             if world and ":" in world.name and not source.reward and "reward" not in self.model_fields_set:
