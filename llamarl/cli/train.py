@@ -132,8 +132,9 @@ def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence
 def _beginning(config: RunConfig, options: argparse.Namespace, machine: MachineMemory | None) -> dict[str, list[str]]:
     """First prompt and answers of each source of a run, as lines by topic. Raises ConfigError: it cannot start."""
     from llamarl.run.begin import check_start, has_base_model, looked_ahead
-    from llamarl.run.prepare import each_source, of_source
+    from llamarl.run.prepare import each_source
     from llamarl.run.preview import answers, first_prompt
+    from llamarl.run.sources import of_source
 
     run = check_start(config, resume=options.resume, overwrite=options.overwrite)
     if not has_base_model(config):

@@ -234,6 +234,12 @@ class DataConfig(Section):
         """The sets of held-out problems; none where `eval` is a single source."""
         return self.eval if isinstance(self.eval, list) else ()
 
+    @property
+    def by_key(self) -> dict[str, SourceConfig]:
+        """The sources of a mixture and the sets of held-out problems, by `Prompt.source`."""
+        sources: dict[str, SourceConfig] = {one.label: one for one in self.sources}
+        return sources | {one.key: one for one in self.eval_sets}
+
     def of(self, source: SourceConfig) -> DataConfig:
         """The settings as if the source were the only one."""
         own = {

@@ -287,11 +287,12 @@ class RunConfig(Section):
         places = [(f"data.train.{number}", one) for number, one in enumerate(self.data.sources)]
         places += [(f"data.eval.{number}", one) for number, one in enumerate(self.data.eval_sets)]
         for place, source in places:
-            own = [name for name in ("environment", "tools", "reward", "max_new_tokens") if getattr(source, name)]
+            of_run = ("environment", "tools", "reward", "max_new_tokens", "template_arguments")
+            own = [name for name in of_run if getattr(source, name)]
             if self.rollout.agent and own:
                 raise ValueError(
                     f"{place}.{own[0]} with rollout.agent = {self.rollout.agent.name!r}: the agent runs "
-                    "every episode, and says what it is worth; leave one of them out"
+                    "every episode by the settings of the run; leave one of them out"
                 )
             world = source.environment
             if world and ":" in world.name and not source.reward and "reward" not in self.model_fields_set:
@@ -326,8 +327,7 @@ class RunConfig(Section):
     def by_source(self) -> dict[str, RunConfig]:
         """The run as if each source were its only one, by `Prompt.source`: sources that are trained on, and sets of
         held-out problems; under the empty one the run itself, for prompts without a label."""
-        sources = {source.label: source for source in self.data.sources} | {one.key: one for one in self.data.eval_sets}
-        return {"": self} | {key: self.of(source) for key, source in sources.items()}
+        return {"": self} | {key: self.of(source) for key, source in self.data.by_key.items()}
 
     @property
     def has_episodes(self) -> bool:

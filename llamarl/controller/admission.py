@@ -31,10 +31,8 @@ class Problems:
     train: Sequence[Prompt]
     eval: Sequence[HeldOutSet]
     stop_token_ids: tuple[int, ...]
-    stop_strings: tuple[str, ...] = ()
-    """An environment's, beside `rollout.stop_strings`."""
     stops_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The same of sources of a mixture, by label."""
+    """Strings that end a turn beside `rollout.stop_strings`, an environment's, by `Prompt.source`."""
 
 
 def data_fingerprint(prompts: Sequence[Prompt]) -> int:
@@ -83,7 +81,7 @@ class Admission:
                 min_p=rollout.min_p,
                 max_new_tokens=own.rollout.max_new_tokens,
                 stop_token_ids=problems.stop_token_ids,
-                stop_strings=(*rollout.stop_strings, *problems.stops_of.get(label, problems.stop_strings)),
+                stop_strings=(*rollout.stop_strings, *problems.stops_of.get(label, ())),
                 seed=config.seed,
             )
             for label, own in config.by_source.items()

@@ -48,7 +48,7 @@ class SourceTallies:
         ages = [version - rollout.oldest_version for rollout in rollouts if rollout.num_tokens]
         return {
             "reward": float(np.mean(judged)) if judged else float("nan"),
-            "right": sum(result.is_right for result in results) / max(len(judged), 1),
+            "right": sum(result.is_right for result in results) / len(judged) if judged else float("nan"),
             "invalid": 1 - len(judged) / len(results),
             "flat": float(np.mean([is_flat(group, mask_truncated=self._mask_truncated) for group in groups])),
             "tokens": float(np.mean([rollout.is_sampled_T.sum() for rollout in rollouts])),

@@ -13,8 +13,9 @@ from llamarl.config.ref import part
 from llamarl.run.folder import RunFolder, check_run_folder, prepare_run_folder
 from llamarl.run.memory import MachineMemory
 from llamarl.run.names import resolved
-from llamarl.run.prepare import Prepared, check_parts, each_source, of_source, prepare, settle
+from llamarl.run.prepare import Prepared, check_parts, each_source, prepare, settle
 from llamarl.run.preview import check_functions
+from llamarl.run.sources import of_source
 from llamarl.training.base_model import is_made
 
 Delays = Callable[[], AbstractContextManager[object]]

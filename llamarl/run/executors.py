@@ -51,8 +51,7 @@ def executor_spec(
 
 def reward_spec(config: RunConfig, place: Sequence[HostShare] = ()) -> ExecutorSpec:
     """Specification of the executor that judges responses, of each source by its own rewards."""
-    sources = {source.label: source for source in config.data.sources} | {one.key: one for one in config.data.eval_sets}
-    own = {key: with_content(config.of(source).reward) for key, source in sources.items() if source.reward}
+    own = {key: with_content(config.of(one).reward) for key, one in config.data.by_key.items() if one.reward}
     return executor_spec(
         "reward", "reward:RewardExecutor", 1, place=place, model_path=config.model.path,
         config=with_content(config.reward), of_sources=own,

@@ -28,13 +28,14 @@ Rows = Any
 
 def sources_of(data: Rows, output: Path, option: str) -> dict[str, Any] | list[dict[str, Any]]:
     """The source that `data` is, or the sources of a mixture, or several sets: rows, or several of them, in a table by
-    label or in a list, each by itself or as `{"data": rows, "weight": 2.0, "reward": function}`. Raises ConfigError."""
+    label or in a list, each by itself, as `{"data": rows, "weight": 2.0, "reward": function}`, or as an entry of a TOML
+    file. Raises ConfigError."""
     if isinstance(data, Mapping) and data and "name" not in data:
         if not any(isinstance(one, str | int | float | None) for one in data.values()):
             return [_entry({"label": str(label)}, one, output, f"{option}.{label}") for label, one in data.items()]
     elif isinstance(data, Sequence) and not isinstance(data, str) and data and all(map(_is_set, data)):
         return [
-            _entry({"label": f"data-{number}"}, one, output, f"{option}.{number}")
+            _entry({} if _is_flat(one) else {"label": f"data-{number}"}, one, output, f"{option}.{number}")
             for number, one in enumerate(data, start=1)
         ]
     return source_of(data, output, option)
@@ -42,14 +43,24 @@ def sources_of(data: Rows, output: Path, option: str) -> dict[str, Any] | list[d
 
 def _is_set(one: Any) -> bool:
     """Whether something in a list is a set of rows, and no row."""
-    return not isinstance(one.get("data") if isinstance(one, Mapping) else one, str | int | float | None)
+    if isinstance(one, Mapping):
+        return not {"question", "messages"} & one.keys() and ("data" in one or _is_flat(one))
+    return not isinstance(one, str | int | float | None)
+
+
+def _is_flat(one: Any) -> bool:
+    """Whether something is an entry of a TOML file: name and options of a source, and settings beside them."""
+    return isinstance(one, Mapping) and "name" in one
 
 
 def _entry(label: dict[str, str], one: Any, output: Path, option: str) -> dict[str, Any]:
     """One source of a mixture. Raises ConfigError."""
-    given = label | (dict(one) if isinstance(one, Mapping) and "data" in one else {"data": one})
-    entry = {"source": source_of(given.pop("data"), output, option)} | given
-    if "reward" in entry:
+    if _is_flat(one):
+        entry = label | dict(one)
+    else:
+        given = label | (dict(one) if isinstance(one, Mapping) and "data" in one else {"data": one})
+        entry = {"source": source_of(given.pop("data"), output, option)} | given
+    if "reward" in entry and not (isinstance(entry["reward"], Mapping) and "parts" in entry["reward"]):
         entry["reward"] = reward_settings(entry["reward"], output)
     return entry
 

@@ -202,7 +202,6 @@ def prepare(config: RunConfig, *, weights: bool = True, machine: MachineMemory |
             f"trainer.compile = true needs a C++ compiler, and there is no {compiler} on PATH; leave it out"
         )
 
-    _, stop_strings = environment_of(config)
     context = shape.max_position_embeddings
     train, held_out = train_prompts(config, context), load_held_out(config, context)
     warnings += (*train.warnings, *held_out.warnings)
@@ -210,7 +209,6 @@ def prepare(config: RunConfig, *, weights: bool = True, machine: MachineMemory |
         train=tuple(train.prompts),
         eval=held_out.sets,
         stop_token_ids=tokenizer.eos_token_ids,
-        stop_strings=stop_strings,
         stops_of=train.stops_of | held_out.stops_of,
     )
     check_lengths(config, shape, problems)

@@ -37,7 +37,7 @@ def first_prompt(prompt: Prompt) -> list[str]:
 def answers(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
     """Sentences on what the reward says of the rows' own answers: worked solutions, or else the answer as the reward
     reads it. Closes all that it starts."""
-    if config.has_episodes:
+    if config.rollout.agent or config.rollout.environment:
         yield "not scored: an episode has turns, which rows do not show"
         return
     reward = build_reward(config.reward)

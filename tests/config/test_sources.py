@@ -133,6 +133,10 @@ def test_tools_are_an_environment(write: Write) -> None:
             "train = [{name = 'a', environment = 'python'}]\n[rollout]\nagent = 'm:run'\n[reward]\nparts = ['math']",
             "data.train.0.environment with rollout.agent = 'm:run': the agent runs every episode",
         ),
+        (
+            "train = 'a'\neval = [{name = 'a', template_arguments = {b = 1}}]\n[rollout]\nagent = 'm:run'\n[reward]",
+            "data.eval.0.template_arguments with rollout.agent = 'm:run': the agent runs every episode",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(write: Write, text: str, message: str) -> None:

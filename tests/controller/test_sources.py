@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ def test_metrics_of_a_step(of: Any) -> None:
         "flat.a": pytest.approx(2 / 3), "tokens.a": 1.5, "truncated.a": pytest.approx(1 / 6), "staleness.a": 2,
     }  # fmt: skip
     assert (found["source_share.b"], found["source_invalid.b"], found["source_share.c"]) == (0.25, 1, 0)
-    assert found["source_reward.b"] != found["source_reward.b"], "not a number: nobody judged one"
+    for name in ("reward", "right"):
+        assert math.isnan(found[f"source_{name}.b"]), "nobody judged one"
     assert not any(name.endswith(".c") for name in found if "share" not in name), "nothing is measured of none"
 
 
@@ -50,7 +52,7 @@ def test_totals_are_means_over_the_groups_of_a_source(of: Any) -> None:
     tallies.step([of("a", 0, 0), of("b", 0.5, 0.5)], version=3)
     totals = tallies.totals()
     assert (totals["source_share.a"], totals["source_reward.a"]) == (4 / 6, pytest.approx((1 + 0.5 + 1 + 0) / 4))
-    assert totals["source_reward.b"] == 0.5, "of the group that was judged"
+    assert (totals["source_reward.b"], totals["source_right.b"]) == (0.5, 1), "of the group that was judged"
     assert totals["source_invalid.b"] == 0.5
     assert SourceTallies([], mask_truncated=False).totals() == {}
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from llamarl.config import ConfigError
+from llamarl.config import ConfigError, settled
 from llamarl.config.data import DataConfig, FilterConfig
 from llamarl.data.prompts import load_prompts
 from llamarl.data.rates import digest, kept, rate_rows, read_rates
 from llamarl.data.sources import ProblemRow
 from llamarl.data.tokenizer import Tokenizer
+from llamarl.parts.sft.run import load_documents
+from tests.end_to_end.tiny import make_model
 
 ROWS = [ProblemRow(problem_id=f"r{n}", question=f"{n}+1?", answer=str(n + 1)) for n in range(5)]
 
@@ -96,3 +98,16 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, lines: list[str], messag
     with pytest.raises(ConfigError) as error:
         read_rates(str(path))
     assert message in str(error.value)
+
+
+def test_supervised_training_says_what_is_left_out(tmp_path: Path) -> None:
+    (data := tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"question": row.question, "answer": row.answer, "solution": "s"}) + "\n" for row in ROWS)
+    )
+    said, rates = list[str](), write(tmp_path / "rates", {0: 0, 1: 4, 2: 4, 3: 8, 4: 2})
+    tables = {"train": {"name": "jsonl", "path": str(data)}, "filter": {"path": rates}}
+    documents = load_documents(
+        settled({"model": {"path": str(make_model(tmp_path / "m"))}, "data": tables}), said.append
+    )
+    assert len(documents) == 3
+    assert f"data.filter = {rates}: 3 of 5 prompts are kept; left out: 1 solved less often" in said[0]

@@ -165,6 +165,25 @@ def test_eval_repeats_the_end_of_the_run(tmp_path: Path, several: Path) -> None:
         assert text in done.stderr
 
 
+def test_a_set_has_an_environment_of_its_own(tmp_path: Path, several: Path) -> None:
+    """Nobody else has one, so responses of the other sets, and of training, have one turn."""
+    world = "tests.parts.episodes.environments.worlds:Chatty"
+    options = ("--data.eval.1.environment", world, "--data.eval.1.max_new_tokens", 60)
+    stops = ("--rollout.stop_strings", "['a', 'e', 'o', ' ', '1']", "--rollout.max_new_tokens", 30)
+    command = ("train", several, "--output", tmp_path, "--steps", 2, *options, *stops, *STEADY)
+    done = llamarl_here(*command)
+    assert done.returncode == 0, done.stderr
+    assert {row["name"] for row in evals(tmp_path) if row["step"] == 2} == set(NAMES)
+    run, export, said = tmp_path / "tiny", tmp_path / "export", tmp_path / "said.jsonl"
+    assert llamarl_here("export", run, export).returncode == 0
+    done = llamarl_here("eval", export, "--config", run / "config.toml", "--output", said)
+    assert done.returncode == 0, done.stderr
+    replayed = llamarl_here("replay", run)
+    assert replayed.returncode == 0 and " 12 rewards: all equal" in replayed.stdout, replayed.stdout + replayed.stderr
+    talks = {row["set"] for row in rows(said) if "1+2" in row["response"]}
+    assert talks == {"sampled"}
+
+
 def test_from_python(tmp_path: Path, model: Path) -> None:
     """A set by name is a record by name, with what it has of its own; one without a name is a record."""
     problems = [{"question": f"{n}+1?", "answer": "2"} for n in range(4)]

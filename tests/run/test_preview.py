@@ -136,3 +136,12 @@ def test_a_dry_run(tmp_path: Path) -> None:
     (model / "model.safetensors").write_bytes(b"no weights")
     done = llamarl_here("train", toml, "--dry-run", "--name=other")
     assert done.returncode == 2 and "no whole safetensors file" in done.stderr
+
+
+def test_a_source_without_turns_is_scored_beside_a_set_that_has_some() -> None:
+    sets = [{"name": "jsonl", "environment": "calculator"}]
+    config = settings("gsm8k", data={"train": [{"name": "jsonl", "label": "a"}], "eval": sets})
+    assert config.has_episodes
+    assert said(config.by_source["a"], [prompt(1, "7")]) == [
+        "1 of the first 1 rows' own answers are right by the reward"
+    ]

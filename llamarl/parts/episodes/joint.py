@@ -12,7 +12,7 @@ from llamarl.parts.episodes.episodes import open_turns
 from llamarl.parts.episodes.gateway._worker import find_agent
 from llamarl.run.executors import executor_spec
 from llamarl.run.placement import models_in_use
-from llamarl.run.prepare import of_source
+from llamarl.run.sources import of_source
 
 __all__ = ["build_environment", "check", "open_turns", "spec"]
 
@@ -43,8 +43,8 @@ def spec(config: RunConfig, place: Sequence[HostShare] = ()) -> ExecutorSpec:
         target = f"{folder}.gateway:GatewayExecutor"
         return executor_spec("environment", target, 1, place=place, model_path=path, config=rollout, **common)
     own = {
-        source.label: (one.rollout.environment, one.data.template_arguments)
-        for source in config.data.sources
+        key: (one.rollout.environment, one.data.template_arguments)
+        for key, source in config.data.by_key.items()
         for one in [config.of(source)]
         if one.rollout.environment and (source.environment or source.template_arguments is not None)
     }

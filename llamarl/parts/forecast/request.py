@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.config import ConfigError
+from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import DataConfig, RolloutConfig
 from llamarl.config.trainer import LoraConfig
 from llamarl.models.memory import adapter_parameters
@@ -137,3 +137,15 @@ class PlanRequest:
 def precisions(pool: Pool, rules: Rules) -> tuple[int, ...]:
     """Bytes per weight that a generator may use."""
     return pool.gpu.scalar_bytes if rules.own_precision else (BF16,)
+
+
+def uncounted(config: RunConfig) -> str:
+    """Sentence on limits of single sources, which a forecast does not know; empty: there are none."""
+    names = [
+        f"data.train.{number}.{name}"
+        for number, source in enumerate(config.data.sources)
+        for name in ("max_prompt_tokens", "max_new_tokens")
+        if getattr(source, name) is not None
+    ]
+    said = "not counted: all sources are taken to have data.max_prompt_tokens and rollout.max_new_tokens"
+    return f"{', '.join(names)} {said}" if names else ""

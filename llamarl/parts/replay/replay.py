@@ -118,7 +118,8 @@ def replayable(config: RunConfig, parts: Sequence[Part], tally: Tally) -> tuple[
     if cannot and "generate" in wanted:
         wanted.remove("generate")
         tally.notes.append(f"{cannot}: only training and rewards are compared")
-    if config.has_episodes and "reward" in wanted:
+    data = config.data.model_copy(update={"eval": None})  # which has no steps
+    if config.model_copy(update={"data": data}).has_episodes and "reward" in wanted:
         wanted.remove("reward")
         tally.notes.append("episodes are judged with their environment or agent: rewards are not judged again")
     if not wanted:

@@ -39,7 +39,7 @@ Progress = Callable[[int, dict[str, float]], None]
 
 
 def load_documents(config: RunConfig, warn: Callable[[str], None]) -> list[SampleGroup]:
-    """Prompts of `data.train` with their solutions; the model exists. `warn` hears how many are too long.
+    """Prompts of `data.train` with their solutions; the model exists. `warn` hears how many are left out.
 
     Raises:
         ConfigError: the model, the data or a combination of them cannot work.
@@ -57,7 +57,7 @@ def load_documents(config: RunConfig, warn: Callable[[str], None]) -> list[Sampl
     tokenizer = open_tokenizer(path, config.data)
     check_vocabulary(tokenizer, shape.vocab_size)
     loaded = load_prompts(config.data, tokenizer, shape.max_position_embeddings)
-    for said in (*loaded.warnings, first_prompt(config.data, tokenizer, loaded.prompts[0])):
+    for said in filter(None, (*loaded.warnings, loaded.note, first_prompt(config.data, tokenizer, loaded.prompts[0]))):
         warn(said)
     documents = _documents(settled(config.data, tokenizer), loaded, tokenizer)
     limit = min(config.trainer.microbatch_tokens, shape.max_position_embeddings)

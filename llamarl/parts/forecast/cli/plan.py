@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from llamarl.parts.forecast.feasibility import plans
 from llamarl.parts.forecast.hardware import GPUS, Pool, find_gpu
 from llamarl.parts.forecast.lengths import Lengths
 from llamarl.parts.forecast.report import choose, plan_curves, render_plans, verdict, write_forecast
-from llamarl.parts.forecast.request import PlanRequest
+from llamarl.parts.forecast.request import PlanRequest, uncounted
 from llamarl.parts.forecast.run_file import run_toml
 from llamarl.parts.forecast.shapes import MODELS, DecoderShape, find_model
 
@@ -70,6 +71,8 @@ def main(arguments: Sequence[str]) -> int:
     base = load_config(options.config) if options.config else None
     request = asked(options, base)
     synchronous, asynchronous = plans(request)
+    if base and (said := uncounted(base)):
+        print(f"llamarl plan: {said}", file=sys.stderr)
     print(text := render_plans(request, synchronous, asynchronous))
     plan = choose(synchronous, asynchronous)
     if options.output:

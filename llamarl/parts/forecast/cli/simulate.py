@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from llamarl.parts.forecast.feasibility import plans
 from llamarl.parts.forecast.hardware import Pool, find_gpu
 from llamarl.parts.forecast.lengths import SIGMA, Lengths
 from llamarl.parts.forecast.report import chosen, render_simulation, summary, write_events, write_forecast
-from llamarl.parts.forecast.request import PlanRequest
+from llamarl.parts.forecast.request import PlanRequest, uncounted
 from llamarl.parts.forecast.shapes import find_model
 from llamarl.parts.forecast.simulator.faults import HELP, Faults
 from llamarl.parts.forecast.simulator.run import simulate
@@ -63,6 +64,8 @@ def main(arguments: Sequence[str]) -> int:
     config = config.model_copy(update={"name": f"{config.name}-simulation", "checkpoint": CheckpointConfig()})
     folder = prepare_run_folder(config, resume=False, overwrite=True)
     simulation = simulate(config, costs, faults, split, folder.metrics)
+    if said := uncounted(config):
+        print(f"llamarl simulate: {said}", file=sys.stderr)
     print(text := f"{'costs':<12} {_source(options, config)}\n{render_simulation(simulation)}")
     write_trace(folder.trace, chosen(simulation.spans, TRACE_GENERATORS))
     costs.save(folder.path / "costs.json")

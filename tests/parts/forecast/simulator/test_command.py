@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.config import ConfigError
+from llamarl.parts.forecast.cli import plan
 from llamarl.parts.forecast.cli.simulate import main
 from llamarl.parts.forecast.costs import Costs
 from llamarl.parts.forecast.hardware import find_gpu
@@ -186,3 +187,14 @@ def test_the_first_line_says_whose_costs_these_are(
     path = tmp_path / "profile.json"
     path.write_text(json.dumps({"costs": {"decode_base_s": 0.02}, "run": {"model": "mine", "device": "cpu-core"}}))
     assert f"as {path} has them, measured with mine on cpu-core" in first("--costs", str(path))
+
+
+def test_limits_of_sources_are_said_to_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sources = "[{name = 'jsonl', path = 'a.jsonl'}, {name = 'jsonl', path = 'b.jsonl', max_new_tokens = 9}]"
+    path = tmp_path / "mixture.toml"
+    path.write_text(RUN.format(output=str(tmp_path)).replace('{name = "jsonl", path = "nowhere.jsonl"}', sources, 1))
+    said = "data.train.1.max_new_tokens not counted: all sources are taken to have data.max_prompt_tokens and"
+    assert main([str(path)]) == 0
+    assert f"llamarl simulate: {said}" in capsys.readouterr().err
+    assert plan.main(["--config", str(path), "--model", "qwen3-0.6b", "--gpus", "2"]) == 0
+    assert f"llamarl plan: {said}" in capsys.readouterr().err
