@@ -167,6 +167,19 @@ def test_an_evaluation_and_answers(toml: Path, model: Path) -> None:
     assert all(0 < row["num_tokens"] <= 6 for row in rows)
 
 
+def test_what_was_trained_is_exported(toml: Path) -> None:
+    run = llamarl.train(toml, reward=ends_right, data=ROWS, eval_data=ROWS[:4], **INLINE)
+    folder = run.export()
+    assert folder == run.path / "export" and run.export("chosen", step=2) == Path("chosen")
+    found = llamarl.evaluate(folder, ROWS[:4], reward=ends_right, config=run.path / "config.toml")
+    assert isinstance(found, llamarl.EvalRecord) and found.metrics.num_prompts == 4
+    with pytest.raises(llamarl.ConfigError, match="trained all weights"):
+        run.export(merge=True)
+    for asked in (lambda: llamarl.evaluate(run.path, config=run.config), lambda: llamarl.generate(run.path, ["1 + 1"])):
+        with pytest.raises(llamarl.ConfigError, match=r"is the folder of a run; name its export, .*/export"):
+            asked()
+
+
 def test_where_a_loop_runs_already(toml: Path) -> None:
     """As in a notebook: the run has a thread of its own."""
 
