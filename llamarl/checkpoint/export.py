@@ -36,6 +36,10 @@ def export_checkpoint(
         if checkpoint is None:
             raise ConfigError("; ".join([f"{checkpoints} holds no valid checkpoint; let the run save one", *damaged]))
     else:
+        if step not in (known := store.steps()):
+            raise ConfigError(
+                f"step {step} has no checkpoint in {checkpoints}; there are {', '.join(map(str, known)) or 'none'}"
+            )
         try:
             checkpoint = store.load(step)
         except CheckpointError as error:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llamarl.cli.options import base_model, command_parser, write_output
+from llamarl.cli.options import command_parser, write_output
 from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.hub.names import HubName
 
@@ -44,18 +44,11 @@ def main(arguments: Sequence[str]) -> int:
         return _export_rollouts(run, options)
     if options.output:
         raise ConfigError("--output is for --rollouts; name the folder of the model behind RUN")
-    folder = Path(options.folder) if options.folder else run / ("merged" if options.merge else "export")
 
-    from llamarl.checkpoint.export import export_checkpoint
-    from llamarl.run.names import resolved_path
+    from llamarl.run.export import export
 
     config = load_config(run / "config.toml")
-    lora = config.trainer.lora
-    if options.merge and not lora:
-        raise ConfigError("--merge is for adapters, and this run trained all weights; leave it out")
-    path = base_model(run, config.model.path, config.output)
-    base = resolved_path(path, "model.path", weights=options.merge, command="llamarl export")
-    step = export_checkpoint(run / "checkpoints", base, folder, options.step, lora, options.merge)
+    step, folder = export(run, config, options.folder, options.step, options.merge, command="llamarl export")
     print(f"step {step}: {folder}")
     if name is not None:
         _push(run, config, folder, step, name, options)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import ConfigError, settled
-from llamarl.hub.names import hub_name
 from llamarl.observability.files import write_atomically
 
 RENAMED = {
@@ -88,19 +87,6 @@ def add_settings(parser: argparse.ArgumentParser, base: Mapping[str, Any], *name
         for old in (last.replace("_", "-"), RENAMED.get(name)):
             if sections and old:
                 parser.add_argument(f"--{old}", dest=name, action=_Renamed, help=argparse.SUPPRESS)
-
-
-def base_model(run: Path, path: str, output: str) -> str:
-    """`model.path` of a run, wherever the command is given: a relative one begins where the run was started, which is
-    as far above its folder as `output` says, and a name of the Hub means the commit that the run began with."""
-    from llamarl.run.names import commits_of
-
-    parents, depth = run.resolve().parents, len(Path(output).parts)
-    is_known = not Path(output).is_absolute() and depth < len(parents)
-    if is_known and (found := parents[depth] / path).exists():
-        return str(found)
-    commit, name = commits_of(run).get(path, ""), hub_name(path)
-    return str(name.at(commit)) if name and commit else path
 
 
 def write_output(path: Path, text: str | Iterable[str]) -> None:

@@ -310,6 +310,9 @@ def _explain(error: ValidationError, schema: type[Section]) -> str:
     if first["type"] == "value_error":
         said = str(first["ctx"]["error"])
         return said if where in said else f"`{where}`: {said}"
+    if first["type"] == "string_pattern_mismatch" and "A-Za-z0-9._-" in first["ctx"]["pattern"]:
+        fix = "begin with a letter of a to z or a digit, and take these, `.`, `_` and `-` alone"
+        return f"`{where} = {first['input']!r}`: it names files and curves; {fix}"
     hint = "; put quotes around it" if first["type"] == "string_type" and not isinstance(first["input"], dict) else ""
     return f"`{where} = {first['input']!r}`: {first['msg'][0].lower()}{first['msg'][1:]}{hint}"
 

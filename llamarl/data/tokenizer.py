@@ -80,6 +80,11 @@ class Tokenizer:
             raise ConfigError(
                 f"there is no folder {folder}; name a Hugging Face model folder, or OWNER/NAME of the Hub"
             )
+        if (self.folder / "checkpoints").is_dir() and not (self.folder / TOKENIZER_FILE).exists():
+            raise ConfigError(
+                f"{folder} is the folder of a run; name its export, {self.folder / 'export'}, which `llamarl export "
+                f"{folder}` writes"
+            )
         self._arguments, self._today = dict(arguments or {}), today
         if "model" not in read_json(self.folder / TOKENIZER_FILE, _FIX):
             raise ConfigError(f"{self.folder / TOKENIZER_FILE} holds no tokenizer `model`; save the tokenizer anew")

@@ -14,6 +14,7 @@ from typing import Any
 
 from llamarl.config import ConfigError, Ref
 from llamarl.config.schema import RewardConfig
+from llamarl.data.files import suffix
 from llamarl.observability.files import write_atomically
 from llamarl.rewards._function_worker import is_coroutine
 
@@ -67,8 +68,14 @@ def _entry(label: dict[str, str], one: Any, output: Path, option: str) -> dict[s
 
 def source_of(rows: Rows, output: Path, option: str) -> dict[str, Any]:
     """The source of prompts that rows are. Raises ConfigError: they are none."""
+    if isinstance(rows, str) and suffix(rows):
+        raise ConfigError(f"{option} = {rows!r} is a file; give {{'name': 'file', 'path': {rows!r}}}")
     if isinstance(rows, str):
         return {"name": rows}
+    if isinstance(rows, Mapping) and "name" not in rows:
+        raise ConfigError(
+            f"{option} has neither `data`, for rows, nor `name`, for a source; it has {', '.join(map(str, rows))}"
+        )
     if isinstance(rows, Mapping):
         return dict(rows)
     for name in ("to_list", "to_dict"):  # a Dataset, a DataFrame

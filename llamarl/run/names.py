@@ -101,6 +101,17 @@ def resolved(
     return pinned
 
 
+def base_model(run: Path, path: str, output: str) -> str:
+    """`model.path` of a run, wherever the command is given: a relative one begins where the run was started, which is
+    as far above its folder as `output` says, and a name of the Hub means the commit that the run began with."""
+    parents, depth = run.resolve().parents, len(Path(output).parts)
+    is_known = not Path(output).is_absolute() and depth < len(parents)
+    if is_known and (found := parents[depth] / path).exists():
+        return str(found)
+    commit, name = commits_of(run).get(path, ""), hub_name(path)
+    return str(name.at(commit)) if name and commit else path
+
+
 def resolved_path(path: str, option: str, *, weights: bool = True, command: str = "") -> str:
     """`owner/name@commit` for the name of a model, of which this machine then has the files; a folder as it is. Raises
     ConfigError."""

@@ -50,6 +50,24 @@ class RunRecord:
         ConfigError: there are none."""
         return rollout_rows(self.path)
 
+    def export(self, folder: str | Path | None = None, *, step: int | None = None, merge: bool = False) -> Path:
+        """Writes a checkpoint as a Hugging Face folder, or adapters as PEFT's, as `llamarl export` does.
+
+        Args:
+            folder: to write; None: `export` in the run's folder, `merged` with `merge`.
+            step: of the checkpoint; None: the newest valid one.
+            merge: adapters into the base model.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ConfigError: there is no such checkpoint, it is damaged, or `folder` holds something else.
+        """
+        from llamarl.run.export import export
+
+        return export(self.path, self.config, folder, step, merge, command="llamarl")[1]
+
     def _rows(self, kind: str) -> Iterator[dict[str, Any]]:
         if not any(one.stat().st_size for one in pieces(self._folder.metrics) if one.exists()):
             return  # it has just begun

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from llamarl.cli import options
-from llamarl.cli.options import base_model
 from llamarl.config import ConfigError
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.parts.page.cli.report import decoder
+from llamarl.run.names import base_model
 from tests.end_to_end.tiny import llamarl_here, make_model, write_toml
 
 

@@ -49,7 +49,7 @@ def test_defaults_fill_in(minimal: Path) -> None:
         ("steps = 1.5", "`steps = 1.5`: input should be a valid integer"),
         ("steps = 0", "`steps = 0`: input should be greater than or equal to 1"),
         ("name = 7", "`name = 7`: input should be a valid string; put quotes around it"),
-        ("name = '../elsewhere'", "`name = '../elsewhere'`: string should match pattern"),
+        ("name = '../elsewhere'", "`name = '../elsewhere'`: it names files and curves; begin with a letter"),
         ("rollout = 5", "`rollout = 5`: input should be a valid dictionary"),
         ("[trainer]\nlearning_rate = nan", "`trainer.learning_rate = nan`"),
         (

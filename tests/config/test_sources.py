@@ -111,7 +111,10 @@ def test_tools_are_an_environment(write: Write) -> None:
         ),
         ("train = [{name = 'a', weight = 0}]", "`data.train.0.weight = 0`: input should be greater than 0"),
         ("train = [{name = 'a', weight = true}]", "`data.train.0.weight = True`: input should be a valid number"),
-        ("train = [{name = 'a', label = 'a b'}]", "`data.train.0.label = 'a b'`: string should match pattern"),
+        (
+            "train = [{name = 'a', label = 'a b'}]",
+            "`data.train.0.label = 'a b'`: it names files and curves; begin with a letter",
+        ),
         ("train = [{source = 'a', name = 'b'}]", "`data.train.0`: `name` stands beside `source`: an entry is flat, or"),
         ("train = [{source = 'a', wieght = 2}]", "unknown option `data.train.0.wieght`; did you mean `weight`?"),
         ("train = ['a', {name = 'a', x = 1}]", "data.train: 2 sources have the label 'a'; give each a `label` of its"),

@@ -167,6 +167,21 @@ def test_an_evaluation_and_answers(toml: Path, model: Path) -> None:
     assert all(0 < row["num_tokens"] <= 6 for row in rows)
 
 
+def test_what_was_trained_is_exported(toml: Path) -> None:
+    run = llamarl.train(toml, reward=ends_right, data=ROWS, eval_data=ROWS[:4], **INLINE)
+    folder = run.export()
+    assert folder == run.path / "export" and run.export("chosen", step=2) == Path("chosen")
+    found = llamarl.evaluate(folder, ROWS[:4], reward=ends_right, config=run.path / "config.toml")
+    assert isinstance(found, llamarl.EvalRecord) and found.metrics.num_prompts == 4
+    with pytest.raises(llamarl.ConfigError, match="trained all weights"):
+        run.export(merge=True)
+    with pytest.raises(llamarl.ConfigError, match=r"step 7 has no checkpoint in .*; there are 2$"):
+        run.export(step=7)
+    for asked in (lambda: llamarl.evaluate(run.path, config=run.config), lambda: llamarl.generate(run.path, ["1 + 1"])):
+        with pytest.raises(llamarl.ConfigError, match=r"is the folder of a run; name its export, .*/export"):
+            asked()
+
+
 def test_where_a_loop_runs_already(toml: Path) -> None:
     """As in a notebook: the run has a thread of its own."""
 
@@ -349,3 +364,19 @@ def test_what_is_several_data_sets(tmp_path: Path, data: Any, labels: list[str])
     sources = DataConfig.model_validate({"train": found}).sources
     assert [source.label for source in sources] == labels
     assert isinstance(found, list) == bool(labels)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ("rows.jsonl", "data.train = 'rows.jsonl' is a file; give {'name': 'file', 'path': 'rows.jsonl'}"),
+        ({"a": {"weight": 2.0}, "b": ROWS}, "data.train.a has neither `data`, for rows, nor `name`, for a source"),
+        ({"path": "rows.jsonl"}, "data.train has neither `data`, for rows, nor `name`, for a source; it has path"),
+        ({"a": ROWS, "b": []}, "data.train.b has no rows; give at least one"),
+        ({"Größe": ROWS}, "`data.train.0.label = 'Größe'`: it names files and curves; begin with a letter of a to z"),
+    ],
+)
+def test_data_that_are_none(toml: Path, data: Any, says: str) -> None:
+    with pytest.raises(llamarl.ConfigError) as refused:
+        llamarl.train(toml, reward=ends_right, data=data, **INLINE)
+    assert says in str(refused.value)

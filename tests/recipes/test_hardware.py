@@ -123,7 +123,7 @@ def test_its_machine_holds_it(tmp_path: Path, recipe: str) -> None:
             check_memory(config, shape, fewer)
 
 
-@pytest.mark.parametrize("recipe", RECIPES if NIGHTLY else ["cards2_tools", "hosts2_14b"])
+@pytest.mark.parametrize("recipe", RECIPES if NIGHTLY else ["cpu_0.5b", "cards2_tools", "hosts2_14b"])
 def test_a_dry_run_for_its_machine(stocked: HubServer, tokenizer: Path, tmp_path: Path, recipe: str) -> None:
     """Made here, where there is no GPU."""
     options, kind = of_hosts(recipe, tmp_path), recipe.split("_", maxsplit=1)[0]
@@ -134,6 +134,7 @@ def test_a_dry_run_for_its_machine(stocked: HubServer, tokenizer: Path, tmp_path
     dry = llamarl_here("train", recipe, "--dry-run", "--output", tmp_path, *there, *options)
     assert dry.returncode == 0, dry.stderr
     assert "# memory:" in dry.stdout and f'path = "{name}"' in dry.stdout
+    assert re.search(r"^# [\d.]+ s at best for prompts", dry.stdout, re.MULTILINE), "a step's time is forecast"
     if CARDS[kind]:
         check_expectation(recipe, dry.stdout)
 

@@ -84,6 +84,18 @@ def test_the_step_time_is_that_of_the_run_s_work(tmp_path: Path) -> None:
     assert line.startswith("not known: ") and "nowhere.jsonl" in line
 
 
+def test_the_step_time_is_that_of_the_run_s_devices(tmp_path: Path) -> None:
+    """A GPU that trains and generates is one, and of the size that was said; cores share the memory of a host."""
+    toml = write_toml(tmp_path, make_model(tmp_path / "model"))
+    gpus = {
+        name: ("--trainer.device", "cuda", "--generator.device", "cuda", "--gpus", name) for name in ("1x24", "2x40")
+    }
+    together = ("--cluster.placement", "colocated", "--rollout.max_staleness", 0, "--rollout.window", 1)
+    assert " on 1 x rtx4090-24g, " in _step_s(toml, *gpus["1x24"], *together)[1]
+    assert " on 2 x a100-40g, " in _step_s(toml, *gpus["2x40"])[1]
+    assert " on 2 x cpu-core, " in _step_s(toml, "--gpus", "0")[1]
+
+
 def test_of_several_sources_what_each_settles(tmp_path: Path) -> None:
     toml = write_toml(tmp_path, make_model(tmp_path / "model"))
     several = "[{label = 'a', name = 'running_total', count = 4, samples = 2}, {name = 'running_total', count = 5}]"

@@ -278,6 +278,9 @@ def test_settings_that_are_shown(visit: Any, files: dict[str, str]) -> None:
     one.page.uncheck("#differ")
     (row,) = one.page.locator("#table tr", has_text="rollout.temperature").all_inner_texts()
     assert row.endswith("default")
+    one.page.evaluate("runs.forEach((run) => { run.settings[0][1] = '/a-long-folder'.repeat(14); }); drawSettings()")
+    wide, room = one.page.eval_on_selector("#table", "(one) => [one.scrollWidth, one.clientWidth]")
+    assert wide <= room, "all runs are seen beside each other"
 
 
 def test_a_group_is_of_one_step(visit: Any, files: dict[str, str]) -> None:

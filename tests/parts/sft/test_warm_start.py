@@ -18,6 +18,7 @@ from llamarl.config import ConfigError, SftConfig
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.models.attention import causal_attend
 from llamarl.models.hf import load_model
+from llamarl.parts.sft.cli import sft
 from llamarl.parts.sft.warm_start import warm_start
 from llamarl.training.base_model import RECORD_FILE, is_made, settings_hash
 from tests.hub.server import HubServer
@@ -39,6 +40,21 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     config = tiny(tmp_path_factory.mktemp("sft") / "runs" / "base")
     steps = list[tuple[int, Mapping[str, float]]]()
     return warm_start(config, lambda step, metrics: steps.append((step, metrics))), config, steps
+
+
+def test_progress_off_a_terminal_is_a_few_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a cell of a notebook, which asks for colors and keeps all that was drawn."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    toml = tmp_path / "sft.toml"
+    shape = "\n".join(f"{name} = {value}" for name, value in SIZES.items())
+    source = 'name = "running_total"\ncount = 200\nfirst = 100'
+    toml.write_text(f"steps = 20\nrows = 4\nthreads = 1\n[source]\n{source}\n[shape]\n{shape}\n")
+    assert sft.main([str(toml), f"--output={tmp_path / 'base'}"]) == 0
+    *steps, last = capsys.readouterr().out.splitlines()
+    assert [line.partition(", loss ")[0] for line in steps] == [f"warm start: {n} of 20 steps" for n in range(2, 21, 2)]
+    assert last == f"base model: {tmp_path / 'base'}"
 
 
 def test_loss_falls(made: Made) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llamarl.cli.options import MODEL_HELP, add_settings, base_model, command_parser, told_of_delay
+from llamarl.cli.options import MODEL_HELP, add_settings, command_parser, told_of_delay
 from llamarl.config import ConfigError, load_config, settled
 from llamarl.run.answering import BASE, ENGINE, open_engine
 from llamarl.types import GenerationRequest, Rollout, SamplingParams
@@ -117,14 +117,11 @@ def _model(given: str, exported: Path) -> tuple[str, dict[str, Any]]:
     run = Path(given)
     if not (run / "config.toml").exists():
         return given, {}
-    from llamarl.checkpoint.export import export_checkpoint
-    from llamarl.run.names import resolved_path
+    from llamarl.run.export import export
 
     config = load_config(run / "config.toml")
-    lora = config.trainer.lora
-    path = base_model(run, config.model.path, config.output)
-    base = resolved_path(path, "model.path", weights=lora is not None, command="llamarl serve")
-    step = export_checkpoint(run / "checkpoints", base, exported / "model", None, lora, lora is not None)
+    merge = config.trainer.lora is not None
+    step, _ = export(run, config, exported / "model", None, merge, command="llamarl serve")
     print(f"step {step} of {given}", file=sys.stderr)
     return str(exported / "model"), config.data.template_arguments
 

@@ -30,6 +30,8 @@ from llamarl.run.prepare import check_layout, check_parts, train_prompts
 EPILOG = "Settings that do nothing beside the others are refused, as by `llamarl train`."
 SAMPLED = 256
 """Prompts that are read to know how long they are."""
+SHARED_BYTES = 1e15
+"""Memory of a core where no bound is to be put on it."""
 _UNITS = {"_s": "seconds", "_bytes": "bytes", "_tokens": "tokens", "steps": "optimizer steps", "_mismatch": "nats",
           "staleness": "optimizer steps", "tflops": "TFLOP/s"}  # fmt: skip
 
@@ -104,6 +106,7 @@ def settings(config: Section, file: set[str], line: set[str], where: str = "", r
 
 def consequences(config: RunConfig, machine: MachineMemory | None = None) -> dict[str, list[str]]:
     """Consequences of all settings together, as lines by topic. Raises ConfigError: no layout serves."""
+    placer: LocalPlacer | None = None
     if config.cluster.kind == "hosts":
         hosting, gpus = part("hosts", "imagined")(config)
         each = f"with {gpus} GPUs each" if gpus else "without GPUs"
@@ -128,7 +131,7 @@ def consequences(config: RunConfig, machine: MachineMemory | None = None) -> dic
         for warning in warnings:
             print(f"llamarl: {warning}", file=sys.stderr)
         found["memory"] = memory_lines(config, shape, machine)
-        found["step time"] = [_step_time(config, shape.max_position_embeddings, machine)]
+        found["step time"] = [_step_time(config, shape.max_position_embeddings, _pool(config, machine, placer))]
     return found
 
 
@@ -142,17 +145,30 @@ def _of_hub(name: HubName) -> str:
     return f"{name}: {weights / 1e6:,.1f} MB of weights, {'in the cache' if cached(name) else 'which a run fetches'}"
 
 
-def _step_time(config: RunConfig, context: int, machine: MachineMemory | None = None) -> str:
+def _pool(config: RunConfig, machine: MachineMemory | None, placer: LocalPlacer | None) -> tuple[int, str]:
+    """Number of devices that train and generate, one that does both once, and their kind by the planner's table: cores,
+    or the fastest GPU whose memory is nearest to that of `machine`."""
+    trainer, generator = config.trainer, config.generator
+    is_cpu = trainer.device == "cpu"
+    count = trainer.parallelism.num_ranks * (trainer.threads if is_cpu else 1)
+    count += generator.replicas * generator.tensor_parallel * (generator.threads if is_cpu else 1)
+    if is_cpu:
+        return count, CPU
+    if placer is not None:
+        used = {
+            one for role in ("trainer", "generator") for name in placer.of_role(role) for one in placer.devices(name)
+        }
+        count = len(used) or count
+    if machine is None or not machine.gpus:
+        return count, "h100-80g"
+    known = [one for name, one in GPUS.items() if name != CPU]
+    return count, min(known, key=lambda one: (abs(one.memory_bytes - machine.gpus[0]), -one.bf16_flops)).name
+
+
+def _step_time(config: RunConfig, context: int, pool: tuple[int, str]) -> str:
     """Forecast of a step's seconds in a sentence, for prompts like the first ones of the data, by the profile of the
     run that was here before, if it has one."""
-    trainer, generator, kind = config.trainer, config.generator, CPU
-    if trainer.device != "cpu":  # the first of the table whose memory is like the machine's
-        wanted = machine.gpus[0] if machine and machine.gpus else GPUS["h100-80g"].memory_bytes
-        kind = min(GPUS, key=lambda name: abs(GPUS[name].memory_bytes - wanted))
-    of_trainer = trainer.parallelism.num_ranks * (trainer.threads if kind == CPU else 1)
-    of_generators = generator.replicas * generator.tensor_parallel * (generator.threads if kind == CPU else 1)
-    take_turns = config.cluster.placement == "colocated"
-    count = max(of_trainer, of_generators) if take_turns else of_trainer + of_generators
+    trainer, (count, kind) = config.trainer, pool
     profile = Path(config.output, config.name, "profile.json")
     try:
         prompts = train_prompts(config, context, most=SAMPLED).prompts
@@ -160,6 +176,9 @@ def _step_time(config: RunConfig, context: int, machine: MachineMemory | None = 
         words = {"--gpus": count, "--gpu": kind, "--data.max_prompt_tokens": mean}
         words |= {"--profile": profile} if profile.exists() else {}
         request = plan.asked(plan.parser().parse_args([str(word) for pair in words.items() for word in pair]), config)
+        if kind == CPU:  # whose memory is not a core's; whether the run fits, `memory` says
+            pools = [replace(one, gpu=replace(one.gpu, memory_bytes=SHARED_BYTES)) for one in request.pools]
+            request = replace(request, pools=tuple(pools))
         if not profile.exists():
             constants = OF_CORES if kind == CPU else request.constants
             constants = replace(constants, recompute=float(trainer.activation_checkpointing))

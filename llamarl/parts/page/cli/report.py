@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from llamarl.cli.options import base_model, command_parser, told_of_delay, write_output
+from llamarl.cli.options import command_parser, told_of_delay, write_output
 from llamarl.config import ConfigError
 from llamarl.parts.page.document import document, whole
 from llamarl.parts.page.rollouts import Decode
@@ -39,6 +39,7 @@ def decoder(folder: Path) -> Decode | None:
     """Text of a token, by the tokenizer of the run's model; None where that is not on this machine, which is said, and
     for a forecast."""
     from llamarl.data.tokenizer import Tokenizer
+    from llamarl.run.names import base_model
 
     if (folder / "forecast.json").exists():  # which has no rollouts
         return None

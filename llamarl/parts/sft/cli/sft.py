@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -12,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from llamarl.cli.main import FAILURE, INTERRUPTED
 from llamarl.cli.options import command_parser, told_of_delay
 from llamarl.config import ConfigError, RunConfig, SftConfig, load_sft
+from llamarl.observability.formats import ABSENT
 
 EPILOG = """RUN.toml, as of `llamarl train`: fine-tunes model.path on data.train, by the field data.solution, with the
 settings of trainer, checkpoint and cluster; a step learns rollout.prompts_per_step documents. `llamarl export` writes
@@ -94,11 +96,20 @@ def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
 
 @contextmanager
 def _bar(name: str, steps: int) -> Iterator[Show]:
-    columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
+    """Progress, drawn on a terminal; elsewhere, as in a notebook or a log, a line for each tenth of the steps."""
+    if not sys.stdout.isatty():
+        yield partial(_line, name, steps)
+        return
+    columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"))
     with Progress(*columns, TimeRemainingColumn()) as bar:
-        task = bar.add_task("", total=steps, loss=float("nan"))
+        task = bar.add_task("", total=steps, loss=ABSENT)
 
         def show(step: int, metrics: Mapping[str, float]) -> None:
-            bar.update(task, completed=step, loss=metrics["loss"])
+            bar.update(task, completed=step, loss=f"{metrics['loss']:.3f}")
 
         yield show
+
+
+def _line(name: str, steps: int, step: int, metrics: Mapping[str, float]) -> None:
+    if step == steps or step % max(1, steps // 10) == 0:
+        print(f"{name}: {step} of {steps} steps, loss {metrics['loss']:.3f}", flush=True)
