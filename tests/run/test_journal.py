@@ -46,7 +46,6 @@ def said(folder: Path, settings: RunConfig, num_prompts: int = 5, unknown: Seque
         ({"rollout": {"segment_tokens": 9}}, ""),
         ({"trainer": {"threads": 2, "microbatch_tokens": 100}, "generator": {"replicas": 3}, "steps": 99}, ""),
         ({"data": {"eval": "jsonl"}, "checkpoint": {"keep": 4}}, ""),
-        ({"trainer": {"moments_on": "host"}}, ""),
     ],
 )
 def test_settings_that_change_what_is_recorded_are_named(tmp_path: Path, changes: dict[str, Any], name: str) -> None:
