@@ -163,7 +163,7 @@ class Message(_Body):
     tool_calls: Annotated[list[_MessageToolCall], Field(fail_fast=True)] | None = None
 
 
-class _Function(_Body):
+class _NamedFunction(_Body):
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     parameters: Json | None = None
@@ -172,7 +172,7 @@ class _Function(_Body):
 
 class _Tool(_Body):
     type: Literal["function"] = "function"
-    function: _Function
+    function: _NamedFunction
 
 
 class ChatCall(ModelCall):
