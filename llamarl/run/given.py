@@ -31,6 +31,10 @@ def sources_of(data: Rows, output: Path, option: str) -> dict[str, Any] | list[d
     """The source that `data` is, or the sources of a mixture, or several sets: rows, or several of them, in a table by
     label or in a list, each by itself, as `{"data": rows, "weight": 2.0, "reward": function}`, or as an entry of a TOML
     file. Raises ConfigError."""
+    if type(data).__name__ in ("DatasetDict", "IterableDatasetDict"):  # a mixture would train on the test split, too
+        raise ConfigError(
+            f"{option} is a {type(data).__name__} of the splits {', '.join(map(str, data))}; give one of them"
+        )
     if isinstance(data, Mapping) and data and "name" not in data:
         if not any(isinstance(one, str | int | float | None) for one in data.values()):
             return [_entry({"label": str(label)}, one, output, f"{option}.{label}") for label, one in data.items()]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import llamarl
-from llamarl.config import RunConfig, load_config
+from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.config.data import DataConfig
 from llamarl.controller.clock import PatientLoop, run_patiently
 from llamarl.run.given import sources_of
@@ -364,6 +364,17 @@ def test_what_is_several_data_sets(tmp_path: Path, data: Any, labels: list[str])
     sources = DataConfig.model_validate({"train": found}).sources
     assert [source.label for source in sources] == labels
     assert isinstance(found, list) == bool(labels)
+
+
+def test_splits_of_one_data_set_are_no_mixture(tmp_path: Path) -> None:
+    """Its test split would be trained on."""
+
+    class DatasetDict(dict):  # as the package `datasets` has it
+        pass
+
+    splits = DatasetDict(train=[{"question": "1+1?", "answer": "2"}], test=[{"question": "2+2?", "answer": "4"}])
+    with pytest.raises(ConfigError, match=r"data.train is a DatasetDict of the splits train, test; give one of them"):
+        sources_of(splits, tmp_path, "data.train")
 
 
 @pytest.mark.parametrize(
