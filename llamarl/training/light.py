@@ -136,7 +136,7 @@ def _exact(weight: Tensor) -> torch.dtype:
 
 
 class LightAdamW(Uncompiled):
-    """AdamW (arXiv 1711.05101) with moments as codes, in memory of the host, or both.
+    """AdamW (arXiv 1711.05101) with moments as codes or in memory of the host, or weights in bfloat16.
 
     State of a weight is what fused AdamW has of one, `step`, `exp_avg` and `exp_avg_sq`; codes have scales beside them.
     """
@@ -248,7 +248,7 @@ def read_state(
             continue
         if name + SCALE not in held:
             found[name] = read(name, spec.box)
-            if coded and found[name].ndim == 2:
+            if coded and is_coded(found[name]):
                 found[name], found[name + SCALE] = encoded(name, found[name])
             continue
         first, last = (-(-edge // BLOCK) * BLOCK for edge in (spec.box.starts[1] - BLOCK + 1, spec.box.stops[1]))

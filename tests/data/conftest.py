@@ -12,7 +12,7 @@ import pytest
 from llamarl.data.sources.running_total import RunningTotal
 from llamarl.data.tokenizer import CONFIG_FILE, Tokenizer
 from llamarl.parts.sft.bpe import train_byte_bpe
-from tests.hub.server import HubServer
+from tests.hub.server import HubServer, only_hub
 
 
 @pytest.fixture(scope="session")
@@ -39,9 +39,5 @@ def make_tokenizer(base_tokenizer: Tokenizer, tmp_path: Path) -> Callable[..., T
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """A Hub without repositories; the cache is of this test."""
-    with HubServer() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    with only_hub(tmp_path / "hf", monkeypatch) as server:
         yield server

@@ -15,7 +15,7 @@ import pytest
 
 from llamarl.config import load_config
 from tests.end_to_end.tiny import llamarl_here, rows, write_toml
-from tests.hub.server import HubServer
+from tests.hub.server import HubServer, only_hub
 
 TEMPLATE = """{{ strftime_now("%d %b %Y") }}
 {% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}
@@ -71,11 +71,7 @@ def test_a_file_of_csv_and_a_day_that_stays(chatty: Path, tmp_path: Path) -> Non
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    with HubServer() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    with only_hub(tmp_path / "hf", monkeypatch) as server:
         yield server
 
 

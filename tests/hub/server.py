@@ -9,12 +9,15 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
 
 _LARGE = (".safetensors", ".parquet", ".bin")
 """Ends of names of files that are kept outside of git."""
@@ -356,3 +359,14 @@ def _send_body(http: Any, body: bytes, fault: Fault | None) -> None:
     http.wfile.flush()
     if fault and fault.cut_at is not None:
         http.connection.close()
+
+
+@contextmanager
+def only_hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A Hub without repositories, the only one that this process finds, with an empty cache in `home`."""
+    with HubServer() as server:
+        for name in ("HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HUGGING_FACE_HUB_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in server.environment(home).items():
+            monkeypatch.setenv(name, value)
+        yield server

@@ -27,7 +27,7 @@ from llamarl.run.memory import MachineMemory, check_memory, run_holdings
 from llamarl.run.placement import models_in_use
 from tests.data.test_chat import QWEN
 from tests.end_to_end.tiny import llamarl, llamarl_here, rows
-from tests.hub.server import HubServer
+from tests.hub.server import HubServer, only_hub
 from tests.nightly import NIGHTLY, nightly
 
 GIB = 2**30
@@ -82,11 +82,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def stocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """A Hub with all data sets, and an empty cache."""
-    for name in ("HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    with HubServer() as hub:
-        for name, value in hub.environment(tmp_path / "hf").items():
-            monkeypatch.setenv(name, value)
+    with only_hub(tmp_path / "hf", monkeypatch) as hub:
         add_data(hub)
         yield hub
 
