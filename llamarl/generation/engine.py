@@ -84,9 +84,10 @@ class Engine:
         self._context = shape.max_position_embeddings
         block_bytes = KVCache.block_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
         num_blocks = (kv_budget(model, max_running) if kv_bytes is None else kv_bytes) // block_bytes
-        graphs = (
-            gpu.fused(device).decode is not None and isinstance(model, GeneratorModel) if graphs is None else graphs
-        )
+        self._no_graphs_because = model.no_graphs_because if isinstance(model, GeneratorModel) else ""
+        if graphs is None:
+            has_kernels = gpu.fused(device).decode is not None and isinstance(model, GeneratorModel)
+            graphs = has_kernels and not self._no_graphs_because
         self._cache = KVCache(
             num_layers=shape.num_layers, num_blocks=num_blocks + graphs, num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim, dtype=dtype, device=device,
@@ -111,6 +112,8 @@ class Engine:
         """Text for the log of what computes what: C++ kernels, or torch and why."""
         weights = getattr(self.model, "multiplies_by", "torch")
         graphs = ", decode steps by CUDA graphs" if self._graphs else ""
+        if self._no_graphs_because:
+            graphs = f", without CUDA graphs ({self._no_graphs_because})"
         return f"weights by {weights}, attention by {backend_name(self._cache)}{graphs}"
 
     @property

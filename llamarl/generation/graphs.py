@@ -10,7 +10,7 @@ step is replayed only by one that was captured with the addresses in use.
 
 Off GPUs nothing is captured, and a replay runs the same function on the same buffers again: this is how it is tested.
 
-Shape suffixes: B rows of a step, with padding; D model dim.
+Shape suffixes: B rows of a step, with padding; R rows of the largest; D model dim; W experts of a token in all layers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.generation.inputs import StepInputs, gather_inputs, num_inputs
+from llamarl.generation.inputs import StepInputs, gather_inputs, new_routes, num_inputs
 from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
 from llamarl.generation.model import GeneratorModel
 from llamarl.generation.rows import Rows
@@ -46,8 +46,11 @@ class DecodeGraphs:
             num_inputs(max_running, max_running, width), dtype=torch.int32, device=cache.device
         )  # the one that all graphs read
         self._width = width
+        self._routes_R_W = new_routes(model.shape, max_running, cache.device)
         self._replays = dict[int, dict[int, Callable[[], Tensor]]]()
         """Weights -> rows -> what gives their hidden states."""
+        self.routes_B_W: Tensor | None = None
+        """Experts of the rows of the last step, until the next; None: the model is no mixture."""
         self._pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
         self._capture(model)
         if self._pool is not None:
@@ -64,10 +67,12 @@ class DecodeGraphs:
         host = gather_inputs(rows, of_tokens, self._cache.device, size, self._spare_block)
         self._array[: len(host)].copy_(host, non_blocking=True)
         hidden_B_D = self._replays[self._model.weights_at][size]()
+        self.routes_B_W = None if self._routes_R_W is None else self._routes_R_W[:count]
         return hidden_B_D[:count], self._inputs(size).settings_5_B[:, :count]
 
     def _inputs(self, size: int) -> StepInputs:
-        return StepInputs(self._array[: num_inputs(size, size, self._width)], size, size)
+        routes_B_W = None if self._routes_R_W is None else self._routes_R_W[:size]
+        return StepInputs(self._array[: num_inputs(size, size, self._width)], size, size, routes_B_W)
 
     def _capture(self, model: GeneratorModel) -> None:
         """All sizes with one set of weights; the largest first, in whose memory the others find room."""
@@ -81,7 +86,8 @@ class DecodeGraphs:
         inputs = self._inputs(size)
 
         def run() -> Tensor:
-            return model(inputs.token_N, inputs.position_N, TorchAttention(self._cache, inputs))
+            attend = TorchAttention(self._cache, inputs)
+            return model(inputs.token_N, inputs.position_N, attend, inputs.routes_N_W)
 
         # What a step with nothing to do looks like: libraries set themselves up in it, which cannot be captured.
         self._array.zero_()

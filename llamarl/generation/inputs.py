@@ -1,6 +1,6 @@
 """`StepInputs`: all that a step on a GPU reads of its rows, in one array, so that one copy brings it.
 
-Shape suffixes: N packed tokens, B rows, M blocks of one row.
+Shape suffixes: N packed tokens, B rows, M blocks of one row, W experts of a token in all layers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from llamarl.generation.kv_cache import BLOCK_SIZE
 from llamarl.generation.rows import Rows
 from llamarl.generation.sampler import settings
+from llamarl.models.shape import ModelShape
 
 _OF_TOKEN, _OF_ROW = 4, 7
 """Numbers before the table: of each token, of each row."""
@@ -27,7 +28,9 @@ def num_inputs(num_tokens: int, num_rows: int, width: int) -> int:
 class StepInputs:
     """Views of the array."""
 
-    def __init__(self, array: Tensor, num_tokens: int, num_rows: int) -> None:
+    def __init__(self, array: Tensor, num_tokens: int, num_rows: int, routes_N_W: Tensor | None = None) -> None:
+        self.routes_N_W = routes_N_W
+        """Experts that each token chooses, which the forward fills in; None: nobody asks."""
         rows = _OF_TOKEN * num_tokens
         end = rows + _OF_ROW * num_rows
         self.token_N, self.position_N, self.block_N, self.offset_N = array[:rows].view(_OF_TOKEN, num_tokens)
@@ -47,6 +50,14 @@ class StepInputs:
         column_M = torch.arange(len(self.table) // max(num_rows, 1), device=self.table.device)
         row_B = torch.arange(num_rows, device=self.table.device)
         return self.table[row_B[:, None] * self.width + torch.minimum(column_M, self.width - 1)]
+
+
+def new_routes(shape: ModelShape, num_tokens: int, device: torch.device) -> Tensor | None:
+    """Memory for the experts of so many tokens; None: the model is no mixture."""
+    if shape.moe is None:
+        return None
+    dtype = torch.uint8 if shape.moe.route_bytes == 1 else torch.uint16
+    return torch.empty(num_tokens, shape.moe.route_width, dtype=dtype, device=device)
 
 
 def gather_inputs(

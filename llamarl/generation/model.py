@@ -6,7 +6,11 @@ input (q, k, v; gate, up) are neighbors in that order, so that the tensors of on
 On the CPU hidden states are float32 whatever the weights: they are small, the kernels accumulate in float32 anyway,
 and no rounding is left between two layers. On GPUs they are bfloat16 unless the weights are float32.
 
-Shape suffixes: N packed tokens, D model dim, H query heads, J kv heads, K head dim, F feed-forward dim, V vocabulary.
+In a mixture of experts the router is float32 in every precision, what it chooses can be recorded, and tensor-parallel
+ranks have columns of every expert, or some experts each (`sharding/tensor_parallel.py` says which).
+
+Shape suffixes: N packed tokens, D model dim, H query heads, J kv heads, K head dim, V vocabulary, W experts of a token in
+all layers.
 """
 
 from __future__ import annotations
@@ -23,11 +27,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.config.errors import ConfigError
-from llamarl.generation.network import GeneratorLayer, Network, linears_of
+from llamarl.generation.network import (
+    ExpertMixture,
+    GatedLinears,
+    GeneratorLayer,
+    Network,
+    expert_mixture,
+    gated_linears,
+    linears_of,
+)
 from llamarl.generation.torch_attention import TorchAttention
 from llamarl.kernels import gpu
 from llamarl.kernels.linear import Linear, QuantizedRows, Room
-from llamarl.kernels.ops import rms_norm, rotate, silu_mul
+from llamarl.kernels.ops import rms_norm, rotate
 from llamarl.models.folder import load_shape
 from llamarl.models.hf import EMBEDDING, HEAD, Read, open_model
 from llamarl.models.quantize import QUANTIZED_DTYPES, quantize_rows
@@ -35,7 +47,14 @@ from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Attend, Rope, Transformer
 from llamarl.observability.stages import stage
 from llamarl.sharding.box import Box
-from llamarl.sharding.tensor_parallel import tensor_parallel_box
+from llamarl.sharding.tensor_parallel import (
+    cuts_by_expert,
+    expert_box,
+    is_expert,
+    is_quantizable,
+    is_router,
+    tensor_parallel_box,
+)
 from llamarl.weight_sync.base import views
 from llamarl.weight_sync.layout import TensorSpec, lay_out
 
@@ -103,8 +122,10 @@ class GeneratorModel:
         """Sizes of the model with the heads of this rank."""
         heads = self.shape.num_heads, self.shape.num_kv_heads, self.shape.num_kv_heads
         self._qkv_sizes = [count * shape.head_dim for count in heads]
-        self._gate_up_sizes = [boxes[_name(0, "mlp.gate_proj.weight")].shape[0]] * 2
-        self._first_id = boxes[EMBEDDING].starts[0]
+        self._first_id, self._first_expert = boxes[EMBEDDING].starts[0], 0
+        if shape.moe is not None:
+            sparse = _name(shape.moe.sparse_layers[0], "mlp.experts.gate_proj")
+            self._first_expert = boxes[sparse].starts[0]
         self._rope = Rope(shape)
         self._head_name = EMBEDDING if shape.tie_embeddings else HEAD
         self._used: Mapping[str, Tensor] = {}
@@ -126,8 +147,8 @@ class GeneratorModel:
     def multiplies_by(self) -> str:
         """Names for the log of what computes the projections: paths of `kernels/paths.py` and the shapes of weights."""
         shapes = dict[str, dict[str, None]]()
-        for one in self._network.linears():
-            shapes.setdefault(one.path, {})[one.describe()] = None
+        for path, shape in self._network.multipliers():
+            shapes.setdefault(path, {})[shape] = None
         names = ", ".join(f"{path} ({'; '.join(of_it)})" for path, of_it in shapes.items())
         return names + (f", packed in 2 x {self.packed_bytes / 1e6:.3g} MB" if self.packed_bytes else "")
 
@@ -147,7 +168,7 @@ class GeneratorModel:
             NonFiniteWeights: a parameter to be quantized holds NaN or infinity.
         """
         if isinstance(weights, Transformer):
-            weights = dict(weights.named_parameters())
+            weights = weights.state_dict()
         read = part_reader(weights) if isinstance(weights, Mapping) else weights
         tensors = self._buffer()
         with torch.no_grad():
@@ -232,10 +253,19 @@ class GeneratorModel:
         network.head = Linear(network[self._head_name], room=network.room)
         return network
 
-    def __call__(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        """Hidden states after the final norm, [N, D]."""
+    def __call__(
+        self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend, routes_N_W: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states after the final norm, [N, D].
+
+        Args:
+            routes_N_W: of a mixture, filled with the experts that each token chooses, layer by layer, the likeliest
+                first; of any integer type that holds them.
+        """
+        chosen = list[Tensor]()
         x_N_D, delta_N_D, eps = self._embed(token_ids_N), None, self.shape.rms_norm_eps
-        paged = attend if isinstance(attend, TorchAttention) and attend.rotates else None
+        rotates_all = self.shape.rotary_dim == self.shape.head_dim
+        paged = attend if isinstance(attend, TorchAttention) and attend.rotates and rotates_all else None
         rotation = self._rope(positions_N, torch.float32)  # as the trainer, whatever attends
         for index, layer in enumerate(self._network.layers):
             normed_N_D = rms_norm(x_N_D, layer.input_norm_D, eps, delta_N_D, layer.qkv[0].takes)
@@ -246,9 +276,15 @@ class GeneratorModel:
             else:
                 out_N_H_K = attend(index, *rotate(q, k, rotation, layer.qk_norms, eps), v)
             delta_N_D = self._add(layer.o, out_N_H_K.flatten(-2).contiguous(), x_N_D)
-            normed_N_D = rms_norm(x_N_D, layer.post_norm_D, eps, delta_N_D, layer.gate_up[0].takes)
-            gate_N_F, up_N_F = _project(layer.gate_up, normed_N_D, self._gate_up_sizes)
-            delta_N_D = self._add(layer.down, silu_mul(gate_N_F, up_N_F, layer.down.takes), x_N_D)
+            normed_N_D, mlp = rms_norm(x_N_D, layer.post_norm_D, eps, delta_N_D, layer.mlp.takes), layer.mlp
+            if isinstance(mlp, ExpertMixture):
+                delta_N_D, ids_N_K = mlp(normed_N_D)
+                delta_N_D = self._parallel.all_reduce(delta_N_D) if self._parallel else delta_N_D
+                chosen.append(ids_N_K)
+            else:
+                delta_N_D = self._add(mlp.down, mlp.inner(normed_N_D), x_N_D)
+        if routes_N_W is not None:
+            routes_N_W.copy_(torch.cat(chosen, 1))
         return rms_norm(x_N_D, self._used["model.norm.weight"], eps, delta_N_D)
 
     def logits(self, hidden_N_D: Tensor) -> Tensor:
@@ -269,7 +305,9 @@ class GeneratorModel:
             raise ValueError(f"{name} has no float8 units, which fp8 {wanted[0]} need; use int8 or bfloat16")
 
     def _dtype_of(self, name: str) -> str:
-        if name.endswith("_proj.weight"):
+        if is_router(name):
+            return "float32"
+        if is_quantizable(name):
             return _QUANTIZED.get(self.precision, self.precision)
         return _dtype_name(self.head_dtype if name in (EMBEDDING, HEAD) else self.dtype)
 
@@ -286,9 +324,14 @@ class GeneratorModel:
             qk_norms=(get("self_attn.q_norm.weight"), get("self_attn.k_norm.weight")) if self.shape.qk_norm else None,
             o=linears("self_attn.o_proj")[0],
             post_norm_D=get("post_attention_layernorm.weight"),
-            gate_up=linears("mlp.gate_proj", "mlp.up_proj"),
-            down=linears("mlp.down_proj")[0],
+            mlp=self._feed_forward(tensors, index),
         )
+
+    def _feed_forward(self, tensors: Network, index: int) -> GatedLinears | ExpertMixture:
+        module, moe = _name(index, "mlp"), self.shape.moe
+        if moe is None or index not in moe.sparse_layers:
+            return gated_linears(tensors, module, tensors.room)
+        return expert_mixture(tensors, module, tensors.room, moe, self._first_expert)
 
     def _embed(self, token_ids_N: Tensor) -> Tensor:
         embedding_V_D = self._used[EMBEDDING]
@@ -328,14 +371,21 @@ def _name(layer: int, name: str) -> str:
 def _specs(shape: ModelShape, dtype_of: Callable[[str], str], num_ranks: int, rank: int) -> tuple[TensorSpec, ...]:
     """Projections of one input follow each other, first their values and then their scales."""
     with torch.device("meta"):
-        shapes = {name: tuple(parameter.shape) for name, parameter in Transformer(shape).named_parameters()}
-    specs = list[TensorSpec]()
+        shapes = {name: tuple(one.shape) for name, one in Transformer(shape).state_dict().items()}
+    specs, moe = list[TensorSpec](), shape.moe
+    by_expert = moe is not None and cuts_by_expert(moe.num_experts, moe.expert_size, num_ranks)
+
+    def box_of(name: str) -> Box:
+        if by_expert and is_expert(name):
+            return expert_box(shapes[name], num_ranks, rank)
+        return tensor_parallel_box(name, shapes[name], num_ranks, rank, shape.num_kv_heads)
+
     for group in _groups(shapes):
         values = [
             TensorSpec(
                 name=name,
                 global_shape=shapes[name],
-                box=tensor_parallel_box(name, shapes[name], num_ranks, rank, shape.num_kv_heads),
+                box=box_of(name),
                 dtype=dtype_of(name),
             )
             for name in group

@@ -1,19 +1,71 @@
 """Network that a `GeneratorModel` computes with: matrices over its tensors, joined where they lie side by side.
 
-Shape suffixes: N outputs, K inputs, D model dim.
+Shape suffixes: N packed tokens (in `Linear`'s arguments: outputs), K inputs of a matrix, or experts of a token; E
+experts, D model dim, F feed-forward dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from llamarl.kernels.linear import Linear, Room
+from llamarl.kernels.experts import ExpertFeedForward
+from llamarl.kernels.linear import Linear, QuantizedRows, Room
+from llamarl.kernels.ops import silu_mul
+from llamarl.models.experts import route
+from llamarl.models.shape import MoeShape
 
 _ARGUMENTS = {"weight": "values_N_K", "weight.scale": "scales_N", "bias": "bias_N"}
 """Arguments of `Linear`, by the names of a module's tensors."""
+_HALVES = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatedLinears:
+    """A dense feed-forward, or the shared expert of a mixture."""
+
+    gate_up: tuple[Linear, ...]
+    """One for both, or two."""
+    down: Linear
+
+    @property
+    def takes(self) -> torch.dtype | None:
+        """As `Linear.takes`."""
+        return self.gate_up[0].takes
+
+    def inner(self, x_N_D: Tensor | QuantizedRows) -> Tensor | QuantizedRows:
+        """silu(gate(x)) * up(x), which `down` multiplies."""
+        parts = [one(x_N_D) for one in self.gate_up]
+        gate_N_F, up_N_F = parts if len(parts) == _HALVES else parts[0].chunk(_HALVES, -1)
+        return silu_mul(gate_N_F, up_N_F, self.down.takes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertMixture:
+    """A feed-forward in which each token chooses its experts; float32 decides."""
+
+    moe: MoeShape
+    router: Linear
+    """[E, D], float32."""
+    selection_bias_E: Tensor | None
+    experts: ExpertFeedForward
+    shared: GatedLinears | None
+    """Serves every token."""
+
+    @property
+    def takes(self) -> torch.dtype | None:
+        """None: the router takes rows that were not quantized."""
+
+    def __call__(self, x_N_D: Tensor) -> tuple[Tensor, Tensor]:
+        """What the experts add up to, [N, D], and which they were, int64 [N, K]."""
+        ids_N_K, gates_N_K = route(self.router(x_N_D.float()), self.selection_bias_E, self.moe)
+        y_N_D = self.experts(x_N_D, ids_N_K, gates_N_K)
+        if self.shared is not None:
+            y_N_D += self.shared.down(self.shared.inner(x_N_D))
+        return y_N_D, ids_N_K
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,9 +76,14 @@ class GeneratorLayer:
     qk_norms: tuple[Tensor, Tensor] | None
     o: Linear
     post_norm_D: Tensor
-    gate_up: tuple[Linear, ...]
-    """One for both, or two."""
-    down: Linear
+    mlp: GatedLinears | ExpertMixture
+
+    def linears(self) -> Iterator[Linear]:
+        yield from (*self.qkv, self.o)
+        if isinstance(self.mlp, ExpertMixture):
+            yield self.mlp.router
+        if (gated := self.mlp.shared if isinstance(self.mlp, ExpertMixture) else self.mlp) is not None:
+            yield from (*gated.gate_up, gated.down)
 
 
 class Network(dict[str, Tensor]):
@@ -40,8 +97,15 @@ class Network(dict[str, Tensor]):
     """Number of the use of `room`, as `room.begin` gave it."""
 
     def linears(self) -> list[Linear]:
-        found = [one for layer in self.layers for one in (*layer.qkv, layer.o, *layer.gate_up, layer.down)]
-        return [*found, self.head]
+        return [*(one for layer in self.layers for one in layer.linears()), self.head]
+
+    def mixtures(self) -> list[ExpertMixture]:
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertMixture)]
+
+    def multipliers(self) -> list[tuple[str, str]]:
+        """(path, shape of weights), for the log."""
+        linears = [(one.path, one.describe()) for one in self.linears()]
+        return [*linears, *(pair for one in self.mixtures() for pair in one.experts.multipliers())]
 
 
 def linears_of(tensors: Mapping[str, Tensor], modules: Sequence[str], room: Room) -> tuple[Linear, ...]:
@@ -52,6 +116,29 @@ def linears_of(tensors: Mapping[str, Tensor], modules: Sequence[str], room: Room
     if len(joined) == len(parts):
         return (Linear(**joined, room=room),)
     return tuple(Linear(**dict(zip(parts, one, strict=True)), room=room) for one in zip(*parts.values(), strict=True))
+
+
+def gated_linears(tensors: Mapping[str, Tensor], module: str, room: Room) -> GatedLinears:
+    """The feed-forward of this name."""
+    return GatedLinears(
+        gate_up=linears_of(tensors, [f"{module}.gate_proj", f"{module}.up_proj"], room),
+        down=linears_of(tensors, [f"{module}.down_proj"], room)[0],
+    )
+
+
+def expert_mixture(
+    tensors: Mapping[str, Tensor], module: str, room: Room, moe: MoeShape, first: int
+) -> ExpertMixture:
+    """The mixture of this name, of which experts are here from number `first` on."""
+    names = (f"{module}.experts.{kind}_proj" for kind in ("gate", "up", "down"))
+    gate, up, down = ((tensors[name], tensors.get(f"{name}.scale")) for name in names)
+    return ExpertMixture(
+        moe=moe,
+        router=linears_of(tensors, [f"{module}.gate"], room)[0],
+        selection_bias_E=tensors.get(f"{module}.gate.e_score_correction_bias"),
+        experts=ExpertFeedForward(gate, up, down, first, room),
+        shared=gated_linears(tensors, f"{module}.shared_experts", room) if moe.shared_size else None,
+    )
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor | None:

@@ -62,6 +62,11 @@ def exactly() -> Iterator[None]:
         _EXACT.reset(token)
 
 
+def is_exact() -> bool:
+    """Whether this thread is within `exactly`."""
+    return _EXACT.get()
+
+
 class Room:
     """Memory for packed copies, used again by whoever takes the same amounts in the same order."""
 
@@ -141,7 +146,7 @@ class Linear:
         if self.takes and (fused := gpu.fused(x_M_K.device).ops):
             return self(fused.quantize(x_M_K, self.takes))
         if self._path is None or _EXACT.get():
-            y_M_N = _torch_linear(x_M_K, self._values_N_K, self._scales_N, self._bias_N)
+            y_M_N = by_torch(x_M_K, self._values_N_K, self._scales_N, self._bias_N)
             return y_M_N if add_to_M_N is None else add_to_M_N.add_(y_M_N)
         if self._packed is not None and self._values_N_K._version != self._version:
             self._pack()
@@ -173,7 +178,10 @@ def _is_plain(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.is_contiguous() and x.device.type == "cpu"
 
 
-def _torch_linear(x_M_K: Tensor, values_N_K: Tensor, scales_N: Tensor | None, bias_N: Tensor | None) -> Tensor:
+def by_torch(
+    x_M_K: Tensor, values_N_K: Tensor, scales_N: Tensor | None = None, bias_N: Tensor | None = None
+) -> Tensor:
+    """The product without kernels, of the type of `x`; on the CPU nothing but the weights is rounded."""
     if scales_N is not None:
         y_M_N = _scaled_product(x_M_K, values_N_K, scales_N)
         return y_M_N if bias_N is None else y_M_N + bias_N

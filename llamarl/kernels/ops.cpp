@@ -116,11 +116,11 @@ void rms_norm(const float* x, const float* weight, float* y, int64_t num_rows, i
     }
 }
 
-// Heads in place: normed if there is a weight, then channel i rotated with channel i + half.
+// Heads in place: normed if there is a weight, then channel i of the first `rotary_dim` rotated with channel i + half.
 void rotate(
     float* x, int64_t stride, int64_t num_heads, const float* weight, const float* cosine, const float* sine,
-    int64_t table_stride, int64_t num_rows, int64_t head_dim, float eps) {
-    const int64_t half = head_dim / 2;
+    int64_t table_stride, int64_t num_rows, int64_t head_dim, int64_t rotary_dim, float eps) {
+    const int64_t half = rotary_dim / 2;
     for (int64_t row = 0; row < num_rows; ++row, x += stride, cosine += table_stride, sine += table_stride) {
         for (int64_t head = 0; head < num_heads; ++head) {
             float *low = x + head * head_dim, *high = low + half;

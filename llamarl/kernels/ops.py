@@ -4,7 +4,7 @@ On the CPU in float32 each is one pass in C++ (`ops.cpp`), after it has reproduc
 GPUs are one launch (`triton_ops.py`); else torch computes, and `kernels().reason` says why.
 
 Shape suffixes: N packed tokens, D model dim, H query heads, J kv heads, K head dim, F feed-forward dim, B rows that
-draw, V vocabulary.
+draw, V vocabulary, R rotated channels of a head.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def kernels() -> Kernel:
     if library is None:
         return loaded
     library.rms_norm.argtypes = (_P, _P, _P, _I, _I, _F)
-    library.rotate.argtypes = (_P, _I, _I, _P, _P, _P, _I, _I, _I, _F)
+    library.rotate.argtypes = (_P, _I, _I, _P, _P, _P, _I, _I, _I, _I, _F)
     library.silu_mul.argtypes = (_P, _I, _P, _I, _P, _I, _I)
     library.draw.argtypes = (_P, _I, _I, _P, _P, _P, _P)
     for function in (library.rms_norm, library.rotate, library.silu_mul, library.draw):
@@ -66,7 +66,8 @@ def rms_norm(
 def rotate(
     q_N_H_K: Tensor, k_N_J_K: Tensor, rotation: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor] | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """RMS-norm each head where `norms` has weights [K] for queries and keys, then rotate by (cos, sin), each [N, 1, K].
+    """RMS-norm each head where `norms` has weights [K] for queries and keys, then rotate the first R channels by
+    (cos, sin), each [N, 1, R].
 
     The sine's first half is negative, as in `models/transformer.py`. May overwrite its inputs.
     """
@@ -76,8 +77,8 @@ def rotate(
     if library is None:
         q, k = (_rotate(x if weight is None else rms_norm(x, weight, eps), *rotation) for x, weight in pairs)
         return q, k
-    cos_N_1_K, sin_N_1_K = rotation
-    head_dim = cos_N_1_K.shape[-1]
+    cos_N_1_R, sin_N_1_R = rotation
+    rotary_dim, head_dim = cos_N_1_R.shape[-1], q_N_H_K.shape[-1]
     for x in (*rotation, q_N_H_K, k_N_J_K):
         assert x.dtype == torch.float32
         assert x.stride(2) == 1
@@ -86,7 +87,7 @@ def rotate(
         assert weight_K is None or _is_vector(weight_K, head_dim)
         library.rotate(
             x_N_H_K.data_ptr(), x_N_H_K.stride(0), x_N_H_K.shape[1], None if weight_K is None else weight_K.data_ptr(),
-            cos_N_1_K.data_ptr(), sin_N_1_K.data_ptr(), cos_N_1_K.stride(0), len(x_N_H_K), head_dim, eps,
+            cos_N_1_R.data_ptr(), sin_N_1_R.data_ptr(), cos_N_1_R.stride(0), len(x_N_H_K), head_dim, rotary_dim, eps,
         )  # fmt: skip
     return q_N_H_K, k_N_J_K
 
@@ -137,8 +138,11 @@ def _is_vector(weight: Tensor, size: int) -> bool:
     return weight.shape == (size,) and weight.dtype == torch.float32 and weight.is_contiguous()
 
 
-def _rotate(x_N_H_K: Tensor, cos_N_1_K: Tensor, sin_N_1_K: Tensor) -> Tensor:
-    return (x_N_H_K * cos_N_1_K + x_N_H_K.roll(x_N_H_K.shape[-1] // 2, dims=-1) * sin_N_1_K).to(x_N_H_K.dtype)
+def _rotate(x_N_H_K: Tensor, cos_N_1_R: Tensor, sin_N_1_R: Tensor) -> Tensor:
+    size = cos_N_1_R.shape[-1]
+    x_N_H_R, rest = x_N_H_K[..., :size], x_N_H_K[..., size:]
+    turned = (x_N_H_R * cos_N_1_R + x_N_H_R.roll(size // 2, dims=-1) * sin_N_1_R).to(x_N_H_K.dtype)
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
 
 
 def _wrong(library: ctypes.CDLL) -> str:
@@ -146,14 +150,16 @@ def _wrong(library: ctypes.CDLL) -> str:
     generator = torch.Generator().manual_seed(0)
     x, up, cos, sin = (torch.randn(3, 2, 22, generator=generator) * 4 for _ in range(4))
     weight, noise, temperature = torch.rand(22, generator=generator), torch.full((3,), 0.6), torch.ones(3)
-    y, rotated, tokens, logprobs = torch.empty(6, 22), x.clone(), torch.empty(3, dtype=torch.int64), torch.empty(3)
+    y, tokens, logprobs = torch.empty(6, 22), torch.empty(3, dtype=torch.int64), torch.empty(3)
     x_6_22, pointers = x.view(6, 22), [t.data_ptr() for t in (x, weight, y)]
     library.rms_norm(*pointers, 6, 22, 1e-6)
     if not torch.allclose(y, F.rms_norm(x_6_22, (22,), weight, 1e-6), 1e-5, 1e-6):
         return "rms_norm"
-    library.rotate(rotated.data_ptr(), 44, 2, None, cos.data_ptr(), sin.data_ptr(), 44, 3, 22, 1e-6)
-    if not torch.allclose(rotated, _rotate(x, cos[:, :1], sin[:, :1]), 1e-5, 1e-5):
-        return "rotate"
+    for size in (22, 10):  # all channels, and the first of them
+        rotated = x.clone()
+        library.rotate(rotated.data_ptr(), 44, 2, None, cos.data_ptr(), sin.data_ptr(), 44, 3, 22, size, 1e-6)
+        if not torch.allclose(rotated, _rotate(x, cos[:, :1, :size], sin[:, :1, :size]), 1e-5, 1e-5):
+            return "rotate"
     library.silu_mul(x.data_ptr(), 22, up.data_ptr(), 22, y.data_ptr(), 6, 22)
     if not torch.allclose(y, F.silu(x_6_22) * up.view(6, 22), 1e-5, 1e-6):
         return "silu_mul"

@@ -35,17 +35,28 @@ def quantize_rows(
     dtype: str,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(values_N_K, scales_N) with weight ~ values * scales, off by at most half a step of the row's largest value.
+    """(values_N_K, scales_N) with weight ~ values * scales, off by at most half a step of the row's largest value. A
+    stack of matrices [E, N, K] gives one of each.
 
     Args:
-        out: contiguous tensors to write into; scales are float32.
+        out: tensors to write into, of which each matrix and its scales are contiguous; scales are float32.
 
     Raises:
-        NonFiniteWeights: names the first row; `out` is partly written.
+        NonFiniteWeights: names the first row, counted through all matrices; `out` is partly written.
     """
     if out is None:
         values_N_K = torch.empty_like(weight_N_K, dtype=getattr(torch, dtype), memory_format=torch.contiguous_format)
-        out = values_N_K, weight_N_K.new_empty(weight_N_K.shape[0], dtype=torch.float32)
+        out = values_N_K, weight_N_K.new_empty(weight_N_K.shape[:-1], dtype=torch.float32)
+    if weight_N_K.ndim == 3 and all(one.is_contiguous() for one in (weight_N_K, *out)):
+        quantize_rows(weight_N_K.flatten(0, 1), dtype, (out[0].flatten(0, 1), out[1].flatten()))
+        return out
+    if weight_N_K.ndim == 3:
+        for number, (matrix_N_K, *halves) in enumerate(zip(weight_N_K, *out, strict=True)):
+            try:
+                quantize_rows(matrix_N_K, dtype, (halves[0], halves[1]))
+            except NonFiniteWeights as error:
+                raise NonFiniteWeights(number * len(matrix_N_K) + error.row, dtype) from None
+        return out
     values_N_K, scales_N = out
     assert (values_N_K.dtype, scales_N.dtype) == (getattr(torch, dtype), torch.float32)
     assert (values_N_K.shape, scales_N.shape) == (weight_N_K.shape, weight_N_K.shape[:1])
@@ -64,7 +75,7 @@ def quantize_rows(
 
 def dequantize_rows(values_N_K: Tensor, scales_N: Tensor) -> Tensor:
     """The weight that the values stand for, float32."""
-    return values_N_K.float() * scales_N[:, None]
+    return values_N_K.float() * scales_N[..., None]
 
 
 def _quantize_in_torch(weight_N_K: Tensor, most: float, values_N_K: Tensor, scales_N: Tensor) -> int:

@@ -27,13 +27,14 @@ from llamarl.hub.names import hub_name
 from llamarl.models.fit import CACHE_BLOCK_TOKENS, kv_width, trainer_load
 from llamarl.models.folder import check_weights, load_shape
 from llamarl.models.memory import BLOCK_COLUMNS, kv_token_bytes, trainer_bytes
-from llamarl.models.shape import ModelShape
+from llamarl.models.shape import ModelShape, MoeShape
 from llamarl.observability.usage import MIN_FILES
 from llamarl.rewards._build import build_reward
 from llamarl.run.held_out import learnt_too, load_held_out
 from llamarl.run.memory import MachineMemory, check_memory
 from llamarl.run.placement import LocalPlacer, models_in_use
 from llamarl.run.sources import environment_of, of_source
+from llamarl.sharding.tensor_parallel import cuts_by_expert
 from llamarl.types import Prompt
 from llamarl.weight_sync.select import check_name
 
@@ -234,6 +235,11 @@ def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:
     Reads `config.json` only: neither weights nor data. Raises ConfigError.
     """
     shape = load_shape(config.model.path)
+    if shape.moe is not None and config.generator.backend != "native":
+        raise ConfigError(
+            f"generator.backend = {config.generator.backend!r} does not record which experts of {config.model.path} each "
+            "token went to, which training needs; use backend = 'native'"
+        )
     check_tensor_parallel(shape, config.generator.tensor_parallel, config.model.path)
     check_parallelism(shape, config.trainer.parallelism, config.model.path)
     check_models(config, shape)
@@ -313,13 +319,25 @@ def check_cache(config: RunConfig, shape: ModelShape, longest_prompt: int) -> No
 
 def check_tensor_parallel(shape: ModelShape, num_ranks: int, path: str) -> None:
     """Raises ConfigError when so many ranks cannot share the model."""
-    uneven = partial(uneven_parts, shape, repeats_kv_heads=True)
+    def uneven(ranks: int) -> list[str]:
+        return uneven_parts(shape, ranks, repeats_kv_heads=True) + uneven_experts(shape.moe, ranks)
+
     if found := uneven(num_ranks):
         possible = ", ".join(str(ranks) for ranks in range(1, shape.num_heads + 1) if not uneven(ranks))
         raise ConfigError(
             f"generator.tensor_parallel = {num_ranks} cannot share the {found[0]} of {path} evenly; "
             f"use one of {possible}"
         )
+
+
+def uneven_experts(moe: MoeShape | None, num_ranks: int) -> list[str]:
+    """Texts that name what so many ranks of a generator cannot share evenly of a mixture."""
+    if moe is None:
+        return []
+    sizes = {"columns of the shared expert": moe.shared_size}
+    if not cuts_by_expert(moe.num_experts, moe.expert_size, num_ranks):
+        sizes["columns of each expert"] = moe.expert_size
+    return [f"{size} {what}" for what, size in sizes.items() if size % num_ranks]
 
 
 def check_models(config: RunConfig, shape: ModelShape) -> None:

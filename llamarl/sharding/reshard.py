@@ -8,6 +8,7 @@ Shape suffixes: R ranks, N dims of the parameter, S distinct parts of the source
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,7 +50,7 @@ class Move:
     @property
     def num_bytes(self) -> int:
         """Bytes on the wire."""
-        rows = self.box.shape[0] if self.dtype in QUANTIZED else 0
+        rows = math.prod(self.box.shape[:-1]) if self.dtype in QUANTIZED else 0
         return self.box.num_elements * DTYPE_BYTES[self.dtype] + rows * SCALE_BYTES
 
 
@@ -75,7 +76,7 @@ class CopyGroup:
     def bytes_M(self) -> np.ndarray:
         """Bytes of each piece on the wire, for one parameter."""
         sizes_M_N = self.stops_M_N - self.starts_M_N
-        scales_M = sizes_M_N[:, 0] * SCALE_BYTES if self.dtype in QUANTIZED else 0
+        scales_M = sizes_M_N[:, :-1].prod(axis=1) * SCALE_BYTES if self.dtype in QUANTIZED else 0
         return sizes_M_N.prod(axis=1) * DTYPE_BYTES[self.dtype] + scales_M
 
 
@@ -163,7 +164,8 @@ class _Planner:
         wanted = destination.boxes.starts_R_N[first_D], destination.boxes.stops_R_N[first_D]
         _require_partition(names[0], source.shape, *sources)
         starts, stops, s_M, d_M = _overlaps(sources, wanted)
-        whole_rows = bool((stops - starts == (wanted[1] - wanted[0])[d_M])[:, 1:].all())
+        along_rows = slice(max(1, len(source.shape) - 1), None)
+        whole_rows = bool((stops - starts == (wanted[1] - wanted[0])[d_M])[:, along_rows].all())
         dtype = _wire_dtype(names[0], source.dtype, destination.dtype, whole_rows)
         audience_D = [self.audiences.setdefault(tuple(ranks), len(self.audiences)) for ranks in takers]
         group = CopyGroup(

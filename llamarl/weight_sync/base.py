@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -111,11 +111,10 @@ class WriterPlan:
             try:
                 quantize_rows(source, spec.dtype, out=(target, halves[1][1]))
             except NonFiniteWeights as error:
-                row, name = box.starts[0] + error.row, f"{spec.name} (version {version})"
-                raise NonFiniteWeights(row, error.dtype, name) from None
-            for half, made in halves:  # whole rows
-                first = spec.starts_of(box)[0] * math.prod(made.shape[1:])
-                written.append((half, made, fingerprint(made, first)))
+                row, name = _row_of(spec, box, error.row)
+                raise NonFiniteWeights(row, error.dtype, f"{name} (version {version})") from None
+            for half, made in halves:
+                written += [(half, *one) for one in _matrices(specs[half.tensor], box, made)]
         for (part, target, _), share in zip(written, read([share for *_, share in written]), strict=True):
             proof[0, part.tensor] = (int(proof[0, part.tensor]) + share) % MODULUS
             proof[1, part.tensor] += target.nbytes
@@ -268,6 +267,26 @@ class SlotTable:
     def settle(self, slot: int, version: int) -> None:
         """All of `version` has been written."""
         self._versions[slot] = self._newest = version
+
+
+def _matrices(spec: TensorSpec, box: Box, made: Tensor) -> Iterator[tuple[Tensor, Share]]:
+    """Each matrix of a quantized part, or its scales, with its share of the tensor's fingerprint: rows are whole, so they
+    lie in one piece there."""
+    starts, strides = spec.starts_of(box), [math.prod(spec.shape[dim + 1 :]) for dim in range(len(spec.shape))]
+    first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
+    if len(box.shape) == 2:
+        yield made, fingerprint(made, first)
+        return
+    for number, matrix in enumerate(made):
+        yield matrix, fingerprint(matrix, first + number * strides[0])
+
+
+def _row_of(spec: TensorSpec, box: Box, row: int) -> tuple[int, str]:
+    """Number and matrix, for a message, of a row counted through a part."""
+    if len(box.shape) == 2:
+        return box.starts[0] + row, spec.name
+    matrix, row = divmod(row, box.shape[1])
+    return box.starts[1] + row, f"{spec.name}[{box.starts[0] + matrix}]"
 
 
 def part_of(layout: Layout, tensors: Mapping[str, Tensor], part: WrittenBox) -> Tensor:

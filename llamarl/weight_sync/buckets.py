@@ -47,15 +47,18 @@ def into_buckets(layout: Layout, parts: Sequence[WrittenBox], max_bytes: int = B
     return tuple(buckets)
 
 
-def _rows(spec: TensorSpec, box: Box, max_bytes: int) -> list[Box]:
-    """`box`, cut along its first dim."""
+def _rows(spec: TensorSpec, box: Box, max_bytes: int, dim: int = 0) -> list[Box]:
+    """`box`, cut along `dim`; of a stack of matrices, along the next one where one of them is too large."""
     if not box.shape:
         return [box]
-    num_rows = box.shape[0]
+    num_rows = box.shape[dim]
     # Scales are cut like the 8-bit values that they belong to.
     row_bytes = box.num_elements // num_rows * (DTYPE_BYTES[spec.dtype] if spec.part == "values" else 1)
     step = max(1, max_bytes // max(1, row_bytes))
-    return [box.cut(0, row, min(row + step, num_rows)) for row in range(0, num_rows, step)]
+    boxes = [box.cut(dim, row, min(row + step, num_rows)) for row in range(0, num_rows, step)]
+    if row_bytes > max_bytes and dim + 2 < len(box.shape):
+        return [piece for matrix in boxes for piece in _rows(spec, matrix, max_bytes, dim + 1)]
+    return boxes
 
 
 def packed(layout: Layout, flat: Tensor, part: WrittenBox, start: int) -> Tensor:

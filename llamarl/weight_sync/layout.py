@@ -22,7 +22,8 @@ class TensorSpec:
     name: str
     """The trainer's parameter."""
     part: Literal["values", "scales"] = "values"
-    """Part of a quantized parameter: the integer or float8 values, or the float32 scale of each row of `box`."""
+    """Part of a quantized parameter: the integer or float8 values, or the float32 scale of each row of `box`,
+    which lies along its last dim."""
     global_shape: tuple[int, ...]
     """Shape of the whole parameter."""
     box: Box
@@ -42,8 +43,8 @@ class TensorSpec:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor; scales have one element per row."""
-        return self.box.shape if self.part == "values" else self.box.shape[:1]
+        """Shape of the tensor; scales have all dims of the values but the last."""
+        return self.box.shape if self.part == "values" else self.box.shape[:-1]
 
     @property
     def num_bytes(self) -> int:
@@ -58,7 +59,7 @@ class TensorSpec:
         return math.prod(self.shape_of(box)) * DTYPE_BYTES[self.dtype]
 
     def starts_of(self, box: Box) -> tuple[int, ...]:
-        """Indices at which a box of the parameter begins in this tensor; scales have only rows."""
+        """Indices at which a box of the parameter begins in this tensor."""
         starts = tuple(a - b for a, b in zip(box.starts, self.box.starts, strict=True))
         return starts[: len(self.shape)]
 
@@ -87,8 +88,9 @@ def lay_out(specs: Sequence[TensorSpec]) -> Layout:
     for spec in specs:
         if spec.dtype not in DTYPE_BYTES:
             raise LayoutError(spec.key, f"its type is {spec.dtype}; sent are {', '.join(DTYPE_BYTES)}")
-        if spec.dtype in QUANTIZED and (len(spec.box.shape) != 2 or (spec.name, spec.box) not in scales):
-            raise LayoutError(spec.key, f"{spec.dtype} needs a matrix, and float32 scales of the same rows beside it")
+        if spec.dtype in QUANTIZED and (len(spec.box.shape) not in (2, 3) or (spec.name, spec.box) not in scales):
+            needed = "a matrix, or a stack of them, and float32 scales of the same rows beside it"
+            raise LayoutError(spec.key, f"{spec.dtype} needs {needed}")
         offsets.append(end)
         end += -(-spec.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     digest = hashlib.sha256(repr(tuple(specs)).encode()).hexdigest()[:16]

@@ -109,7 +109,7 @@ def reference(generator: GeneratorModel, model: Transformer) -> Transformer:
     head = Rounding(generator._network.head.path)
     layer = generator._network.layers[0]
     paths = {"q_proj": layer.qkv[0], "k_proj": layer.qkv[-1], "v_proj": layer.qkv[-1], "o_proj": layer.o}
-    paths |= {"gate_proj": layer.gate_up[0], "up_proj": layer.gate_up[-1], "down_proj": layer.down}
+    paths |= {"gate_proj": layer.mlp.gate_up[0], "up_proj": layer.mlp.gate_up[-1], "down_proj": layer.mlp.down}
     with torch.no_grad():
         for name, parameter in exact.named_parameters():
             if generator.precision == "int8" and name.endswith("_proj.weight"):
@@ -201,9 +201,10 @@ def test_joined_and_single_projections_agree(precision):
     tensors = slot(model, trainer(SHAPES["qwen2"]))
     model.use(tensors)
     layer, expected = model._network.layers[0], logits(model)
-    assert (len(layer.qkv), len(layer.gate_up)) == (1, 1)
+    assert (len(layer.qkv), len(layer.mlp.gate_up)) == (1, 1)
     model.use({key: tensor.clone() for key, tensor in tensors.items()})
-    assert (len(model._network.layers[0].qkv), len(model._network.layers[0].gate_up)) == (3, 2)
+    layer = model._network.layers[0]
+    assert (len(layer.qkv), len(layer.mlp.gate_up)) == (3, 2)
     assert (logits(model) - expected).abs().max() < 1e-5
 
 

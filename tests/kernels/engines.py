@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from llamarl.kernels import attention, build, copy, linear, ops, paths
+from llamarl.kernels import attention, build, copy, experts, linear, ops, paths
 
 EMULATED = ("emulated-amx", "emulated-avx512")
 ENGINES = (*build.offered(), *EMULATED)
 """What `LLAMARL_KERNELS` can be here, and `packed.cpp` with loops in place of instructions."""
 _FEATURES = ("AVX512BF16", "AVX512VNNI", "AMX_TILE", "AMX_BF16", "AMX_INT8")
 _CACHES = (
-    build.load, build.processor, attention.kernel, copy.kernel, linear.kernels, ops.kernels,
+    build.load, build.processor, attention.kernel, copy.kernel, linear.kernels, ops.kernels, experts.kernels,
     paths.offered, paths.chosen,
 )  # fmt: skip
 _FLAGS = (

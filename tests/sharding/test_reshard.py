@@ -17,6 +17,7 @@ from llamarl.parts.forecast.transfer_time import LinkSpeeds, Traffic, delta_shar
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import DTYPE_BYTES, Held, LayoutError, ShardLayout, assemble_layout
 from llamarl.sharding.reshard import Move, ReshardPlan, plan_reshard
+from llamarl.sharding.tensor_parallel import expert_box, tensor_parallel_box
 from llamarl.weight_sync.relays import Chains
 
 
@@ -103,7 +104,7 @@ def executors(draw) -> tuple[ShardLayout, ShardLayout]:
     """A trainer and generators of a small decoder; FSDP ranks seldom divide its sizes."""
     tp, kv = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4]))
     cut = [4 * draw(SIZES) for _ in range(3)]
-    hidden, layers = draw(SIZES) * 4, draw(st.integers(1, 2))
+    hidden, layers, num_experts = draw(SIZES) * 4, draw(st.integers(1, 2)), draw(SIZES)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (cut[0], hidden), "model.norm.weight": (hidden,)}
     for layer in range(layers):
         for name, shape in (
@@ -113,6 +114,8 @@ def executors(draw) -> tuple[ShardLayout, ShardLayout]:
             ("o_proj.weight", (hidden, cut[1])),
             ("down_proj.weight", (hidden, cut[2])),
             ("input_layernorm.weight", (hidden,)),
+            ("mlp.experts.gate_proj", (num_experts, cut[2], hidden)),
+            ("mlp.experts.down_proj", (num_experts, hidden, cut[2])),
         ):
             shapes[f"model.layers.{layer}.{name}"] = shape
     shapes |= {"lm_head.weight": (cut[0], hidden)} if draw(st.booleans()) else {}
@@ -292,3 +295,39 @@ def test_replicas_on_one_host_take_it_from_the_first_of_them() -> None:
     direct, relayed = (estimate(plan, LINKS, is_relayed=is_relayed) for is_relayed in (False, True))
     assert direct.network_bytes == pytest.approx(8 * relayed.network_bytes, rel=1e-3)
     assert relayed.seconds == pytest.approx(direct.seconds, rel=1e-3)
+
+
+EXPERTS = {"mlp.experts.gate_proj": (8, 6, 10), "mlp.experts.down_proj": (8, 10, 6), "mlp.gate.weight": (8, 10)}
+
+
+def mixture(num: int, dtype: str, box_of, first_device: int = 0) -> ShardLayout:
+    """Layout of ranks that hold `box_of(name, shape, rank)`; the router is float32 and whole."""
+    ranks = []
+    for rank in range(num):
+        boxes = {name: Box.whole(shape) if name.endswith("weight") else box_of(name, shape, rank) for name, shape in EXPERTS.items()}
+        ranks.append({n: (EXPERTS[n], "float32" if n.endswith("weight") else dtype, box) for n, box in boxes.items()})
+    return assemble_layout(ranks, first_device=first_device)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("by_expert", [True, False], ids=["experts", "columns"])
+@pytest.mark.parametrize("expert_ranks", [4, 2])
+def test_experts_go_from_expert_parallel_trainers_to_tensor_parallel_generators(dtype, by_expert, expert_ranks) -> None:
+    """EP 4, or EP 2 and rows of each expert over two ranks of FSDP: each element once, and a scale for each row."""
+
+    def held(_name: str, shape: tuple[int, ...], rank: int) -> Box:
+        expert, row = divmod(rank, 4 // expert_ranks)
+        rows = shape[1] * expert_ranks // 4
+        return expert_box(shape, expert_ranks, expert).cut(1, row * rows, (row + 1) * rows)
+
+    def wanted(name: str, shape: tuple[int, ...], rank: int) -> Box:
+        return expert_box(shape, 2, rank) if by_expert else tensor_parallel_box(name, shape, 2, rank, 1)
+
+    plan = plan_reshard(mixture(4, "bfloat16", held), mixture(2, dtype, wanted, first_device=4))
+    check(plan)
+    for rank in range(2):
+        moves = [move for move in plan.moves_to(rank) if move.name in EXPERTS and not move.name.endswith("weight")]
+        boxes = {name: wanted(name, shape, rank) for name, shape in EXPERTS.items() if not name.endswith("weight")}
+        scales = sum(4 * box.shape[0] * box.shape[1] for box in boxes.values()) if dtype == "int8" else 0
+        elements = sum(box.num_elements for box in boxes.values())
+        assert sum(move.num_bytes for move in moves) == elements * DTYPE_BYTES[dtype] + scales

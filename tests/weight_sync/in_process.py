@@ -19,12 +19,15 @@ from llamarl.weight_sync.select import publisher_class
 
 
 class Trainer:
-    """Trainer ranks of this process; each holds an equal share of the rows."""
+    """Trainer ranks of this process; each holds an equal share."""
 
     def __init__(
-        self, transport: str, specs: Sequence[Sequence[TensorSpec]], num_ranks: int, folder: Path, **options: Any
-    ) -> None:
-        self._held = [[_rows(spec, num_ranks, rank) for spec in _whole(specs)] for rank in range(num_ranks)]
+        self, transport: str, specs: Sequence[Sequence[TensorSpec]], num_ranks: int, folder: Path,
+        part: Callable[[TensorSpec, int, int], TensorSpec] | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        """`part(spec, num_ranks, rank)` is what a rank holds, by default rows."""
+        part = part or _rows
+        self._held = [[part(spec, num_ranks, rank) for spec in _whole(specs)] for rank in range(num_ranks)]
         plans = plan_writers([lay_out(one) for one in specs], self._held)
         barrier, values = Barrier(num_ranks), [None] * num_ranks
         options |= {"folder": folder} if transport == "file" else {}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import torch
 import weight_processes as processes
 from in_process import Trainer, faults
 from torch import Tensor
@@ -20,6 +21,7 @@ from llamarl.models.quantize import NonFiniteWeights
 from llamarl.models.shape import ModelShape
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import LayoutError
+from llamarl.sharding.tensor_parallel import expert_box, tensor_parallel_box
 from llamarl.weight_sync.base import plan_writers
 from llamarl.weight_sync.buckets import BUCKET_BYTES, into_buckets
 from llamarl.weight_sync.layout import TensorSpec, lay_out
@@ -108,7 +110,7 @@ def test_rows_that_no_trainer_rank_holds_whole_are_refused_when_the_plan_is_made
 
 def test_8_bits_without_scales_are_refused() -> None:
     (specs,) = processes.wanted(1, "int8")
-    with pytest.raises(LayoutError, match=r"^layers.0.q_proj.weight: int8 needs a matrix, and float32 scales"):
+    with pytest.raises(LayoutError, match=r"^layers.0.q_proj.weight: int8 needs a matrix, or a stack of them, and float32 scales"):
         lay_out([spec for spec in specs if spec.part == "values"])
 
 
@@ -123,3 +125,59 @@ def test_values_and_scales_are_cut_alike_into_buckets() -> None:
             boxes[part.tensor].add(part.box)
     assert boxes[0] == boxes[1]
     assert len(boxes[0]) == 3
+
+
+STACKS: dict[str, tuple[int, ...]] = {"mlp.experts.gate_proj": (4, 6, 10), "mlp.experts.down_proj": (4, 10, 6)}
+
+
+def wanted_experts(dtype: str, by_expert: bool) -> list[tuple[TensorSpec, ...]]:
+    """What two ranks of a generator want: columns of each expert, or two experts whole."""
+    ranks = []
+    for rank in range(2):
+        boxes = {
+            name: expert_box(shape, 2, rank) if by_expert else tensor_parallel_box(name, shape, 2, rank, 1)
+            for name, shape in STACKS.items()
+        }
+        values = [TensorSpec(name=n, global_shape=STACKS[n], box=box, dtype=dtype) for n, box in boxes.items()]
+        ranks.append((*values, *(replace(one, part="scales", dtype="float32") for one in values)))
+    return ranks
+
+
+def by_expert_then_rows(spec: TensorSpec, num: int, rank: int) -> TensorSpec:
+    """Expert parallelism of 2, and FSDP over dim 1 of what that leaves."""
+    experts, rows = divmod(rank, num // 2)
+    size = -(-spec.box.shape[1] // (num // 2))
+    box = spec.box.cut(0, 2 * experts, 2 * experts + 2)
+    return replace(spec, box=box.cut(1, rows * size, min((rows + 1) * size, box.shape[1])))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("by_expert", [True, False], ids=["experts", "columns"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_experts_are_quantized_row_by_row_wherever_they_were(tmp_path, transport, by_expert, num_ranks) -> None:
+    """Rows of several experts are no single piece of a generator rank's tensor, and their scales neither."""
+    specs = wanted_experts("int8", by_expert)
+    trainer = Trainer(transport, specs, num_ranks, tmp_path, by_expert_then_rows)
+    subscribers = list[Any]()
+    for version in range(2):
+        generator = torch.Generator().manual_seed(version)
+        weights = {name: torch.randn(shape, generator=generator) for name, shape in STACKS.items()}
+        address = trainer.publish(version, weights, [version - 1])
+        subscribers = subscribers or [open_subscriber(address, one, rank) for rank, one in enumerate(specs)]
+        for subscriber in subscribers:
+            assert faults(subscriber, version, address, weights) == []
+    weights["mlp.experts.gate_proj"][3, 5, 1] = torch.inf
+    with pytest.raises(NonFiniteWeights, match=r"row 5 of mlp.experts.gate_proj\[3\] \(version 2\) is not finite"):
+        trainer.publish(2, weights, [1])
+    trainer.close()
+
+
+def test_an_expert_that_is_larger_than_a_bucket_is_cut_with_its_scales() -> None:
+    shape = (3, 2 * BUCKET_BYTES // 1000, 1000)
+    values = TensorSpec.whole("mlp.experts.up_proj", shape, "int8")
+    layout = lay_out([values, replace(values, dtype="float32", part="scales")])
+    (plan,) = plan_writers([layout], [[replace(values, dtype="float32")]])
+    buckets = into_buckets(layout, plan.parts[0])
+    boxes = [[part.box for bucket in buckets for part, _ in bucket.parts if part.tensor == n] for n in range(2)]
+    assert boxes[0] == boxes[1] and sum(box.num_elements for box in boxes[0]) == values.box.num_elements
+    assert max(bucket.num_bytes for bucket in buckets) <= BUCKET_BYTES

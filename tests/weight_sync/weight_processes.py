@@ -15,7 +15,7 @@ from torch import Tensor
 from llamarl.models.quantize import quantize_rows
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import QUANTIZED
-from llamarl.sharding.tensor_parallel import tensor_parallel_box
+from llamarl.sharding.tensor_parallel import is_quantizable, tensor_parallel_box
 from llamarl.weight_sync.base import WriterPlan
 from llamarl.weight_sync.layout import Layout, TensorSpec, lay_out
 from llamarl.weight_sync.select import Reader, publisher_class
@@ -35,11 +35,13 @@ PARAMETERS: dict[str, tuple[int, ...]] = {
             "gate_proj.weight": (28, 12),
             "down_proj.weight": (12, 28),
             "norm.weight": (13,),
+            "experts.gate_proj": (4, 8, 12),
+            "experts.down_proj": (4, 12, 8),
         }.items()
     },
     "nothing": (0, 3),
     "scalar": (),
-    "experts": (3, 5, 7),
+    "stack": (3, 5, 7),
 }
 SPECIALS = (float("inf"), -float("inf"), -0.0, 1e-40, 3.4e38)
 
@@ -62,7 +64,7 @@ def wanted(tp: int, dtype: str) -> list[tuple[TensorSpec, ...]]:
     ranks = []
     for rank in range(tp):
         boxes = {name: tensor_parallel_box(name, PARAMETERS[name], tp, rank, NUM_KV_HEADS) for name in PARAMETERS}
-        quantized = [name for name in PARAMETERS if dtype in QUANTIZED and name.endswith("_proj.weight")]
+        quantized = [name for name in PARAMETERS if dtype in QUANTIZED and is_quantizable(name)]
         rest = "bfloat16" if dtype in QUANTIZED else dtype
         values = [_spec(name, box, dtype if name in quantized else rest) for name, box in boxes.items()]
         scales = [replace(_spec(name, boxes[name], "float32"), part="scales") for name in quantized]

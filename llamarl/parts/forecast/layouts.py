@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llamarl.sharding.parallel_layout import QUANTIZED, Held, RankBoxes, ShardLayout, rank_boxes, stage_layers
-from llamarl.sharding.tensor_parallel import sharded_dim, tensor_parallel_box
+from llamarl.sharding.tensor_parallel import is_quantizable, sharded_dim, tensor_parallel_box
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -105,11 +105,6 @@ def _on_stages(boxes: RankBoxes, where: tuple[int, ...], pp: int) -> RankBoxes:
     """The same boxes on the ranks of some pipeline stages, nothing on the others."""
     here = np.isin(np.arange(pp), where)[:, None, None]
     return RankBoxes(*((here * one).reshape(-1, one.shape[1]) for one in (boxes.starts_R_N, boxes.stops_R_N)))
-
-
-def is_quantizable(name: str) -> bool:
-    """A projection of a layer; embedding, head, norms and biases stay floats."""
-    return name.endswith("_proj.weight")
 
 
 def generator_layout(

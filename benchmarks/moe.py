@@ -1,0 +1,264 @@
+"""Mixtures of experts in the generator: how near decoding comes to what memory gives, what recording the experts of each
+token costs, and how long a sync of 235B takes to plan.
+
+    python benchmarks/moe.py
+
+writes `benchmarks/results/moe-DATE.json`. One thread, CPU time of this thread, kernels in turns, medians.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from _record import write_result
+from torch import Tensor
+
+from llamarl.generation.model import GeneratorModel, Precision
+from llamarl.generation.network import ExpertMixture
+from llamarl.kernels import ops, paths
+from llamarl.kernels.experts import ExpertFeedForward, Stack
+from llamarl.kernels.linear import Linear
+from llamarl.models.hf import new_model
+from llamarl.models.quantize import quantize_rows
+from llamarl.models.shape import ModelShape, MoeShape
+from llamarl.sharding.box import Box
+from llamarl.sharding.parallel_layout import assemble_layout
+from llamarl.sharding.reshard import plan_reshard
+from llamarl.sharding.tensor_parallel import cuts_by_expert, expert_box, is_expert, is_router, tensor_parallel_box
+
+SIZES = {"512 x 256, 32 experts, 4": (512, 256, 32, 4), "1024 x 384, 64 experts, 8": (1024, 384, 64, 8)}
+"""Model dim, width, experts, experts of a token."""
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+ROWS = (8, 32, 128)
+FAR_BYTES = 192 << 20
+"""Weights that take turns, so that they come from memory, as in a model."""
+REPEATS = 9
+MODEL = ModelShape(
+    family="qwen3_moe", hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=2, head_dim=64, intermediate_size=1024,
+    vocab_size=8000, max_position_embeddings=1024,
+    moe=MoeShape(
+        num_experts=32, experts_per_token=4, expert_size=256, sparse_layers=tuple(range(8)), normalized=True,
+    ),
+)  # fmt: skip
+TRAINERS, EXPERT_RANKS, TENSOR_RANKS, REPLICAS = 128, 32, 8, 16
+"""Ranks of the trainer of 235B, over how many its experts go, and generators."""
+LAYERS, DIM, EXPERTS, WIDTH, VOCAB, QUERY, KV_HEADS, HEAD = 94, 4096, 128, 1536, 151_936, 8192, 4, 128
+NOTES = """\
+`decode_share`: bytes per second of the weights of the experts that were chosen, with router and choice, over bytes per
+second of a dense feed-forward of as many weights through the same kernels, both at so many rows and from memory; the
+least of all cases at 32 rows. `route_share`: CPU time of a forward of 32 rows that records the experts of each token,
+less that of one that does not, over the former, without attention, logits and sampling, so an upper bound.
+`plan_s`: layouts and plan of 235B from what 128 trainer ranks (experts over 32, the rest of them by rows over 4) and 16
+generators of tensor parallel 8 say they hold, in bfloat16 and in 8 bits; nothing is transferred.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """One case: what is compared at some number of rows."""
+
+    sparse: Callable[[], object]
+    dense: Callable[[], object]
+    sparse_bytes: float
+    dense_bytes: float
+
+
+def main() -> None:
+    """Measures, and writes the file."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    cases = {
+        f"{name}, {kind}, {rows} rows": _compared(_pairs(sizes, kind, rows))
+        for name, sizes in SIZES.items() for kind in TYPES for rows in ROWS
+    }  # fmt: skip
+    recorded = {kind: _recorded(kind) for kind in ("bfloat16", "int8")}
+    plans = {dtype: _plan(dtype) for dtype in ("bfloat16", "float8_e4m3fn")}
+    path = write_result(
+        "moe",
+        {"rows": ROWS, "repeats": REPEATS, "threads": 1},
+        {
+            "decode_share": min(one["share"] for name, one in cases.items() if name.endswith(" 32 rows")),
+            "route_share": max(one["share"] for one in recorded.values()),
+            "plan_s": max(one["wall_s"] for one in plans.values()),
+            "decode": cases,
+            "recorded": recorded,
+            "plans": plans,
+            "paths": {shape: choice.path for shape, choice in paths.record().items()},
+        },
+        NOTES.splitlines(),
+    )
+    print(path.read_text(encoding="utf-8"))
+
+
+def _pairs(sizes: tuple[int, int, int, int], kind: str, rows: int) -> list[Pair]:
+    """Layers that take turns, each with rows and routes of its own."""
+    dim, width, num_experts, per_row = sizes
+    layer_bytes = 3 * dim * width * num_experts * TYPES[kind].itemsize
+    return [_pair(sizes, kind, rows) for _ in range(max(2, math.ceil(FAR_BYTES / layer_bytes)))]
+
+
+def _pair(sizes: tuple[int, int, int, int], kind: str, rows: int) -> Pair:
+    dim, width, num_experts, per_row = sizes
+    gate, up, down = (_stack(num_experts, *size, kind) for size in ((width, dim), (width, dim), (dim, width)))
+    moe = MoeShape(
+        num_experts=num_experts, experts_per_token=per_row, expert_size=width, sparse_layers=(0,), normalized=True
+    )
+    mixture = ExpertMixture(
+        moe=moe, router=Linear(torch.randn(num_experts, dim)), selection_bias_E=None,
+        experts=ExpertFeedForward(gate, up, down), shared=None,
+    )  # fmt: skip
+    x = torch.randn(rows, dim)
+    touched = len(mixture(x)[1].unique())
+    into, back = _dense(gate, up), _linear(_turned(down))
+    element = TYPES[kind].itemsize
+
+    def dense() -> Tensor:
+        return back(ops.silu_mul(*into(x).chunk(2, -1)))
+
+    return Pair(
+        sparse=lambda: mixture(x),
+        dense=dense,
+        sparse_bytes=3 * dim * width * touched * element,
+        dense_bytes=3 * dim * width * num_experts * element,
+    )
+
+
+def _stack(num_experts: int, outputs: int, inputs: int, kind: str) -> Stack:
+    weights = torch.randn(num_experts, outputs, inputs) / inputs**0.5
+    return quantize_rows(weights, kind) if kind == "int8" else (weights.to(TYPES[kind]), None)
+
+
+def _dense(gate: Stack, up: Stack) -> Linear:
+    """All experts below each other."""
+    values = torch.cat((gate[0].flatten(0, 1), up[0].flatten(0, 1)))
+    scales = None if gate[1] is None or up[1] is None else torch.cat((gate[1].flatten(), up[1].flatten()))
+    return Linear(values, scales)
+
+
+def _turned(down: Stack) -> Stack:
+    """All experts side by side; the scales of the first stand for all."""
+    values, scales = down
+    return values.transpose(0, 1).flatten(1).contiguous(), None if scales is None else scales[0].contiguous()
+
+
+def _linear(stack: Stack) -> Linear:
+    return Linear(*stack)
+
+
+def _compared(pairs: Sequence[Pair]) -> dict[str, float]:
+    seconds = {name: _median_s([getattr(one, name) for one in pairs]) for name in ("sparse", "dense")}
+    gb_s = {
+        name: 1e-9 * statistics.mean(getattr(one, f"{name}_bytes") for one in pairs) / seconds[name] for name in seconds
+    }
+    return {"gb_s": gb_s["sparse"], "dense_gb_s": gb_s["dense"], "share": gb_s["sparse"] / gb_s["dense"]}
+
+
+def _median_s(calls: Sequence[Callable[[], object]]) -> float:
+    """CPU time of one of several calls that take turns; the median of the rounds."""
+    rounds = list[float]()
+    for number in range(REPEATS + 1):
+        start_s = time.thread_time()
+        for call in calls:
+            call()
+        if number:
+            rounds.append((time.thread_time() - start_s) / len(calls))
+    return statistics.median(rounds)
+
+
+@torch.inference_mode()
+def _recorded(kind: Precision) -> dict[str, float]:
+    model = GeneratorModel(MODEL, kind, "cpu")
+    with torch.inference_mode(False):
+        model.load(new_model(MODEL, 0, 0.05))
+    assert MODEL.moe is not None
+    token_N, position_N = torch.arange(32) * 7, torch.arange(32)
+    routes_N_W = torch.empty(32, MODEL.moe.route_width, dtype=torch.uint8)
+
+    def attend(_layer: int, q_N_H_K: Tensor, *_: Tensor) -> Tensor:
+        return q_N_H_K
+
+    rounds = dict[bool, list[float]]()
+    for _ in range(8 * REPEATS):
+        for records in (False, True):
+            start_s = time.thread_time()
+            model(token_N, position_N, attend, routes_N_W if records else None)
+            rounds.setdefault(records, []).append(time.thread_time() - start_s)
+    without_s, with_s = (statistics.median(rounds[records]) for records in (False, True))
+    return {"forward_s": without_s, "forward_recorded_s": with_s, "share": (with_s - without_s) / with_s}
+
+
+def _plan(dtype: str) -> dict[str, float]:
+    shapes = _shapes()
+    held = [_held(shapes, rank) for rank in range(TRAINERS)]
+    wanted = [_wanted(shapes, rank, dtype) for rank in range(TENSOR_RANKS)] * REPLICAS
+    start_s = time.perf_counter()
+    source, destination = assemble_layout(held), assemble_layout(wanted, first_device=TRAINERS)
+    laid_out_s = time.perf_counter() - start_s
+    plan = plan_reshard(source, destination)
+    wall_s = time.perf_counter() - start_s
+    return {
+        "wall_s": wall_s,
+        "layouts_s": laid_out_s,
+        "tensors": len(shapes),
+        "pieces_stored": sum(len(group.senders_M) for group in plan.groups),
+        "gb_of_one_rank": 1e-9 * sum(move.num_bytes for move in plan.moves_to(0)),
+    }
+
+
+Parts = dict[str, tuple[Sequence[int], str, Box]]
+
+
+def _shapes() -> dict[str, tuple[int, ...]]:
+    kv = KV_HEADS * HEAD
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (DIM,), "self_attn.q_proj.weight": (QUERY, DIM),
+        "self_attn.k_proj.weight": (kv, DIM), "self_attn.v_proj.weight": (kv, DIM),
+        "self_attn.o_proj.weight": (DIM, QUERY), "self_attn.q_norm.weight": (HEAD,), "self_attn.k_norm.weight": (HEAD,),
+        "post_attention_layernorm.weight": (DIM,), "mlp.gate.weight": (EXPERTS, DIM),
+        "mlp.experts.gate_proj": (EXPERTS, WIDTH, DIM), "mlp.experts.up_proj": (EXPERTS, WIDTH, DIM),
+        "mlp.experts.down_proj": (EXPERTS, DIM, WIDTH),
+    }  # fmt: skip
+    ends: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCAB, DIM), "model.norm.weight": (DIM,), "lm_head.weight": (VOCAB, DIM)
+    }
+    return ends | {f"model.layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in layer.items()}
+
+
+def _held(shapes: dict[str, tuple[int, ...]], rank: int) -> Parts:
+    """One rank of FSDP2 over all, experts first by their numbers."""
+    found, (expert_rank, row_rank) = Parts(), divmod(rank, TRAINERS // EXPERT_RANKS)
+    for name, shape in shapes.items():
+        if is_expert(name):
+            box = _chunk(expert_box(shape, EXPERT_RANKS, expert_rank), 1, TRAINERS // EXPERT_RANKS, row_rank)
+        else:
+            box = _chunk(Box.whole(shape), 0, TRAINERS, rank)
+        found[name] = shape, "float32" if is_router(name) else "bfloat16", box
+    return found
+
+
+def _chunk(box: Box, dim: int, num: int, rank: int) -> Box:
+    size, step = box.shape[dim], -(-box.shape[dim] // num)
+    return box.cut(dim, min(rank * step, size), min((rank + 1) * step, size))
+
+
+def _wanted(shapes: dict[str, tuple[int, ...]], rank: int, dtype: str) -> Parts:
+    found, by_expert = Parts(), cuts_by_expert(EXPERTS, WIDTH, TENSOR_RANKS)
+    for name, shape in shapes.items():
+        if is_expert(name) and by_expert:
+            box = expert_box(shape, TENSOR_RANKS, rank)
+        else:
+            box = tensor_parallel_box(name, shape, TENSOR_RANKS, rank, KV_HEADS)
+        is_projection = is_expert(name) or name.endswith("_proj.weight")
+        kind = "float32" if is_router(name) else dtype if is_projection else "bfloat16"
+        found[name] = shape, kind, box
+    return found
+
+
+if __name__ == "__main__":
+    main()

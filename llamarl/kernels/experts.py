@@ -1,0 +1,220 @@
+"""`ExpertFeedForward`: the gated feed-forward of those experts that a row has chosen, in float32, bfloat16, int8 or fp8.
+
+On the CPU places are sorted by expert in C++ (`experts.cpp`), and each expert is multiplied by the path that serves
+matrices of its sizes (`paths.py`): of a row come the same bits whatever rows lie beside it. Packed, the three matrices of
+an expert lie one behind the other. On GPUs bfloat16 weights are multiplied by torch's grouped product, which takes the
+places of experts on the device; anything else, and what has no kernels, expert by expert, for which the host reads how
+many rows each has.
+
+Shape suffixes: N rows, K experts of a row, P places (rows times experts of a row), E experts, D model dim, F width of an
+expert.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llamarl.kernels import linear, ops, paths
+from llamarl.kernels.build import Kernel, load
+
+_P, _I = ctypes.c_void_p, ctypes.c_int64
+Stack = tuple[Tensor, Tensor | None]
+"""One projection of all experts: values [E, outputs, inputs] and, with 8 bits, float32 scales [E, outputs]."""
+
+
+class _Matrices(ctypes.Structure):
+    """One projection of all experts, as `experts.cpp` reads it."""
+
+    _fields_ = (
+        ("multiply", _P), ("first", _P), ("step_bytes", _I), ("scales", _P), ("num_outputs", _I), ("num_inputs", _I),
+    )  # fmt: skip
+
+
+@functools.cache
+def kernels() -> Kernel:
+    """Compiled, and checked against torch, at the first call."""
+    for needed in (linear.kernels(), ops.kernels()):
+        if needed.library is None:
+            return needed
+    loaded = load("experts")
+    if loaded.library is None:
+        return loaded
+    loaded.library.feed_forward.argtypes = (*[_P] * 8, _I, _I, _I, _I)
+    loaded.library.feed_forward.restype = None
+    error = _error(loaded)
+    return loaded if error < 1e-5 else Kernel(library=None, reason=f"experts.cpp is off by {error:.1g} here")
+
+
+class ExpertFeedForward:
+    """Adds up gates * down(silu(gate(x)) * up(x)) over a row's experts. Holds pointers, and packed copies where the
+    paths that serve want them."""
+
+    def __init__(
+        self, gate: Stack, up: Stack, down: Stack, first: int = 0, room: linear.Room | None = None,
+        loaded: Kernel | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            gate, up: values [E, F, D].
+            down: values [E, D, F].
+            first: number of the first of these experts; rows get nothing from others.
+            room: for packed copies.
+            loaded: what multiplies on the CPU; None: `kernels()`.
+        """
+        self._gate, self._up, self._down, self._first = gate, up, down, first
+        (self.num_experts, self.width, self.dim), self.device = gate[0].shape, gate[0].device
+        assert up[0].shape == gate[0].shape
+        assert down[0].shape == (self.num_experts, self.dim, self.width)
+        assert all(one.is_contiguous() for stack in (gate, up, down) for one in stack if one is not None)
+        self._packed: Tensor | None = None
+        self._paths: tuple[paths.Path, paths.Path] | None = None
+        self._library = None
+        kind = paths.KINDS.get(gate[0].dtype) if self.device.type == "cpu" else None
+        loaded = (loaded or kernels()) if kind else None
+        if kind is None or loaded is None or loaded.library is None:
+            return
+        into, back = paths.chosen(kind, 2 * self.width, self.dim), paths.chosen(kind, self.dim, self.width)
+        assert into is not None and back is not None, "the kernels are there"
+        self._library, self._paths = loaded.library, (into, back)
+        sizes = [into.packed_bytes(self.width, self.dim) if into.pack else 0] * 2
+        self._sizes = [*sizes, back.packed_bytes(self.dim, self.width) if back.pack else 0]
+        self._is_joined = sizes[0] * 2 == (into.packed_bytes(2 * self.width, self.dim) if into.pack else -1)
+        if sum(self._sizes):
+            self._packed = (room or linear.Room()).take(self.num_experts * sum(self._sizes))
+        self._pack()
+
+    @property
+    def reads_counts(self) -> bool:
+        """The host waits to learn how many rows each expert has, so this can be no part of a CUDA graph."""
+        return self.device.type != "cpu" and not self._is_grouped
+
+    def multipliers(self) -> list[tuple[str, str]]:
+        """(path, shape) of the products, for the log."""
+        sizes = (f"{self.num_experts} x {2 * self.width}x{self.dim}", f"{self.num_experts} x {self.dim}x{self.width}")
+        if self._paths:
+            names = [path.name for path in self._paths]
+        else:
+            names = ["torch's grouped product" if self._is_grouped else "torch"] * 2
+        return [*zip(names, sizes, strict=True)]
+
+    def __call__(self, x_N_D: Tensor, ids_N_K: Tensor, gates_N_K: Tensor) -> Tensor:
+        """[N, D], of the type of `x`; `ids` are int64 and `gates` float32."""
+        if self._library is None or linear.is_exact():
+            return self._by_torch(x_N_D, ids_N_K, gates_N_K)
+        if self._versions() != self._seen:
+            self._pack()
+        (num_rows, dim), per_row = x_N_D.shape, ids_N_K.shape[1]
+        assert dim == self.dim and ids_N_K.shape == gates_N_K.shape == (num_rows, per_row)
+        assert ids_N_K.dtype == torch.int64 and gates_N_K.dtype == x_N_D.dtype == torch.float32
+        assert all(one.is_contiguous() for one in (x_N_D, ids_N_K, gates_N_K))
+        y_N_D = torch.empty(num_rows, dim)
+        gate, up, down = (None if one is None else ctypes.byref(one) for one in self._matrices)
+        pointers = (one.data_ptr() for one in (x_N_D, ids_N_K, gates_N_K, y_N_D))
+        self._library.feed_forward(
+            gate, up, down, self._silu_mul, *pointers, num_rows, per_row, self._first, self.num_experts
+        )
+        return y_N_D
+
+    def _versions(self) -> list[int]:
+        return [one._version for stack in (self._gate, self._up, self._down) for one in stack if one is not None]
+
+    def _pack(self) -> None:
+        """Copies as the paths want them, and where what they read lies."""
+        assert self._paths is not None
+        library = ops.kernels().library
+        assert library is not None
+        self._silu_mul = ctypes.cast(library.silu_mul, _P)
+        self._seen, (into, back) = self._versions(), self._paths
+        step, packed = sum(self._sizes), self._packed.data_ptr() if self._packed is not None else 0
+        found, offset = list[_Matrices | None](), 0
+        for path, size, (values, scales) in zip(
+            (into, into, back), self._sizes, (self._gate, self._up, self._down), strict=True
+        ):
+            outputs, inputs = values.shape[1:]
+            first, step_bytes = values.data_ptr(), outputs * inputs * values.itemsize
+            if size:
+                assert not values.is_inference(), "changes of such a tensor cannot be seen"
+                for expert in range(self.num_experts):
+                    path.pack(
+                        values.data_ptr() + expert * step_bytes, outputs, inputs, packed + offset + expert * step
+                    )
+                first, step_bytes, offset = packed + offset, step, offset + size
+            multiply = ctypes.cast(path.multiply, _P)
+            found.append(_Matrices(multiply, first, step_bytes, scales.data_ptr() if scales is not None else None,
+                                   outputs, inputs))  # fmt: skip
+        self._scales = None
+        if self._is_joined:
+            gate = found[0]
+            assert gate is not None
+            gate.num_outputs, found[1] = 2 * self.width, None
+            if self._gate[1] is not None and self._up[1] is not None:
+                self._scales = torch.cat((self._gate[1], self._up[1]), 1)
+                gate.scales = self._scales.data_ptr()
+        self._matrices = found
+
+    @functools.cached_property
+    def _is_grouped(self) -> bool:
+        """By torch's grouped product, without a word from the device."""
+        return (
+            self.device.type == "cuda"
+            and self._gate[0].dtype == torch.bfloat16
+            and self.width % 8 == self.dim % 8 == 0  # its rows begin at multiples of 16 bytes
+            and torch.cuda.get_device_capability(self.device) >= (8, 0)
+        )
+
+    def _by_torch(self, x_N_D: Tensor, ids_N_K: Tensor, gates_N_K: Tensor) -> Tensor:
+        """Places sorted by expert, those of experts that are elsewhere last."""
+        num_rows, per_row = ids_N_K.shape
+        local_P = ids_N_K.flatten() - self._first
+        local_P = local_P.where((local_P >= 0) & (local_P < self.num_experts), self.num_experts)
+        sorted_P, order_P = local_P.sort(stable=True)
+        rows_P_D = x_N_D[order_P // per_row]
+        y_P_D = self._grouped(rows_P_D, sorted_P) if self._is_grouped else self._one_by_one(rows_P_D, sorted_P)
+        y_P_D = y_P_D.float() * gates_N_K.flatten()[order_P, None]
+        # What lies behind the last expert's rows is undefined.
+        y_P_D = y_P_D.masked_fill((sorted_P == self.num_experts)[:, None], 0.0)
+        place_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=self.device))
+        return y_P_D[place_P].view(num_rows, per_row, self.dim).sum(1).to(x_N_D.dtype)
+
+    def _grouped(self, rows_P_D: Tensor, sorted_P: Tensor) -> Tensor:
+        experts_E = torch.arange(self.num_experts, device=self.device)
+        ends_E = torch.searchsorted(sorted_P, experts_E, right=True).int()
+
+        def multiply(x: Tensor, stack: Stack) -> Tensor:
+            return F.grouped_mm(x, stack[0].transpose(1, 2), offs=ends_E)
+
+        return multiply(ops.silu_mul(multiply(rows_P_D, self._gate), multiply(rows_P_D, self._up)), self._down)
+
+    def _one_by_one(self, rows_P_D: Tensor, sorted_P: Tensor) -> Tensor:
+        counts = torch.bincount(sorted_P, minlength=self.num_experts + 1).tolist()
+        y_P_D, start = torch.zeros_like(rows_P_D), 0
+        for expert, count in enumerate(counts[:-1]):
+            if not count:
+                continue
+
+            def multiply(x: Tensor, stack: Stack, expert: int = expert) -> Tensor:
+                values, scales = stack
+                return linear.by_torch(x, values[expert], None if scales is None else scales[expert])
+
+            x = rows_P_D[start : start + count]
+            inner = F.silu(multiply(x, self._gate)) * multiply(x, self._up)
+            y_P_D[start : start + count] = multiply(inner, self._down)
+            start += count
+        return y_P_D
+
+
+def _error(loaded: Kernel) -> float:
+    """Largest difference to torch's loop: experts without rows, with one and with several, and some that are
+    elsewhere."""
+    generator = torch.Generator().manual_seed(0)
+    gate, up, down = (torch.randn(3, *size, generator=generator) / 4 for size in ((24, 20), (24, 20), (20, 24)))
+    x, gates = torch.randn(6, 20, generator=generator), torch.rand(6, 2, generator=generator)
+    ids = torch.tensor([[1, 3], [4, 1], [3, 2], [3, 0], [1, 4], [4, 0]])
+    experts = ExpertFeedForward((gate, None), (up, None), (down, None), 1, loaded=loaded)
+    found, expected = experts(x, ids, gates), experts._by_torch(x, ids, gates)
+    return (found - expected).abs().max().nan_to_num(torch.inf).item()
