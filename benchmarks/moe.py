@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from _record import write_result
 from torch import Tensor
 
 from llamarl.generation.model import GeneratorModel, Precision
-from llamarl.generation.network import ExpertMixture
+from llamarl.generation.network import ExpertMixture, route_kernel
 from llamarl.kernels import ops, paths
 from llamarl.kernels.experts import ExpertFeedForward, Stack
 from llamarl.kernels.linear import Linear
@@ -28,9 +28,17 @@ from llamarl.models.hf import new_model
 from llamarl.models.quantize import quantize_rows
 from llamarl.models.shape import ModelShape, MoeShape
 from llamarl.sharding.box import Box
-from llamarl.sharding.parallel_layout import assemble_layout
-from llamarl.sharding.reshard import plan_reshard
-from llamarl.sharding.tensor_parallel import cuts_by_expert, expert_box, is_expert, is_router, tensor_parallel_box
+from llamarl.sharding.parallel_layout import QUANTIZED
+from llamarl.sharding.tensor_parallel import (
+    cuts_by_expert,
+    expert_box,
+    is_expert,
+    is_quantizable,
+    is_router,
+    tensor_parallel_box,
+)
+from llamarl.weight_sync.base import plan_writers
+from llamarl.weight_sync.layout import TensorSpec, lay_out
 
 SIZES = {"512 x 256, 32 experts, 4": (512, 256, 32, 4), "1024 x 384, 64 experts, 8": (1024, 384, 64, 8)}
 """Model dim, width, experts, experts of a token."""
@@ -46,16 +54,16 @@ MODEL = ModelShape(
         num_experts=32, experts_per_token=4, expert_size=256, sparse_layers=tuple(range(8)), normalized=True,
     ),
 )  # fmt: skip
-TRAINERS, EXPERT_RANKS, TENSOR_RANKS, REPLICAS = 128, 32, 8, 16
-"""Ranks of the trainer of 235B, over how many its experts go, and generators."""
+TRAINERS, EXPERT_RANKS, TENSOR_RANKS = 128, 32, 8
+"""Ranks of the trainer of 235B, over how many its experts go, and ranks of a generator."""
 LAYERS, DIM, EXPERTS, WIDTH, VOCAB, QUERY, KV_HEADS, HEAD = 94, 4096, 128, 1536, 151_936, 8192, 4, 128
 NOTES = """\
 `decode_share`: bytes per second of the weights of the experts that were chosen, with router and choice, over bytes per
-second of a dense feed-forward of as many weights through the same kernels, both at so many rows and from memory; the
-least of all cases at 32 rows. `route_share`: CPU time of a forward of 32 rows that records the experts of each token,
+second of a dense feed-forward through the same kernels, which has as many rows as an expert has on average; both from
+memory, the least of all cases. `route_share`: CPU time of a forward of 32 rows that records the experts of each token,
 less that of one that does not, over the former, without attention, logits and sampling, so an upper bound.
-`plan_s`: layouts and plan of 235B from what 128 trainer ranks (experts over 32, the rest of them by rows over 4) and 16
-generators of tensor parallel 8 say they hold, in bfloat16 and in 8 bits; nothing is transferred.
+`plan_s`: what a trainer rank of 235B plans before the first sync, from what all 128 ranks hold (experts over 32, their
+rows over 4) to generators of tensor parallel 8, in bfloat16 and in 8 bits, the larger; nothing is transferred.
 """
 
 
@@ -83,7 +91,7 @@ def main() -> None:
         "moe",
         {"rows": ROWS, "repeats": REPEATS, "threads": 1},
         {
-            "decode_share": min(one["share"] for name, one in cases.items() if name.endswith(" 32 rows")),
+            "decode_share": min(one["share"] for one in cases.values()),
             "route_share": max(one["share"] for one in recorded.values()),
             "plan_s": max(one["wall_s"] for one in plans.values()),
             "decode": cases,
@@ -111,15 +119,16 @@ def _pair(sizes: tuple[int, int, int, int], kind: str, rows: int) -> Pair:
     )
     mixture = ExpertMixture(
         moe=moe, router=Linear(torch.randn(num_experts, dim)), selection_bias_E=None,
-        experts=ExpertFeedForward(gate, up, down), shared=None,
+        experts=ExpertFeedForward(gate, up, down), shared=None, kernel=route_kernel(moe),
     )  # fmt: skip
     x = torch.randn(rows, dim)
     touched = len(mixture(x)[1].unique())
+    few = torch.randn(max(1, round(rows * per_row / touched)), dim)
     into, back = _dense(gate, up), _linear(_turned(down))
     element = TYPES[kind].itemsize
 
     def dense() -> Tensor:
-        return back(ops.silu_mul(*into(x).chunk(2, -1)))
+        return back(ops.silu_mul(*into(few).chunk(2, -1)))
 
     return Pair(
         sparse=lambda: mixture(x),
@@ -194,24 +203,18 @@ def _recorded(kind: Precision) -> dict[str, float]:
 
 
 def _plan(dtype: str) -> dict[str, float]:
+    """What each trainer rank does before the first sync: what all hold, into the layouts of a replica."""
     shapes = _shapes()
     held = [_held(shapes, rank) for rank in range(TRAINERS)]
-    wanted = [_wanted(shapes, rank, dtype) for rank in range(TENSOR_RANKS)] * REPLICAS
+    layouts = [lay_out(_wanted(shapes, rank, dtype)) for rank in range(TENSOR_RANKS)]
     start_s = time.perf_counter()
-    source, destination = assemble_layout(held), assemble_layout(wanted, first_device=TRAINERS)
-    laid_out_s = time.perf_counter() - start_s
-    plan = plan_reshard(source, destination)
-    wall_s = time.perf_counter() - start_s
+    (plan,) = plan_writers(layouts, held, [TRAINERS - 1])
     return {
-        "wall_s": wall_s,
-        "layouts_s": laid_out_s,
+        "wall_s": time.perf_counter() - start_s,
         "tensors": len(shapes),
-        "pieces_stored": sum(len(group.senders_M) for group in plan.groups),
-        "gb_of_one_rank": 1e-9 * sum(move.num_bytes for move in plan.moves_to(0)),
+        "parts_of_one_rank": sum(map(len, plan.parts)),
+        "gb_of_one_generator_rank": 1e-9 * layouts[0].num_bytes,
     }
-
-
-Parts = dict[str, tuple[Sequence[int], str, Box]]
 
 
 def _shapes() -> dict[str, tuple[int, ...]]:
@@ -230,15 +233,16 @@ def _shapes() -> dict[str, tuple[int, ...]]:
     return ends | {f"model.layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in layer.items()}
 
 
-def _held(shapes: dict[str, tuple[int, ...]], rank: int) -> Parts:
+def _held(shapes: dict[str, tuple[int, ...]], rank: int) -> list[TensorSpec]:
     """One rank of FSDP2 over all, experts first by their numbers."""
-    found, (expert_rank, row_rank) = Parts(), divmod(rank, TRAINERS // EXPERT_RANKS)
+    found, (expert_rank, row_rank) = list[TensorSpec](), divmod(rank, TRAINERS // EXPERT_RANKS)
     for name, shape in shapes.items():
         if is_expert(name):
             box = _chunk(expert_box(shape, EXPERT_RANKS, expert_rank), 1, TRAINERS // EXPERT_RANKS, row_rank)
         else:
             box = _chunk(Box.whole(shape), 0, TRAINERS, rank)
-        found[name] = shape, "float32" if is_router(name) else "bfloat16", box
+        kind = "float32" if is_router(name) else "bfloat16"
+        found.append(TensorSpec(name=name, global_shape=shape, box=box, dtype=kind))
     return found
 
 
@@ -247,16 +251,17 @@ def _chunk(box: Box, dim: int, num: int, rank: int) -> Box:
     return box.cut(dim, min(rank * step, size), min((rank + 1) * step, size))
 
 
-def _wanted(shapes: dict[str, tuple[int, ...]], rank: int, dtype: str) -> Parts:
-    found, by_expert = Parts(), cuts_by_expert(EXPERTS, WIDTH, TENSOR_RANKS)
+def _wanted(shapes: dict[str, tuple[int, ...]], rank: int, dtype: str) -> list[TensorSpec]:
+    found, by_expert = list[TensorSpec](), cuts_by_expert(EXPERTS, WIDTH, TENSOR_RANKS)
     for name, shape in shapes.items():
         if is_expert(name) and by_expert:
             box = expert_box(shape, TENSOR_RANKS, rank)
         else:
             box = tensor_parallel_box(name, shape, TENSOR_RANKS, rank, KV_HEADS)
-        is_projection = is_expert(name) or name.endswith("_proj.weight")
-        kind = "float32" if is_router(name) else dtype if is_projection else "bfloat16"
-        found[name] = shape, kind, box
+        kind = "float32" if is_router(name) else dtype if is_quantizable(name) else "bfloat16"
+        found.append(TensorSpec(name=name, global_shape=shape, box=box, dtype=kind))
+        if kind in QUANTIZED:
+            found.append(replace(found[-1], part="scales", dtype="float32"))
     return found
 
 

@@ -159,12 +159,12 @@ class TrainerExecutor(OptimizingExecutor):
         held = [
             spec for name, spec in self._trainer.sharding.specs.items() if name in names or layouts is self._layouts
         ]
-        plans = plan_writers([lay_out(specs) for specs in layouts], self._mesh.exchange(held))
+        own, everyones = [self._mesh.world.rank], self._mesh.exchange(held)
+        (plan,) = plan_writers([lay_out(specs) for specs in layouts], everyones, own)
         publisher = publisher_class(transport)
         return publisher(
-            plans[self._mesh.world.rank], self._mesh.exchange, self._weights_folder, delta=self._delta,
-            device=self._device,
-        )  # fmt: skip
+            plan, self._mesh.exchange, self._weights_folder, delta=self._delta, device=self._device
+        )
 
     def publish(self, version: int, in_use: tuple[int, ...]) -> Published:
         """Makes the current weights available as `version`, in the generators' types; versions `in_use` stay."""

@@ -153,6 +153,13 @@ class GeneratorModel:
         return names + (f", packed in 2 x {self.packed_bytes / 1e6:.3g} MB" if self.packed_bytes else "")
 
     @property
+    def no_graphs_because(self) -> str:
+        """Reason why steps cannot be CUDA graphs; empty: they can."""
+        if any(one.experts.reads_counts for one in self._network.mixtures()):
+            return f"the host reads how many rows each expert has, as {self.precision} ones are multiplied one by one"
+        return ""
+
+    @property
     def packed_bytes(self) -> int:
         """Bytes of one packed copy of the weights; there are two at most."""
         return self._network.room.num_bytes

@@ -6,14 +6,16 @@ experts, D model dim, F feed-forward dim.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from llamarl.kernels.experts import ExpertFeedForward
-from llamarl.kernels.linear import Linear, QuantizedRows, Room
+from llamarl.kernels import experts
+from llamarl.kernels.experts import ExpertFeedForward, RouteKernel
+from llamarl.kernels.linear import Linear, QuantizedRows, Room, is_exact
 from llamarl.kernels.ops import silu_mul
 from llamarl.models.experts import route
 from llamarl.models.shape import MoeShape
@@ -54,6 +56,8 @@ class ExpertMixture:
     experts: ExpertFeedForward
     shared: GatedLinears | None
     """Serves every token."""
+    kernel: RouteKernel | None
+    """Chooses in the place of `route`."""
 
     @property
     def takes(self) -> torch.dtype | None:
@@ -61,7 +65,11 @@ class ExpertMixture:
 
     def __call__(self, x_N_D: Tensor) -> tuple[Tensor, Tensor]:
         """What the experts add up to, [N, D], and which they were, int64 [N, K]."""
-        ids_N_K, gates_N_K = route(self.router(x_N_D.float()), self.selection_bias_E, self.moe)
+        logits_N_E = self.router(x_N_D.float())
+        if self.kernel is None or is_exact():
+            ids_N_K, gates_N_K = route(logits_N_E, self.selection_bias_E, self.moe)
+        else:
+            ids_N_K, gates_N_K = self.kernel(logits_N_E, self.selection_bias_E)
         y_N_D = self.experts(x_N_D, ids_N_K, gates_N_K)
         if self.shared is not None:
             y_N_D += self.shared.down(self.shared.inner(x_N_D))
@@ -108,6 +116,23 @@ class Network(dict[str, Tensor]):
         return [*linears, *(pair for one in self.mixtures() for pair in one.experts.multipliers())]
 
 
+@functools.cache
+def route_kernel(moe: MoeShape) -> RouteKernel | None:
+    """Kernel that chooses as `route` does, where there are kernels, checked at the first call; None: torch chooses."""
+    kernel = RouteKernel(
+        moe.num_experts, moe.experts_per_token, moe.num_groups, moe.groups_per_token, moe.scoring == "sigmoid",
+        moe.normalized, moe.scaling,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    logits_N_E = torch.randn(9, moe.num_experts, generator=generator)
+    logits_N_E[0], bias_E = 0.0, torch.randn(moe.num_experts, generator=generator) / 4  # all alike
+    for bias in (None, bias_E):
+        (ids, gates), (own_ids, own_gates) = route(logits_N_E, bias, moe), kernel(logits_N_E, bias)
+        if not (torch.equal(ids, own_ids) and torch.allclose(gates, own_gates, 1e-5, 1e-6)):
+            return None
+    return kernel
+
+
 def linears_of(tensors: Mapping[str, Tensor], modules: Sequence[str], room: Room) -> tuple[Linear, ...]:
     """One where the weights of the modules, and what belongs to them, lie side by side; else one for each."""
     kinds = [kind for kind in _ARGUMENTS if f"{modules[0]}.{kind}" in tensors]
@@ -138,6 +163,7 @@ def expert_mixture(
         selection_bias_E=tensors.get(f"{module}.gate.e_score_correction_bias"),
         experts=ExpertFeedForward(gate, up, down, first, room),
         shared=gated_linears(tensors, f"{module}.shared_experts", room) if moe.shared_size else None,
+        kernel=route_kernel(moe) if gate[0].device.type == "cpu" and experts.kernels().library is not None else None,
     )
 
 

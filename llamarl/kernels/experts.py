@@ -46,6 +46,7 @@ def kernels() -> Kernel:
         return loaded
     loaded.library.feed_forward.argtypes = (*[_P] * 8, _I, _I, _I, _I)
     loaded.library.feed_forward.restype = None
+    loaded.library.route.argtypes, loaded.library.route.restype = (_P, _P, _P, _I, _P, _P), None
     error = _error(loaded)
     return loaded if error < 1e-5 else Kernel(library=None, reason=f"experts.cpp is off by {error:.1g} here")
 
@@ -206,6 +207,41 @@ class ExpertFeedForward:
             y_P_D[start : start + count] = multiply(inner, self._down)
             start += count
         return y_P_D
+
+
+class _Rule(ctypes.Structure):
+    """Rule by which a router's logits choose experts, as `experts.cpp` reads it."""
+
+    _fields_ = (
+        ("num_experts", _I), ("per_row", _I), ("num_groups", _I), ("groups_per_row", _I), ("is_sigmoid", ctypes.c_int32),
+        ("is_normalized", ctypes.c_int32), ("scaling", ctypes.c_float),
+    )  # fmt: skip
+
+
+class RouteKernel:
+    """Choice of experts on the CPU, as `route` of `models/experts.py`: there are kernels, and float32 logits."""
+
+    def __init__(
+        self, num_experts: int, per_row: int, num_groups: int, groups_per_row: int, is_sigmoid: bool,
+        is_normalized: bool, scaling: float,
+    ) -> None:  # fmt: skip
+        library = kernels().library
+        assert library is not None, "there are none"
+        self._library, self._per_row = library, per_row
+        self._rule = _Rule(num_experts, per_row, num_groups, groups_per_row, is_sigmoid, is_normalized, scaling)
+
+    def __call__(self, logits_N_E: Tensor, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Experts of each row, int64 [N, K], the likeliest first, and their gates, float32 [N, K]."""
+        num_rows = len(logits_N_E)
+        assert logits_N_E.shape[1] == self._rule.num_experts
+        assert all(one is None or (one.dtype == torch.float32 and one.is_contiguous()) for one in (logits_N_E, bias_E))
+        ids_N_K = torch.empty(num_rows, self._per_row, dtype=torch.int64)
+        gates_N_K = torch.empty(num_rows, self._per_row)
+        self._library.route(
+            logits_N_E.data_ptr(), None if bias_E is None else bias_E.data_ptr(), ctypes.byref(self._rule), num_rows,
+            ids_N_K.data_ptr(), gates_N_K.data_ptr(),
+        )  # fmt: skip
+        return ids_N_K, gates_N_K
 
 
 def _error(loaded: Kernel) -> float:

@@ -104,7 +104,7 @@ def assemble_layout(
             shape = tuple(sizes)
             if known.setdefault(name, (shape, dtype)) != (shape, dtype):
                 raise LayoutError(name, f"rank {rank} holds it as {dtype} {shape}, another rank as {known[name]}")
-            if box.intersection(Box.whole(shape)) != box and box.num_elements:
+            if not _is_within(box, shape) and box.num_elements:
                 raise LayoutError(name, f"rank {rank} holds {box}, which is not within {shape}")
             if name not in found:
                 found[name] = [None] * len(ranks)
@@ -118,6 +118,10 @@ def assemble_layout(
             made[key] = rank_boxes(boxes, shape)
         held[name] = Held(shape, dtype, made[key])
     return ShardLayout(parameters=held, devices_R=first_device + np.arange(len(ranks)), host_size=host_size)
+
+
+def _is_within(box: Box, shape: tuple[int, ...]) -> bool:
+    return min(box.starts, default=0) >= 0 and all(map(int.__le__, box.stops, shape))
 
 
 def rank_boxes(boxes: Sequence[Box | None], shape: tuple[int, ...]) -> RankBoxes:

@@ -303,10 +303,14 @@ def views(layout: Layout, flat: Tensor) -> dict[str, Tensor]:
     }
 
 
-def plan_writers(layouts: Sequence[Layout], held: Sequence[Sequence[TensorSpec]]) -> tuple[WriterPlan, ...]:
+def plan_writers(
+    layouts: Sequence[Layout], held: Sequence[Sequence[TensorSpec]], ranks: Iterable[int] | None = None
+) -> tuple[WriterPlan, ...]:
     """Who writes what into the layouts of a replica's ranks: every byte once, by a trainer rank that holds it.
 
-    `held` is what each trainer rank holds of each parameter.
+    Args:
+        held: what each trainer rank holds of each parameter.
+        ranks: trainer ranks whose plans are wanted; None: all.
 
     Raises:
         LayoutError: a parameter is missing on one side, has another shape, or no rank holds a part of it; or it is to
@@ -330,21 +334,22 @@ def plan_writers(layouts: Sequence[Layout], held: Sequence[Sequence[TensorSpec]]
     for found, layout in zip(tensors, layouts, strict=True):
         for index, spec in enumerate(layout.specs):
             found[spec.name].append(index)
-    parts: list[list[list[WrittenBox]]] = [[[] for _ in layouts] for _ in held]
-    for rank, own in enumerate(parts):
+    plans = list[WriterPlan]()
+    for rank in range(len(held)) if ranks is None else ranks:
+        parts = [list[WrittenBox]() for _ in layouts]
         for move in plan.moves_from(rank):
             indexes = tensors[move.receiver][move.name]
-            own[move.receiver] += [WrittenBox(tensor=index, box=move.box) for index in indexes]
-    return tuple(
-        WriterPlan(
-            rank=rank,
-            num_writers=len(held),
-            held={spec.name: spec.box for spec in specs},
-            layouts=tuple(layouts),
-            parts=tuple(tuple(sorted(one, key=lambda part: part.tensor)) for one in own),
+            parts[move.receiver] += [WrittenBox(tensor=index, box=move.box) for index in indexes]
+        plans.append(
+            WriterPlan(
+                rank=rank,
+                num_writers=len(held),
+                held={spec.name: spec.box for spec in held[rank]},
+                layouts=tuple(layouts),
+                parts=tuple(tuple(sorted(one, key=lambda part: part.tensor)) for one in parts),
+            )
         )
-        for rank, (specs, own) in enumerate(zip(held, parts, strict=True))
-    )
+    return tuple(plans)
 
 
 def _require_whole_rows(plan: ReshardPlan) -> None:
