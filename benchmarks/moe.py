@@ -1,5 +1,5 @@
-"""Mixtures of experts in the generator: how near decoding comes to what memory gives, what recording the experts of each
-token costs, and how long a sync of 235B takes to plan.
+"""Mixtures of experts in the generator: how near decoding comes to what memory gives, what recording each token's
+experts costs, and how long a sync of 235B takes to plan.
 
     python benchmarks/moe.py
 
@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from _record import write_result
@@ -106,7 +105,7 @@ def main() -> None:
 
 def _pairs(sizes: tuple[int, int, int, int], kind: str, rows: int) -> list[Pair]:
     """Layers that take turns, each with rows and routes of its own."""
-    dim, width, num_experts, per_row = sizes
+    dim, width, num_experts, _ = sizes
     layer_bytes = 3 * dim * width * num_experts * TYPES[kind].itemsize
     return [_pair(sizes, kind, rows) for _ in range(max(2, math.ceil(FAR_BYTES / layer_bytes)))]
 
@@ -228,7 +227,9 @@ def _shapes() -> dict[str, tuple[int, ...]]:
         "mlp.experts.down_proj": (EXPERTS, DIM, WIDTH),
     }  # fmt: skip
     ends: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCAB, DIM), "model.norm.weight": (DIM,), "lm_head.weight": (VOCAB, DIM)
+        "model.embed_tokens.weight": (VOCAB, DIM),
+        "model.norm.weight": (DIM,),
+        "lm_head.weight": (VOCAB, DIM),
     }
     return ends | {f"model.layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in layer.items()}
 

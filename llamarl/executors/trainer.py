@@ -162,9 +162,7 @@ class TrainerExecutor(OptimizingExecutor):
         own, everyones = [self._mesh.world.rank], self._mesh.exchange(held)
         (plan,) = plan_writers([lay_out(specs) for specs in layouts], everyones, own)
         publisher = publisher_class(transport)
-        return publisher(
-            plan, self._mesh.exchange, self._weights_folder, delta=self._delta, device=self._device
-        )
+        return publisher(plan, self._mesh.exchange, self._weights_folder, delta=self._delta, device=self._device)
 
     def publish(self, version: int, in_use: tuple[int, ...]) -> Published:
         """Makes the current weights available as `version`, in the generators' types; versions `in_use` stay."""

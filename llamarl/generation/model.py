@@ -9,8 +9,8 @@ and no rounding is left between two layers. On GPUs they are bfloat16 unless the
 In a mixture of experts the router is float32 in every precision, what it chooses can be recorded, and tensor-parallel
 ranks have columns of every expert, or some experts each (`sharding/tensor_parallel.py` says which).
 
-Shape suffixes: N packed tokens, D model dim, H query heads, J kv heads, K head dim, V vocabulary, W experts of a token in
-all layers.
+Shape suffixes: N packed tokens, D model dim, H query heads, J kv heads, K head dim, V vocabulary, W experts of a token
+in all layers.
 """
 
 from __future__ import annotations

@@ -151,9 +151,7 @@ def gated_linears(tensors: Mapping[str, Tensor], module: str, room: Room) -> Gat
     )
 
 
-def expert_mixture(
-    tensors: Mapping[str, Tensor], module: str, room: Room, moe: MoeShape, first: int
-) -> ExpertMixture:
+def expert_mixture(tensors: Mapping[str, Tensor], module: str, room: Room, moe: MoeShape, first: int) -> ExpertMixture:
     """The mixture of this name, of which experts are here from number `first` on."""
     names = (f"{module}.experts.{kind}_proj" for kind in ("gate", "up", "down"))
     gate, up, down = ((tensors[name], tensors.get(f"{name}.scale")) for name in names)

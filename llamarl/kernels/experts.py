@@ -1,19 +1,20 @@
-"""`ExpertFeedForward`: the gated feed-forward of those experts that a row has chosen, in float32, bfloat16, int8 or fp8.
+"""`ExpertFeedForward`: the gated feed-forward of the experts that a row has chosen, in float32, bfloat16, int8 or fp8.
 
 On the CPU places are sorted by expert in C++ (`experts.cpp`), and each expert is multiplied by the path that serves
-matrices of its sizes (`paths.py`): of a row come the same bits whatever rows lie beside it. Packed, the three matrices of
-an expert lie one behind the other. On GPUs bfloat16 weights are multiplied by torch's grouped product, which takes the
-places of experts on the device; anything else, and what has no kernels, expert by expert, for which the host reads how
-many rows each has.
+matrices of its sizes (`paths.py`): of a row come the same bits whatever rows lie beside it. Packed, the three matrices
+of an expert lie one behind the other. On GPUs bfloat16 weights are multiplied by torch's grouped product, which takes
+the places of experts on the device; anything else, and what has no kernels, expert by expert, for which the host reads
+how many rows each has.
 
-Shape suffixes: N rows, K experts of a row, P places (rows times experts of a row), E experts, D model dim, F width of an
-expert.
+Shape suffixes: N rows, K experts of a row, P places (rows times experts of a row), E experts, D model dim, F width of
+an expert.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +81,8 @@ class ExpertFeedForward:
         if kind is None or loaded is None or loaded.library is None:
             return
         into, back = paths.chosen(kind, 2 * self.width, self.dim), paths.chosen(kind, self.dim, self.width)
-        assert into is not None and back is not None, "the kernels are there"
+        assert into is not None, "the kernels are there"
+        assert back is not None
         self._library, self._paths = loaded.library, (into, back)
         sizes = [into.packed_bytes(self.width, self.dim) if into.pack else 0] * 2
         self._sizes = [*sizes, back.packed_bytes(self.dim, self.width) if back.pack else 0]
@@ -110,8 +112,9 @@ class ExpertFeedForward:
         if self._versions() != self._seen:
             self._pack()
         (num_rows, dim), per_row = x_N_D.shape, ids_N_K.shape[1]
-        assert dim == self.dim and ids_N_K.shape == gates_N_K.shape == (num_rows, per_row)
-        assert ids_N_K.dtype == torch.int64 and gates_N_K.dtype == x_N_D.dtype == torch.float32
+        assert dim == self.dim, f"{dim} columns, not {self.dim}"
+        assert gates_N_K.shape == ids_N_K.shape
+        assert (ids_N_K.dtype, gates_N_K.dtype, x_N_D.dtype) == (torch.int64, torch.float32, torch.float32)
         assert all(one.is_contiguous() for one in (x_N_D, ids_N_K, gates_N_K))
         y_N_D = torch.empty(num_rows, dim)
         gate, up, down = (None if one is None else ctypes.byref(one) for one in self._matrices)
@@ -141,9 +144,7 @@ class ExpertFeedForward:
             if size:
                 assert not values.is_inference(), "changes of such a tensor cannot be seen"
                 for expert in range(self.num_experts):
-                    path.pack(
-                        values.data_ptr() + expert * step_bytes, outputs, inputs, packed + offset + expert * step
-                    )
+                    path.pack(values.data_ptr() + expert * step_bytes, outputs, inputs, packed + offset + expert * step)
                 first, step_bytes, offset = packed + offset, step, offset + size
             multiply = ctypes.cast(path.multiply, _P)
             found.append(_Matrices(multiply, first, step_bytes, scales.data_ptr() if scales is not None else None,
@@ -175,37 +176,35 @@ class ExpertFeedForward:
         local_P = local_P.where((local_P >= 0) & (local_P < self.num_experts), self.num_experts)
         sorted_P, order_P = local_P.sort(stable=True)
         rows_P_D = x_N_D[order_P // per_row]
-        y_P_D = self._grouped(rows_P_D, sorted_P) if self._is_grouped else self._one_by_one(rows_P_D, sorted_P)
+        ends_E = torch.searchsorted(sorted_P, torch.arange(self.num_experts, device=self.device), right=True)
+        y_P_D = self._grouped(rows_P_D, ends_E) if self._is_grouped else self._one_by_one(rows_P_D, ends_E.tolist())
         y_P_D = y_P_D.float() * gates_N_K.flatten()[order_P, None]
         # What lies behind the last expert's rows is undefined.
         y_P_D = y_P_D.masked_fill((sorted_P == self.num_experts)[:, None], 0.0)
         place_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=self.device))
         return y_P_D[place_P].view(num_rows, per_row, self.dim).sum(1).to(x_N_D.dtype)
 
-    def _grouped(self, rows_P_D: Tensor, sorted_P: Tensor) -> Tensor:
-        experts_E = torch.arange(self.num_experts, device=self.device)
-        ends_E = torch.searchsorted(sorted_P, experts_E, right=True).int()
+    def _grouped(self, rows_P_D: Tensor, ends_E: Tensor) -> Tensor:
+        offsets_E = ends_E.int()
 
         def multiply(x: Tensor, stack: Stack) -> Tensor:
-            return F.grouped_mm(x, stack[0].transpose(1, 2), offs=ends_E)
+            return F.grouped_mm(x, stack[0].transpose(1, 2), offs=offsets_E)
 
         return multiply(ops.silu_mul(multiply(rows_P_D, self._gate), multiply(rows_P_D, self._up)), self._down)
 
-    def _one_by_one(self, rows_P_D: Tensor, sorted_P: Tensor) -> Tensor:
-        counts = torch.bincount(sorted_P, minlength=self.num_experts + 1).tolist()
-        y_P_D, start = torch.zeros_like(rows_P_D), 0
-        for expert, count in enumerate(counts[:-1]):
-            if not count:
+    def _one_by_one(self, rows_P_D: Tensor, ends: list[int]) -> Tensor:
+        y_P_D = torch.zeros_like(rows_P_D)
+        for expert, (start, end) in enumerate(pairwise((0, *ends))):
+            if start == end:
                 continue
 
             def multiply(x: Tensor, stack: Stack, expert: int = expert) -> Tensor:
                 values, scales = stack
                 return linear.by_torch(x, values[expert], None if scales is None else scales[expert])
 
-            x = rows_P_D[start : start + count]
+            x = rows_P_D[start:end]
             inner = F.silu(multiply(x, self._gate)) * multiply(x, self._up)
-            y_P_D[start : start + count] = multiply(inner, self._down)
-            start += count
+            y_P_D[start:end] = multiply(inner, self._down)
         return y_P_D
 
 
@@ -213,8 +212,8 @@ class _Rule(ctypes.Structure):
     """Rule by which a router's logits choose experts, as `experts.cpp` reads it."""
 
     _fields_ = (
-        ("num_experts", _I), ("per_row", _I), ("num_groups", _I), ("groups_per_row", _I), ("is_sigmoid", ctypes.c_int32),
-        ("is_normalized", ctypes.c_int32), ("scaling", ctypes.c_float),
+        ("num_experts", _I), ("per_row", _I), ("num_groups", _I), ("groups_per_row", _I),
+        ("is_sigmoid", ctypes.c_int32), ("is_normalized", ctypes.c_int32), ("scaling", ctypes.c_float),
     )  # fmt: skip
 
 

@@ -178,9 +178,7 @@ def _is_plain(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.is_contiguous() and x.device.type == "cpu"
 
 
-def by_torch(
-    x_M_K: Tensor, values_N_K: Tensor, scales_N: Tensor | None = None, bias_N: Tensor | None = None
-) -> Tensor:
+def by_torch(x_M_K: Tensor, values_N_K: Tensor, scales_N: Tensor | None = None, bias_N: Tensor | None = None) -> Tensor:
     """The product without kernels, of the type of `x`; on the CPU nothing but the weights is rounded."""
     if scales_N is not None:
         y_M_N = _scaled_product(x_M_K, values_N_K, scales_N)

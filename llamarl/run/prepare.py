@@ -237,8 +237,8 @@ def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:
     shape = load_shape(config.model.path)
     if shape.moe is not None and config.generator.backend != "native":
         raise ConfigError(
-            f"generator.backend = {config.generator.backend!r} does not record which experts of {config.model.path} each "
-            "token went to, which training needs; use backend = 'native'"
+            f"generator.backend = {config.generator.backend!r} does not record which experts of {config.model.path} "
+            "each token went to, which training needs; use backend = 'native'"
         )
     check_tensor_parallel(shape, config.generator.tensor_parallel, config.model.path)
     check_parallelism(shape, config.trainer.parallelism, config.model.path)
@@ -319,6 +319,7 @@ def check_cache(config: RunConfig, shape: ModelShape, longest_prompt: int) -> No
 
 def check_tensor_parallel(shape: ModelShape, num_ranks: int, path: str) -> None:
     """Raises ConfigError when so many ranks cannot share the model."""
+
     def uneven(ranks: int) -> list[str]:
         return uneven_parts(shape, ranks, repeats_kv_heads=True) + uneven_experts(shape.moe, ranks)
 

@@ -270,8 +270,8 @@ class SlotTable:
 
 
 def _matrices(spec: TensorSpec, box: Box, made: Tensor) -> Iterator[tuple[Tensor, Share]]:
-    """Each matrix of a quantized part, or its scales, with its share of the tensor's fingerprint: rows are whole, so they
-    lie in one piece there."""
+    """Each matrix of a quantized part, or its scales, with its share of the tensor's fingerprint: rows are whole, so
+    they lie in one piece there."""
     starts, strides = spec.starts_of(box), [math.prod(spec.shape[dim + 1 :]) for dim in range(len(spec.shape))]
     first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
     if len(box.shape) == 2:

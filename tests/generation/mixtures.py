@@ -38,6 +38,8 @@ def mixture(name: str, seed: int = 0) -> Transformer:
     model, generator = new_model(MIXTURES[name], seed, std=0.1), torch.Generator().manual_seed(seed + 100)
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
+            if key.endswith("bias"):
+                tensor.zero_()
             spread = 0.5 if ".mlp.gate." in key else 0.1
             tensor.add_(torch.empty_like(tensor).normal_(0.0, spread, generator=generator))
     return model

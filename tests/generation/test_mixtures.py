@@ -23,10 +23,10 @@ from llamarl.models.hf import save_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
 from llamarl.sharding import tensor_parallel
+from llamarl.types import GenerationRequest, SamplingParams
 from llamarl.weight_sync.base import plan_writers, views
 from llamarl.weight_sync.layout import TensorSpec, lay_out
 from llamarl.weight_sync.select import open_subscriber, publisher_class
-from llamarl.types import GenerationRequest, SamplingParams
 from tests.generation.mixtures import MIXTURES, mixture
 from tests.generation.references import run
 from tests.generation.test_lora import adapters, expected, part, served

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from llamarl.generation.model import GeneratorModel, KvPrecision, Precision
 from llamarl.kernels import ops
 from llamarl.models import transformer
 from llamarl.models.hf import new_model
-from llamarl.models.shape import ModelShape
+from llamarl.models.shape import ModelShape, MoeShape
 from llamarl.models.transformer import Rope
 from llamarl.types import GenerationRequest, SamplingParams
 from tests.gpu.kernels import CALLS
@@ -31,6 +31,18 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 
+MOE = MoeShape(
+    num_experts=8, experts_per_token=2, expert_size=32, sparse_layers=(1,), scoring="sigmoid", normalized=True,
+    num_groups=4, groups_per_token=2, shared_size=32, has_selection_bias=True,
+)  # fmt: skip
+MIXTURES = {
+    "qwen3_moe": replace(
+        MOE, sparse_layers=(0, 1), scoring="softmax", num_groups=1, groups_per_token=1, shared_size=0,
+        has_selection_bias=False,
+    ),
+    "glm4_moe": MOE,
+}  # fmt: skip
+
 
 @dataclass
 class Generated:
@@ -43,6 +55,8 @@ class Generated:
     lie between two bfloat16 numbers may round either way, and the tokens behind them see it."""
     steps: list[Ledger] = field(default_factory=list)
     """Of each step in which all rows decode, nothing is prefilled and nothing captured."""
+    described: str = ""
+    """What computes, for the log."""
     flash_calls: int = 0
     """For chunks of prompts."""
     scoring: Ledger = field(default_factory=Ledger)
@@ -51,12 +65,12 @@ class Generated:
 def generate(
     family: str,
     precision: Precision,
-    graphs: bool,
+    graphs: bool | None,
     sampling: dict[str, Any],
     kv_dtype: KvPrecision = "auto",
     prefill_tokens: int = 64,
 ) -> Generated:
-    shape = ModelShape(**SIZES, family=family, tie_embeddings=family == "llama")
+    shape = ModelShape(**SIZES, family=family, tie_embeddings=family == "llama", moe=MIXTURES.get(family))
     model = GeneratorModel(shape, precision, "cuda:0", kv_dtype=kv_dtype)
     model.load(new_model(shape, 3, 0.2))
     engine = Engine(model, max_running=8, prefill_tokens=prefill_tokens, kv_bytes=1 << 22, graphs=graphs)
@@ -68,7 +82,11 @@ def generate(
         for group in range(2)
     )  # fmt: skip
     CALLS.clear()
-    found, shapes, behavior = Generated(), Counter[int](), dict[tuple[int, int], np.ndarray]()
+    found, shapes, behavior = (
+        Generated(described=engine.describe()),
+        Counter[int](),
+        dict[tuple[int, int], np.ndarray](),
+    )
     while engine.has_work:
         before = engine.stats()
         with ledger() as step:

@@ -71,3 +71,25 @@ def test_attention_is_exact_over_long_contexts(on_gpu: Run, num_tokens: int) -> 
 def test_a_sum_by_atomics_would_not_be(on_gpu: Run) -> None:
     """It rounds once per token: on a CPU it does not, so no test there would tell."""
     assert on_gpu(rounding.of_atomics, 8192) > 0.02
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_graphs_of_a_mixture_ask_the_host_nothing(on_gpu: Run, family: str) -> None:
+    """bfloat16 experts go by torch's grouped product, whose offsets stay on the device."""
+    eager, graphed = (on_gpu(engines.generate, family, "bfloat16", graphs, SAMPLED) for graphs in (False, None))
+    assert eager.tokens == graphed.tokens and len(eager.tokens) == 6
+    assert "grouped product" in eager.described
+    assert "without CUDA graphs" not in graphed.described
+    for one in (eager, graphed):
+        assert one.finite and one.apart < APART
+    for step in (*eager.steps, *graphed.steps):
+        assert sum(step.downloads.values()) == sum(step.syncs.values()) == 1
+
+
+@pytest.mark.parametrize("precision", ["int8", "float32"])
+def test_experts_that_are_multiplied_one_by_one_take_no_graphs(on_gpu: Run, precision: str) -> None:
+    """The host reads how many rows each expert has, once per layer of experts, and the log says so."""
+    found = on_gpu(engines.generate, "qwen3_moe", precision, None, SAMPLED)
+    assert found.finite and len(found.tokens) == 6 and found.apart < (APART if precision == "float32" else 0.05)
+    assert f"without CUDA graphs (the host reads how many rows each expert has, as {precision}" in found.described
+    assert {sum(step.syncs.values()) for step in found.steps} == {1 + 2}

@@ -51,10 +51,10 @@ def rows(num_rows: int, sizes: tuple[int, int, int, int], seed: int = 0) -> tupl
 
 def one_by_one(made: tuple[Stack, ...], x: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
     """Each row by itself, through the kernels of dense layers."""
-    linears = [
-        (Linear(torch.cat((gate, up)), _joined(gate_s, up_s)), Linear(down, down_s))
-        for (gate, gate_s), (up, up_s), (down, down_s) in zip(*(map(_matrix, [one] * len(one[0]), range(len(one[0]))) for one in made), strict=True)
-    ]  # fmt: skip
+    linears = list[tuple[Linear, Linear]]()
+    for expert in range(len(made[0][0])):
+        (gate, gate_s), (up, up_s), (down, down_s) = (_matrix(one, expert) for one in made)
+        linears.append((Linear(torch.cat((gate, up)), _joined(gate_s, up_s)), Linear(down, down_s)))
     y = torch.zeros_like(x)
     for row in range(len(x)):
         for expert, share in sorted(zip(ids[row].tolist(), gates[row].tolist(), strict=True)):
@@ -119,7 +119,10 @@ def test_all_rows_of_one_expert_and_no_rows_of_others(computed_by, dtype):
     sizes = (4, 64, 96, 1)
     made, (x, ids, gates) = stacks(*sizes[:3], dtype), rows(300, sizes)
     ids = torch.full_like(ids, 2)
-    found, alone = ExpertFeedForward(*made)(x, ids, gates), tuple((v[2:3], s[2:3] if s is not None else None) for v, s in made)
+    found, alone = (
+        ExpertFeedForward(*made)(x, ids, gates),
+        tuple((v[2:3], s[2:3] if s is not None else None) for v, s in made),
+    )
     torch.testing.assert_close(ExpertFeedForward(*alone)(x, ids - 2, gates), found, rtol=1e-5, atol=2e-6)
     assert len(ExpertFeedForward(*made)(x[:0], ids[:0], gates[:0])) == 0
 

@@ -304,7 +304,10 @@ def mixture(num: int, dtype: str, box_of, first_device: int = 0) -> ShardLayout:
     """Layout of ranks that hold `box_of(name, shape, rank)`; the router is float32 and whole."""
     ranks = []
     for rank in range(num):
-        boxes = {name: Box.whole(shape) if name.endswith("weight") else box_of(name, shape, rank) for name, shape in EXPERTS.items()}
+        boxes = {
+            name: Box.whole(shape) if name.endswith("weight") else box_of(name, shape, rank)
+            for name, shape in EXPERTS.items()
+        }
         ranks.append({n: (EXPERTS[n], "float32" if n.endswith("weight") else dtype, box) for n, box in boxes.items()})
     return assemble_layout(ranks, first_device=first_device)
 

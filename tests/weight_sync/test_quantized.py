@@ -103,14 +103,18 @@ def test_weights_without_a_scale_are_refused_by_name_and_version(tmp_path, trans
 
 def test_rows_that_no_trainer_rank_holds_whole_are_refused_when_the_plan_is_made() -> None:
     layouts: Callable[[str], Any] = lambda dtype: [lay_out(specs) for specs in processes.wanted(1, dtype)]  # noqa: E731
-    with pytest.raises(LayoutError, match=r"^layers.\d.(experts.down|o|down)_proj\S*: trainer ranks hold parts.*'bfloat16', or"):
+    with pytest.raises(
+        LayoutError, match=r"^layers.\d.(experts.down|o|down)_proj\S*: trainer ranks hold parts.*'bfloat16', or"
+    ):
         plan_writers(layouts("int8"), processes.held(1, 2, 1))
     plan_writers(layouts("bfloat16"), processes.held(1, 2, 1))
 
 
 def test_8_bits_without_scales_are_refused() -> None:
     (specs,) = processes.wanted(1, "int8")
-    with pytest.raises(LayoutError, match=r"^layers.0.q_proj.weight: int8 needs a matrix, or a stack of them, and float32 scales"):
+    with pytest.raises(
+        LayoutError, match=r"^layers.0.q_proj.weight: int8 needs a matrix, or a stack of them, and float32 scales"
+    ):
         lay_out([spec for spec in specs if spec.part == "values"])
 
 
