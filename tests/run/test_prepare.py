@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 from llamarl.config import ConfigError
 from llamarl.config.schema import RunConfig
-from llamarl.models.shape import ModelShape
+from llamarl.models.shape import ModelShape, MoeShape
 from llamarl.observability.usage import MIN_FILES
 from llamarl.run import prepare as preparing
 from llamarl.run.prepare import check_cache, check_tensor_parallel, prepare
@@ -46,6 +48,42 @@ def test_ranks_that_cannot_share_the_model_are_refused(model: ModelShape, num_ra
     with pytest.raises(ConfigError) as error:
         check_tensor_parallel(model, num_ranks, "m")
     assert str(error.value) == f"generator.tensor_parallel {message}"
+
+
+MOE = MoeShape(num_experts=6, experts_per_token=2, expert_size=522, sparse_layers=(0,), shared_size=12)
+
+
+@pytest.mark.parametrize(
+    ("moe", "num_ranks", "message"),
+    [
+        (MOE, 2, None),
+        (MOE, 4, "= 4 cannot share the 522 columns of each expert of m evenly; use one of 1, 2"),
+        (replace(MOE, num_experts=8), 4, None),
+        (replace(MOE, shared_size=18), 4, "= 4 cannot share the 18 columns of the shared expert of m evenly"),
+    ],
+)
+def test_experts_are_cut_by_columns_or_by_their_numbers(moe: MoeShape, num_ranks: int, message: str | None) -> None:
+    """522 columns over 2 ranks leave 261 each; over 4 they would leave 130, so experts go by number where that divides."""
+    model = replace(shape(), family="qwen3_moe", moe=moe)
+    if message is None:
+        check_tensor_parallel(model, num_ranks, "m")
+        return
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_tensor_parallel(model, num_ranks, "m")
+
+
+def test_vllm_does_not_serve_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "load_shape", lambda path: replace(shape(), family="qwen3_moe", moe=MOE))
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train": "running_total"},
+            "generator": {"backend": "vllm", "vllm": {"python": "python"}},
+            "cluster": {"kind": "monarch"},
+        }
+    )
+    with pytest.raises(ConfigError, match="backend = 'vllm' does not record which experts of m each token went to"):
+        preparing.check_layout(config)
 
 
 @pytest.mark.parametrize("num_ranks", range(1, 9))
