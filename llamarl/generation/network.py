@@ -35,7 +35,7 @@ class GatedLinears:
 
     @property
     def takes(self) -> torch.dtype | None:
-        """As `Linear.takes`."""
+        """Type of quantized rows, see `Linear.takes`."""
         return self.gate_up[0].takes
 
     def inner(self, x_N_D: Tensor | QuantizedRows) -> Tensor | QuantizedRows:
@@ -64,7 +64,7 @@ class ExpertMixture:
         """None: the router takes rows that were not quantized."""
 
     def __call__(self, x_N_D: Tensor) -> tuple[Tensor, Tensor]:
-        """What the experts add up to, [N, D], and which they were, int64 [N, K]."""
+        """The sum of what each token's experts give, [N, D], and which these are, int64 [N, K]."""
         logits_N_E = self.router(x_N_D.float())
         if self.kernel is None or is_exact():
             ids_N_K, gates_N_K = route(logits_N_E, self.selection_bias_E, self.moe)

@@ -161,7 +161,7 @@ class ExpertFeedForward:
 
     @functools.cached_property
     def _is_grouped(self) -> bool:
-        """By torch's grouped product, without a word from the device."""
+        """Torch's grouped product serves, without a word from the device."""
         return (
             self.device.type == "cuda"
             and self._gate[0].dtype == torch.bfloat16

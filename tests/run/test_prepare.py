@@ -63,7 +63,7 @@ MOE = MoeShape(num_experts=6, experts_per_token=2, expert_size=522, sparse_layer
     ],
 )
 def test_experts_are_cut_by_columns_or_by_their_numbers(moe: MoeShape, num_ranks: int, message: str | None) -> None:
-    """522 columns over 2 ranks leave 261 each; over 4 they would leave 130, so experts go by number where that divides."""
+    """522 columns leave 261 to each of 2 ranks; to each of 4 about 130, so experts go by number where that divides."""
     model = replace(shape(), family="qwen3_moe", moe=moe)
     if message is None:
         check_tensor_parallel(model, num_ranks, "m")
