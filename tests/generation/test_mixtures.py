@@ -19,6 +19,7 @@ from llamarl.generation.engine import Engine
 from llamarl.generation.lora import AdapterMerger
 from llamarl.generation.model import GeneratorModel
 from llamarl.models import experts as experts_of_trainer
+from llamarl.models.attention import causal_attend
 from llamarl.models.hf import save_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
@@ -275,3 +276,25 @@ def test_columns_that_ranks_cannot_share_are_refused(monkeypatch: pytest.MonkeyP
     odd = replace(shape, moe=replace(shape.moe, expert_size=33))
     with pytest.raises(ValueError, match=r"experts.gate_proj has 33 rows or columns, which 2 tensor-parallel"):
         GeneratorModel(odd, "float32", "cpu", tensor_parallel=Alone(2, 0))
+
+
+def test_graphed_steps_tell_the_experts_of_their_rows() -> None:
+    """In memory that each step fills anew; captured steps run as functions here."""
+    with engine("torch"):
+        generator = loaded(mixture("glm4_moe"), "float32")
+        served_by = Engine(generator, max_running=4, prefill_tokens=16, kv_bytes=1 << 24, graphs=True)
+        prompt = np.arange(9, dtype=np.int32)
+        sampling = SamplingParams(temperature=1.0, max_new_tokens=24, seed=3)
+        request = GenerationRequest(group_id=1, prompt_token_ids_T=prompt, group_size=3, sampling=sampling)
+        served_by.submit([request])
+        for _ in range(9):
+            served_by.step()
+        graphs, rollouts = served_by._graphs, {one.index: one for one in served_by.so_far([1])}
+        assert graphs is not None and graphs.routes_B_W is not None
+        assert graphs.routes_B_W.shape == (3, width(generator.shape))
+        for row, sequence in enumerate(served_by._rows.sequences):
+            fed = np.concatenate((prompt, rollouts[sequence.index].token_ids_T[:-1]))
+            routes = torch.empty(len(fed), width(generator.shape), dtype=torch.uint8)
+            ids = torch.from_numpy(fed).long()
+            generator(ids, torch.arange(len(fed)), causal_attend([len(fed)]), routes)
+            assert torch.equal(routes[-1], graphs.routes_B_W[row])
