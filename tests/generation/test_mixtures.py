@@ -18,6 +18,8 @@ from llamarl.config.trainer import LoraConfig
 from llamarl.generation.engine import Engine
 from llamarl.generation.lora import AdapterMerger
 from llamarl.generation.model import GeneratorModel
+from llamarl.generation.network import route_kernel
+from llamarl.kernels import experts
 from llamarl.models import experts as experts_of_trainer
 from llamarl.models.attention import causal_attend
 from llamarl.models.hf import save_model
@@ -111,6 +113,30 @@ def test_the_experts_of_each_token_are_those_that_the_trainer_chooses(name: str,
     assert len(routes.unique()) == model.shape.moe.num_experts
 
 
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_kernel_chooses_as_the_trainer_does(name: str) -> None:
+    """Ties included; a row that is no number gets some experts, each once, and gates that are none."""
+    moe, generator = MIXTURES[name].moe, torch.Generator().manual_seed(0)
+    if experts.kernels().library is None:
+        pytest.skip(experts.kernels().reason)
+    kernel = route_kernel(moe)
+    assert kernel is not None
+    logits_N_E = torch.randn(3000, moe.num_experts, generator=generator) * 3
+    logits_N_E[:1500] = logits_N_E[:1500].round()
+    for bias_E in (None, torch.randn(moe.num_experts, generator=generator) / 4):
+        (ids, gates), (own_ids, own_gates) = (
+            experts_of_trainer.route(logits_N_E, bias_E, moe),
+            kernel(logits_N_E, bias_E),
+        )
+        same = (ids == own_ids).all(1)
+        assert same.float().mean() > 0.999, "scores that differ by their last bit may be ordered either way"
+        torch.testing.assert_close(own_gates[same], gates[same], rtol=1e-5, atol=1e-7)
+    logits_N_E[1] = torch.nan
+    ids, gates = kernel(logits_N_E[:3].contiguous(), None)
+    assert gates[1].isnan().all() and gates[[0, 2]].isfinite().all()
+    assert len(ids[1].unique()) == moe.experts_per_token and ids.min() >= 0 and ids.max() < moe.num_experts
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
 def test_lower_precisions_stay_close(computed_by: str, name: str) -> None:
     """Tokens that choose as in float32 differ by the rounding of weights and activations; few choose otherwise."""
@@ -160,8 +186,8 @@ def test_held_weights_serve_when_they_are_used(computed_by: str, precision: str)
         generator.use(held)
         assert torch.equal(logits(generator), wanted[index])
     assert {room.num_bytes for room in generator._rooms} == {generator.packed_bytes}
-    experts = generator._network.mixtures()[0].experts
-    assert all(name in generator.multiplies_by for name, _ in experts.multipliers())
+    multipliers = generator._network.mixtures()[0].experts.multipliers()
+    assert all(name in generator.multiplies_by for name, _ in multipliers)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
