@@ -125,7 +125,9 @@ class ExpertFeedForward:
         return y_N_D
 
     def _versions(self) -> list[int]:
-        return [one._version for stack in (self._gate, self._up, self._down) for one in stack if one is not None]
+        """Counts of changes in place to what was copied."""
+        copied = (self._gate, self._up, self._down) if self._packed is not None else ()
+        return [one._version for stack in copied for one in stack if one is not None]
 
     def _pack(self) -> None:
         """Copies as the paths want them, and where what they read lies."""
