@@ -97,7 +97,7 @@ class GeneratorLayer:
 class Network(dict[str, Tensor]):
     """Tensors, and what computes with them."""
 
-    layers: list[GeneratorLayer]
+    layers: Sequence[GeneratorLayer] = ()
     head: Linear
     room: Room
     """Holds the packed copies."""

@@ -15,7 +15,7 @@ from llamarl.kernels import ops
 from llamarl.models import transformer
 from llamarl.models.hf import new_model
 from llamarl.models.shape import ModelShape, MoeShape
-from llamarl.models.transformer import Rope
+from llamarl.models.transformer import Rope, Transformer
 from llamarl.types import GenerationRequest, SamplingParams
 from tests.gpu.kernels import CALLS
 from tests.gpu.pretend import Ledger, ledger
@@ -62,6 +62,15 @@ class Generated:
     scoring: Ledger = field(default_factory=Ledger)
 
 
+def made(shape: ModelShape) -> Transformer:
+    """With selection biases that differ."""
+    model = new_model(shape, 3, 0.2)
+    for name, tensor in model.state_dict().items():
+        if name.endswith("e_score_correction_bias"):
+            tensor.copy_(torch.linspace(-0.2, 0.2, len(tensor)))
+    return model
+
+
 def generate(
     family: str,
     precision: Precision,
@@ -72,7 +81,7 @@ def generate(
 ) -> Generated:
     shape = ModelShape(**SIZES, family=family, tie_embeddings=family == "llama", moe=MIXTURES.get(family))
     model = GeneratorModel(shape, precision, "cuda:0", kv_dtype=kv_dtype)
-    model.load(new_model(shape, 3, 0.2))
+    model.load(made(shape))
     engine = Engine(model, max_running=8, prefill_tokens=prefill_tokens, kv_bytes=1 << 22, graphs=graphs)
     engine.submit(
         GenerationRequest(

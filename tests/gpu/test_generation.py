@@ -86,7 +86,7 @@ def test_graphs_of_a_mixture_ask_the_host_nothing(on_gpu: Run, family: str) -> N
         assert sum(step.downloads.values()) == sum(step.syncs.values()) == 1
 
 
-@pytest.mark.parametrize("precision", ["int8", "float32"])
+@pytest.mark.parametrize("precision", ["int8", "fp8", "float32"])
 def test_experts_that_are_multiplied_one_by_one_take_no_graphs(on_gpu: Run, precision: str) -> None:
     """The host reads how many rows each expert has, once per layer of experts, and the log says so."""
     found = on_gpu(engines.generate, "qwen3_moe", precision, None, SAMPLED)
