@@ -63,6 +63,7 @@ memory, the least of all cases. `route_share`: CPU time of a forward of 32 rows 
 less that of one that does not, over the former, without attention, logits and sampling, so an upper bound.
 `plan_s`: what a trainer rank of 235B plans before the first sync, from what all 128 ranks hold (experts over 32, their
 rows over 4) to generators of tensor parallel 8, in bfloat16 and in 8 bits, the larger; nothing is transferred.
+Other work shared the machine: shares are of calls that took turns, seconds are upper bounds.
 """
 
 

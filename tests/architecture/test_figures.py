@@ -111,6 +111,11 @@ FIGURES = (
     ),
     Figure("docs/first_run.md", "lower in {} of three seeds", ASYNC, ((lower, ".0f"),)),
     Figure(
+        "docs/measures.md", "weights read at {} of the speed of the dense kernels at least, recording experts costs {} "
+        "of a forward, a sync of 235B is planned in {} s", "moe-2026-11-24",
+        (("decode_share", ".2f"), ("route_share", ".1%"), ("plan_s", ".2f")),
+    ),
+    Figure(
         "docs/checkpoints.md", "stood still for {} of a save's time (median of seven; {} in the first", CHECKPOINT,
         (("blocked_share", ".0%"), ("blocked_share_of_the_first", ".0%")),
     ),
