@@ -24,7 +24,7 @@ MIXTURES = {
     ),
     "mixtral": replace(QWEN3_MOE, family="mixtral"),
     "glm4_moe": replace(
-        QWEN3_MOE, family="glm4_moe",
+        QWEN3_MOE, family="glm4_moe", partial_rotary_factor=0.5, attention_bias=True, use_qk_norm=False,
         moe=replace(
             MOE, sparse_layers=(1, 2), scoring="sigmoid", scaling=1.5, num_groups=4, groups_per_token=2, shared_size=32,
             has_selection_bias=True,

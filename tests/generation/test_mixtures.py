@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llamarl.config.trainer import LoraConfig
 from llamarl.generation.engine import Engine
@@ -22,7 +22,6 @@ from llamarl.generation.network import route_kernel
 from llamarl.kernels import experts
 from llamarl.models import experts as experts_of_trainer
 from llamarl.models.attention import causal_attend
-from llamarl.models.hf import save_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
 from llamarl.sharding import tensor_parallel
@@ -31,7 +30,7 @@ from llamarl.weight_sync.base import plan_writers, views
 from llamarl.weight_sync.layout import TensorSpec, lay_out
 from llamarl.weight_sync.select import open_subscriber, publisher_class
 from tests.generation.mixtures import MIXTURES, mixture
-from tests.generation.references import run
+from tests.generation.references import full_logits, run
 from tests.generation.test_lora import adapters, expected, part, served
 from tests.generation.test_model import LENGTHS, PRECISIONS, Alone, Meeting, Rank, loaded, logits
 from tests.kernels.engines import ENGINES, engine
@@ -63,11 +62,41 @@ def routes_of(model: GeneratorModel, lengths: list[int] = LENGTHS) -> tuple[Tens
     return logits(Recorder(), lengths), routes
 
 
+def of_transformers(model: Transformer, name: str) -> nn.Module:
+    """The same weights there, where gate and up of an expert are one matrix."""
+    shape, weights = model.shape, dict[str, Tensor]()
+    moe = shape.moe
+    assert moe is not None
+    sizes = {
+        "hidden_size": shape.hidden_size, "num_hidden_layers": shape.num_layers, "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "vocab_size": shape.vocab_size,
+        "intermediate_size": moe.expert_size if name == "mixtral" else shape.intermediate_size,
+        "max_position_embeddings": shape.max_position_embeddings, "rms_norm_eps": shape.rms_norm_eps,
+        "num_experts_per_tok": moe.experts_per_token, "norm_topk_prob": moe.normalized, "sliding_window": None,
+        "moe_intermediate_size": moe.expert_size, "num_experts": moe.num_experts, "num_local_experts": moe.num_experts,
+        "n_routed_experts": moe.num_experts, "n_shared_experts": 1, "n_group": moe.num_groups,
+        "topk_group": moe.groups_per_token, "routed_scaling_factor": moe.scaling, "first_k_dense_replace": 1,
+        "attention_bias": shape.attention_bias, "use_qk_norm": shape.use_qk_norm, "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": shape.rope_theta,
+            "partial_rotary_factor": shape.partial_rotary_factor,
+        },
+    }  # fmt: skip
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes), dtype=torch.float32).eval()
+    for key, weight in model.state_dict().items():
+        if key.endswith("experts.gate_proj"):
+            up = model.state_dict()[key.replace("gate_proj", "up_proj")]
+            weights[key.replace("gate_proj", "gate_up_proj")] = torch.cat((weight, up), 1)
+        elif not key.endswith("experts.up_proj"):
+            weights[key] = weight
+    theirs.load_state_dict(weights)
+    return theirs
+
+
 @pytest.mark.parametrize("name", FAMILIES)
-def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     model = mixture(name)
-    save_model(model, tmp_path / "model", None)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    theirs = of_transformers(model, name)
     engine = Engine(loaded(model, "float32"), max_running=8, prefill_tokens=16, kv_bytes=1 << 24)
     prompts = [np.arange(3, 3 + length, dtype=np.int32) * 7 % 130 for length in (5, 21)]
     sampling = SamplingParams(temperature=0.0, max_new_tokens=20)
@@ -79,6 +108,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
     for i, prompt in enumerate(prompts):
         ids = torch.from_numpy(prompt).long()[None]
         with torch.no_grad():
+            torch.testing.assert_close(full_logits(model, prompt), theirs(ids).logits[0], rtol=1e-5, atol=1e-5)
             whole = theirs.generate(ids, do_sample=False, max_new_tokens=20, eos_token_id=-1, pad_token_id=0)
         for index in range(2):
             assert found[i, index].token_ids_T.tolist() == whole[0, len(prompt) :].tolist()
@@ -195,6 +225,7 @@ def test_routers_are_float32_and_experts_are_not(precision: str) -> None:
     model = mixture("glm4_moe")
     specs = {spec.key: spec for spec in GeneratorModel(model.shape, precision, "cpu").specs()}
     assert {spec.name for spec in specs.values()} == set(model.state_dict())
+    assert sum(one.numel() for one in model.state_dict().values()) == model.shape.num_parameters
     mlp = "model.layers.1.mlp"
     for name in ("gate.weight", "gate.e_score_correction_bias"):
         assert specs[f"{mlp}.{name}"].dtype == "float32" and f"{mlp}.{name}.scale" not in specs
@@ -289,8 +320,6 @@ def test_behavior_log_probs_are_those_of_the_trainer() -> None:
 
 
 def _logprobs(model: Transformer, ids: np.ndarray) -> np.ndarray:
-    from tests.generation.references import full_logits
-
     log = torch.log_softmax(full_logits(model, ids)[:-1].double(), -1)
     return log.gather(1, torch.from_numpy(ids[1:]).long()[:, None])[:, 0].numpy()
 
