@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from llamarl.config import ConfigError
 from llamarl.config.decoder import DecoderSizes, original_context, positive, rope_of, sizes_from_hf
@@ -19,6 +19,8 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 """Family (`model_type` of config.json) -> class in transformers."""
+MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe")
+"""Families of mixtures of experts that are computed, and not read from files."""
 _FIXED = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -34,6 +36,7 @@ _ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 """Keys that a rope's dictionary has beside those of its kind."""
 
 MAX_LAYERS = 4096
+_BYTE = 255
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,11 +97,64 @@ SCALINGS: dict[str, type[RopeScaling]] = {"llama3": Llama3Scaling, "yarn": YarnS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MoeShape:
+    """Sizes and switches of the mixtures of experts in a decoder. Groups divide the experts evenly."""
+
+    num_experts: int
+    experts_per_token: int
+    expert_size: int
+    """Width of one expert."""
+    sparse_layers: tuple[int, ...]
+    """Numbers of the layers with experts, counted through the whole model, ascending."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """Softmax over all experts, or the sigmoid of each."""
+    normalized: bool = False
+    """Gates are divided by their sum."""
+    scaling: float = 1.0
+    """Factor of the gates."""
+    num_groups: int = 1
+    groups_per_token: int = 1
+    """Groups from which a token's experts are chosen."""
+    shared_size: int = 0
+    """Width of the expert that serves every token; 0: there is none."""
+    has_selection_bias: bool = False
+    """A bias is added to the scores, for the choice alone."""
+
+    def __post_init__(self) -> None:
+        if self.num_experts % self.num_groups or not 0 < self.groups_per_token <= self.num_groups:
+            raise ConfigError(
+                f"{self.groups_per_token} of {self.num_groups} groups of {self.num_experts} experts; the groups must "
+                "divide the experts, and a token takes some or all"
+            )
+        most = self.num_experts // self.num_groups * self.groups_per_token
+        if not 0 < self.experts_per_token <= most:
+            raise ConfigError(f"{self.experts_per_token} experts of a token; it can choose among {most}")
+
+    @property
+    def route_width(self) -> int:
+        """Experts of a token in all layers."""
+        return len(self.sparse_layers) * self.experts_per_token
+
+    @property
+    def route_bytes(self) -> int:
+        """Bytes of an expert's number, of which the largest means that it was not recorded."""
+        return 1 if self.num_experts <= _BYTE else 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape(DecoderSizes):
-    """Sizes and switches of one dense decoder. Heads divide evenly among key/value heads; `head_dim` is even."""
+    """Sizes and switches of one decoder. Heads divide evenly among key/value heads; `head_dim` is even."""
 
     family: str
-    """`llama`, `mistral`, `qwen2` or `qwen3`."""
+    """`llama`, `mistral`, `qwen2` or `qwen3`, or one of `MIXTURES`."""
+    moe: MoeShape | None = None
+    """Mixtures of experts in some or all layers; `intermediate_size` is then the width of the others."""
+    partial_rotary_factor: float = 1.0
+    """Share of a head's channels, the first, that is rotated."""
+    attention_bias: bool = False
+    """The query, key and value projections have a bias where the family leaves it open."""
+    use_qk_norm: bool = False
+    """Heads are normed where the family leaves it open."""
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -107,7 +163,7 @@ class ModelShape(DecoderSizes):
     """Tokens that end a response."""
 
     def __post_init__(self) -> None:
-        if self.family not in ARCHITECTURES:
+        if self.family not in (*ARCHITECTURES, *MIXTURES):
             raise ConfigError(f"model family {self.family!r} is not supported; use one of {', '.join(ARCHITECTURES)}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
@@ -130,16 +186,34 @@ class ModelShape(DecoderSizes):
     @property
     def qkv_bias(self) -> bool:
         """The query, key and value projections have a bias."""
-        return self.family == "qwen2"
+        return self.family == "qwen2" or self.attention_bias
 
     @property
     def qk_norm(self) -> bool:
         """Each query and key head is RMS-normed before the rotation."""
-        return self.family == "qwen3"
+        return self.family in ("qwen3", "qwen3_moe") or self.use_qk_norm
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def is_sparse(self, layer: int) -> bool:
+        """The layer has experts."""
+        return self.moe is not None and layer in self.moe.sparse_layers
 
     @property
     def layer_parameters(self) -> int:
-        """Scalars in all weights of one layer."""
+        """Scalars in all weights of one layer; in a mixture of one with experts."""
+        experts = 0
+        if self.moe is not None:
+            size = self.moe.num_experts * self.moe.expert_size + self.moe.shared_size
+            router = self.moe.num_experts * (self.hidden_size + self.moe.has_selection_bias)
+            experts = 3 * self.hidden_size * (size - self.intermediate_size) + router
+        return self._dense_parameters + experts
+
+    @property
+    def _dense_parameters(self) -> int:
         d, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = 2 * d * q + 2 * d * kv + self.qkv_bias * (q + 2 * kv) + self.qk_norm * 2 * self.head_dim
         return attention + 3 * d * self.intermediate_size + 2 * d
@@ -148,7 +222,9 @@ class ModelShape(DecoderSizes):
     def num_parameters(self) -> int:
         """Scalars in all weights; a tied head counts once."""
         ends = (2 - self.tie_embeddings) * self.vocab_size * self.hidden_size
-        return self.num_layers * self.layer_parameters + self.hidden_size + ends
+        num_sparse = len(self.moe.sparse_layers) if self.moe is not None else 0
+        layers = num_sparse * self.layer_parameters + (self.num_layers - num_sparse) * self._dense_parameters
+        return layers + self.hidden_size + ends
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelShape:

@@ -1,11 +1,11 @@
-"""The decoder of the dense Llama 3, Mistral, Qwen 2.5 and Qwen 3 families, on packed tokens, with Hugging Face
-parameter names.
+"""The decoder of the Llama 3, Mistral, Qwen 2.5 and Qwen 3 families, and of mixtures of experts, on packed tokens, with
+Hugging Face parameter names; experts are stacked.
 
 Tokens of many sequences lie in one dimension; the caller's `attend` decides which token sees which, so one definition
 serves training (packed documents) and generation (paged KV cache).
 
 Shape suffixes: N packed tokens, D model dim, H query heads, J kv heads, K head dim, F feed-forward dim, V vocabulary,
-M positions.
+M positions, R rotated channels of a head.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from llamarl.models.experts import MoeFeedForward
 from llamarl.models.shape import LinearScaling, Llama3Scaling, ModelShape, YarnScaling
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attend(layer_index, q_N_H_K, k_N_J_K, v_N_J_K) -> out_N_H_K; it scales the scores by head_dim ** -0.5."""
 
 Rotation = tuple[Tensor, Tensor]
-"""(cos_N_1_K, sin_N_1_K); the first half of the sine is negative, see `rotate`."""
+"""(cos_N_1_R, sin_N_1_R); the first half of the sine is negative, see `rotate`."""
 
 
 class Rope:
@@ -56,12 +57,12 @@ class Rope:
 
 
 def rope_frequencies(shape: ModelShape) -> Tensor:
-    """Radians per position of each pair of channels, float32 [head_dim / 2].
+    """Radians per position of each pair of rotated channels, float32 [rotary_dim / 2].
 
-    Plain: theta ** (-2i / head_dim) (RoFormer, arXiv 2104.09864, section 3.2.2). Linear scaling divides all of them
+    Plain: theta ** (-2i / rotary_dim) (RoFormer, arXiv 2104.09864, section 3.2.2). Linear scaling divides all of them
     (arXiv 2306.15595); Llama 3 and YaRN divide long wavelengths by `factor`, keep short ones and blend those between.
     """
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device="cpu") / shape.head_dim
+    exponents = torch.arange(0, shape.rotary_dim, 2, dtype=torch.float32, device="cpu") / shape.rotary_dim
     wavelengths = shape.rope_theta**exponents
     match shape.rope_scaling:
         case None:
@@ -71,7 +72,7 @@ def rope_frequencies(shape: ModelShape) -> Tensor:
         case Llama3Scaling() as scaling:
             return _llama3(1.0 / wavelengths, scaling)
         case YarnScaling() as scaling:
-            kept = 1 - _yarn_ramp(scaling, shape.head_dim, shape.rope_theta)
+            kept = 1 - _yarn_ramp(scaling, shape.rotary_dim, shape.rope_theta)
             return 1.0 / (scaling.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
 
 
@@ -102,11 +103,15 @@ def _yarn_ramp(scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:
 
 
 def rotate(x_N_H_K: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate channel i with channel i + K/2. The table holds the sine's sign, so swapping halves needs no negation."""
-    cos_N_1_K, sin_N_1_K = rotation
-    swapped_N_H_K = x_N_H_K.roll(x_N_H_K.shape[-1] // 2, dims=-1)
+    """Rotate channel i with channel i + R/2, and leave those behind R. The table holds the sine's sign, so swapping
+    halves needs no negation."""
+    cos_N_1_R, sin_N_1_R = rotation
+    size = cos_N_1_R.shape[-1]
+    x_N_H_R, rest = x_N_H_K[..., :size], x_N_H_K[..., size:]
+    swapped_N_H_R = x_N_H_R.roll(size // 2, dims=-1)
     # Not addcmul: its fused multiply-add rounds once where transformers rounds twice.
-    return x_N_H_K * cos_N_1_K + swapped_N_H_K * sin_N_1_K
+    rotated_N_H_R = x_N_H_R * cos_N_1_R + swapped_N_H_R * sin_N_1_R
+    return torch.cat((rotated_N_H_R, rest.to(rotated_N_H_R.dtype)), -1) if rest.shape[-1] else rotated_N_H_R
 
 
 class RMSNorm(nn.RMSNorm):
@@ -163,11 +168,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, hidden_size: int, width: int) -> None:
         super().__init__()
-        self.gate_proj = Projection(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = Projection(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = Projection(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.gate_proj = Projection(hidden_size, width, bias=False)
+        self.up_proj = Projection(hidden_size, width, bias=False)
+        self.down_proj = Projection(width, hidden_size, bias=False)
 
     def project(self, x_N_D: Tensor) -> tuple[Tensor, Tensor]:
         """Gate and up; a generator may replace this by one matmul with the joined weights."""
@@ -186,7 +191,7 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn = Attention(shape, index)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = FeedForward(shape)
+        self.mlp = _feed_forward(shape, index)
         self.recompute = False
         """Keep only the input for backward (arXiv 1604.06174); inside of what FSDP2 gathers weights for."""
 
@@ -199,6 +204,13 @@ class Layer(nn.Module):
     def _compute(self, x_N_D: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         x_N_D = x_N_D + self.self_attn(self.input_layernorm(x_N_D), rotation, attend)
         return x_N_D + self.mlp(self.post_attention_layernorm(x_N_D))
+
+
+def _feed_forward(shape: ModelShape, index: int) -> nn.Module:
+    moe, size = shape.moe, shape.hidden_size
+    if moe is None or not shape.is_sparse(index):
+        return FeedForward(size, shape.intermediate_size)
+    return MoeFeedForward(shape, moe, FeedForward(size, moe.shared_size) if moe.shared_size else None)
 
 
 class Decoder(nn.Module):
@@ -258,8 +270,10 @@ class Transformer(nn.Module):
         """Normal matrices of standard deviation `std`, norms 1, biases 0; the same bits on every device."""
         generator = torch.Generator("cpu").manual_seed(seed)
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
+            if parameter.ndim > 1:
                 drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
                 parameter.copy_(drawn.normal_(0.0, std, generator=generator))
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        for buffer in self.buffers():  # selection biases
+            buffer.zero_()

@@ -1,0 +1,109 @@
+"""Mixtures of experts: the router, which is float32 always, and the experts that a token's feed-forward adds up.
+
+Tensors of all experts of a layer are stacked: `experts.gate_proj` [E, F, D], `experts.up_proj` [E, F, D] and
+`experts.down_proj` [E, D, F].
+
+Shape suffixes: N packed tokens, D model dim, E experts, K experts of a token, F width of an expert.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llamarl.models.shape import ModelShape, MoeShape
+
+_LEAST_SUM = 1e-20
+"""Added to the sum of sigmoid scores that they are divided by, as the released models do."""
+
+
+def route(
+    logits_N_E: Tensor, bias_E: Tensor | None, moe: MoeShape, ids_N_K: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Experts of each token, int64 [N, K], the likeliest first and of equal ones that of the lower number, and their
+    gates, float32 [N, K].
+
+    Softmax over all experts, or the sigmoid of each with a bias that only chooses, within the groups whose two best
+    scores add up to most (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+
+    Args:
+        ids_N_K: experts that were recorded; their gates come from all of this router's scores, so a gradient reaches
+            it. -1: it chooses itself.
+    """
+    logits_N_E = logits_N_E.to(torch.promote_types(logits_N_E.dtype, torch.float32))
+    is_sigmoid = moe.scoring == "sigmoid"
+    scores_N_E = logits_N_E.sigmoid() if is_sigmoid else logits_N_E.softmax(-1)
+    chosen_N_K = _chosen(scores_N_E.detach() if bias_E is None else scores_N_E.detach() + bias_E, moe)
+    if ids_N_K is not None:
+        chosen_N_K = torch.where(ids_N_K < 0, chosen_N_K, ids_N_K)
+    gates_N_K = scores_N_E.gather(1, chosen_N_K)
+    if moe.normalized:
+        gates_N_K = gates_N_K / (gates_N_K.sum(-1, keepdim=True) + (_LEAST_SUM if is_sigmoid else 0.0))
+    return chosen_N_K, gates_N_K * moe.scaling
+
+
+def _chosen(scores_N_E: Tensor, moe: MoeShape) -> Tensor:
+    if moe.num_groups > 1:
+        scores_N_G_X = scores_N_E.unflatten(1, (moe.num_groups, -1))
+        best_N_G = scores_N_G_X.topk(min(2, scores_N_G_X.shape[2])).values.sum(-1)
+        others_N_x = best_N_G.sort(descending=True, stable=True).indices[:, moe.groups_per_token :]
+        is_out_N_G = torch.zeros_like(best_N_G, dtype=torch.bool).scatter_(1, others_N_x, True)
+        scores_N_E = scores_N_G_X.masked_fill(is_out_N_G[:, :, None], -math.inf).flatten(1)
+    return scores_N_E.sort(descending=True, stable=True).indices[:, : moe.experts_per_token]
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token."""
+
+    def __init__(self, shape: ModelShape, moe: MoeShape) -> None:
+        super().__init__()
+        self.moe = moe
+        self.weight = nn.Parameter(torch.empty(moe.num_experts, shape.hidden_size, dtype=torch.float32))
+        bias_E = torch.zeros(moe.num_experts, dtype=torch.float32) if moe.has_selection_bias else None
+        self.register_buffer("e_score_correction_bias", bias_E)
+
+    def forward(self, x_N_D: Tensor, ids_N_K: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        with torch.autocast(x_N_D.device.type, enabled=False):
+            dtype = torch.promote_types(x_N_D.dtype, torch.float32)
+            logits_N_E = F.linear(x_N_D.to(dtype), self.weight.to(dtype))
+        return route(logits_N_E, self.e_score_correction_bias, self.moe, ids_N_K)
+
+
+class Experts(nn.Module):
+    """Gated feed-forwards, one for each expert."""
+
+    def __init__(self, shape: ModelShape, moe: MoeShape) -> None:
+        super().__init__()
+        into = moe.num_experts, moe.expert_size, shape.hidden_size
+        self.gate_proj, self.up_proj = nn.Parameter(torch.empty(into)), nn.Parameter(torch.empty(into))
+        self.down_proj = nn.Parameter(torch.empty(moe.num_experts, shape.hidden_size, moe.expert_size))
+
+    def forward(self, x_N_D: Tensor, ids_N_K: Tensor, gates_N_K: Tensor) -> Tensor:
+        places_P = ids_N_K.flatten().sort(stable=True).indices
+        counts = ids_N_K.flatten().bincount(minlength=len(self.gate_proj)).tolist()
+        rows_P, gates_P_1 = places_P // ids_N_K.shape[1], gates_N_K.flatten()[places_P, None]
+        # Unbound once: indexing a stack for each expert would make a gradient of its size each time.
+        stacks = zip(*(stack.unbind() for stack in (self.gate_proj, self.up_proj, self.down_proj)), strict=True)
+        parts = [
+            F.linear(F.silu(F.linear(x_M_D, gate_F_D)) * F.linear(x_M_D, up_F_D), down_D_F)
+            for x_M_D, (gate_F_D, up_F_D, down_D_F) in zip(x_N_D[rows_P].split(counts), stacks, strict=True)
+        ]
+        y_P_D = torch.cat(parts) * gates_P_1.to(parts[0].dtype)
+        return x_N_D.new_zeros(x_N_D.shape, dtype=y_P_D.dtype).index_add(0, rows_P, y_P_D)
+
+
+class MoeFeedForward(nn.Module):
+    """A token's experts, and the shared one where there is one."""
+
+    def __init__(self, shape: ModelShape, moe: MoeShape, shared: nn.Module | None) -> None:
+        super().__init__()
+        self.gate = Router(shape, moe)
+        self.experts = Experts(shape, moe)
+        self.shared_experts = shared
+
+    def forward(self, x_N_D: Tensor, ids_N_K: Tensor | None = None) -> Tensor:
+        y_N_D = self.experts(x_N_D, *self.gate(x_N_D, ids_N_K))
+        return y_N_D if self.shared_experts is None else y_N_D + self.shared_experts(x_N_D)
