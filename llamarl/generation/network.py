@@ -63,6 +63,11 @@ class ExpertMixture:
     def takes(self) -> torch.dtype | None:
         """None: the router takes rows that were not quantized."""
 
+    def multipliers(self) -> list[tuple[str, str]]:
+        """(path, shape) of the experts' products, and who chooses, for the log."""
+        chooses = "choice in torch" if self.kernel is None else "choice in c++"
+        return [*self.experts.multipliers(), (chooses, f"{self.moe.experts_per_token} of {self.moe.num_experts}")]
+
     def __call__(self, x_N_D: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of what each token's experts give, [N, D], and which these are, int64 [N, K]."""
         logits_N_E = self.router(x_N_D.float())
@@ -88,9 +93,11 @@ class GeneratorLayer:
 
     def linears(self) -> Iterator[Linear]:
         yield from (*self.qkv, self.o)
-        if isinstance(self.mlp, ExpertMixture):
-            yield self.mlp.router
-        if (gated := self.mlp.shared if isinstance(self.mlp, ExpertMixture) else self.mlp) is not None:
+        gated = self.mlp
+        if isinstance(gated, ExpertMixture):
+            yield gated.router
+            gated = gated.shared
+        if gated is not None:
             yield from (*gated.gate_up, gated.down)
 
 
@@ -113,7 +120,7 @@ class Network(dict[str, Tensor]):
     def multipliers(self) -> list[tuple[str, str]]:
         """(path, shape of weights), for the log."""
         linears = [(one.path, one.describe()) for one in self.linears()]
-        return [*linears, *(pair for one in self.mixtures() for pair in one.experts.multipliers())]
+        return [*linears, *(pair for one in self.mixtures() for pair in one.multipliers())]
 
 
 @functools.cache
