@@ -1,6 +1,6 @@
 """Records that cross the borders between executors. Plain data: numpy arrays, strings, numbers; no torch.
 
-Shape suffixes: T tokens of one sequence.
+Shape suffixes: T tokens of one sequence, P tokens of its prompt, W experts of a token in all layers.
 
 Life of a record::
 
@@ -22,7 +22,7 @@ _NOTHING = np.empty(0, np.float32)  # shared, so that a message carries it once
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """One number for each token of a response, from where it is made to where it is used.
+    """One number for each token of a response, or several, from where it is made to where it is used.
 
     A row in `COLUMNS` is all that a new one needs: it is parked, resumed, packed, recorded and handed to the loss by
     what the row says.
@@ -37,6 +37,9 @@ class Column:
     """Value for tokens sampled after the column's beginning, and for rollouts without it. None: each has its own."""
     is_recorded: bool = False
     """Part of the row of a rollout."""
+    is_wide: bool = False
+    """Arrays are [T, W]: W, and which unsigned type, is the model's; its largest number means that nothing is known of
+    a token. A response without the column is one of which nothing is known."""
 
 
 OBSERVED = -1
@@ -50,6 +53,8 @@ COLUMNS: dict[str, Column] = {
         Column(name="behavior_logprobs", dtype=np.float32, filled_by="generator", is_recorded=True),
         # Policy version that sampled the token, or `OBSERVED`; falls only where an older generator resumed the rollout.
         Column(name="policy_versions", dtype=np.int32, filled_by="generator", is_recorded=True),
+        # Experts of the position that predicts the token, so of the prompt's last for the first: layer after layer.
+        Column(name="routes", dtype=np.uint8, filled_by="generator", is_wide=True),
         # Which token sequence of an outside agent's episode the token is of; each holds its own prompt.
         Column(name="sequence", dtype=np.int32, filled_by="agents", is_recorded=True),
         # Natural-log probability under the frozen reference.
@@ -75,6 +80,11 @@ Columns = dict[str, np.ndarray]
 """Arrays of one length T, by the name of their column."""
 
 
+def unknown_routes(num_tokens: int, width: int, dtype: Any) -> np.ndarray:
+    """Rows of a wide column of which nothing is known."""
+    return np.full((num_tokens, width), np.iinfo(dtype).max, dtype)
+
+
 def continued(before: Columns, sampled: Columns) -> Columns:
     """The columns of a response of which `sampled` came after `before`; what one of them lacks gets its default."""
     lengths = len(before["token_ids"]), len(sampled["token_ids"])
@@ -82,18 +92,18 @@ def continued(before: Columns, sampled: Columns) -> Columns:
         return sampled
     return {
         name: np.concatenate(
-            [_filled(part, name, length) for part, length in zip((before, sampled), lengths, strict=True)]
+            [_filled(part, name, length, like) for part, length in zip((before, sampled), lengths, strict=True)]
         )
-        for name in before | sampled
+        for name, like in (before | sampled).items()
     }
 
 
 def packed_columns(responses: Sequence[Columns]) -> Columns:
     """The columns of several responses, end to end; what one of them lacks gets its default."""
-    names = dict.fromkeys(name for columns in responses for name in columns)
+    likes = {name: values_T for columns in responses for name, values_T in columns.items()}
     return {
-        name: np.concatenate([_filled(columns, name, len(columns["token_ids"])) for columns in responses])
-        for name in names
+        name: np.concatenate([_filled(columns, name, len(columns["token_ids"]), like) for columns in responses])
+        for name, like in likes.items()
     }
 
 
@@ -109,10 +119,13 @@ def observed(response: Columns, token_ids_T: np.ndarray) -> Columns:
     return continued(response, answer)
 
 
-def _filled(columns: Columns, name: str, length: int) -> np.ndarray:
+def _filled(columns: Columns, name: str, length: int, like: np.ndarray) -> np.ndarray:
+    """The column, or its default; as wide as `like`."""
     if name in columns:
         return columns[name]
     column = COLUMNS[name]
+    if column.is_wide:
+        return unknown_routes(length, like.shape[1], like.dtype)
     assert column.default is not None, f"{name} is missing, and has no default"
     return np.full(length, column.default, column.dtype)
 
@@ -153,6 +166,11 @@ class _PerToken(Protocol):
     @property
     def num_tokens(self) -> int:
         return len(self.columns["token_ids"])
+
+    @property
+    def routes_bytes(self) -> int:
+        """Size of the recorded experts; 0 where there are none."""
+        return self.columns["routes"].nbytes if "routes" in self.columns else 0
 
     @property
     def is_sampled_T(self) -> np.ndarray:  # bool; False for tokens that an environment wrote
@@ -276,11 +294,14 @@ class Rollout(_PerToken):
     prefills: tuple[tuple[int, int, int, int], ...] = ()
     """(tokens by then, first position, position after the last, policy version) of each prefill, in order. One from
     position 0 begins the cache anew. Empty: not known."""
+    prompt_routes: np.ndarray | None = None
+    """Experts of the prompt's tokens but the last, [P - 1, W], layer after layer, one array for all rollouts that share
+    a prefix; that of the last token is the first of the column `routes`. None: not recorded."""
 
     @classmethod
     def empty(cls, group_id: int, index: int, reason: FinishReason = FinishReason.PARKED, error: str = "") -> Rollout:
         """One without a token: not begun yet, or failed."""
-        nothing = {c.name: np.empty(0, c.dtype) for c in COLUMNS.values() if c.filled_by == "generator"}
+        nothing = {c.name: np.empty(0, c.dtype) for c in COLUMNS.values() if c.filled_by == "generator" and not c.is_wide}
         return cls(group_id=group_id, index=index, columns=nothing, finish_reason=reason, error=error)
 
     def with_only(self, *names: str) -> Rollout:
@@ -388,6 +409,8 @@ class SampleGroup:
     prompt_token_ids_T: np.ndarray
     """int32 [T]."""
     samples: tuple[TrainSample, ...]
+    prompt_routes: np.ndarray | None = None
+    """Experts of the prompt's tokens but the last, [P - 1, W]; None: not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

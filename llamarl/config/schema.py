@@ -147,6 +147,9 @@ class GeneratorConfig(Section):
     memory, so twice the rollouts or tokens fit."""
     device: Device = "cpu"
     """`cpu`, `cuda` (the next free GPUs, one for each rank), or `cuda:0,2-3` to name them."""
+    router_replay: bool = True
+    """A mixture's rollouts tell which experts computed each token, and the trainer computes it with the same: without
+    that, tokens for which the two choose otherwise make most of what they differ in."""
     cuda_graphs: Literal["auto", "off"] = "auto"
     """Decode steps are captured on GPUs, collectives of `tensor_parallel` too; they then start without the host."""
 

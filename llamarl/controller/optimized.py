@@ -215,7 +215,9 @@ def _num_bytes(group: RolloutGroup) -> int:
     """About the size of a group in a call."""
     prompt = group.prompt
     text = len(prompt.text) + len(prompt.answer) + _num_characters(prompt.metadata)
-    return text + TOKEN_BYTES * (len(prompt.token_ids_T) + sum(one.num_tokens for one in group.rollouts))
+    routes = {id(one.prompt_routes): one.prompt_routes for one in group.rollouts}.values()
+    wide = sum(one.nbytes for one in routes if one is not None) + sum(one.routes_bytes for one in group.rollouts)
+    return text + wide + TOKEN_BYTES * (len(prompt.token_ids_T) + sum(one.num_tokens for one in group.rollouts))
 
 
 def _num_characters(plain: Any) -> int:

@@ -26,8 +26,9 @@ from llamarl.kernels.build import keep_choices_in
 from llamarl.types import GenerationRequest, Rollout, SamplingParams
 from llamarl.weight_sync.layout import Address, TensorSpec
 
-REPLY_TOKENS = 1 << 20
-"""Tokens from which on a reply takes no more rollouts; those of a fleet that parks at once come in several."""
+REPLY_TOKENS, REPLY_ROUTES_BYTES = 1 << 20, 64 << 20
+"""Tokens, and bytes of their experts, from which on a reply takes no more rollouts; those of a fleet that parks at once
+come in several."""
 
 
 class GeneratorExecutor(Executor):
@@ -192,7 +193,8 @@ class GeneratorExecutor(Executor):
             return
         reply, self._reply, self._replied_s = self._reply, None, now
         if reply.set_running_or_notify_cancel():  # a caller that gave up gets nothing, and nothing is lost
-            count = np.searchsorted(np.cumsum([one.num_tokens for one in self._finished]), REPLY_TOKENS) + 1
+            sizes = [one.num_tokens / REPLY_TOKENS + one.routes_bytes / REPLY_ROUTES_BYTES for one in self._finished]
+            count = np.searchsorted(np.cumsum(sizes), 1.0) + 1
             rollouts, self._finished = self._finished[:count], self._finished[count:]
             self._num_whole = self._num_whole if self._finished else 0
             stats = self._engine.stats()

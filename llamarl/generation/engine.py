@@ -30,10 +30,11 @@ from llamarl.config.errors import ConfigError
 from llamarl.generation.attention import KernelAttention, backend_name
 from llamarl.generation.backend import EngineModel, EngineStats
 from llamarl.generation.graphs import DecodeGraphs
-from llamarl.generation.inputs import StepInputs, gather_inputs
+from llamarl.generation.inputs import StepInputs, gather_inputs, new_routes
 from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
 from llamarl.generation.model import GeneratorModel
 from llamarl.generation.requests import accept, failed, response_limit, same
+from llamarl.generation.routes import Routes
 from llamarl.generation.rows import Rows
 from llamarl.generation.sampler import Sampler
 from llamarl.generation.scheduler import Chunk, Schedule, Scheduler
@@ -42,6 +43,7 @@ from llamarl.generation.sequence import Group, Sequence
 from llamarl.generation.stop import StopStrings
 from llamarl.generation.torch_attention import TorchAttention
 from llamarl.kernels import gpu
+from llamarl.models.transformer import Attend
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
 
 _WORK_SHARE = 0.05
@@ -64,6 +66,7 @@ class Engine:
         kv_on_update: Literal["keep", "recompute"] = "keep",
         decode: Callable[[Ordered[int]], str] | None = None,
         graphs: bool | None = None,
+        records_routes: bool = True,
     ) -> None:
         """
         Args:
@@ -77,6 +80,7 @@ class Engine:
                 prefills every token again, and then rollouts go on as if the new weights had seen all of it.
             decode: tokens to text; only stop strings need it.
             graphs: decode by CUDA graphs. None: on GPUs where the Triton kernels run.
+            records_routes: rollouts of a mixture of experts tell which experts computed them.
         """
         shape, dtype, device = model.shape, model.kv_dtype, model.device
         self.model = model
@@ -94,7 +98,9 @@ class Engine:
         )  # fmt: skip
         self._scheduler = Scheduler(num_blocks, BLOCK_SIZE, max_running, prefill_tokens)
         self._scheduler.version = version
-        self._rows = Rows(max_running, BLOCK_SIZE)
+        is_mixture = shape.moe is not None and isinstance(model, GeneratorModel)
+        self._routes = Routes(shape.moe) if shape.moe is not None and is_mixture and records_routes else None
+        self._rows = Rows(max_running, BLOCK_SIZE, self._routes and (self._routes.width, self._routes.dtype))
         self._sampler = Sampler(device)
         self._graphs: DecodeGraphs | None = None
         if graphs:
@@ -141,10 +147,13 @@ class Engine:
             is_known=siblings is not None,
         )
         if siblings:
-            self._scheduler.join(siblings, [Sequence.of(siblings, start) for start in starts])
+            self._scheduler.join(siblings, [self._sequence(siblings, start) for start in starts])
         elif starts:
             self._enqueue(request, starts)
         self._refused += refused
+
+    def _sequence(self, group: Group, start: Rollout) -> Sequence:
+        return self._routes.sequence(group, start) if self._routes else Sequence.of(group, start)
 
     def abort(self, group_ids: Iterable[int]) -> list[Rollout]:
         groups, group_ids = self._scheduler.groups, set(group_ids)
@@ -182,10 +191,17 @@ class Engine:
         if not count and not plan.chunks:
             return finished
         self._steps += 1
-        hidden_N_D, settings_5_B = self._forward(plan.chunks)
+        hidden_N_D, settings_5_B, routes = self._forward(plan.chunks)
+        sampled = None
         if count:
             logits_B_V, positions_B = self.model.logits(hidden_N_D[:count]), self._rows.length_R[:count]
-            finished += self._append(*self._sampler(logits_B_V, self._rows.sampling, positions_B, settings_5_B))
+            sampled = self._sampler(logits_B_V, self._rows.sampling, positions_B, settings_5_B)
+        routes_N_W = None if routes is None else routes.cpu().numpy()  # after sampling, which has waited for the device
+        if self._routes and routes_N_W is not None:
+            self._routes.prefilled(self._rows, plan.chunks, routes_N_W[count:])
+            self._routes.begun(plan.joined)
+        if sampled:
+            finished += self._append(*sampled, None if routes_N_W is None else routes_N_W[:count])
         self._recomputed_tokens += plan.recomputed_tokens
         self._recompute_s += (time.perf_counter() - start_s) * plan.recomputed_tokens / len(hidden_N_D)
         return finished
@@ -245,7 +261,7 @@ class Engine:
             )
             self._refused += [failed(request, start.index, error) for start in starts]
             return
-        group.unfinished = {start.index: Sequence.of(group, start) for start in starts}
+        group.unfinished = {start.index: self._sequence(group, start) for start in starts}
         self._scheduler.add(group)
 
     def _join_rows(self, plan: Schedule) -> None:
@@ -260,8 +276,9 @@ class Engine:
         if plan.new_blocks:
             self._cache.clear(plan.new_blocks)
 
-    def _forward(self, chunks: list[Chunk]) -> tuple[Tensor, Tensor | None]:
-        """Hidden states of the running rows, then of the chunks; how rows are sampled, where that is on the device."""
+    def _forward(self, chunks: list[Chunk]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Hidden states of the running rows, then of the chunks; how rows are sampled, where that is on the device; and
+        the experts of all, if they are recorded."""
         rows, count = self._rows, len(self._rows)
         own_B = rows.length_R[:count]
         token_ids, positions = [rows.input_R[:count]], [rows.position_R[:count]]
@@ -282,20 +299,33 @@ class Engine:
         if self._cache.library is not None:
             attend = KernelAttention(self._cache, rows, chunks, *of_tokens[2:])
             token_N, position_N = map(torch.from_numpy, of_tokens[:2])
-            return self.model(token_N, position_N, attend), None
+            return self._computed(token_N, position_N, attend, None)
         if self._graphs and not chunks:
-            return self._graphs(rows, of_tokens)
+            hidden_B_D, settings_5_B = self._graphs(rows, of_tokens)
+            return hidden_B_D, settings_5_B, self._graphs.routes_B_W if self._routes else None
         array = gather_inputs(rows, of_tokens, self.model.device).to(self.model.device, non_blocking=True)
         inputs = StepInputs(array, len(of_tokens[0]), count)
         attend = TorchAttention(self._cache, inputs, chunks)
-        return self.model(inputs.token_N, inputs.position_N, attend), inputs.settings_5_B
+        return self._computed(inputs.token_N, inputs.position_N, attend, inputs.settings_5_B)
 
-    def _append(self, tokens_B: np.ndarray, logprobs_B: np.ndarray) -> list[Rollout]:
+    def _computed(
+        self, token_N: Tensor, position_N: Tensor, attend: Attend, settings_5_B: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Answer of `_forward`, without a graph."""
+        if not self._routes:
+            return self.model(token_N, position_N, attend), settings_5_B, None
+        assert isinstance(self.model, GeneratorModel)
+        routes_N_W = new_routes(self.model.shape, len(token_N), self.model.device)
+        return self.model(token_N, position_N, attend, routes_N_W), settings_5_B, routes_N_W
+
+    def _append(
+        self, tokens_B: np.ndarray, logprobs_B: np.ndarray, routes_B_W: np.ndarray | None = None
+    ) -> list[Rollout]:
         """Every running rollout gets a token; returns those that leave."""
         rows, count = self._rows, len(self._rows)
         self._decode_tokens += count
         failed_B = ~np.isfinite(logprobs_B)
-        done_B_2 = rows.append(tokens_B, logprobs_B, self.version)
+        done_B_2 = rows.append(tokens_B, logprobs_B, self.version, routes_B_W)
         leaving: dict[Sequence, tuple[FinishReason, str]] = {}
         for row in np.flatnonzero(failed_B | done_B_2.any(axis=1)):
             if failed_B[row]:

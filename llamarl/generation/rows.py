@@ -1,6 +1,7 @@
 """`Rows`: the running rollouts as arrays, one row each, without holes. No torch.
 
-Shape suffixes: R rows (capacity), B running rows, T response tokens, M blocks of one rollout.
+Shape suffixes: R rows (capacity), B running rows, T response tokens, M blocks of one rollout, W experts of a token in
+all layers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from llamarl.types import COLUMNS, Columns, continued
 class Rows:
     """Arrays of what a decode step reads and writes of each running rollout."""
 
-    def __init__(self, capacity: int, block_size: int) -> None:
+    def __init__(self, capacity: int, block_size: int, routes: tuple[int, np.dtype] | None = None) -> None:
+        """`routes`: number and type of a token's experts in all layers; None: they are not recorded."""
         self.block_size = block_size
         self.sequences: list[Sequence] = []
         # The token that the next step feeds, its position in the context, response tokens so far and at most; tokens
@@ -30,8 +32,10 @@ class Rows:
         self.columns_R_T = {
             column.name: np.zeros((capacity, 1), column.dtype)
             for column in COLUMNS.values()
-            if column.filled_by == "generator"
+            if column.filled_by == "generator" and not column.is_wide
         }
+        if routes is not None:
+            self.columns_R_T["routes"] = np.zeros((capacity, 1, routes[0]), routes[1])
         self.stop_R_S = np.full((capacity, 1), -1, np.int64)
         self.passed: list[set[int] | None] = []  # tokens that end no stop string; None: there are none of those
 
@@ -87,17 +91,24 @@ class Rows:
         row, length = sequence.row, self.length_R[sequence.row]
         return {name: values_R_T[row, start:length].copy() for name, values_R_T in self.columns_R_T.items()}
 
+    def of(self, sequence: Sequence) -> Columns:
+        """Views of a rollout's columns, with room behind its tokens."""
+        return {name: values_R_T[sequence.row] for name, values_R_T in self.columns_R_T.items()}
+
     def grow(self, sequence: Sequence) -> None:
         """The rollout got one more block."""
         blocks = sequence.own.blocks
         self.blocks_R_M[sequence.row, len(blocks) - 1] = blocks[-1]
         self.table_R_M[sequence.row, self.start_R[sequence.row] + len(blocks) - 1] = blocks[-1]
 
-    def append(self, token_ids_B: np.ndarray, logprobs_B: np.ndarray, version: int) -> np.ndarray:
+    def append(
+        self, token_ids_B: np.ndarray, logprobs_B: np.ndarray, version: int, routes_B_W: np.ndarray | None = None
+    ) -> np.ndarray:
         """Each row gets its sampled token; returns which rows are done, bool [B, 2]: (stop token or string, limit)."""
         count = len(self.sequences)
         rows_B, length_B = np.arange(count), self.length_R[:count]
         sampled = {"token_ids": token_ids_B, "behavior_logprobs": logprobs_B, "policy_versions": version}
+        sampled |= {} if routes_B_W is None else {"routes": routes_B_W}
         for name, values_R_T in self.columns_R_T.items():
             values_R_T[rows_B, length_B] = sampled.get(name, COLUMNS[name].default)
         self.input_R[:count] = token_ids_B
@@ -124,4 +135,5 @@ class Rows:
 def _widened(array: np.ndarray, width: int, fill: int) -> np.ndarray:
     if width <= array.shape[1]:
         return array
-    return np.pad(array, ((0, 0), (0, width - array.shape[1])), constant_values=fill)
+    others = ((0, 0),) * (array.ndim - 2)
+    return np.pad(array, ((0, 0), (0, width - array.shape[1]), *others), constant_values=fill)

@@ -4,7 +4,7 @@ A prompt is split in two. All its tokens but the last are the group's *prefix*: 
 The last prompt token and the response are the rollout's *own* tokens. So the first decode step of a rollout feeds the
 last prompt token like any later one, every token is sampled on one path, and with the weights of that very step.
 
-Shape suffix: T tokens of one sequence.
+Shape suffixes: T tokens of one sequence, W experts of a token in all layers.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class Segment:
     """So many first tokens had been computed with older weights; computing them again is the cost of an update."""
     prefills: list[tuple[int, int, int]] = field(default_factory=list)
     """(first token, token after the last, policy version), in order."""
+    routes_T_W: np.ndarray | None = None
+    """Experts of a prefix's tokens, as far as it is cached; None: not recorded."""
 
     def prefilled(self, start: int, stop: int, version: int) -> None:
         """Notes that tokens `start` to `stop` are computed next."""
@@ -87,13 +89,18 @@ class Sequence:
     """Columns of its tokens so far."""
     prefills: tuple[tuple[int, int, int, int], ...] = ()
     """Prefills so far, as in `Rollout`."""
+    prompt_routes: np.ndarray | None = None
+    """Experts of the prefix with which it began; None: not known."""
 
     @classmethod
     def of(cls, group: Group, start: Rollout) -> Sequence:
         """A rollout that goes on from the tokens of `start`, perhaps none."""
         segment_tokens = group.request.segment_tokens or group.limit
         limit = min(group.limit, start.num_tokens + segment_tokens)
-        return cls(group=group, index=start.index, limit=limit, columns=start.columns, prefills=start.prefills)
+        return cls(
+            group=group, index=start.index, limit=limit, columns=start.columns, prefills=start.prefills,
+            prompt_routes=start.prompt_routes,
+        )  # fmt: skip
 
     def note_prefills(self, version: int) -> None:
         """Notes, as it begins to decode, what was computed for that."""
@@ -127,4 +134,5 @@ class Sequence:
             finish_reason=reason,
             error=error,
             prefills=self.prefills,
+            prompt_routes=self.prompt_routes,
         )

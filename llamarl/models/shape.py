@@ -135,6 +135,13 @@ class MoeShape:
         """Experts of a token in all layers."""
         return len(self.sparse_layers) * self.experts_per_token
 
+    def columns(self, layer: int) -> slice | None:
+        """Place of a layer's experts among those of all layers; None: it has none."""
+        if layer not in self.sparse_layers:
+            return None
+        start = self.sparse_layers.index(layer) * self.experts_per_token
+        return slice(start, start + self.experts_per_token)
+
     @property
     def route_bytes(self) -> int:
         """Bytes of an expert's number, of which the largest means that it was not recorded."""

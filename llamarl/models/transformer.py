@@ -5,7 +5,7 @@ Tokens of many sequences lie in one dimension; the caller's `attend` decides whi
 serves training (packed documents) and generation (paged KV cache).
 
 Shape suffixes: N packed tokens, D model dim, H query heads, J kv heads, K head dim, F feed-forward dim, V vocabulary,
-M positions, R rotated channels of a head.
+M positions, R rotated channels of a head, W experts of a token in all layers.
 """
 
 from __future__ import annotations
@@ -192,18 +192,25 @@ class Layer(nn.Module):
         self.self_attn = Attention(shape, index)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = _feed_forward(shape, index)
+        self.columns = None if shape.moe is None else shape.moe.columns(index)
+        """Place of its experts among those of all layers; None: it has none."""
         self.recompute = False
         """Keep only the input for backward (arXiv 1604.06174); inside of what FSDP2 gathers weights for."""
 
-    def forward(self, x_N_D: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+    def forward(
+        self, x_N_D: Tensor, rotation: Rotation, attend: Attend, routes_N_W: Tensor | None = None
+    ) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
             options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn
-            return checkpoint(self._compute, x_N_D, rotation, attend, **options)
-        return self._compute(x_N_D, rotation, attend)
+            return checkpoint(self._compute, x_N_D, rotation, attend, routes_N_W, **options)
+        return self._compute(x_N_D, rotation, attend, routes_N_W)
 
-    def _compute(self, x_N_D: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+    def _compute(self, x_N_D: Tensor, rotation: Rotation, attend: Attend, routes_N_W: Tensor | None) -> Tensor:
         x_N_D = x_N_D + self.self_attn(self.input_layernorm(x_N_D), rotation, attend)
-        return x_N_D + self.mlp(self.post_attention_layernorm(x_N_D))
+        normed_N_D = self.post_attention_layernorm(x_N_D)
+        if routes_N_W is None or self.columns is None:
+            return x_N_D + self.mlp(normed_N_D)
+        return x_N_D + self.mlp(normed_N_D, routes_N_W[:, self.columns])
 
 
 def _feed_forward(shape: ModelShape, index: int) -> nn.Module:
@@ -224,12 +231,14 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.rope = Rope(shape)
 
-    def forward(self, inputs_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        """Takes token ids, or the hidden states [N, D] of the pipeline stage before."""
+    def forward(
+        self, inputs_N: Tensor, positions_N: Tensor, attend: Attend, routes_N_W: Tensor | None = None
+    ) -> Tensor:
+        """Takes token ids, or the hidden states [N, D] of the pipeline stage before; see `Transformer.forward`."""
         x_N_D = inputs_N if inputs_N.is_floating_point() else self.embed_tokens(inputs_N)
         rotation = self.rope(positions_N, x_N_D.dtype)
         for layer in self.layers.children():
-            x_N_D = layer(x_N_D, rotation, attend)
+            x_N_D = layer(x_N_D, rotation, attend, routes_N_W)
         return self.norm(x_N_D)
 
 
@@ -243,9 +252,15 @@ class Transformer(nn.Module):
         # A tied model has no second name for the matrix, so nothing that rewrites modules can untie it.
         self.lm_head = None if shape.tie_embeddings else Projection(shape.hidden_size, shape.vocab_size, bias=False)
 
-    def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        """Hidden states after the final norm, [N, D]; positions are below `max_position_embeddings`."""
-        return self.model(token_ids_N, positions_N, attend)
+    def forward(
+        self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend, routes_N_W: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states after the final norm, [N, D]; positions are below `max_position_embeddings`.
+
+        Args:
+            routes_N_W: of a mixture, experts that were recorded, int64, layer after layer; -1: the router chooses.
+        """
+        return self.model(token_ids_N, positions_N, attend, routes_N_W)
 
     def logits(self, hidden_N_D: Tensor) -> Tensor:
         """[N, V], in the dtype of the weights."""

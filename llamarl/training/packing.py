@@ -7,7 +7,8 @@ Layout of one microbatch, group after group::
 A response's last token predicts nothing, so it is a target but no input. The token at response position 0 is predicted
 by the prompt's last position, position t > 0 by the response's input t - 1.
 
-Shape suffixes: N packed input tokens, R response tokens (targets), G samples of a group, T tokens of one sequence.
+Shape suffixes: N packed input tokens, R response tokens (targets), G samples of a group, T tokens of one sequence, W
+experts of a token in all layers.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class Microbatch:
     sequence_R: np.ndarray
     """Which response each target belongs to, counted over the microbatch, int64."""
     columns_R: Columns
-    """Columns of the targets, all but `token_ids`."""
+    """Columns of the targets, all but `token_ids` and `routes`."""
+    routes_N_W: np.ndarray | None = None
+    """Recorded experts of each input, layer after layer, int64; -1: not recorded. None: none is."""
 
     @property
     def behavior_logprobs_R(self) -> np.ndarray:
@@ -81,6 +84,8 @@ class Microbatch:
         return self.columns_R["values"]
 
 
+NOT_RECORDED = -1
+"""Route of a token of which nothing is known: the router chooses itself."""
 EMPTY = Microbatch(
     token_ids_N=np.zeros(0, np.int64),
     positions_N=np.zeros(0, np.int64),
@@ -89,7 +94,7 @@ EMPTY = Microbatch(
     predictors_R=np.zeros(0, np.int64),
     targets_R=np.zeros(0, np.int64),
     sequence_R=np.zeros(0, np.int64),
-    columns_R={column.name: np.zeros(0, column.dtype) for column in COLUMNS.values()},
+    columns_R={column.name: np.zeros(0, column.dtype) for column in COLUMNS.values() if not column.is_wide},
 )
 """Microbatch of no group at all."""
 
@@ -106,7 +111,12 @@ def padded(microbatch: Microbatch, multiple: int) -> Microbatch:
         positions_N=np.pad(microbatch.positions_N, (0, num_more)),
         prompt_lengths=(*microbatch.prompt_lengths, num_more),
         response_lengths=(*microbatch.response_lengths, ()),
+        routes_N_W=routes if (routes := microbatch.routes_N_W) is None else _padded_routes(routes, num_more),
     )
+
+
+def _padded_routes(routes_N_W: np.ndarray, num_more: int) -> np.ndarray:
+    return np.pad(routes_N_W, ((0, num_more), (0, 0)), constant_values=NOT_RECORDED)
 
 
 def valid_rollouts(group: RolloutGroup, *, mask_truncated: bool = False) -> np.ndarray:
@@ -149,9 +159,14 @@ def to_sample_group(
         if valid
     ]
     prompt_T = group.prompt.token_ids_T
+    routes = (one.prompt_routes for one, valid in zip(group.rollouts, valid_G, strict=True) if valid)
+    prompt_routes = next((one for one in routes if one is not None), None)
     if any("sequence" in columns for columns in samples):
         prompt_T, samples = prompt_T[:0], [one for columns in samples for one in sequences_of(columns)]
-    return SampleGroup(prompt_token_ids_T=prompt_T, samples=tuple(TrainSample(columns=one) for one in samples))
+    return SampleGroup(
+        prompt_token_ids_T=prompt_T, samples=tuple(TrainSample(columns=one) for one in samples),
+        prompt_routes=prompt_routes,
+    )  # fmt: skip
 
 
 def sequences_of(columns: Columns) -> list[Columns]:
@@ -166,10 +181,7 @@ def sequences_of(columns: Columns) -> list[Columns]:
 def with_advantage(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
     """The samples that have any advantage at all; groups where everybody did equally well vanish."""
     return [
-        SampleGroup(
-            prompt_token_ids_T=group.prompt_token_ids_T,
-            samples=tuple(sample for sample in group.samples if sample.advantages_T.any()),
-        )
+        replace(group, samples=tuple(sample for sample in group.samples if sample.advantages_T.any()))
         for group in groups
     ]
 
@@ -226,25 +238,27 @@ def _with_prompt(group: SampleGroup) -> list[SampleGroup]:
         differs = [np.flatnonzero(sample.token_ids_T[:num] != first_T) for sample in samples]
         num = min((int(places[0]) for places in differs if len(places)), default=num)
         cut = (TrainSample(columns={name: values_T[num:] for name, values_T in one.columns.items()}) for one in samples)
-        found.append(SampleGroup(prompt_token_ids_T=first_T[:num], samples=tuple(cut)))
+        # Each token's row is of the one before it, so that of the last shared token is the first of each response.
+        routes = next((one.columns["routes"][1:num] for one in samples if "routes" in one.columns), None)
+        found.append(SampleGroup(prompt_token_ids_T=first_T[:num], samples=tuple(cut), prompt_routes=routes))
     return found
 
 
 def _split(groups: Iterable[SampleGroup], microbatch_tokens: int) -> Iterator[SampleGroup]:
     """Groups, those over the budget cut into several that repeat the prompt; groups without samples vanish."""
     for group in groups:
-        prompt, part, room = group.prompt_token_ids_T, list[TrainSample](), 0
+        part, room = list[TrainSample](), 0
         for sample in group.samples:
             size = len(sample.token_ids_T) - 1
             if part and size > max(room, 0):
-                yield SampleGroup(prompt_token_ids_T=prompt, samples=tuple(part))
+                yield replace(group, samples=tuple(part))
                 part = []
             if not part:
-                room = microbatch_tokens - len(prompt)
+                room = microbatch_tokens - len(group.prompt_token_ids_T)
             part.append(sample)
             room -= size
         if part:
-            yield SampleGroup(prompt_token_ids_T=prompt, samples=tuple(part))
+            yield replace(group, samples=tuple(part))
 
 
 def _pack(groups: Sequence[SampleGroup]) -> Microbatch:
@@ -264,13 +278,31 @@ def _pack(groups: Sequence[SampleGroup]) -> Microbatch:
             start += len(inputs)
     samples = [sample for group in groups for sample in group.samples]
     columns_R = packed_columns([sample.columns for sample in samples])
+    predictors_R, routes_R_W = np.concatenate(predictors), columns_R.pop("routes", None)
     return Microbatch(
         token_ids_N=np.concatenate(token_ids).astype(np.int64),
         positions_N=np.concatenate(positions),
         prompt_lengths=tuple(len(group.prompt_token_ids_T) for group in groups),
         response_lengths=tuple(tuple(len(sample.token_ids_T) - 1 for sample in group.samples) for group in groups),
-        predictors_R=np.concatenate(predictors),
+        predictors_R=predictors_R,
         targets_R=columns_R.pop("token_ids").astype(np.int64),
         sequence_R=np.repeat(np.arange(len(samples)), [sample.num_tokens for sample in samples]),
         columns_R=columns_R,
+        routes_N_W=None if routes_R_W is None else _placed_routes(groups, routes_R_W, predictors_R, start),
     )
+
+
+def _placed_routes(
+    groups: Sequence[SampleGroup], routes_R_W: np.ndarray, predictors_R: np.ndarray, num_inputs: int
+) -> np.ndarray:
+    """Routes of each of the packed inputs. The responses of a group share the last token of their prompt, which each of
+    them has fed; the first one's count."""
+    unknown, routes_N_W = np.iinfo(routes_R_W.dtype).max, np.full((num_inputs, routes_R_W.shape[1]), NOT_RECORDED)
+    routes_N_W[predictors_R[::-1]] = routes_R_W[::-1]
+    start = 0
+    for group in groups:
+        if group.prompt_routes is not None:
+            routes_N_W[start : start + len(group.prompt_routes)] = group.prompt_routes
+        start += _num_inputs(group)
+    routes_N_W[routes_N_W == unknown] = NOT_RECORDED
+    return routes_N_W

@@ -2,7 +2,7 @@
 shares with the critic.
 
 Shape suffixes: N packed tokens of this context rank, M rows of this rank, R targets, O those of them that are predicted
-by this context rank's tokens, D model dim.
+by this context rank's tokens, D model dim, W experts of a token in all layers.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class Inputs:
     index_O: Tensor
     """Index in R."""
     num_targets: int
+    routes_N_W: Tensor | None = None
+    """Recorded experts, int64, -1 where there are none; None: each router chooses itself."""
 
 
 Model = TypeVar("Model", Transformer, ScalarModel)
@@ -74,17 +76,29 @@ class RankModel(nn.Module, Generic[Model]):
             targets_O=torch.from_numpy(whole.targets_R)[index_O].to(device, non_blocking=True),
             index_O=index_O.to(device, non_blocking=True),
             num_targets=len(whole.targets_R),
+            routes_N_W=self._routes(whole, rows_N, device),
         )
+
+    def _routes(self, whole: Microbatch, rows_N: Tensor, device: torch.device) -> Tensor | None:
+        """The policy's were recorded; the critic and the reference choose for themselves."""
+        return None
 
     def hidden(self, inputs: Inputs, hidden_M_D: Tensor | None, bfloat16: bool) -> Tensor:
         """Hidden states of this stage, from those of the stage before, [M, D]."""
         given = inputs.token_ids_N if hidden_M_D is None else hidden_M_D
         with torch.autocast(given.device.type, torch.bfloat16, enabled=bfloat16):
-            return self.transformer(given, inputs.positions_N, inputs.attend)
+            replayed = () if inputs.routes_N_W is None else (inputs.routes_N_W,)
+            return self.transformer(given, inputs.positions_N, inputs.attend, *replayed)
 
 
 class Policy(RankModel[Transformer]):
-    """Knows how likely given tokens are."""
+    """Knows how likely given tokens are. A mixture computes them with the experts that sampled them, where these were
+    recorded (router replay, arXiv 2510.11370): gates are its own, so that a gradient reaches the router."""
+
+    def _routes(self, whole: Microbatch, rows_N: Tensor, device: torch.device) -> Tensor | None:
+        if whole.routes_N_W is None:
+            return None
+        return torch.from_numpy(whole.routes_N_W)[rows_N].to(device, non_blocking=True)
 
     def forward(self, inputs: Inputs, hidden_M_D: Tensor | None, temperature: float, bfloat16: bool) -> Tensor:
         """Log-probs [R] of all targets, the same on all tensor and context ranks; before the last stage, [M, D]."""
