@@ -301,7 +301,8 @@ class Rollout(_PerToken):
     @classmethod
     def empty(cls, group_id: int, index: int, reason: FinishReason = FinishReason.PARKED, error: str = "") -> Rollout:
         """One without a token: not begun yet, or failed."""
-        nothing = {c.name: np.empty(0, c.dtype) for c in COLUMNS.values() if c.filled_by == "generator" and not c.is_wide}
+        always = (one for one in COLUMNS.values() if one.filled_by == "generator" and not one.is_wide)
+        nothing = {column.name: np.empty(0, column.dtype) for column in always}
         return cls(group_id=group_id, index=index, columns=nothing, finish_reason=reason, error=error)
 
     def with_only(self, *names: str) -> Rollout:

@@ -9,6 +9,7 @@ Rollouts reach the system before anything is made of them, groups with the step 
 were scored: killing the process loses nothing that was generated, at most some scores. With each checkpoint all of it
 reaches the disk. A step is written before anybody has its weights: no recorded token is newer than the steps before.
 A file begins with the version from which the run goes on there: what was recorded after that version before is void.
+Experts that were recorded with the tokens of a mixture have files of their own (`route_files.py`).
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import IO, Any, Literal
 
+import numpy as np
+
 from llamarl.controller.journal_reader import FORMAT, JournalReader, RecordedStep, over, segment_path, segments
 from llamarl.controller.records import Key, encode, encode_group, encode_step
+from llamarl.controller.route_files import Arrays, frames
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.files import compress, sync
 from llamarl.observability.metrics import Row
@@ -86,6 +90,8 @@ class Journal(JournalReader):
         """Whether a failure has been told, and not yet that the journal goes on."""
         self._recorded = 0
         """The last step on record."""
+        self._routes_bytes = 0
+        """Size of the file of recorded experts."""
         self._unsynced = list[Path]()
         self._unwritten, self._unwritten_since_s = list[tuple[RolloutGroup, int]](), 0.0
         """Scored groups with the indices of their prompts."""
@@ -111,12 +117,12 @@ class Journal(JournalReader):
         for group_id, one in rollouts if self._folder else ():
             live = self._live.get(group_id)
             before = live.rollouts.get((one.group_id, one.index)) if live else None
-            start = min(before.num_tokens, one.num_tokens) if before else 0  # one that FAILED has none any more
+            start = min(_told(before), one.num_tokens) if before else 0  # one that FAILED has none any more
             if one.num_tokens > start or one.finish_reason.is_final:
                 new.append((group_id, start, one))
         header, segment = {"kind": "rollouts", "groups": [group_id for group_id, _, _ in new]}, self._segment
         if new:
-            self._append(lambda: encode(header, [(start, one) for _, start, one in new]))
+            self._append(lambda routes: encode(header, [(start, one) for _, start, one in new], routes=routes))
             for group_id, _, one in new:
                 self._live.setdefault(group_id, _Live(segment)).rollouts[one.group_id, one.index] = one
 
@@ -138,9 +144,10 @@ class Journal(JournalReader):
         live = [self._live.setdefault(group.group_id, _Live(self._segment)) for group, _ in groups]
         keeps_all = self._keeps == "all"
 
-        def encoded() -> bytes:
+        def encoded(routes: Arrays) -> bytes:
             of_groups = zip(groups, live, strict=True)
-            return b"".join([*(encode_group(*one, of.rollouts, has_prompt=keeps_all) for one, of in of_groups), last])
+            made = (encode_group(*one, of.rollouts, routes, has_prompt=keeps_all) for one, of in of_groups)
+            return b"".join([*made, last])
 
         is_there = bool(groups or last) and self._append(encoded)
         for one, of in zip(groups, live, strict=True):
@@ -176,7 +183,7 @@ class Journal(JournalReader):
         if fingerprint and fingerprint != before:
             self._weights[step] = fingerprint, tensors
             row: Row = {"step": step, "fingerprint": fingerprint, "tensors": tensors}
-            if self._append(lambda: encode({"kind": "published"} | row)):
+            if self._append(lambda _: encode({"kind": "published"} | row)):
                 self._lines.write(row)
             return before
         return ""
@@ -222,34 +229,44 @@ class Journal(JournalReader):
         for number in segments(self._folder):
             if number < first:
                 with suppress(OSError):
-                    segment_path(self._folder, number).unlink(missing_ok=True)
-                    segment_path(self._folder, number).with_suffix(".groups.gz").unlink(missing_ok=True)
+                    for path in _files(self._folder, number):
+                        path.unlink(missing_ok=True)
+                        path.with_name(f"{path.name}.gz").unlink(missing_ok=True)
 
     def _compress(self, end: int) -> None:
         """Files before this one, beside everything else. While others are, nothing: the next time does it."""
         if not self._compressing.is_alive():
-            files = (segment_path(self._folder, number) for number in segments(self._folder) if number < end)
-            paths = [path for path in files if path.exists()]
+            numbers = [number for number in segments(self._folder) if number < end]
+            paths = [path for number in numbers for path in _files(self._folder, number) if path.exists()]
             self._compressing = threading.Thread(target=lambda: [*map(compress, paths)], name="compress", daemon=True)
             self._compressing.start()
 
-    def _append(self, encoded: Callable[[], bytes]) -> bool:
+    def _append(self, encoded: Callable[[Arrays], bytes]) -> bool:
         """Whether it is there."""
         if self._file is None:
             return False
-        start_s, data, is_there = perf_counter(), encoded(), False
+        routes = Arrays()
+        start_s, data, is_there = perf_counter(), encoded(routes), False
         try:
+            self._append_routes(routes)
             rest = memoryview(data)
             while rest:
                 rest = rest[self._file.write(rest) :]
             self._size += len(data)
             is_there = True
-            if self._size > SEGMENT_BYTES:
+            if self._size + self._routes_bytes > SEGMENT_BYTES:
                 self._begin_segment()
         except OSError as error:
             self.fail(error)
         self.seconds += perf_counter() - start_s
         return is_there
+
+    def _append_routes(self, routes: Arrays) -> None:
+        """Before the rollouts that name them. Raises OSError."""
+        if routes:
+            with _files(self._folder, self._segment)[1].open("ab") as file:
+                file.writelines(frames(routes))
+                self._routes_bytes = file.tell()
 
     def _begin_segment(self) -> None:
         """Raises OSError: the one before is as it was."""
@@ -267,9 +284,9 @@ class Journal(JournalReader):
             raise
         if self._file is not None:
             self._file.close()
-        self._file, self._segment, self._size = file, number, len(data)
+        self._file, self._segment, self._size, self._routes_bytes = file, number, len(data), 0
         self._begins[self._segment] = self.version
-        self._unsynced.append(path)
+        self._unsynced += _files(self._folder, number)
 
     def fail(self, error: OSError) -> None:
         """Nothing more is written until there is room."""
@@ -302,6 +319,20 @@ class Journal(JournalReader):
             if self._keeps == "all" and not self._compressing.is_alive():
                 self._compress(self._segment + 1)
                 self._compressing.join(LAST_PIECE_S)
+
+
+def _files(folder: Path | None, number: int) -> tuple[Path, Path]:
+    """A file of the journal, and that of recorded experts, which need not be there."""
+    path = segment_path(folder, number)
+    return path, path.with_suffix(".routes")
+
+
+def _told(before: Rollout) -> int:
+    """Tokens of a rollout on record of which nothing more will be known: experts of those that its environment wrote
+    last come with its next prefill."""
+    if "routes" not in before.columns or before.is_sampled_T[-1:].all():
+        return before.num_tokens
+    return int((np.flatnonzero(before.is_sampled_T)[-1:] + 1).sum())
 
 
 def to_disk(paths: Sequence[Path]) -> None:

@@ -6,21 +6,21 @@ the header describes, end to end. A file holds nothing else.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import struct
 import sys
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
+from llamarl.controller.route_files import Arrays, Named, RouteFile, named
+from llamarl.observability.files import open_or_unpack
 from llamarl.training.result import PolicyStepResult
 from llamarl.types import (
     Columns,
@@ -35,8 +35,6 @@ from llamarl.types import (
 
 _DIGEST, _SIZES = struct.Struct("<Q"), struct.Struct("<QQ")
 _FRAME_BYTES = _DIGEST.size + _SIZES.size
-_PIECE_BYTES = 512
-"""Bytes of a compressed file that are read at a time: all before a damaged piece is read."""
 ADVANTAGES = "of rollouts"
 """Name of those of whole rollouts in the record of a step."""
 Key = tuple[int, int]
@@ -69,15 +67,24 @@ class Record:
 _encoded = json.JSONEncoder(separators=(",", ":")).encode
 
 
-def encode(header: Mapping[str, Any], parts: Sequence[tuple[int, Rollout]] = (), arrays: Sequence[Any] = ()) -> bytes:
-    """A record of these rollouts, each without so many of its first tokens, and of arrays that the header describes."""
+def encode(
+    header: Mapping[str, Any],
+    parts: Sequence[tuple[int, Rollout]] = (),
+    arrays: Sequence[Any] = (),
+    routes: Arrays | None = None,
+) -> bytes:
+    """A record of these rollouts, each without so many of its first tokens, and of arrays that the header describes.
+    `routes` gets the experts that were recorded, whose digests alone are in the record."""
     numbers, layouts = dict[tuple[Any, ...], int](), list[list[tuple[str, str]]]()
     described, columns_of = list[tuple[Any, ...]](), list[Any]()
+    if routes is not None and any("routes" in one.columns for _, one in parts):
+        header = {**header, "routes": [_routes(start, one, routes) for start, one in parts]}
     for start, one in parts:
-        columns = one.columns.values()
-        layout = (*one.columns, *[values_T.dtype.char for values_T in columns])  # `dtype.str` takes ten times as long
+        by_name = {name: values_T for name, values_T in one.columns.items() if name != "routes"}
+        columns = by_name.values()
+        layout = (*by_name, *[values_T.dtype.char for values_T in columns])  # `dtype.str` takes ten times as long
         if (number := numbers.setdefault(layout, len(layouts))) == len(layouts):
-            layouts.append([(name, values_T.dtype.str) for name, values_T in one.columns.items()])
+            layouts.append([(name, values_T.dtype.str) for name, values_T in by_name.items()])
         columns_of += [values_T[start:] for values_T in columns] if start else columns
         size = one.num_tokens - start
         described.append((one.group_id, one.index, one.finish_reason, one.error, start, size, number, one.prefills))
@@ -87,10 +94,16 @@ def encode(header: Mapping[str, Any], parts: Sequence[tuple[int, Rollout]] = (),
     return _DIGEST.pack(xxhash.xxh3_64_intdigest(body)) + body
 
 
+def _routes(start: int, one: Rollout, into: Arrays) -> tuple[Named | None, Named | None]:
+    """Names of what was recorded of a rollout's prompt and of its tokens from `start` on."""
+    prompt, routes = one.prompt_routes, one.columns.get("routes")
+    return prompt if prompt is None else named(prompt, into), routes if routes is None else named(routes[start:], into)
+
+
 def records(path: Path, start: int = 0, most: int = sys.maxsize) -> Iterator[Record]:
     """Records of a file from a byte on, or of what it was compressed to (of which about so many bytes are read), up to
     the first that is torn or damaged. Raises OSError."""
-    with _opened(path, most) as file:
+    with open_or_unpack(path, most) as file, closing(RouteFile(path.with_suffix(".routes"))) as routes:
         num_bytes = file.seek(0, os.SEEK_END)
         file.seek(start)
         while len(frame := file.read(_FRAME_BYTES)) == _FRAME_BYTES:
@@ -105,18 +118,18 @@ def records(path: Path, start: int = 0, most: int = sys.maxsize) -> Iterator[Rec
                 return
             header = json.loads(body[: sizes[0]])
             parts, offset = _parts(header.pop("layouts"), header.pop("rollouts"), body, sizes[0])
+            if names := header.pop("routes", ()):
+                parts = [_with_routes(part, *of, routes) for part, of in zip(parts, names, strict=True)]
             yield Record(start=start, end=end, header=header, parts=parts, rest=memoryview(body)[offset:])
             start = end
 
 
-def _opened(path: Path, most: int) -> IO[bytes]:
-    with suppress(FileNotFoundError):
-        return path.open("rb")
-    data, unpacking = io.BytesIO(), zlib.decompressobj(wbits=31)  # gzip's
-    with suppress(zlib.error), path.with_name(f"{path.name}.gz").open("rb") as file:
-        while data.tell() < most and (piece := file.read(_PIECE_BYTES)):
-            data.write(unpacking.decompress(piece))
-    return data
+def _with_routes(part: TokenRun, prompt: Named | None, routes: Named | None, file: RouteFile) -> TokenRun:
+    """The same with what is found of its experts."""
+    found = file.find(routes) if routes else None
+    columns = part.rollout.columns | ({} if found is None else {"routes": found})
+    found_prompt = file.find(prompt) if prompt else None
+    return part._replace(rollout=replace(part.rollout, columns=columns, prompt_routes=found_prompt))
 
 
 def _parts(
@@ -148,6 +161,7 @@ def joined(before: Rollout | None, start: int, part: Rollout) -> Rollout | None:
     return Rollout(
         group_id=part.group_id, index=part.index, columns=columns, finish_reason=part.finish_reason, error=part.error,
         prefills=part.prefills,
+        prompt_routes=part.prompt_routes if before.prompt_routes is None else before.prompt_routes,
     )  # fmt: skip
 
 
@@ -157,7 +171,9 @@ def newest_version(rollouts: Sequence[Rollout]) -> int:
     return int(np.concatenate(versions).max()) if versions else -1
 
 
-def encode_group(group: RolloutGroup, prompt: int, known: Mapping[Key, Rollout], *, has_prompt: bool = False) -> bytes:
+def encode_group(
+    group: RolloutGroup, prompt: int, known: Mapping[Key, Rollout], routes: Arrays, *, has_prompt: bool = False
+) -> bytes:
     """A record of what the trainer gets, with the index of its prompt, and the prompt for who reads without the data,
     but for rollouts that are on record as they are `known`."""
     places = [n for n, one in enumerate(group.rollouts) if one is not known.get((group.group_id, n))]
@@ -176,7 +192,7 @@ def encode_group(group: RolloutGroup, prompt: int, known: Mapping[Key, Rollout],
     if has_prompt:
         header |= {"prompt_id": group.prompt.prompt_id, "text": group.prompt.text, "answer": group.prompt.answer}
         header |= {"source": group.prompt.source} if group.prompt.source else {}
-    return encode(header, [(0, group.rollouts[place]) for place in places])
+    return encode(header, [(0, group.rollouts[place]) for place in places], routes=routes)
 
 
 def decoded_group(header: Mapping[str, Any], prompt: Prompt, rollouts: Iterable[Rollout]) -> RolloutGroup:

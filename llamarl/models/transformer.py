@@ -197,9 +197,7 @@ class Layer(nn.Module):
         self.recompute = False
         """Keep only the input for backward (arXiv 1604.06174); inside of what FSDP2 gathers weights for."""
 
-    def forward(
-        self, x_N_D: Tensor, rotation: Rotation, attend: Attend, routes_N_W: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x_N_D: Tensor, rotation: Rotation, attend: Attend, routes_N_W: Tensor | None = None) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
             options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn
             return checkpoint(self._compute, x_N_D, rotation, attend, routes_N_W, **options)

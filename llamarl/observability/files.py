@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import shutil
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import xxhash
 
@@ -18,6 +20,8 @@ from llamarl.config import open_file, read_rows
 MAX_RUN_ROW_BYTES = 1 << 30
 """A long rollout has many tokens, with two log-probabilities each."""
 _BLOCK_BYTES = 1 << 14
+_PIECE_BYTES = 512
+"""Bytes of a compressed file that are read at a time: all before a damaged piece is read."""
 PIECE_NAME = r"(metrics|rollouts|events)-\d{5}\.jsonl(\.gz)?"
 """Regular expression of full pieces."""
 
@@ -106,6 +110,17 @@ def compress(path: Path) -> None:
         partial.rename(path.with_name(f"{path.name}.gz"))
         path.unlink()
     partial.unlink(missing_ok=True)
+
+
+def open_or_unpack(path: Path, most: int = sys.maxsize) -> IO[bytes]:
+    """A file, or about so many bytes of what it was compressed to, up to where that is damaged. Raises OSError."""
+    with suppress(FileNotFoundError):
+        return path.open("rb")
+    data, unpacking = io.BytesIO(), zlib.decompressobj(wbits=31)  # gzip's
+    with suppress(zlib.error), path.with_name(f"{path.name}.gz").open("rb") as file:
+        while data.tell() < most and (piece := file.read(_PIECE_BYTES)):
+            data.write(unpacking.decompress(piece))
+    return data
 
 
 def code_fingerprint() -> str:

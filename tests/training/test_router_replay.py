@@ -22,7 +22,15 @@ from llamarl.training.packing import NOT_RECORDED, Microbatch, pack, padded, to_
 from llamarl.training.policy import Policy
 from llamarl.training.trainer import Trainer
 from llamarl.types import (
-    FinishReason, GenerationRequest, Outcome, Prompt, RewardResult, Rollout, RolloutGroup, SamplingParams, observed,
+    FinishReason,
+    GenerationRequest,
+    Outcome,
+    Prompt,
+    RewardResult,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    observed,
     unknown_routes,
 )  # fmt: skip
 from tests.generation.mixtures import mixture
@@ -139,7 +147,7 @@ def test_layers_have_their_own_columns_wherever_they_stand(groups: list[RolloutG
 
 
 def test_log_probabilities_are_those_of_the_generator(groups: list[RolloutGroup]) -> None:
-    """By the weights that sampled, replayed or not; by drifted routers, replay keeps the experts and so stays nearer."""
+    """By the weights that sampled, replayed or not; by drifted routers, replay keeps the experts and stays nearer."""
     microbatch, live = microbatch_of(groups), microbatch_of([without_routes(one) for one in groups])
     assert live.routes_N_W is None
     behavior_R = microbatch.behavior_logprobs_R
@@ -206,8 +214,9 @@ def test_context_ranks_have_the_routes_of_their_tokens(groups: list[RolloutGroup
         rows.append((inputs.token_ids_N, inputs.routes_N_W))
         whole = padded(microbatch, policy.multiple)
     assert (whole.routes_N_W[len(microbatch.token_ids_N) :] == NOT_RECORDED).all()
-    pairs = {(int(token), tuple(route.tolist())) for ids, routes in rows for token, route in zip(ids, routes)}
-    assert pairs == {(int(token), tuple(route.tolist())) for token, route in zip(whole.token_ids_N, whole.routes_N_W)}
+    found = np.concatenate([np.column_stack((ids, routes)) for ids, routes in rows])
+    expected = np.column_stack((whole.token_ids_N, whole.routes_N_W))
+    np.testing.assert_array_equal(found[np.lexsort(found.T)], expected[np.lexsort(expected.T)])
     assert sum(len(ids) for ids, _ in rows) == len(whole.token_ids_N)
 
 
