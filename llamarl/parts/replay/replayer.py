@@ -130,7 +130,8 @@ class Replayer:
     @torch.inference_mode()
     def _compute(self, version: int, batch: list[tuple[Chunk, _Life]], found: list[Difference]) -> int:
         engine, offset = self._engine, 0
-        hidden_N_D, _ = engine._forward([chunk for chunk, _ in batch])
+        hidden_N_D, _, routes = engine._forward([chunk for chunk, _ in batch])
+        routes_N_W = None if routes is None else routes.cpu().numpy()
         places, rows = list[int](), list[tuple[_Life, int]]()
         for chunk, life in batch:
             if chunk.sequence is not None:
@@ -147,13 +148,16 @@ class Replayer:
                 key = noise_key(request.sampling.seed, request.group_id, life.sequence.index)
                 sampling.set(row, request.sampling, key)
             tokens_B, logprobs_B = engine._sampler(logits_B_V, sampling, np.array([token for _, token in part]))
-            for (life, at), token, logprob in zip(part, tokens_B, logprobs_B.astype(np.float32), strict=True):
+            sampled = zip(part, tokens_B, logprobs_B.astype(np.float32), strict=True)
+            for row, ((life, at), token, logprob) in enumerate(sampled):
                 one = life.rollout
                 was, said = one.token_ids_T[at], one.behavior_logprobs_T[at]
                 if was != token or said.tobytes() != logprob.tobytes():
                     texts = f"token {was} with log-probability {said:.9g}", f"token {token} with {logprob:.9g}"
                     gap = float(abs(said - logprob)) if was == token else math.inf
                     found.append(Difference(one.group_id, one.index, at, version, *texts, gap))
+                elif other := _other_routes(one, at, routes_N_W, places[start + row]):
+                    found.append(Difference(one.group_id, one.index, at, version, *other, 0.0))
         return len(rows)
 
     def _allocate(self, segment: Segment, num_tokens: int) -> None:
@@ -173,3 +177,13 @@ class Replayer:
         if not group.num_active:
             pool.release(group.prefix.blocks)
             del self._groups[life.rollout.group_id, tuple(life.prefix)]
+
+
+def _other_routes(one: Rollout, at: int, routes_N_W: np.ndarray | None, place: int) -> tuple[str, str] | None:
+    """Experts on record of the token, and those that computed it now; None: they are the same, or not on record."""
+    if routes_N_W is None or "routes" not in one.columns:
+        return None
+    was_W, now_W = one.columns["routes"][at], routes_N_W[place]
+    if (was_W == np.iinfo(was_W.dtype).max).all() or was_W.tobytes() == now_W.tobytes():
+        return None
+    return f"experts {was_W.tolist()}", f"experts {now_W.tolist()}"
