@@ -16,6 +16,10 @@ al., "Axiomatic attribution for deep networks" (2017), equation 1, from no cause
 f(L) = e^L - 1 is the ratio's excess, f(L) = e^L - 1 - L the estimate of the KL. A part is negative where it makes up
 for others.
 
+A mixture's routers choose for themselves in all of these. Where experts were recorded, training computes with those,
+and `kl_from_routing` is what that takes away: the KL to the behavior policy with the trainer's own choice minus the KL
+with the recorded one, by the trainer's weights after the step, of the same sequences. It is no further part of the sum.
+
 Shape suffix: N tokens but the first of each of several sequences.
 """
 
@@ -42,6 +46,9 @@ async def by_cause(replica: Replica, probe: Probe) -> dict[str, float]:
         scored = await replica.port.score(probe.causes.sequences, probe.causes.sampling)
         replica.causes = probe.causes, np.concatenate(scored, axis=1)
     found = {"causes_s": probe.causes_s + clock.time() - start_s} if probe.causes or probe.later else {}
+    if of := probe.routing:
+        found |= {"routes_agreement": of.agreement, "kl_live_routes": of.live_kl, "kl_replayed_routes": of.replayed_kl}
+        found["kl_from_routing"] = of.live_kl - of.replayed_kl
     if probe.later and replica.causes and replica.causes[0].version == probe.later[0]:
         found |= divided(log_ratios(*replica.causes, probe.later[1]))
     return found

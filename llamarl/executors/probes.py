@@ -14,6 +14,7 @@ import numpy as np
 
 from llamarl.config import RunConfig
 from llamarl.training.probe import CAUSES_EVERY, FIRST_CAUSES, NUM_SEQUENCES, probe_sequences, whole_sequences
+from llamarl.training.result import Routing
 from llamarl.types import OBSERVED, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
@@ -50,8 +51,10 @@ class Probe:
     """Probe by cause that this version is to score, too; None: not now."""
     later: tuple[int, np.ndarray] | None = None
     """Version of a `CauseProbe`, maybe of an earlier one, and its `logprobs_N` by the weights of this version."""
+    routing: Routing | None = None
+    """Effect of router replay on what a `CauseProbe` brings; None: not now, or no experts were recorded."""
     causes_s: float = 0.0
-    """Seconds that the trainer took for the last two."""
+    """Seconds that the trainer took for the last three."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,9 +92,10 @@ class Probes:
     def of(self, version: int) -> Probe | None:
         """The probe by the trainer's weights, which are this version; None where it is not to be probed."""
         number, between = divmod(version, self._every_steps) if self._every_steps and self._groups else (0, 1)
-        start_s, causes, later = time.monotonic(), None, None
+        start_s, causes, later, routing = time.monotonic(), None, None, None
         if self._is_by_cause and not between and number % CAUSES_EVERY == FIRST_CAUSES:
             self._begun = causes = self._causes(version)
+            routing = self._routing()
         if self._begun and version == self._ends:
             now_N = causes.logprobs_N if causes else self._scored(self._begun.sequences, half=True)
             later = self._begun.version, now_N
@@ -100,8 +104,16 @@ class Probes:
             return None
         sequences = probe_sequences(self._groups)
         return Probe(
-            sequences=sequences, logprobs=self._trainer.score(sequences), causes=causes, later=later, causes_s=causes_s
-        )
+            sequences=sequences, logprobs=self._trainer.score(sequences), causes=causes, later=later, routing=routing,
+            causes_s=causes_s,
+        )  # fmt: skip
+
+    def _routing(self) -> Routing | None:
+        if not any(group.rollouts[0].routes_bytes for group in self._groups):
+            return None
+        from llamarl.training.routing import routing_of  # no torch here
+
+        return routing_of(self._trainer, self._groups, half=True)
 
     def _causes(self, version: int) -> CauseProbe | None:
         sequences, versions_N = whole_sequences(self._groups)

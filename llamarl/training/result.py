@@ -48,3 +48,15 @@ class PolicyStepResult(StepResult):
     def columns(self) -> dict[str, dict[int, dict[int, np.ndarray]]]:
         """Numbers per token to be recorded, by name, group id and index."""
         return {"trainer_logprobs": self.logprobs, "advantages": self.token_advantages}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routing:
+    """Effect of router replay on some sequences."""
+
+    agreement: float
+    """Share of pairs of token and layer for which the trainer's router chooses the experts on record, 0 to 1."""
+    live_kl: float
+    """Estimate of KL(behavior || policy) per sampled token, in nats, with the trainer's own choice."""
+    replayed_kl: float
+    """The same with the experts on record, as training computes it."""

@@ -20,6 +20,7 @@ from llamarl.models.experts import Router
 from llamarl.models.transformer import Transformer
 from llamarl.training.packing import NOT_RECORDED, Microbatch, pack, padded, to_sample_group, with_advantage
 from llamarl.training.policy import Policy
+from llamarl.training.routing import routing_of
 from llamarl.training.trainer import Trainer
 from llamarl.types import (
     FinishReason,
@@ -242,3 +243,22 @@ def test_what_an_environment_wrote_last_is_not_known(groups: list[RolloutGroup])
     assert (columns["routes"][-3:] == 255).all()
     assert (columns["routes"][:-3] == one.columns["routes"]).all()
     assert one.finish_reason is FinishReason.LENGTH
+
+
+def test_what_replay_changes(groups: list[RolloutGroup]) -> None:
+    """By the weights that sampled the choice is the same, and so is the KL; by drifted ones replay takes some away."""
+    same = routing_of(trainer_of(mixture(NAME)), groups, half=True)
+    assert same.agreement == 1.0
+    assert same.live_kl == pytest.approx(same.replayed_kl, abs=1e-9)
+    assert abs(same.live_kl) < 1e-8
+    model = drifted()
+    with watched(model) as used:
+        found = routing_of(trainer_of(model), groups, half=True)
+    assert 0 < found.agreement < 1
+    assert found.replayed_kl < found.live_kl
+    first = [replace(one, rollouts=one.rollouts[:1], results=one.results[:1], responses=("",)) for one in groups]
+    (microbatch,) = pack([to_sample_group(one, np.ones(1)) for one in first], 10_000)
+    pairs = [(live.numpy(), microbatch.routes_N_W[:, 3 * n : 3 * n + 3]) for n, live in enumerate(used[:2])]
+    agreed = np.mean([(np.sort(one) == np.sort(other)).all(1) for one, other in pairs])
+    assert found.agreement == pytest.approx(agreed)
+    assert routing_of(trainer_of(model), [without_routes(one) for one in groups], half=True) is None

@@ -1,0 +1,110 @@
+"""Effect of router replay: how often the trainer's routers would choose what was recorded, and the KL to the behavior
+policy with their choice and with the recorded one.
+
+Shape suffixes: N packed tokens, R targets, K experts of a token in one layer, W in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from llamarl.algorithms.kl import MAX_LOG_RATIO
+from llamarl.models.transformer import Layer, Transformer
+from llamarl.training.packing import NOT_RECORDED, pack, to_sample_group
+from llamarl.training.policy import Inputs
+from llamarl.training.probe import WHOLE_TOKENS
+from llamarl.training.result import Routing
+from llamarl.training.trainer import Trainer
+from llamarl.types import RolloutGroup, SampleGroup, TrainSample
+
+
+@torch.no_grad()
+def routing_of(trainer: Trainer, groups: Sequence[RolloutGroup], half: bool) -> Routing | None:
+    """Of the first rollout of each group, as far as it is sampled, by the weights in use; on every rank. None: nothing
+    was recorded of them."""
+    samples = [cut for group in groups if (cut := _first(group)) is not None]
+    microbatches = pack(samples, sum(len(one.prompt_token_ids_T) + WHOLE_TOKENS for one in samples))
+    if not microbatches or microbatches[0].routes_N_W is None:
+        return None
+    (microbatch,) = microbatches
+    inputs, shape = trainer.policy.place(microbatch, trainer.device), trainer.policy.hidden_shape(microbatch)
+    log_ratios = list[np.ndarray]()
+    with _agreed(trainer.model, inputs) as counts:
+        for one in (replace(inputs, routes_N_W=None), inputs):
+            logprobs_R = trainer.pipeline.infer(shape, _forward(trainer, one, half))
+            known = trainer.mesh.exchange(logprobs_R.cpu().numpy() if trainer.mesh.pp.is_last else None)[-1]
+            is_sampled_R = microbatch.loss_mask_R
+            log_ratios.append((known - microbatch.behavior_logprobs_R)[is_sampled_R].astype(np.float64))
+            counts.is_open = False
+    trainer.reshard()
+    agreed, all_of_them = np.sum(trainer.mesh.exchange((counts.agreed, counts.all)), axis=0)
+    if not all_of_them or not log_ratios[0].size:
+        return None
+    live, replayed = map(_kl, log_ratios)
+    return Routing(agreement=float(agreed / all_of_them), live_kl=live, replayed_kl=replayed)
+
+
+def _first(group: RolloutGroup) -> SampleGroup | None:
+    """A group of its first rollout alone, cut to what a probe reads of it."""
+    alone = replace(group, rollouts=group.rollouts[:1], results=group.results[:1], responses=group.responses[:1])
+    found = to_sample_group(alone, [0.0], np.array([group.rollouts[0].num_tokens > 0]))
+    if not found.samples:
+        return None
+    columns = {name: values_T[:WHOLE_TOKENS] for name, values_T in found.samples[0].columns.items()}
+    return replace(found, samples=(TrainSample(columns=columns),))
+
+
+def _forward(trainer: Trainer, inputs: Inputs, half: bool) -> Any:
+    half = half and trainer.config.dtype == "bfloat16"
+    return lambda _, hidden_M_D: trainer.policy(inputs, hidden_M_D, trainer.temperature, half)
+
+
+def _kl(log_ratio_R: np.ndarray) -> float:
+    """KL(behavior || policy), see `sync.mismatch_of`."""
+    clamped_R = np.clip(log_ratio_R, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return float(np.mean(np.expm1(clamped_R) - clamped_R))
+
+
+class _Counts:
+    """Pairs of token and layer."""
+
+    def __init__(self) -> None:
+        self.agreed = self.all = 0
+        self.is_open = True
+
+    def add(self, used_N_K: Tensor, recorded_N_K: Tensor) -> None:
+        if self.is_open:
+            is_known_N = (recorded_N_K != NOT_RECORDED).all(1)
+            is_same_N = (used_N_K.sort(1).values == recorded_N_K.sort(1).values).all(1)
+            self.all += int(is_known_N.sum())
+            self.agreed += int((is_same_N & is_known_N).sum())
+
+
+@contextmanager
+def _agreed(model: Transformer, inputs: Inputs) -> Iterator[_Counts]:
+    """Counts what the routers choose, until it is closed."""
+    counts, routes_N_W = _Counts(), inputs.routes_N_W
+    assert routes_N_W is not None
+
+    def counting(columns: slice) -> Any:
+        return lambda _module, _inputs, answer: counts.add(answer[0], routes_N_W[:, columns])
+
+    layers = [layer for layer in map(_layer, model.model.layers.children()) if layer.columns is not None]
+    hooks = [cast(nn.Module, one.mlp.gate).register_forward_hook(counting(cast(slice, one.columns))) for one in layers]
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _layer(module: nn.Module) -> Layer:
+    assert isinstance(module, Layer)
+    return module
