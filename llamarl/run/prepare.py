@@ -240,6 +240,11 @@ def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:
             f"generator.backend = {config.generator.backend!r} does not record which experts of {config.model.path} "
             "each token went to, which training needs; use backend = 'native'"
         )
+    if shape.moe is None and not config.generator.router_replay:
+        raise ConfigError(
+            f"generator.router_replay = false, but {config.model.path} is no mixture of experts, so nothing is "
+            "recorded; leave it out"
+        )
     check_tensor_parallel(shape, config.generator.tensor_parallel, config.model.path)
     check_parallelism(shape, config.trainer.parallelism, config.model.path)
     check_models(config, shape)

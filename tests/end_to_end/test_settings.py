@@ -56,6 +56,7 @@ REFUSED = {
     "generator.vllm.python": ("python", "generator.vllm is set and not used"),
     "generator.vllm.arguments": ("['--x']", "generator.vllm is set and not used"),
     "generator.tensor_parallel": (2, "needs a process for each rank"),
+    "generator.router_replay": ("false", "is no mixture of experts"),
     "generator.kv_cache_bytes": (100, "does not hold one prompt and response"),
     "generator.device": ("cuda", "no GPU"),
     "weight_sync.delta": ("true", "saves nothing"),

@@ -172,7 +172,7 @@ class Endpoint:
         rollout = await self.generate(prompt_T, sampling, more)
         if rollout.finish_reason is FinishReason.FAILED:
             raise CallRefused(400, rollout.error)
-        session.record(prompt_T, rollout.columns)
+        session.record(prompt_T, rollout.columns, rollout.prompt_routes)
         return rollout
 
     def _sampling(self, session: Session, call: protocol.ModelCall, num_prompt: int) -> list[SamplingParams]:

@@ -61,7 +61,10 @@ class AgentEpisode:
         self.reason = rollout.finish_reason
         number, _ = self.session.fitting(prompt_T)
         self._sequences.setdefault(number, (request.group_id, request.prompt_token_ids_T))
-        return replace(rollout, columns={name: values_T[before:] for name, values_T in rollout.columns.items()})
+        columns, prompt_routes = {name: values_T[before:] for name, values_T in rollout.columns.items()}, None
+        if rollout.prompt_routes is not None and "routes" in rollout.columns:
+            prompt_routes = np.concatenate((rollout.prompt_routes, rollout.columns["routes"][:before]))
+        return replace(rollout, columns=columns, prompt_routes=prompt_routes)
 
     def result(self, said: dict[str, Any]) -> RewardResult | None:
         """Reward in what the agent's worker said; None: the reward of the run judges, also what an agent left when it

@@ -53,12 +53,20 @@ class Session:
         before = self._sequences[number] if found else _NOTHING
         return number, observed(before, prompt_T[len(before["token_ids"]) :])
 
-    def record(self, prompt_T: np.ndarray, sampled: Columns) -> int:
-        """A call was answered. The number of its sequence."""
+    def record(self, prompt_T: np.ndarray, sampled: Columns, prompt_routes: np.ndarray | None = None) -> int:
+        """A call was answered. The number of its sequence.
+
+        Args:
+            prompt_routes: experts of the prompt's tokens but the last; for those of which nothing is known.
+        """
         self.num_calls += 1
         self.num_sampled += len(sampled["token_ids"])
         number, before = self.fitting(prompt_T)
-        self._sequences[number:] = [packed_columns([before, sampled]), *self._sequences[number + 1 :]]
+        packed = packed_columns([before, sampled])
+        if prompt_routes is not None and "routes" in packed:  # a row is of the token before it
+            known = packed["routes"][1 : len(prompt_T)]
+            np.copyto(known, prompt_routes, where=known == np.iinfo(known.dtype).max)
+        self._sequences[number:] = [packed, *self._sequences[number + 1 :]]
         return number
 
     def columns(self) -> Columns:
