@@ -119,7 +119,8 @@ def records(path: Path, start: int = 0, most: int = sys.maxsize) -> Iterator[Rec
             header = json.loads(body[: sizes[0]])
             parts, offset = _parts(header.pop("layouts"), header.pop("rollouts"), body, sizes[0])
             if names := header.pop("routes", ()):
-                parts = [_with_routes(part, *of, routes) for part, of in zip(parts, names, strict=True)]
+                pairs = zip(parts, names, strict=True)
+                parts = [_with_routes(part, prompt, of_tokens, routes) for part, (prompt, of_tokens) in pairs]
             yield Record(start=start, end=end, header=header, parts=parts, rest=memoryview(body)[offset:])
             start = end
 

@@ -29,7 +29,7 @@ Named = tuple[str, int, int]
 
 def named(array: np.ndarray, into: Arrays) -> Named:
     """Name of an array, which `into` gets."""
-    digest = xxhash.xxh3_64_intdigest(array)
+    digest = xxhash.xxh3_64_intdigest(array.data)
     into[digest] = array
     return f"({array.shape[1]},){array.dtype.str}", digest, len(array)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from llamarl.config import RunConfig
 from llamarl.training.probe import CAUSES_EVERY, FIRST_CAUSES, NUM_SEQUENCES, probe_sequences, whole_sequences
-from llamarl.training.result import Routing
+from llamarl.training.result import RoutingEffect
 from llamarl.types import OBSERVED, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Probe:
     """Probe by cause that this version is to score, too; None: not now."""
     later: tuple[int, np.ndarray] | None = None
     """Version of a `CauseProbe`, maybe of an earlier one, and its `logprobs_N` by the weights of this version."""
-    routing: Routing | None = None
+    routing: RoutingEffect | None = None
     """Effect of router replay on what a `CauseProbe` brings; None: not now, or no experts were recorded."""
     causes_s: float = 0.0
     """Seconds that the trainer took for the last three."""
@@ -108,7 +108,7 @@ class Probes:
             causes_s=causes_s,
         )  # fmt: skip
 
-    def _routing(self) -> Routing | None:
+    def _routing(self) -> RoutingEffect | None:
         if not any(group.rollouts[0].routes_bytes for group in self._groups):
             return None
         from llamarl.training.routing import routing_of  # no torch here

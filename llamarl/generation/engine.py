@@ -100,7 +100,7 @@ class Engine:
         self._scheduler.version = version
         is_mixture = shape.moe is not None and isinstance(model, GeneratorModel)
         self._routes = Routes(shape.moe) if shape.moe is not None and is_mixture and records_routes else None
-        self._rows = Rows(max_running, BLOCK_SIZE, self._routes and (self._routes.width, self._routes.dtype))
+        self._rows = Rows(max_running, BLOCK_SIZE, (self._routes.width, self._routes.dtype) if self._routes else None)
         self._sampler = Sampler(device)
         self._graphs: DecodeGraphs | None = None
         if graphs:

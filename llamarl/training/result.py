@@ -51,7 +51,7 @@ class PolicyStepResult(StepResult):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Routing:
+class RoutingEffect:
     """Effect of router replay on some sequences."""
 
     agreement: float

@@ -20,14 +20,15 @@ from llamarl.models.transformer import Layer, Transformer
 from llamarl.training.packing import NOT_RECORDED, pack, to_sample_group
 from llamarl.training.policy import Inputs
 from llamarl.training.probe import WHOLE_TOKENS
-from llamarl.training.result import Routing
+from llamarl.training.result import RoutingEffect
 from llamarl.training.trainer import Trainer
 from llamarl.types import RolloutGroup, SampleGroup, TrainSample
 
 
 @torch.no_grad()
-def routing_of(trainer: Trainer, groups: Sequence[RolloutGroup], half: bool) -> Routing | None:
-    """Of the first rollout of each group, as far as it is sampled, by the weights in use; on every rank. None: nothing
+def routing_of(trainer: Trainer, groups: Sequence[RolloutGroup], half: bool) -> RoutingEffect | None:
+    """Effect on the first rollout of each group, as far as it is sampled, by the weights in use; on every rank. None:
+    nothing
     was recorded of them."""
     samples = [cut for group in groups if (cut := _first(group)) is not None]
     microbatches = pack(samples, sum(len(one.prompt_token_ids_T) + WHOLE_TOKENS for one in samples))
@@ -48,13 +49,13 @@ def routing_of(trainer: Trainer, groups: Sequence[RolloutGroup], half: bool) -> 
     if not all_of_them or not log_ratios[0].size:
         return None
     live, replayed = map(_kl, log_ratios)
-    return Routing(agreement=float(agreed / all_of_them), live_kl=live, replayed_kl=replayed)
+    return RoutingEffect(agreement=float(agreed / all_of_them), live_kl=live, replayed_kl=replayed)
 
 
 def _first(group: RolloutGroup) -> SampleGroup | None:
     """A group of its first rollout alone, cut to what a probe reads of it."""
     alone = replace(group, rollouts=group.rollouts[:1], results=group.results[:1], responses=group.responses[:1])
-    found = to_sample_group(alone, [0.0], np.array([group.rollouts[0].num_tokens > 0]))
+    found = to_sample_group(alone, np.zeros(1), np.array([group.rollouts[0].num_tokens > 0]))
     if not found.samples:
         return None
     columns = {name: values_T[:WHOLE_TOKENS] for name, values_T in found.samples[0].columns.items()}
@@ -90,11 +91,12 @@ class _Counts:
 @contextmanager
 def _agreed(model: Transformer, inputs: Inputs) -> Iterator[_Counts]:
     """Counts what the routers choose, until it is closed."""
+    assert inputs.routes_N_W is not None
     counts, routes_N_W = _Counts(), inputs.routes_N_W
-    assert routes_N_W is not None
 
     def counting(columns: slice) -> Any:
-        return lambda _module, _inputs, answer: counts.add(answer[0], routes_N_W[:, columns])
+        recorded_N_K = routes_N_W[:, columns]
+        return lambda _module, _inputs, answer: counts.add(answer[0], recorded_N_K)
 
     layers = [layer for layer in map(_layer, model.model.layers.children()) if layer.columns is not None]
     hooks = [cast(nn.Module, one.mlp.gate).register_forward_hook(counting(cast(slice, one.columns))) for one in layers]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from typing import cast
 
 import numpy as np
 import pytest
 
-from llamarl.controller.causes import divided, log_ratios
-from llamarl.executors.probes import CauseProbe
+from llamarl.controller.causes import by_cause, divided, log_ratios
+from llamarl.controller.replica import Replica
+from llamarl.executors.probes import CauseProbe, Probe
+from llamarl.training.result import RoutingEffect
 from llamarl.types import SamplingParams
 
 CAUSES = ("staleness", "quantization", "kernels", "truncation")
@@ -91,3 +95,11 @@ def test_enormous_ratios_stay_finite() -> None:
     table_6_N[0] = 1e4, -1e4
     found = divided(parts_of(table_6_N))
     assert found["kl_from_staleness"] == pytest.approx((math.expm1(20) - 20 + math.expm1(-20) + 20) / 2)
+
+
+def test_what_router_replay_takes_away_stands_beside_the_causes() -> None:
+    effect = RoutingEffect(agreement=0.75, live_kl=3e-3, replayed_kl=1e-3)
+    probe = Probe(sequences=[], logprobs=[], routing=effect)
+    found = asyncio.run(by_cause(cast(Replica, None), probe))
+    assert found.pop("kl_from_routing") == pytest.approx(2e-3)
+    assert found == {"routes_agreement": 0.75, "kl_live_routes": 3e-3, "kl_replayed_routes": 1e-3}
