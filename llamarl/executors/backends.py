@@ -75,7 +75,7 @@ def open_native(
     native = Engine(
         model, max_running=config.max_running, prefill_tokens=config.prefill_tokens, kv_bytes=kv_bytes,
         kv_on_update=config.kv_on_update, decode=Tokenizer(model_path).decode,
-        graphs=False if config.cuda_graphs == "off" else None, records_routes=config.router_replay and not rank,
+        graphs=False if config.cuda_graphs == "off" else None, records_routes=config.router_replay,
     )  # fmt: skip
     room = model.room if device.type == "cuda" else None
     adopter = Adopter(receiver.specs(), model.use, rank, delta=delta, hold=receiver.hold, room=room)

@@ -126,13 +126,16 @@ class Sequence:
         return np.concatenate((self.group.prompt_T[-1:], self.token_ids_T))[start:stop]
 
     def rollout(self, reason: FinishReason, error: str = "") -> Rollout:
-        """The rollout as the engine hands it out."""
+        """The rollout as the engine hands it out; who is not learnt from need not tell its experts."""
+        columns, is_trained_on = self.columns, self.group.request.purpose == "train"
+        if not is_trained_on:
+            columns = {name: values_T for name, values_T in columns.items() if name != "routes"}
         return Rollout(
             group_id=self.group.request.group_id,
             index=self.index,
-            columns=self.columns,
+            columns=columns,
             finish_reason=reason,
             error=error,
             prefills=self.prefills,
-            prompt_routes=self.prompt_routes,
+            prompt_routes=self.prompt_routes if is_trained_on else None,
         )

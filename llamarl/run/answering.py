@@ -82,7 +82,8 @@ def open_engine(config: RunConfig) -> Iterator[RolloutEngine]:
     from llamarl.executors.backends import open_native
     from llamarl.run.fleet import Fleet
 
-    generator = config.generator
+    generator = config.generator.model_copy(update={"router_replay": False})  # nobody learns from it
+    config = config.model_copy(update={"generator": generator})
     if generator.replicas * generator.tensor_parallel > 1:
         with Fleet(config) as fleet:
             yield fleet

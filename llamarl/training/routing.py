@@ -27,9 +27,8 @@ from llamarl.types import RolloutGroup, SampleGroup, TrainSample
 
 @torch.no_grad()
 def routing_of(trainer: Trainer, groups: Sequence[RolloutGroup], half: bool) -> RoutingEffect | None:
-    """Effect on the first rollout of each group, as far as it is sampled, by the weights in use; on every rank. None:
-    nothing
-    was recorded of them."""
+    """Effect on what is sampled of each group's first rollout, by the weights in use; on every rank. None: nothing was
+    recorded of them."""
     samples = [cut for group in groups if (cut := _first(group)) is not None]
     microbatches = pack(samples, sum(len(one.prompt_token_ids_T) + WHOLE_TOKENS for one in samples))
     if not microbatches or microbatches[0].routes_N_W is None:

@@ -174,12 +174,13 @@ def test_what_was_recorded_stays_and_what_was_lost_is_prefilled() -> None:
     assert "this model 6" in failed.error
 
 
-def test_recording_is_off() -> None:
+def test_nobody_asks() -> None:
     engine = Engine(served()[1], max_running=4, prefill_tokens=16, kv_bytes=1 << 22, records_routes=False)
     request = GenerationRequest(
         group_id=0, prompt_token_ids_T=np.arange(9, dtype=np.int32), group_size=1,
         sampling=SamplingParams(max_new_tokens=4),
     )  # fmt: skip
-    rollout = run(engine, [request])[0, 0]
-    assert "routes" not in rollout.columns
-    assert rollout.prompt_routes is None
+    measured = Engine(served()[1], max_running=4, prefill_tokens=16, kv_bytes=1 << 22)
+    for rollout in (run(engine, [request])[0, 0], run(measured, [replace(request, purpose="eval")])[0, 0]):
+        assert "routes" not in rollout.columns
+        assert rollout.prompt_routes is None
