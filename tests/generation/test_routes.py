@@ -22,7 +22,7 @@ from llamarl.models.hf import new_model
 from llamarl.models.transformer import Transformer
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams, observed
 from tests.generation.mixtures import MIXTURES, QWEN3_MOE, mixture
-from tests.generation.references import run
+from tests.generation.references import drain, run
 from tests.generation.test_model import loaded
 
 STOP = 7
@@ -184,3 +184,34 @@ def test_nobody_asks() -> None:
     for rollout in (run(engine, [request])[0, 0], run(measured, [replace(request, purpose="eval")])[0, 0]):
         assert "routes" not in rollout.columns
         assert rollout.prompt_routes is None
+
+
+def test_updates_in_flight_leave_what_was_recorded() -> None:
+    """Each token has the experts of the weights that sampled it, also where all before it was computed anew; and
+    rollouts that have left keep the experts of the prefix that they began with."""
+    models = [mixture("qwen3_moe_odd", seed) for seed in (0, 7)]
+    engine = Engine(
+        loaded(models[0], "float32"), max_running=4, prefill_tokens=16, kv_bytes=1 << 22, kv_on_update="recompute"
+    )
+    request = GenerationRequest(
+        group_id=0, prompt_token_ids_T=np.arange(3, 24, dtype=np.int32), group_size=2,
+        sampling=SamplingParams(max_new_tokens=20),
+    )  # fmt: skip
+    engine.submit([request])
+    for _ in range(10):
+        assert engine.step() == []
+    (early, _) = engine.so_far([0])
+    prompt = early.prompt_routes.copy()
+    engine.model = loaded(models[1], "float32")
+    engine.set_version(1)
+    rollouts = drain(engine)
+    np.testing.assert_array_equal(early.prompt_routes, prompt)
+    for one in rollouts:
+        ids_T = np.concatenate((request.prompt_token_ids_T, one.token_ids_T))
+        before, after = (full_routes(model, ids_T)[:-1] for model in models)
+        assert (before != after).any()
+        versions_T = one.policy_versions_T
+        assert set(versions_T.tolist()) == {0, 1}
+        expected = np.where(versions_T[:, None] == 0, before[20:], after[20:])
+        np.testing.assert_array_equal(one.columns["routes"], expected)
+        np.testing.assert_array_equal(one.prompt_routes, before[:20])

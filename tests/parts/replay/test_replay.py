@@ -275,12 +275,12 @@ def test_a_token_that_came_otherwise_is_named(tmp_path: Path, toml: Path, monkey
     """One log-probability of the run is one bit off."""
     append, changed = Rows.append, list[tuple[int, int, int]]()
 
-    def off(self: Rows, tokens_B: np.ndarray, logprobs_B: np.ndarray, version: int) -> np.ndarray:
+    def off(self: Rows, tokens_B: np.ndarray, logprobs_B: np.ndarray, version: int, *routes: Any) -> np.ndarray:
         if version == 3 and not changed:
             sequence = self.sequences[0]
             changed.append((sequence.group.request.group_id, sequence.index, int(self.length_R[0])))
             logprobs_B[0] = np.nextafter(logprobs_B[0], np.float32(-1e9))
-        return append(self, tokens_B, logprobs_B, version)
+        return append(self, tokens_B, logprobs_B, version, *routes)
 
     with monkeypatch.context() as patched:
         patched.setattr(Rows, "append", off)
