@@ -17,6 +17,7 @@ from llamarl.cluster.port import port
 from llamarl.config import RunConfig
 from llamarl.controller.journal import Journal
 from llamarl.controller.lives import RestartableHandle
+from llamarl.controller.parcels import parcels, routes_bytes
 from llamarl.controller.ports import CriticPort, Executors, TrainerPort
 from llamarl.controller.saving import Checkpoints
 from llamarl.controller.steps import OptimizerStep, retake
@@ -87,9 +88,10 @@ class OptimizedExecutors:
         self._unsent += groups
         self._unsent_bytes += sum(map(_num_bytes, groups))
         if self._unsent_bytes > RIDING_BYTES:
-            self._supervisor.start(self.trainer.add_groups(self._taken()), "add groups")
-        if self.critic:
-            self._supervisor.start(self.critic.add_groups(groups), "add groups to the critic")
+            for parcel in parcels(self._taken(), _num_bytes):
+                self._supervisor.start(self.trainer.add_groups(parcel), "add groups")
+        for parcel in parcels(groups, _num_bytes) if self.critic else ():
+            self._supervisor.start(self.critic.add_groups(parcel), "add groups to the critic")
 
     def begin(self, step: int, groups: list[RolloutGroup]) -> OptimizerStep:
         """Trainer and critic are asked for a step on these groups, which have been added."""
@@ -185,7 +187,8 @@ class OptimizedExecutors:
         start = await one.restore(version)
         steps = self._since(name, held, start, version)
         await retake(steps, **who, last=version, progress=self._watch.progress)
-        await one.add_groups(ready)
+        for parcel in parcels(ready, _num_bytes):
+            await one.add_groups(parcel)
         return f"step {start}, {version - start} steps were taken again"
 
     def _since(
@@ -215,9 +218,11 @@ def _num_bytes(group: RolloutGroup) -> int:
     """About the size of a group in a call."""
     prompt = group.prompt
     text = len(prompt.text) + len(prompt.answer) + _num_characters(prompt.metadata)
-    routes = {id(one.prompt_routes): one.prompt_routes for one in group.rollouts}.values()
-    wide = sum(one.nbytes for one in routes if one is not None) + sum(one.routes_bytes for one in group.rollouts)
-    return text + wide + TOKEN_BYTES * (len(prompt.token_ids_T) + sum(one.num_tokens for one in group.rollouts))
+    return (
+        text
+        + routes_bytes(group.rollouts)
+        + TOKEN_BYTES * (len(prompt.token_ids_T) + sum(one.num_tokens for one in group.rollouts))
+    )
 
 
 def _num_characters(plain: Any) -> int:

@@ -19,6 +19,7 @@ from typing import TypeVar
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, MeshFailed
 from llamarl.controller.flight import Flight, FlyingRollout
 from llamarl.controller.lives import STOP_S
+from llamarl.controller.parcels import requests_of
 from llamarl.controller.records import Key
 from llamarl.controller.replica import NO_VERSION, Replica
 from llamarl.controller.supervision import Signal, Supervisor
@@ -109,8 +110,9 @@ class Replicas:
         self._flight.ask(replica, requests)
         self.changed.notify()
         # A task of its own: one that hangs must not keep the others waiting.
-        sent = self.unless_dead(replica, replica.port.submit(requests))
-        self._supervisor.start(sent, f"requests to {replica.name}")
+        for parcel in requests_of(requests):
+            sent = self.unless_dead(replica, replica.port.submit(parcel))
+            self._supervisor.start(sent, f"requests to {replica.name}")
 
     def _home(self, request: GenerationRequest) -> Replica | None:
         """The replica that holds what a rollout has computed, if it is in service."""
