@@ -90,8 +90,9 @@ class OptimizedExecutors:
         if self._unsent_bytes > RIDING_BYTES:
             for parcel in parcels(self._taken(), _num_bytes):
                 self._supervisor.start(self.trainer.add_groups(parcel), "add groups")
-        for parcel in parcels(groups, _num_bytes) if self.critic else ():
-            self._supervisor.start(self.critic.add_groups(parcel), "add groups to the critic")
+        if self.critic:
+            for parcel in parcels(groups, _num_bytes):
+                self._supervisor.start(self.critic.add_groups(parcel), "add groups to the critic")
 
     def begin(self, step: int, groups: list[RolloutGroup]) -> OptimizerStep:
         """Trainer and critic are asked for a step on these groups, which have been added."""
@@ -218,11 +219,8 @@ def _num_bytes(group: RolloutGroup) -> int:
     """About the size of a group in a call."""
     prompt = group.prompt
     text = len(prompt.text) + len(prompt.answer) + _num_characters(prompt.metadata)
-    return (
-        text
-        + routes_bytes(group.rollouts)
-        + TOKEN_BYTES * (len(prompt.token_ids_T) + sum(one.num_tokens for one in group.rollouts))
-    )
+    num_tokens = len(prompt.token_ids_T) + sum(one.num_tokens for one in group.rollouts)
+    return text + routes_bytes(group.rollouts) + TOKEN_BYTES * num_tokens
 
 
 def _num_characters(plain: Any) -> int:

@@ -35,9 +35,13 @@ def parcels(items: Iterable[Item], num_bytes: Callable[[Item], int]) -> Iterator
 
 def requests_of(requests: Sequence[GenerationRequest]) -> Iterator[list[GenerationRequest]]:
     """Requests for one call each; one with large partials becomes several, for some of its rollouts each."""
-    cut = (
-        replace(request, partials=tuple(part))
-        for request in requests
-        for part in (parcels(request.partials, lambda one: routes_bytes([one])) if request.partials else [()])
-    )
+    cut = (part for request in requests for part in _parts(request))
     return parcels(cut, lambda request: routes_bytes(request.partials))
+
+
+def _parts(request: GenerationRequest) -> Iterator[GenerationRequest]:
+    if routes_bytes(request.partials) <= PARCEL_BYTES:
+        yield request
+        return
+    for partials in parcels(request.partials, lambda one: routes_bytes([one])):
+        yield replace(request, partials=tuple(partials))
