@@ -17,6 +17,7 @@ from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.mesh import ALONE, CPU, Axis
 from llamarl.generation.engine import Engine
 from llamarl.models.experts import Router
+from llamarl.models.hf import new_model
 from llamarl.models.transformer import Transformer
 from llamarl.training.packing import NOT_RECORDED, Microbatch, pack, padded, to_sample_group, with_advantage
 from llamarl.training.policy import Policy
@@ -34,13 +35,14 @@ from llamarl.types import (
     observed,
     unknown_routes,
 )  # fmt: skip
-from tests.generation.mixtures import mixture
+from tests.generation.mixtures import QWEN3_MOE, mixture
 from tests.generation.references import run
 from tests.generation.test_model import loaded
 from tests.generation.test_routes import full_routes
 
 NAME = "qwen3_moe_odd"
 TEMPERATURE = 1.0
+PROMPTS = [np.arange(start, start + length, dtype=np.int32) for start, length in ((3, 1), (40, 7), (9, 12))]
 
 
 @pytest.fixture(scope="module")
@@ -48,22 +50,22 @@ def groups() -> list[RolloutGroup]:
     """Sampled by the generator's float32 arithmetic."""
     engine = Engine(loaded(mixture(NAME), "float32"), max_running=8, prefill_tokens=32, kv_bytes=1 << 22)
     sampling = SamplingParams(temperature=TEMPERATURE, max_new_tokens=9)
-    prompts = [np.arange(start, start + length, dtype=np.int32) for start, length in ((3, 1), (40, 7), (9, 12))]
     requests = [
         GenerationRequest(group_id=n, prompt_token_ids_T=prompt_T, group_size=3, sampling=sampling)
-        for n, prompt_T in enumerate(prompts)
+        for n, prompt_T in enumerate(PROMPTS)
     ]
     found = run(engine, requests)
-    return [
-        RolloutGroup(
-            group_id=n,
-            prompt=Prompt(prompt_id=str(n), text="", token_ids_T=prompt_T, answer=""),
-            rollouts=tuple(found[n, index] for index in range(3)),
-            results=tuple(RewardResult(outcome=Outcome.SCORE, value=float(index)) for index in range(3)),
-            responses=("",) * 3,
-        )
-        for n, prompt_T in enumerate(prompts)
-    ]
+    return [group_of(n, [found[n, index] for index in range(3)]) for n in range(len(PROMPTS))]
+
+
+def group_of(number: int, rollouts: list[Rollout]) -> RolloutGroup:
+    return RolloutGroup(
+        group_id=number,
+        prompt=Prompt(prompt_id=str(number), text="", token_ids_T=PROMPTS[number], answer=""),
+        rollouts=tuple(rollouts),
+        results=tuple(RewardResult(outcome=Outcome.SCORE, value=float(n)) for n in range(len(rollouts))),
+        responses=("",) * len(rollouts),
+    )
 
 
 def drifted() -> Transformer:
@@ -262,3 +264,17 @@ def test_what_replay_changes(groups: list[RolloutGroup]) -> None:
     agreed = np.mean([(np.sort(one) == np.sort(other)).all(1) for one, other in pairs])
     assert found.agreement == pytest.approx(agreed)
     assert routing_of(trainer_of(model), [without_routes(one) for one in groups], half=True) is None
+
+
+def test_replay_takes_most_of_the_gap_between_two_arithmetics() -> None:
+    """The generator rounds to bfloat16, and few tokens go to other experts; these make most of the KL."""
+    model = new_model(QWEN3_MOE, 0, std=0.08)  # calm enough that rounding changes few routes
+    engine = Engine(loaded(model, "bfloat16"), max_running=16, prefill_tokens=64, kv_bytes=1 << 22)
+    sampling = SamplingParams(temperature=TEMPERATURE, max_new_tokens=60)
+    requests = [
+        GenerationRequest(group_id=n, prompt_token_ids_T=PROMPTS[n], group_size=1, sampling=sampling) for n in range(3)
+    ]
+    rounded = [group_of(n, [one]) for (n, _), one in run(engine, requests).items()]
+    found = routing_of(trainer_of(model), rounded, half=True)
+    assert 0.8 < found.agreement < 1
+    assert 3 * found.replayed_kl < found.live_kl
