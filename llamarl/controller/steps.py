@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from llamarl.controller.journal import Journal
+from llamarl.controller.parcels import parcels, routes_bytes
 from llamarl.controller.ports import CriticPort, TrainerPort
 from llamarl.controller.sync import SyncReport
 from llamarl.controller.telemetry import StepMark, Telemetry
@@ -87,15 +88,20 @@ async def retake(
     """
     for step, groups in steps:
         ids = [group.group_id for group in groups]
+        *ahead, riding = list(parcels(groups, lambda group: routes_bytes(group.rollouts))) or [[]]
+        if trainer:
+            for parcel in ahead:
+                await trainer.add_groups(parcel)
         if critic:
-            await critic.add_groups(groups)
+            for parcel in (*ahead, riding):
+                await critic.add_groups(parcel)
             if step <= max(last, begun):
                 await critic.learn(step, ids)
         if step > last:
             if trainer:
-                await trainer.add_groups(groups)
+                await trainer.add_groups(riding)
             continue
-        result = await trainer.step(ids, groups) if trainer else None
+        result = await trainer.step(ids, riding) if trainer else None
         progress()
         assert result is None or result.policy_version == step, f"step {step} became {result.policy_version}"
         learnt = None
