@@ -67,6 +67,12 @@ class OptimizerStep:
             telemetry.skipped(learnt.policy_version, learnt.cause, "of the critic ")
 
 
+async def _add(one: TrainerPort | CriticPort | None, calls: Iterable[list[RolloutGroup]]) -> None:
+    if one:
+        for groups in calls:
+            await one.add_groups(groups)
+
+
 async def retake(
     steps: Iterable[tuple[int, list[RolloutGroup]]],
     trainer: TrainerPort | None = None,
@@ -89,14 +95,10 @@ async def retake(
     for step, groups in steps:
         ids = [group.group_id for group in groups]
         *ahead, riding = list(parcels(groups, lambda group: routes_bytes(group.rollouts))) or [[]]
-        if trainer:
-            for parcel in ahead:
-                await trainer.add_groups(parcel)
-        if critic:
-            for parcel in (*ahead, riding):
-                await critic.add_groups(parcel)
-            if step <= max(last, begun):
-                await critic.learn(step, ids)
+        await _add(trainer, ahead)
+        await _add(critic, [*ahead, riding])
+        if critic and step <= max(last, begun):
+            await critic.learn(step, ids)
         if step > last:
             if trainer:
                 await trainer.add_groups(riding)
