@@ -253,6 +253,11 @@ class RunConfig(Section):
     launch: LaunchConfig = LaunchConfig()
     screen: ScreenConfig = ScreenConfig()
 
+    @property
+    def generators_sleep(self) -> bool:
+        """Generators give their memory up while trainer and critic work."""
+        return self.cluster.placement == "colocated" and self.generator.backend == "native"
+
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
         rollout = self.rollout
