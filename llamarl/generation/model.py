@@ -115,7 +115,7 @@ class GeneratorModel:
         self._swapped: torch.Event | torch.cuda.Event | None = None
         """Until then the GPU may read what is the spare now."""
         self.merges = False
-        """What comes is merged into weights that it has."""
+        """Adapters are merged into weights that it has, so it keeps them asleep."""
         self.weights_at = 0
         """Another number when the weights in use lie elsewhere."""
 

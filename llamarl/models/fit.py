@@ -82,13 +82,13 @@ def holdings(
 
 
 def _at_rest(parts: Parts, layout: ParallelismConfig) -> Parts:
-    """What a trainer keeps between its steps; FSDP2 keeps gradients."""
+    """The part that a trainer keeps between its steps; with FSDP2 gradients, too."""
     of_steps = {"copies", "activations", "head"} | ({"gradients"} if layout.fsdp * layout.cp == 1 else set())
     return {kind: size for kind, size in parts.items() if kind not in of_steps}
 
 
 def in_turns(config: RunConfig, held: Sequence[RankMemory]) -> list[list[RankMemory]]:
-    """What executors hold at once: while trainer and critic work, and while generators do where these sleep."""
+    """Executors as they are at one moment: while trainer and critic work, and while generators do where these sleep."""
     if not config.generators_sleep:
         return [list(held)]
     return [
@@ -105,7 +105,7 @@ def _generates(one: RankMemory) -> bool:
 
 
 def beside_bytes(config: RunConfig, shape: DecoderSizes) -> int:
-    """What a resting trainer takes of a generator's device after its first step and not before."""
+    """Bytes that a resting trainer takes of a generator's device after its first step and not before."""
     trainer = config.trainer
     shares = config.generators_sleep and "cpu" not in (trainer.device, config.generator.device)
     return int(trainer_parts(config, shape)["moments"]) if shares and trainer.moments_on == "device" else 0
@@ -208,6 +208,7 @@ def serves_in_place(config: RunConfig) -> bool:
     on_cpu = [one.device == "cpu" for one in (trainer, generator)]
     alike = trainer.weights == generator.dtype and (generator.dtype == "float32" or not any(on_cpu))
     chosen = config.weight_sync.transport in ("auto", "in_place")
+    chosen = chosen and not config.weight_sync.delta
     return config.generators_sleep and chosen and is_one and alike and len({*on_cpu}) == 1
 
 

@@ -64,7 +64,7 @@ Shares = dict[str, dict[str, dict[str, float]]]
 
 
 def shares(config: RunConfig, held: Sequence[RankMemory], num_gpus: int) -> Shares:
-    """Of each place those of the moment when it is fullest. Raises ConfigError: an executor has no place."""
+    """Each place at the moment when it is fullest. Raises ConfigError: an executor has no place."""
     moments = [_shares(config, at_once, num_gpus) for at_once in fit.in_turns(config, held)]
 
     def taken_of(place: str, moment: Shares) -> float:

@@ -57,9 +57,11 @@ class InPlacePublisher(SharedMemoryPublisher):
     IN_PLACE: ClassVar[bool] = True
 
     def __init__(self, plan: WriterPlan, exchange: Exchange, folder: Path | None = None, **options: Any) -> None:
-        if plan.num_writers > 1 or len(plan.layouts) > 1:
+        one_each = plan.num_writers == len(plan.layouts) == 1
+        if not one_each or any(spec.part != "values" for spec in plan.layouts[0].specs):
             raise ConfigError(
-                "weight_sync.transport = 'in_place' needs one trainer rank and generators of one rank; use 'auto'"
+                "weight_sync.transport = 'in_place' needs one trainer rank, generators of one rank and no 8-bit "
+                "weights; use 'auto'"
             )
         super().__init__(plan, exchange, folder, **options)
         self._homes = dict[str, Tensor]()
@@ -88,6 +90,11 @@ class InPlacePublisher(SharedMemoryPublisher):
             self._address = replace(self._address, transport=IN_PLACE)
         for spec in layout.specs:
             weight, home = weights[spec.name], self._homes[spec.key]
+            if weight.dtype != home.dtype:
+                raise ConfigError(
+                    f"weight_sync.transport = 'in_place': the trainer keeps {spec.name} in {weight.dtype} and "
+                    f"generators want {home.dtype}; use 'auto'"
+                )
             if weight.data_ptr() != home.data_ptr():
                 home.copy_(weight)
                 weight.data = home
@@ -118,7 +125,7 @@ def _is_own(place: str) -> bool:
 
 
 def _handle_of(flat: Tensor) -> bytes:
-    """By what another process opens memory of a GPU."""
+    """Text of a kind, by which another process opens memory of a GPU."""
     buffer = io.BytesIO()
     ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(flat)
     return buffer.getvalue()
