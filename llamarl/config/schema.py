@@ -372,8 +372,8 @@ class RunConfig(Section):
             )
         if transport == "in_place" and not self.generators_sleep:
             raise ValueError(
-                "weight_sync.transport = 'in_place' serves the trainer's own weights, which change while others decode; "
-                "use 'auto', or cluster.placement = 'colocated' with generator.backend = 'native'"
+                "weight_sync.transport = 'in_place' serves weights that the trainer changes; use 'auto', or "
+                "cluster.placement = 'colocated' with generator.backend = 'native'"
             )
         if generator.dtype == "fp8" and generator.device == "cpu":
             raise ValueError("generator.dtype = 'fp8' needs a GPU; with generator.device = 'cpu' use 'int8'")

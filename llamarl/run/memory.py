@@ -65,13 +65,18 @@ Shares = dict[str, dict[str, dict[str, float]]]
 
 def shares(config: RunConfig, held: Sequence[RankMemory], num_gpus: int) -> Shares:
     """Each place at the moment when it is fullest. Raises ConfigError: an executor has no place."""
-    moments = [_shares(config, at_once, num_gpus) for at_once in fit.in_turns(config, held)]
+    moments = shares_in_turns(config, held, num_gpus)
 
     def taken_of(place: str, moment: Shares) -> float:
         return sum(map(total, moment.get(place, {}).values()))
 
     places = dict.fromkeys(place for moment in moments for place in moment)
     return {place: max(moments, key=partial(taken_of, place))[place] for place in places}
+
+
+def shares_in_turns(config: RunConfig, held: Sequence[RankMemory], num_gpus: int) -> list[Shares]:
+    """While trainer and critic work, and last while generators do; all at once where nobody sleeps."""
+    return [_shares(config, at_once, num_gpus) for at_once in fit.in_turns(config, held)]
 
 
 def _shares(config: RunConfig, held: Sequence[RankMemory], num_gpus: int) -> Shares:

@@ -13,15 +13,15 @@ FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 KERNEL_LINES = 1_500
 BUDGETS = {
     "top": 330,  # goal: 250
-    "config": 1_230,  # goal: 820
+    "config": 1_235,  # goal: 820
     "hub": 700,  # goal: 650
     "net": 100,  # goal: 70
     "kernels": 1_360,  # goal: 1,200
     "distributed": 640,  # goal: 600
     "sharding": 340,  # goal: 530
     "algorithms": 460,  # goal: 500
-    "models": 1_410,  # goal: 900
-    "weight_sync": 1_600,  # goal: 1,580
+    "models": 1_440,  # goal: 900
+    "weight_sync": 1_710,  # goal: 1,580
     "checkpoint": 640,  # goal: 630
     "recipes": 70,  # goal: 90
     "rewards": 850,  # goal: 690
@@ -29,17 +29,17 @@ BUDGETS = {
     "observability": 1_160,  # goal: 1,050
     "sandbox": 340,  # goal: 300
     "cluster": 1_240,  # goal: 1,080
-    "generation": 1_840,  # goal: 1,830
+    "generation": 1_890,  # goal: 1,830
     "training": 1_790,  # goal: 1,550
-    "executors": 1_000,  # goal: 920
-    "controller": 3_380,  # goal: 2,450
-    "run": 2_770,  # goal: 1,150
+    "executors": 1_030,  # goal: 920
+    "controller": 3_390,  # goal: 2,450
+    "run": 2_790,  # goal: 1,150
     "cli": 800,  # goal: 600
-    "parts/forecast": 3_940,  # goal: 2,900
+    "parts/forecast": 3_960,  # goal: 2,900
     "parts/page": 1_680,  # goal: 1,450
     "parts/episodes": 2_690,  # goal: 2,150
     "parts/hosts": 1_530,  # goal: 1,350
-    "parts/replay": 850,  # goal: 720
+    "parts/replay": 855,  # goal: 720
     "parts/vllm": 620,  # goal: 600
     "parts/sft": 620,  # goal: 480
 }

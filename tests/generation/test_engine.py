@@ -446,7 +446,9 @@ def test_an_engine_with_work_does_not_sleep(make_model: Models, make_requests: R
         engine.sleep()
 
 
-def test_rollouts_held_for_their_environment_lose_their_keys_asleep(make_model: Models, make_requests: Requests) -> None:
+def test_rollouts_held_for_their_environment_lose_their_keys_asleep(
+    make_model: Models, make_requests: Requests
+) -> None:
     engine = make_engine(make_model())
     (request,) = make_requests(1, GREEDY)
     (stopped,) = run(engine, [replace(request, group_size=1)]).values()

@@ -189,11 +189,11 @@ def in_turns(shape: ModelShape, config: RunConfig) -> InTurns:
             kv_bytes=config.generator.kv_cache_bytes, graphs=False, asleep=True,
         )  # fmt: skip
         for _ in range(2):
-            counted.peak_bytes = start = counted.live_bytes
+            counted.peak_bytes = counted.live_bytes
             trainer.sharding.hold_gradients()
             trainer.logprobs(batch).sum().backward()
-            training = counted.peak_bytes - before
             trainer.optimizer.step()
+            training = counted.peak_bytes - before
             trainer.rest()
             at_rest = counted.live_bytes
             served.use({spec.key: trainer.sharding.weights[spec.name].detach() for spec in served.specs()})
@@ -201,7 +201,6 @@ def in_turns(shape: ModelShape, config: RunConfig) -> InTurns:
             generating = counted.live_bytes - before
             engine.sleep()
             asleep = counted.live_bytes - at_rest
-        assert start
     load = fit.trainer_load(config, shape, tokens=num_tokens)
     parts = memory.trainer_bytes(shape, load)
     moments = {} if settings.moments_on == "host" else {"moments": parts["moments"]}

@@ -32,7 +32,9 @@ from tests.nightly import NIGHTLY, nightly
 
 GIB = 2**30
 PAGE = (Path(__file__).parents[2] / "docs/recipes.md").read_text()
-CARDS = {"cpu": 0, "card24": 1, "card80": 1, "card140": 1, "cards2": 2, "cards4": 4, "cards8": 8, "hosts2": 8}
+CARDS = {
+    "cpu": 0, "card24": 1, "card80": 1, "card140": 1, "cards2": 2, "cards4": 4, "cards8": 8, "hosts2": 8,
+}  # fmt: skip
 """GPUs of a host, by the first word of a recipe's name."""
 GB = {"card24": (24, 22), "card140": (140, 130), "hosts2_70b": (140, 130)}
 """GB of a card, by recipe or its first word, and GiB that drivers and error correction leave of them; others have 80."""

@@ -69,8 +69,9 @@ def test_weights_that_change_while_they_are_proved_are_found_out(publisher: InPl
     address = publisher.publish(0, weights, ())
     with torch.no_grad():
         weights["layer.0"][3, 5] += 1
-    with closing(InPlaceSubscriber(SPECS, 0, timeout_s=0.2)) as subscriber, pytest.raises(
-        FingerprintMismatch, match="layer.0 of version 0"
+    with (
+        closing(InPlaceSubscriber(SPECS, 0, timeout_s=0.2)) as subscriber,
+        pytest.raises(FingerprintMismatch, match=r"layer\.0 of version 0"),
     ):
         subscriber.fetch(0, address)
 
