@@ -37,7 +37,7 @@ CARDS = {
 }  # fmt: skip
 """GPUs of a host, by the first word of a recipe's name."""
 GB = {"card24": (24, 22), "card140": (140, 130), "hosts2_70b": (140, 130)}
-"""GB of a card, by recipe or its first word, and GiB that drivers and error correction leave of them; others have 80."""
+"""GB of a card, by recipe or its first word, and GiB that drivers leave of them; others have 80 GB."""
 RECIPES = sorted(one.stem for one in PACKAGED.glob("*.toml") if one.stem.split("_")[0] in CARDS)
 PUBLISHED = {
     one["name"]: one["config"]
