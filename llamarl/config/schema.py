@@ -256,6 +256,11 @@ class RunConfig(Section):
     launch: LaunchConfig = LaunchConfig()
     screen: ScreenConfig = ScreenConfig()
 
+    @property
+    def generators_sleep(self) -> bool:
+        """Generators give their memory up while trainer and critic work."""
+        return self.cluster.placement == "colocated" and self.generator.backend == "native"
+
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
         rollout = self.rollout
@@ -368,6 +373,11 @@ class RunConfig(Section):
                 "weight_sync.delta = true saves nothing where generators serve or read what lies in the trainer's "
                 f"memory; leave it out, or with weight_sync.transport = 'p2p' {use_processes()}"
             )
+        if transport == "in_place" and not self.generators_sleep:
+            raise ValueError(
+                "weight_sync.transport = 'in_place' serves weights that the trainer changes; use 'auto', or "
+                "cluster.placement = 'colocated' with generator.backend = 'native'"
+            )
         if generator.dtype == "fp8" and generator.device == "cpu":
             raise ValueError("generator.dtype = 'fp8' needs a GPU; with generator.device = 'cpu' use 'int8'")
         if generator.kv_dtype == "fp8" and generator.device == "cpu":
@@ -384,7 +394,7 @@ class RunConfig(Section):
                     f"generator.tensor_parallel = {generator.tensor_parallel} needs a process for each rank; "
                     + use_processes()
                 )
-            if transport not in ("auto", "shared_memory", "file"):
+            if transport not in ("auto", "in_place", "shared_memory", "file"):
                 raise ValueError(
                     f"weight_sync.transport = {transport!r} goes from process to process, and cluster.kind = 'inline' "
                     f"has only one; use 'auto', or {use_processes()}"

@@ -252,7 +252,11 @@ class Controller:
         admission = self._supervisor.start(self._admission_loop(), "admission")
         evaluations = list[asyncio.Task[list[EvalResult]]]()
         while self.version < self._config.steps:
-            self._under_way = self._optimized.begin(self.version + 1, await self._next_batch())
+            groups = await self._next_batch()
+            if self._config.generators_sleep:
+                await asyncio.gather(*evaluations)  # which need the generators
+                await self._weights.sleep()
+            self._under_way = self._optimized.begin(self.version + 1, groups)
             await self._report()  # bookkeeping of the last step, while the trainer works on this one
             await self._end_step(syncs=True)
             saves = await self._optimized.takes(self._is_due(self._config.checkpoint.every_steps))

@@ -95,6 +95,14 @@ class WeightSync:
             self._newest = published
         self._published.notify()
 
+    async def sleep(self) -> None:
+        """Has the generators give their memory to the trainer, until they adopt what it publishes next. None fetches
+        from now on: what it would read is about to change."""
+        self._newest = None
+        await self._replicas.changed.until(lambda: all(one.fetching == NO_VERSION for one in self._replicas.alive))
+        waits = [self._replicas.unless_dead(one, one.port.sleep()) for one in self._replicas.alive]
+        await asyncio.gather(*waits)
+
     def lose(self) -> None:
         """The trainer is dead, and what it published with it."""
         self._lost, self._newest = self._newest, None
@@ -125,6 +133,7 @@ class WeightSync:
                     return
                 fetched_s, adoption = clock.time() - replica.fetching_since_s, answer[0]
                 replica.fetching, replica.fetching_since_s = NO_VERSION, math.inf
+                self._replicas.changed.notify()
                 if adoption.outcome == "adopted":
                     replica.adopt_s, replica.num_failures, replica.answer = fetched_s, 0, answer
                     self._telemetry.adopted(adoption.stall_s)

@@ -119,8 +119,9 @@ class Adopter:
 class Adoptions:
     """Rank 0's: what becomes of the version that was asked for."""
 
-    def __init__(self, adopter: Adopter, engine: GenerationBackend) -> None:
-        self._adopter, self._engine = adopter, engine
+    def __init__(self, adopter: Adopter, engine: GenerationBackend, awake: Callable[[], None] = lambda: None) -> None:
+        """`awake` hears of each version that serves."""
+        self._adopter, self._engine, self._awake = adopter, engine, awake
         self._asked: tuple[int, Future[Adoption]] | None = None
         self.version = 0
         """The version in use."""
@@ -155,6 +156,7 @@ class Adoptions:
             self._adopter.use(adoption.version)
             self._engine.set_version(adoption.version)
             self.version = adoption.version
+            self._awake()
             adoption = replace(adoption, stall_s=time.monotonic() - start_s)
         if reply.set_running_or_notify_cancel():
             reply.set_result(adoption)

@@ -29,7 +29,7 @@ class OpenedEngine:
 
     engine: GenerationBackend
     adopter: Adopter
-    description: str
+    describe: Callable[[], str]
     """Text for the log: what computes what."""
     follower: FollowerRank | None = None
     """Follower of rank 0, on the other ranks."""
@@ -53,9 +53,19 @@ class Backend(Protocol):
 
 
 def open_native(
-    model_path: str, config: GeneratorConfig, rendezvous: Rendezvous | None, delta: bool, lora: LoraConfig | None
+    model_path: str,
+    config: GeneratorConfig,
+    rendezvous: Rendezvous | None,
+    delta: bool,
+    lora: LoraConfig | None,
+    sleeps: bool = False,
+    beside_bytes: int = 0,
 ) -> OpenedEngine:
     """
+    Args:
+        sleeps: begins without weights, keys and values.
+        beside_bytes: what others on the device will take later while it works.
+
     Raises:
         ConfigError: no such device or model, or this machine cannot serve it in this way.
         RanksLost: not all ranks have come.
@@ -64,7 +74,9 @@ def open_native(
     mesh = join_mesh({"tp": config.tensor_parallel}, rendezvous, device)
     rank, size = mesh.tp.rank, mesh.tp.size
     ranks = ModelRanks(mesh.tp) if size > 1 else None
-    model = load_generator_model(model_path, config.dtype, device, ranks, config.kv_dtype)
+    model = load_generator_model(
+        model_path, config.dtype, device, ranks, config.kv_dtype, asleep=sleeps and lora is None
+    )
     receiver = model
     if lora:
         base, weights = open_model(model_path)
@@ -76,11 +88,12 @@ def open_native(
         model, max_running=config.max_running, prefill_tokens=config.prefill_tokens, kv_bytes=kv_bytes,
         kv_on_update=config.kv_on_update, decode=Tokenizer(model_path).decode,
         graphs=False if config.cuda_graphs == "off" else None, records_routes=config.router_replay,
+          asleep=sleeps, beside_bytes=beside_bytes,
     )  # fmt: skip
     room = model.room if device.type == "cuda" else None
     adopter = Adopter(receiver.specs(), model.use, rank, delta=delta, hold=receiver.hold, room=room)
     opened = OpenedEngine(
-        engine=native, adopter=adopter, description=native.describe(),
+        engine=native, adopter=adopter, describe=native.describe,
         clock=time.thread_time if device.type == "cpu" else time.monotonic,
     )  # fmt: skip
     if size == 1:

@@ -52,6 +52,8 @@ class GeneratorExecutor(Executor):
         backend: Any = None,
         lora: LoraConfig | None = None,
         choices: str = "",
+        sleeps: bool = False,
+        beside_bytes: int = 0,
     ) -> None:
         """
         Args:
@@ -60,17 +62,19 @@ class GeneratorExecutor(Executor):
             backend: settings of the part that computes in place of the native engine.
             lora: adapters come instead of weights.
             choices: folder of the run that keeps which kernels serve; empty: none.
+            sleeps: takes memory only from a version on until the next call of `sleep`.
+            beside_bytes: what the trainer will take of the device after its first step, while this one works.
         """
         keep_choices_in(Path(choices) if choices else None)
         if backend:
             opened = part(config.backend, "open_engine")(model_path, backend, delta)
         else:
-            opened = open_native(model_path, config, rendezvous, delta, lora)
+            opened = open_native(model_path, config, rendezvous, delta, lora, sleeps, beside_bytes)
         self._engine, self._adopter, self._follower = opened.engine, opened.adopter, opened.follower
         self._close, self._work_clock = opened.close, opened.clock
-        with suppress(OSError):  # into the executor's log, unless that disk is full
-            sys.stdout.write(f"{opened.description}\n")
-        self._adoptions = Adoptions(self._adopter, self._engine)
+        self._describe, self._told = opened.describe, ""
+        self._tell()
+        self._adoptions = Adoptions(self._adopter, self._engine, self._tell)
         self._early = list[GenerationRequest]()
         """Requests that wait for a version to come."""
         self._owed = Counter[int]()
@@ -83,6 +87,17 @@ class GeneratorExecutor(Executor):
         self._work = GeneratorStats()
         self._left_s: float | None = None
         """End of the last forward on the work clock; None when there was nothing to do since."""
+
+    def _tell(self) -> None:
+        """Says in the log what computes what, once it is known."""
+        if self._told != (said := self._describe()):
+            self._told = said
+            with suppress(OSError):  # unless that disk is full
+                sys.stdout.write(f"{said}\n")
+
+    def sleep(self) -> None:
+        """Gives the memory of weights, keys and values back until the next version is adopted; nothing decodes."""
+        self._engine.sleep()
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         """Tensors that this rank wants to receive."""
@@ -223,6 +238,9 @@ class GeneratorFollower(GeneratorExecutor):
         """Rank 0 tells."""
 
     def release(self, rollouts: Sequence[tuple[int, int]]) -> None:
+        """Rank 0 tells."""
+
+    def sleep(self) -> None:
         """Rank 0 tells."""
 
     def so_far(self, group_ids: Sequence[int]) -> list[Rollout]:

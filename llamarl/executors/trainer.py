@@ -25,6 +25,7 @@ from llamarl.types import RolloutGroup
 from llamarl.weight_sync.base import Publisher, plan_writers
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
 from llamarl.weight_sync.select import candidates, publisher_class, sample
+from llamarl.weight_sync.transports.in_place import lies_alike
 
 
 class TrainerExecutor(OptimizingExecutor):
@@ -73,7 +74,7 @@ class TrainerExecutor(OptimizingExecutor):
         """Publishers by the transports in use."""
         self._sampler: tuple[str, Publisher] | None = None
         """The transport that is being tried, and what publishes by it."""
-        self._delta = config.weight_sync.delta
+        self._delta, self._sleeps = config.weight_sync.delta, config.generators_sleep
         self._weights_folder = folder.parent / "weights"
         self._probes = Probes(self._trainer, config)
         self._resumed: tuple[ControllerState | None, list[str]] = (None, [])
@@ -125,7 +126,10 @@ class TrainerExecutor(OptimizingExecutor):
 
     def transports(self, same_host: bool, same_process: bool) -> list[str]:
         """Transports that can carry weights to the generators, in the order of preference."""
-        return candidates(same_host, same_process, self._delta, on_gpu=self._device.type == "cuda")
+        in_place = self._sleeps and same_host and self._mesh.world.size == 1 and len(self._layouts) == 1
+        in_place = in_place and lies_alike(self._layouts[0], self._trainer.sharding.specs)
+        on_gpu = self._device.type == "cuda"
+        return candidates(same_host, same_process, self._delta, on_gpu=on_gpu, in_place=in_place)
 
     def publish_sample(self, version: int, transport: str) -> Address:
         """Makes a sample of the weights available by a transport that is being tried."""
@@ -169,6 +173,8 @@ class TrainerExecutor(OptimizingExecutor):
         assert self._publishers, "`choose` comes first"
         with self._mesh.together():
             addresses = {name: one.publish(version, self._weights, in_use) for name, one in self._publishers.items()}
+            if self._sleeps:
+                self._trainer.rest()
             return Published(version=version, addresses=addresses, probe=self._probes.of(version))
 
     def close(self) -> None:

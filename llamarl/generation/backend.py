@@ -116,6 +116,10 @@ class GenerationBackend(RolloutEngine, Protocol):
         """A sampled rollout depends only on its seed, group id, index and the weights, not on what runs beside it."""
         ...
 
+    def sleep(self) -> None:
+        """Gives the memory of weights, keys and values back until weights are replaced; there is no work."""
+        ...
+
     def release(self, rollouts: Iterable[tuple[int, int]]) -> None:
         """Rollouts, by group and index, that stopped in a request with `has_turns` and do not come back."""
         ...

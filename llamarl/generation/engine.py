@@ -29,6 +29,7 @@ from llamarl.config.device import ALONE
 from llamarl.config.errors import ConfigError
 from llamarl.generation.attention import KernelAttention, backend_name
 from llamarl.generation.backend import EngineModel, EngineStats
+from llamarl.generation.blocks import BlockPool
 from llamarl.generation.graphs import DecodeGraphs
 from llamarl.generation.inputs import StepInputs, gather_inputs, new_routes
 from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
@@ -67,6 +68,8 @@ class Engine:
         decode: Callable[[Ordered[int]], str] | None = None,
         graphs: bool | None = None,
         records_routes: bool = True,
+        asleep: bool = False,
+        beside_bytes: int = 0,
     ) -> None:
         """
         Args:
@@ -81,31 +84,25 @@ class Engine:
             decode: tokens to text; only stop strings need it.
             graphs: decode by CUDA graphs. None: on GPUs where the Triton kernels run.
             records_routes: rollouts of a mixture of experts tell which experts computed them.
+            asleep: takes no memory until weights are replaced.
+            beside_bytes: what others on its device will take later while it works.
         """
-        shape, dtype, device = model.shape, model.kv_dtype, model.device
         self.model = model
         self.version = version
-        self._context = shape.max_position_embeddings
-        block_bytes = KVCache.block_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
-        num_blocks = (kv_budget(model, max_running) if kv_bytes is None else kv_bytes) // block_bytes
+        self._context = model.shape.max_position_embeddings
+        self._kv_bytes, self._has_graphs, self._sleeps, self._beside_bytes = kv_bytes, graphs, asleep, beside_bytes
         self._no_graphs_because = model.no_graphs_because if isinstance(model, GeneratorModel) else ""
-        if graphs is None:
-            has_kernels = gpu.fused(device).decode is not None and isinstance(model, GeneratorModel)
-            graphs = has_kernels and not self._no_graphs_because
-        self._cache = KVCache(
-            num_layers=shape.num_layers, num_blocks=num_blocks + graphs, num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim, dtype=dtype, device=device,
-        )  # fmt: skip
-        self._scheduler = Scheduler(num_blocks, BLOCK_SIZE, max_running, prefill_tokens)
+        self._scheduler = Scheduler(0, BLOCK_SIZE, max_running, prefill_tokens)
         self._scheduler.version = version
-        is_mixture = shape.moe is not None and isinstance(model, GeneratorModel)
-        self._routes = Routes(shape.moe) if shape.moe is not None and is_mixture and records_routes else None
+        moe = model.shape.moe if isinstance(model, GeneratorModel) and records_routes else None
+        self._routes = Routes(moe) if moe is not None else None
         self._rows = Rows(max_running, BLOCK_SIZE, (self._routes.width, self._routes.dtype) if self._routes else None)
-        self._sampler = Sampler(device)
+        self._sampler = Sampler(model.device)
+        self._cache: KVCache | None = None
+        """None: it sleeps."""
         self._graphs: DecodeGraphs | None = None
-        if graphs:
-            assert isinstance(model, GeneratorModel), "graphs run a model made for generation"
-            self._graphs = DecodeGraphs(model, self._cache, num_blocks, max_running)
+        if not asleep:
+            self.wake()
         self._refused: list[Rollout] = []
         self._recompute = kv_on_update == "recompute"
         # Kept between groups: they remember which tokens can end a string.
@@ -116,11 +113,49 @@ class Engine:
 
     def describe(self) -> str:
         """Text for the log of what computes what: C++ kernels, or torch and why."""
+        if self._cache is None:
+            return "asleep until weights come"
         weights = getattr(self.model, "multiplies_by", "torch")
         graphs = ", decode steps by CUDA graphs" if self._graphs else ""
         if self._no_graphs_because:
             graphs = f", without CUDA graphs ({self._no_graphs_because})"
         return f"weights by {weights}, attention by {backend_name(self._cache)}{graphs}"
+
+    def sleep(self) -> None:
+        """Gives the memory of weights, keys, values and graphs back; there must be no work. Rollouts that are held for
+        their environment lose theirs. It wakes when weights are replaced."""
+        assert not self.has_work, "rollouts decode here"
+        self._scheduler.evict(list(self._scheduler.held))
+        self._cache = self._graphs = None
+        if isinstance(self.model, GeneratorModel):
+            self.model.sleep()
+        if self.model.device.type == "cuda":  # for other processes
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Takes memory for keys and values, each time as much, where it has none. Raises ConfigError: there is too
+        little."""
+        if self._cache is not None:
+            return
+        model, scheduler = self.model, self._scheduler
+        sizes = model.shape.num_layers, model.shape.num_kv_heads, model.shape.head_dim
+        if not scheduler.pool.num_blocks:
+            kv_bytes = self._kv_bytes
+            if kv_bytes is None:
+                beside = self._beside_bytes if self._sleeps else None
+                kv_bytes = kv_budget(model, scheduler.max_running, sleeps_beside=beside)
+            scheduler.pool = BlockPool(kv_bytes // KVCache.block_bytes(*sizes, model.kv_dtype))
+        num_blocks, graphs = scheduler.pool.num_blocks, self._has_graphs
+        if graphs is None:
+            has_kernels = gpu.fused(model.device).decode is not None and isinstance(model, GeneratorModel)
+            graphs = has_kernels and not self._no_graphs_because
+        self._cache = KVCache(
+            num_layers=sizes[0], num_blocks=num_blocks + graphs, num_kv_heads=sizes[1], head_dim=sizes[2],
+            dtype=model.kv_dtype, device=model.device,
+        )  # fmt: skip
+        if graphs:
+            assert isinstance(model, GeneratorModel), "graphs run a model made for generation"
+            self._graphs = DecodeGraphs(model, self._cache, num_blocks, scheduler.max_running)
 
     @property
     def has_work(self) -> bool:
@@ -171,6 +206,7 @@ class Engine:
         self._scheduler.evict(rollouts)
 
     def set_version(self, version: int) -> None:
+        self.wake()
         self.version = self._scheduler.version = version
         for sequence in self._scheduler.outdate(self._recompute):
             self._rows.remove(sequence)
@@ -273,13 +309,14 @@ class Engine:
             self._rows.grow(sequence)
         for sequence in plan.joined:
             self._rows.add(sequence)
-        if plan.new_blocks:
+        if plan.new_blocks and self._cache:
             self._cache.clear(plan.new_blocks)
 
     def _forward(self, chunks: list[Chunk]) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Hidden states of the running rows, then of the chunks; how rows are sampled, where that is on the device; and
         the experts of all, if they are recorded."""
-        rows, count = self._rows, len(self._rows)
+        rows, count, cache = self._rows, len(self._rows), self._cache
+        assert cache is not None, "it sleeps"
         own_B = rows.length_R[:count]
         token_ids, positions = [rows.input_R[:count]], [rows.position_R[:count]]
         blocks, offsets = [rows.blocks_R_M[np.arange(count), own_B // BLOCK_SIZE]], [own_B % BLOCK_SIZE]
@@ -296,8 +333,8 @@ class Engine:
                 positions.append(places + group.prefix_tokens)
             self._prefill_tokens += len(places)
         of_tokens = [np.concatenate(parts) for parts in (token_ids, positions, blocks, offsets)]
-        if self._cache.library is not None:
-            attend = KernelAttention(self._cache, rows, chunks, *of_tokens[2:])
+        if cache.library is not None:
+            attend = KernelAttention(cache, rows, chunks, *of_tokens[2:])
             token_N, position_N = map(torch.from_numpy, of_tokens[:2])
             return self._computed(token_N, position_N, attend, None)
         if self._graphs and not chunks:
@@ -305,7 +342,7 @@ class Engine:
             return hidden_B_D, settings_5_B, self._graphs.routes_B_W if self._routes else None
         array = gather_inputs(rows, of_tokens, self.model.device).to(self.model.device, non_blocking=True)
         inputs = StepInputs(array, len(of_tokens[0]), count)
-        attend = TorchAttention(self._cache, inputs, chunks)
+        attend = TorchAttention(cache, inputs, chunks)
         return self._computed(inputs.token_N, inputs.position_N, attend, inputs.settings_5_B)
 
     def _computed(
@@ -348,10 +385,14 @@ class Engine:
         return [sequence.rollout(reason, error) for sequence, (reason, error) in leaving.items()]
 
 
-def kv_budget(model: EngineModel, max_running: int, num_ranks: int = 1) -> int:
+def kv_budget(model: EngineModel, max_running: int, num_ranks: int = 1, sleeps_beside: int | None = None) -> int:
     """Bytes that keys and values of this rank take when nobody says how many.
 
     Tensor-parallel ranks agree on the least of theirs; on a CPU they share the memory that bounds it.
+
+    Args:
+        sleeps_beside: it has its weights and gives all up while others work, who take so much more later while it
+            works; None: it never sleeps.
 
     Raises:
         ConfigError: a GPU is too small for new weights beside those in use.
@@ -362,12 +403,13 @@ def kv_budget(model: EngineModel, max_running: int, num_ranks: int = 1) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         weights = sum(spec.num_bytes for spec in model.specs()) if isinstance(model, GeneratorModel) else 0
-        reserved = int(1.1 * weights + _WORK_SHARE * total)
+        reserved = int(_WORK_SHARE * total) + (int(1.1 * weights) if sleeps_beside is None else sleeps_beside)
         if free <= reserved:
             raise ConfigError(
                 f"{free / 1e9:.3g} GB of {device} are free, but {reserved / 1e9:.3g} GB are needed for new weights and "
                 "for work; use more generator.tensor_parallel or a smaller generator.dtype"
             )
         # Whoever shares the device may take more later than it has now.
-        return min(full, int((free - reserved) * (0.9 if os.environ.get(ALONE) else 0.5)))
+        is_alone = os.environ.get(ALONE) or sleeps_beside is not None
+        return min(full, int((free - reserved) * (0.9 if is_alone else 0.5)))
     return min(full, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 // num_ranks)

@@ -31,6 +31,7 @@ class AdapterMerger:
             base: whole; or on the meta device, with `read` for its weights.
         """
         self._model, self._scale = model, config.scale
+        model.merges = True
         self._targets = {spec.name: spec for spec in model.specs() if spec.part == "values"}
         self._frozen, specs = dict[str, Tensor](), list[TensorSpec]()
         read = read or part_reader(dict(base.named_parameters()))

@@ -135,6 +135,8 @@ class GeneratorModel:
         self._spare_is_whole = False
         self._swapped: torch.Event | torch.cuda.Event | None = None
         """Until then the GPU may read what is the spare now."""
+        self.merges = False
+        """Adapters are merged into weights that it has, so it keeps them asleep."""
         self.weights_at = 0
         """Another number when the weights in use lie elsewhere."""
 
@@ -219,6 +221,12 @@ class GeneratorModel:
             self._spare_is_whole = True
         return self._spare
 
+    def sleep(self) -> None:
+        """Lets go of all weights until `use` gives others; of those in use only where `merges` does not need them."""
+        if not self.merges:
+            self._used, self._network, self._rooms = {}, Network(), [Room(), Room()]
+        self._spare, self._spare_is_whole, self._swapped = None, False, None
+
     def room(self, specs: Sequence[TensorSpec]) -> Callable[[], Mapping[str, Tensor]]:
         """Gives memory on this device to write tensors like `specs` into: that of `spare`, if they are the weights."""
         if tuple(specs) == self._specs:
@@ -243,7 +251,7 @@ class GeneratorModel:
         network = tensors if isinstance(tensors, Network) else self._built(tensors)
         assert network.built == network.room.begun, "later weights took the room of these"
         if self._spare is not None and network[EMBEDDING] is self._spare[EMBEDDING]:
-            self._spare, self._spare_is_whole = self._used, True
+            self._spare, self._spare_is_whole = self._used or None, bool(self._used)
             if self.device.type == "cuda":  # steps that were launched read on
                 self._swapped = torch.cuda.current_stream(self.device).record_event()
         self._used = self._network = network
@@ -435,15 +443,17 @@ def load_generator_model(
     device: torch.device | str,
     tensor_parallel: TensorParallel | None = None,
     kv_dtype: KvPrecision = "auto",
+    asleep: bool = False,
 ) -> GeneratorModel:
-    """The model in a Hugging Face folder, or this rank's part of it, of which no more is read.
+    """The model in a Hugging Face folder, or this rank's part of it, of which no more is read; asleep without weights.
 
     Raises:
         ConfigError: no such model, or this machine cannot serve it in this way.
     """
     try:
         model = GeneratorModel(load_shape(folder), precision, device, tensor_parallel, kv_dtype)
-        model.load(open_model(folder)[1].read)
+        if not asleep:
+            model.load(open_model(folder)[1].read)
     except ValueError as error:
         raise ConfigError(f"{folder} cannot be served in {precision!r} here: {error}") from None
     return model

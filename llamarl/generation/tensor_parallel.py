@@ -108,6 +108,10 @@ class TensorParallelEngine:
         self._tell("release", rollouts)
         self._engine.release(rollouts)
 
+    def sleep(self) -> None:
+        self._tell("sleep", None)
+        self._engine.sleep()
+
     def set_version(self, version: int) -> None:
         """All ranks have reported that they hold `version`, and this one's model uses it."""
         self._tell("set_version", version)
@@ -203,6 +207,8 @@ class FollowerRank:
                 engine.abort(argument)
             case "release":
                 engine.release(argument)
+            case "sleep":
+                engine.sleep()
             case "set_version":
                 self._use(argument)
                 engine.set_version(argument)

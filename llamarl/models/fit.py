@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -38,6 +38,8 @@ class RankMemory:
     """On its device: all that it needs, with keys and values of one longest sequence."""
     host: Parts = field(default_factory=dict)
     """Beside, in the memory of its host, where its device is a GPU."""
+    rests: Parts | None = None
+    """On its device while it gives its memory to others; None: it never does."""
     grows: float = 0.0
     """More keys and values on its device where there is room: of `max_running` full contexts."""
 
@@ -50,8 +52,9 @@ def holdings(
     Args:
         models: beside the policy, by the executor's name: their settings and shapes.
     """
-    trainer = config.trainer
-    yield _optimizing("trainer", trainer.device, trainer.parallelism, trainer_parts(config, shape), config, shape)
+    trainer, sleeps = config.trainer, config.generators_sleep
+    learns = _optimizing("trainer", trainer.device, trainer.parallelism, trainer_parts(config, shape), config, shape)
+    yield replace(learns, rests=_at_rest(learns.parts, trainer.parallelism)) if sleeps else learns
     for name, (settings, sizes) in models.items():
         if isinstance(settings, CriticConfig):
             parts = memory.trainer_bytes(sizes, trainer_load(config, sizes, settings))
@@ -73,8 +76,39 @@ def holdings(
         grows = max(0.0, generator.max_running * _blocks(shape.max_position_embeddings) * each - _kv(parts))
     for number in range(generator.replicas):
         yield RankMemory(
-            executor=f"generator-{number}", num_ranks=tp, on_gpu=generator.device != "cpu", parts=parts, grows=grows
+            executor=f"generator-{number}", num_ranks=tp, on_gpu=generator.device != "cpu", parts=parts, grows=grows,
+            rests={kind: parts[kind] for kind in ("weights", "frozen") if trainer.lora} if sleeps else None,
         )  # fmt: skip
+
+
+def _at_rest(parts: Parts, layout: ParallelismConfig) -> Parts:
+    """The part that a trainer keeps between its steps; with FSDP2 gradients, too."""
+    of_steps = {"copies", "activations", "head"} | ({"gradients"} if layout.fsdp * layout.cp == 1 else set())
+    return {kind: size for kind, size in parts.items() if kind not in of_steps}
+
+
+def in_turns(config: RunConfig, held: Sequence[RankMemory]) -> list[list[RankMemory]]:
+    """Executors as they are at one moment: while trainer and critic work, and while generators do where these sleep."""
+    if not config.generators_sleep:
+        return [list(held)]
+    return [
+        [
+            replace(one, parts=one.rests) if one.rests is not None and _generates(one) == sleep else one
+            for one in held
+        ]
+        for sleep in (True, False)
+    ]  # fmt: skip
+
+
+def _generates(one: RankMemory) -> bool:
+    return one.executor.startswith("generator-")
+
+
+def beside_bytes(config: RunConfig, shape: DecoderSizes) -> int:
+    """Bytes that a resting trainer takes of a generator's device after its first step and not before."""
+    trainer = config.trainer
+    shares = config.generators_sleep and "cpu" not in (trainer.device, config.generator.device)
+    return int(trainer_parts(config, shape)["moments"]) if shares and trainer.moments_on == "device" else 0
 
 
 def _optimizing(
@@ -137,6 +171,8 @@ def generator_load(config: RunConfig, shape: DecoderSizes) -> GeneratorLoad:
         tokens = generator.kv_cache_bytes / memory.kv_token_bytes(shape, tp, kv_width(config))
     # On a CPU they serve from the trainer's slot, or from what was received, which took the place of the last version.
     copies = 2 if generator.device != "cpu" or config.cluster.kind == "hosts" else 1
+    if config.generators_sleep and not config.trainer.lora:  # nothing is in use while others are written
+        copies = 0 if serves_in_place(config) else 1
     return GeneratorLoad(
         width=WIDTHS[generator.dtype], kv_width=kv_width(config), kv_tokens=tokens, tp=tp, copies=copies,
         rows=generator.max_running, prefill_tokens=generator.prefill_tokens, lora=config.trainer.lora,
@@ -165,9 +201,22 @@ def slots_on_device(config: RunConfig) -> bool:
     return config.trainer.device != "cpu" and is_nixl
 
 
+def serves_in_place(config: RunConfig) -> bool:
+    """Generators compute with the trainer's own weights: `weight_sync/transports/in_place.py`."""
+    trainer, generator = config.trainer, config.generator
+    is_one = trainer.parallelism.num_ranks == generator.tensor_parallel == 1 and not trainer.lora
+    on_cpu = [one.device == "cpu" for one in (trainer, generator)]
+    alike = trainer.weights == generator.dtype and (generator.dtype == "float32" or not any(on_cpu))
+    chosen = config.weight_sync.transport in ("auto", "in_place")
+    chosen = chosen and not config.weight_sync.delta
+    return config.generators_sleep and chosen and is_one and alike and len({*on_cpu}) == 1
+
+
 def slot_bytes(config: RunConfig, shape: DecoderSizes) -> float:
     """Bytes of one trainer rank's part of the versions that lie ready, of all layouts: each rank of a generator has
     its own."""
+    if serves_in_place(config):
+        return 0.0
     tp, ranks = config.generator.tensor_parallel, config.trainer.parallelism.num_ranks
     if lora := config.trainer.lora:
         return SLOTS * 4 * memory.adapter_parameters(shape, lora) / ranks

@@ -110,6 +110,10 @@ class GeneratorSpecs:
     lora: LoraConfig | None = None
     choices: Path | None = None
     """Folder of the run that keeps which kernels serve; None: nothing is kept."""
+    sleeps: bool = False
+    """Whether they have memory only between a version and the trainer's next step."""
+    beside_bytes: int = 0
+    """See `fit.beside_bytes`."""
 
     def __call__(self, number: int, place: Sequence[HostShare] = ()) -> ExecutorSpec:
         name, config = f"generator-{number}", self.config.generator
@@ -118,7 +122,8 @@ class GeneratorSpecs:
         return executor_spec(
             name, "generator:GeneratorExecutor", config.threads, config.tensor_parallel, place=place,
             model_path=self.config.model.path, config=config, delta=self.delta, backend=backend, lora=self.lora,
-            choices=str(self.choices or ""),
+            choices=str(self.choices or ""), sleeps=self.sleeps,
+            beside_bytes=self.beside_bytes,
             rendezvous=open_rendezvous(config.tensor_parallel, self.config.cluster.start_timeout_s),
         )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -59,9 +59,28 @@ def run_holdings(config: RunConfig, shape: DecoderSizes) -> list[RankMemory]:
     return list(fit.holdings(config, shape, models))
 
 
-def shares(config: RunConfig, held: list[RankMemory], num_gpus: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Bytes by place (`this host`, `cuda:0`), executor and kind. Raises ConfigError: an executor has no place."""
-    placer, found = LocalPlacer(config, num_devices=num_gpus), dict[str, dict[str, dict[str, float]]]()
+Shares = dict[str, dict[str, dict[str, float]]]
+"""Bytes by place (`this host`, `cuda:0`), executor and kind."""
+
+
+def shares(config: RunConfig, held: Sequence[RankMemory], num_gpus: int) -> Shares:
+    """Each place at the moment when it is fullest. Raises ConfigError: an executor has no place."""
+    moments = shares_in_turns(config, held, num_gpus)
+
+    def taken_of(place: str, moment: Shares) -> float:
+        return sum(map(total, moment.get(place, {}).values()))
+
+    places = dict.fromkeys(place for moment in moments for place in moment)
+    return {place: max(moments, key=partial(taken_of, place))[place] for place in places}
+
+
+def shares_in_turns(config: RunConfig, held: Sequence[RankMemory], num_gpus: int) -> list[Shares]:
+    """While trainer and critic work, and last while generators do; all at once where nobody sleeps."""
+    return [_shares(config, at_once, num_gpus) for at_once in fit.in_turns(config, held)]
+
+
+def _shares(config: RunConfig, held: Sequence[RankMemory], num_gpus: int) -> Shares:
+    placer, found = LocalPlacer(config, num_devices=num_gpus), Shares()
     for one in held:
         ranks = one.num_ranks
         devices = [f"cuda:{device}" for _, device in placer.devices(one.executor)]
@@ -122,6 +141,11 @@ def memory_lines(config: RunConfig, shape: ModelShape, machine: MachineMemory | 
     lines = aligned(rows)
     if config.cluster.kind == "hosts":
         return [*lines, "what the hosts have is known when they call"]
+    if config.generators_sleep:
+        weights = "the trainer's own weights" if fit.serves_in_place(config) else "a copy of the trainer's weights"
+        lines.append(
+            f"generators sleep while the trainer works, and serve {weights}; the fuller of both moments counts"
+        )
     for place, executors in sorted(shares(config, held, len(machine.gpus)).items()):
         there = machine.of(place)
         of = "nothing is known of what is there" if there is None else f"{taken({'': there})} are there"

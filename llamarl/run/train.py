@@ -23,6 +23,7 @@ from llamarl.controller.steps import retake
 from llamarl.controller.supervision import Interrupted, Stalled, rare_garbage_collections
 from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import ControllerState
+from llamarl.models.fit import beside_bytes
 from llamarl.observability.accounting import verdict, write_trace
 from llamarl.observability.events import EventLog, RecordedScreen, start_of_run
 from llamarl.observability.metrics import EvalMetrics
@@ -201,7 +202,8 @@ class _TrainingRun:
         places = await machines.places(screen.phase)
         generator = GeneratorSpecs(
             config=config, delta=config.weight_sync.delta, logs=self._folder.logs,
-            lora=config.trainer.lora, choices=self._folder.kernels,
+            lora=config.trainer.lora, choices=self._folder.kernels, sleeps=config.generators_sleep,
+            beside_bytes=beside_bytes(config, self._shape),
         )  # fmt: skip
         self._specs = others = RunSpecs(config, self._folder, places, resume=self._resume)
         specs = others.first()

@@ -122,6 +122,7 @@ class Optimization(ABC, Generic[Model]):
         rate = set_learning_rate(self.optimizer, self.policy_version, self.config)
         logged, at_first, grad_norm, finite = list[Logged](), dict[int, Tensor](), 0.0, True
         self.health.begin()
+        self.sharding.hold_gradients()
         while finite and len(logged) < self.config.passes:
             logged.append((yield from self.accumulate(groups, denominator, at_first)))
             grad_norm = self.sharding.clip_gradients(self.config.max_grad_norm)
@@ -200,6 +201,12 @@ class Optimization(ABC, Generic[Model]):
     def is_logging(self) -> bool:
         """The first of each data-parallel rank's tensor and context ranks, on the last stage."""
         return self.mesh.pp.is_last and self.mesh.tp.rank == self.mesh.cp.rank == 0
+
+    def rest(self) -> None:
+        """Gives what only a step needs to others on the device: gradients, and memory kept for later."""
+        self.sharding.drop_gradients()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def reshard(self) -> None:
         """Drops weights gathered for a forward alone: else the next one would use those of before the next step."""

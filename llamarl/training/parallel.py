@@ -48,6 +48,17 @@ class Sharding:
         self._mesh = mesh
         self._is_tied = is_tied
 
+    def drop_gradients(self) -> None:
+        """Gives the memory of gradients back until the next step; FSDP2 keeps its own."""
+        for weight in self.weights.values() if self._mesh.shards is None else ():
+            weight.grad = None
+
+    def hold_gradients(self) -> None:
+        """Every weight has a gradient, into which backward adds."""
+        for weight in self.weights.values():
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+
     def finish_gradients(self) -> None:
         """Adds to the gradients, after a step's last backward, what lies on other ranks beside FSDP's own sum."""
         mesh = self._mesh

@@ -135,6 +135,8 @@ class Publisher(ABC):
     WITHIN_PROCESS: ClassVar[bool] = False
     """Whether `auto` tries it where trainer and generator are one process."""
     TAKES_DELTA: ClassVar[bool] = False
+    IN_PLACE: ClassVar[bool] = False
+    """Whether generators serve from the trainer's own weights; `auto` tries it where they sleep while it works."""
     ON_DEVICE: ClassVar[bool] = False
     """Whether what is published stays on the trainer's device, and arrives on the generator's; `auto` tries such a
     transport for GPUs."""

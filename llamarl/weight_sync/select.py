@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # these load torch
     from llamarl.weight_sync.base import Publisher, Subscriber
     from llamarl.weight_sync.copying import Room
 
+IN_PLACE = "in_place"
+"""Taken where it works: others need memory that the run does not count on."""
 SAMPLE_BYTES = 64 << 20
 REPEATS = 3
 MARGIN = 1.5
@@ -101,7 +103,7 @@ async def select(
         failures = "; ".join(f"{one.transport}: {one.failure}" for one in found)
         raise ConfigError(f"`weight_sync.transport = 'auto'` finds none that works here ({failures})")
     fastest = max(one.bytes_per_s for one in working)
-    chosen = next(one for one in working if one.bytes_per_s * MARGIN >= fastest)
+    chosen = next(one for one in working if one.transport == IN_PLACE or one.bytes_per_s * MARGIN >= fastest)
     return Selection(transport=chosen.transport, measurements=found)
 
 
@@ -125,10 +127,13 @@ def check_name(transport: str) -> None:
         )
 
 
-def candidates(same_host: bool, same_process: bool, delta: bool, on_gpu: bool = False) -> list[str]:
+def candidates(
+    same_host: bool, same_process: bool, delta: bool, on_gpu: bool = False, in_place: bool = False
+) -> list[str]:
     """Transports that can work between trainer and generators, in the order of preference. Loads torch.
 
     Args:
+        in_place: generators can serve from the trainer's own weights.
         on_gpu: the trainer is on one.
     """
     ends = {name: publisher_class(name) for name in names()}
@@ -136,7 +141,7 @@ def candidates(same_host: bool, same_process: bool, delta: bool, on_gpu: bool = 
         name
         for name, end in ends.items()
         if (same_host or end.TRIED_ACROSS_HOSTS) and (same_process <= end.WITHIN_PROCESS)
-        if delta <= end.TAKES_DELTA and on_gpu >= end.ON_DEVICE
+        if delta <= end.TAKES_DELTA and on_gpu >= end.ON_DEVICE and in_place >= end.IN_PLACE
     ]
     return sorted(able, key=lambda name: ends[name].RANK)
 

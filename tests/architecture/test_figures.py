@@ -193,6 +193,32 @@ FIGURES = (
     ),
     Figure(
         "docs/measures.md",
+        "with AMX, tokens per CPU second against vLLM, both in bfloat16: {} (10M), {} (100M); in int8 {} and {}",
+        "generation-amx-2026-11-24",
+        tuple((f"ratio_vs_vllm/{size}_{kind}", ".2f") for kind in ("bf16", "int8") for size in ("10m", "100m")),
+    ),
+    Figure(
+        "docs/generation.md",
+        "in bfloat16 and {} in int8 with 10M parameters, {} and {} with 35M, {} and {} with 100M",
+        "generation-amx-2026-11-24",
+        tuple(
+            (f"ratio_vs_vllm/{size}_{kind}", ".2f") for size in ("10m", "35m", "100m") for kind in ("bf16", "int8")
+        )[1:],
+    ),
+    Figure(
+        "docs/memory.md",
+        "cache of 128 rows of 1,024 tokens | {} | {} |",
+        "memory-2026-11-24",
+        (("8b_140gb_peak_gb", ".1f"), ("8b_140gb_all_awake_gb", ".1f")),
+    ),
+    Figure(
+        "docs/memory.md",
+        "cache of 32 rows of 1,024 tokens | {} | {} |",
+        "memory-2026-11-24",
+        (("1_7b_24gb_peak_gb", ".1f"), ("1_7b_24gb_all_awake_gb", ".1f")),
+    ),
+    Figure(
+        "docs/measures.md",
         "tokens per CPU second against vLLM's fastest type here, 10M parameters: {} in bfloat16, {} in int8",
         "generation-avx2-2026-11-21",
         (("ratio_vs_vllm_best/10m_bf16", ".2f"), ("ratio_vs_vllm_best/10m_int8", ".2f")),

@@ -13,7 +13,7 @@ FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 KERNEL_LINES = 1_500
 BUDGETS = {
     "top": 340,  # goal: 250
-    "config": 1_230,  # goal: 820
+    "config": 1_235,  # goal: 820
     "hub": 700,  # goal: 650
     "net": 100,  # goal: 70
     "kernels": 1_560,  # goal: 1,200
@@ -21,7 +21,7 @@ BUDGETS = {
     "sharding": 360,  # goal: 530
     "algorithms": 460,  # goal: 500
     "models": 1_550,  # goal: 900
-    "weight_sync": 1_620,  # goal: 1,580
+    "weight_sync": 1_710,  # goal: 1,580
     "checkpoint": 640,  # goal: 630
     "recipes": 70,  # goal: 90
     "rewards": 850,  # goal: 690
@@ -31,11 +31,11 @@ BUDGETS = {
     "cluster": 1_240,  # goal: 1,080
     "generation": 2_070,  # goal: 1,830
     "training": 1_880,  # goal: 1,550
-    "executors": 1_010,  # goal: 920
+    "executors": 1_030,  # goal: 920
     "controller": 3_510,  # goal: 2,450
     "run": 2_790,  # goal: 1,150
     "cli": 800,  # goal: 600
-    "parts/forecast": 3_940,  # goal: 2,900
+    "parts/forecast": 3_960,  # goal: 2,900
     "parts/page": 1_680,  # goal: 1,450
     "parts/episodes": 2_690,  # goal: 2,150
     "parts/hosts": 1_530,  # goal: 1,350

@@ -115,3 +115,30 @@ def test_a_rank_that_is_killed_or_stopped(tmp_path: Path, toml: Path) -> None:
     assert re.search(r"trainer \(rank 1\): pid \d+ ", said), said
     assert f"rank 0 (pid {stopped}) is stopped" in said, said
     assert said.count("trainer goes on") == 2
+
+
+SLEEPY = ("--cluster.placement", "colocated")
+
+
+def test_generators_that_sleep_learn_the_same(tmp_path: Path, toml: Path, whole: Path) -> None:
+    """From the trainer's own weights; evaluations end before a step begins."""
+    done = llamarl_here(
+        "train", toml, "--output", tmp_path, "--cluster.kind", "inline", *OPTIONS, *SLEEPY, "--eval.every_steps", 3
+    )
+    assert done.returncode == 0, done.stderr
+    assert "* in_place" in (tmp_path / "tiny/events.jsonl").read_text()
+    assert steps(tmp_path) == steps(whole) and weights(tmp_path) == weights(whole)
+    replayed = llamarl_here("replay", tmp_path / "tiny")
+    assert replayed.returncode == 0 and "all equal" in replayed.stdout, replayed.stderr
+
+
+@nightly("deaths beside generators that do not sleep are above, sleeping in one process, too")
+def test_whoever_dies_while_generators_sleep_in_turns(tmp_path: Path, toml: Path, whole: Path) -> None:
+    run = Faulty(tmp_path, toml, *SLEEPY, "--generator.replicas", 2, "--checkpoint.mirror", "true")
+    run.strike("trainer", 3)
+    run.strike("generator-0", 7)
+    run.strike("trainer", 10)
+    run.strike("generator-1", 14)
+    run.strike("critic", 17)
+    run.end()
+    assert steps(tmp_path) == steps(whole) and weights(tmp_path) == weights(whole)

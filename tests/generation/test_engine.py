@@ -421,3 +421,41 @@ def test_a_gpu_keeps_room_for_new_weights(
     assert 0.1 * (total - 2 * weights) < shared < total - 2.1 * weights
     monkeypatch.setenv("LLAMARL_ALONE", "1")  # what nobody else may take later
     assert kv_budget(served, 512) == pytest.approx(1.8 * shared, rel=1e-6)
+
+
+def test_an_engine_that_slept_goes_on_as_one_that_did_not(make_model: Models, make_requests: Requests) -> None:
+    """Asleep it has no weights, keys or values; it wakes with those that come, and as many blocks as before."""
+    trained = make_model()
+    model = GeneratorModel(trained.shape, "float32", "cpu")
+    engine = make_engine(model, asleep=True)
+    weights = dict(trained.named_parameters())
+    expected = run(make_engine(trained), make_requests(4, SAMPLED))
+    for version in (1, 2):
+        assert (model._used, engine._cache, engine.describe()) == ({}, None, "asleep until weights come")
+        model.use(model.hold({spec.key: weights[spec.name].detach() for spec in model.specs()}))
+        engine.set_version(version)
+        assert_same(run(engine, make_requests(4, SAMPLED)), expected)
+        assert engine._scheduler.pool.num_free == engine._scheduler.pool.num_blocks == 400
+        engine.sleep()
+
+
+def test_an_engine_with_work_does_not_sleep(make_model: Models, make_requests: Requests) -> None:
+    engine = make_engine(make_model())
+    engine.submit(make_requests(1, GREEDY))
+    with pytest.raises(AssertionError, match="rollouts decode here"):
+        engine.sleep()
+
+
+def test_rollouts_held_for_their_environment_lose_their_keys_asleep(
+    make_model: Models, make_requests: Requests
+) -> None:
+    engine = make_engine(make_model())
+    (request,) = make_requests(1, GREEDY)
+    (stopped,) = run(engine, [replace(request, group_size=1)]).values()
+    sampling = replace(GREEDY, stop_token_ids=(int(stopped.token_ids_T[2]),))
+    engine.submit([replace(request, group_size=1, sampling=sampling, has_turns=True)])
+    while engine.has_work:
+        engine.step()
+    assert engine._scheduler.held
+    engine.sleep()
+    assert not engine._scheduler.held and engine._scheduler.pool.num_free == engine._scheduler.pool.num_blocks

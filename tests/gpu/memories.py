@@ -19,11 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
+from llamarl.config import RunConfig
 from llamarl.config.trainer import LoraConfig, TrainerConfig
 from llamarl.distributed.mesh import ALONE, AXES, CPU, Axis, RankMesh
+from llamarl.generation.engine import Engine
 from llamarl.generation.kv_cache import KVCache
 from llamarl.generation.model import GeneratorModel
-from llamarl.models import memory
+from llamarl.models import fit, memory
 from llamarl.models.hf import new_model
 from llamarl.models.lora import add_adapters
 from llamarl.models.memory import GeneratorLoad, Parts, TrainerLoad
@@ -152,6 +154,62 @@ def generating(name: str, max_running: int, context: int) -> Counted:
         del spare, cache
     load = GeneratorLoad(width=2, kv_width=2, kv_tokens=max_running * context)
     return Counted(held=held, peak=0, parts=memory.generator_bytes(shape, load))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InTurns:
+    """Bytes of a device that a trainer and a generator share, as counted and by the sum."""
+
+    training: float
+    """At the peak of a step, the generator asleep."""
+    generating: float
+    """With keys and values, the trainer at rest."""
+    asleep: float
+    """Of the generator, in training."""
+    of_training: Parts
+    of_generating: Parts
+
+
+def in_turns(shape: ModelShape, config: RunConfig) -> InTurns:
+    """A step of a run's trainer beside a generator that sleeps, and then serves the trainer's own weights."""
+    settings, device = config.trainer, torch.device("cuda", 0)
+    prompt, response = fit.longest(config, shape)
+    size = config.rollout.group_size
+    num_groups = settings.microbatch_tokens // (prompt + size * response)
+    num_tokens = num_groups * (prompt + size * response)
+    with torch.device("meta"):
+        model = Transformer(shape)
+    with _valueless() as counted:
+        before = counted.live_bytes
+        trainer = Trainer(model, settings, Aipo(), GroupMean(), 1.0, ALONE, device, read=_nothing)
+        (batch,) = pack([group(prompt, (response,) * size)] * num_groups, 1 << 30)
+        served = GeneratorModel(shape, config.generator.dtype, device)
+        engine = Engine(
+            served, max_running=config.generator.max_running, prefill_tokens=config.generator.prefill_tokens,
+            kv_bytes=config.generator.kv_cache_bytes, graphs=False, asleep=True,
+        )  # fmt: skip
+        for _ in range(2):
+            counted.peak_bytes = counted.live_bytes
+            trainer.sharding.hold_gradients()
+            trainer.logprobs(batch).sum().backward()
+            trainer.optimizer.step()
+            training = counted.peak_bytes - before
+            trainer.rest()
+            at_rest = counted.live_bytes
+            served.use({spec.key: trainer.sharding.weights[spec.name].detach() for spec in served.specs()})
+            engine.wake()
+            generating = counted.live_bytes - before
+            engine.sleep()
+            asleep = counted.live_bytes - at_rest
+    load = fit.trainer_load(config, shape, tokens=num_tokens)
+    parts = memory.trainer_bytes(shape, load)
+    moments = {} if settings.moments_on == "host" else {"moments": parts["moments"]}
+    generator = memory.generator_bytes(shape, fit.generator_load(config, shape))
+    kept = {kind: size for kind, size in parts.items() if kind != "moments"} | moments
+    resting = {"weights": parts["weights"]} | moments | {"keys and values": generator["keys and values"]}
+    return InTurns(
+        training=training, generating=generating, asleep=asleep, of_training=kept, of_generating=resting,
+    )  # fmt: skip
 
 
 class Living(TorchDispatchMode):

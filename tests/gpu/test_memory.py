@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from llamarl.config import RunConfig
 from tests.gpu import memories
 from tests.gpu.conftest import Run
 from tests.gpu.memories import Counted
@@ -76,3 +77,22 @@ def test_what_fsdp_gathers(elsewhere: Run, config: dict[str, Any], tied: bool, v
     found = elsewhere(memories.sharded, 4, config, tied, vocab_size)
     assert sum(found.parts[kind] for kind in STATE) == pytest.approx(found.held, rel=0.01)
     assert 0.97 < sum(found.parts[kind] for kind in STEP) / found.peak < 1.2
+
+
+ONE_CARD = {
+    "model": {"path": "m"}, "data": {"train": "running_total", "max_prompt_tokens": 512},
+    "rollout": {"max_staleness": 0, "window": 1, "max_new_tokens": 512, "group_size": 7, "prompts_per_step": 32},
+    "trainer": LIGHT | {"device": "cuda:0", "activation_checkpointing": True, "microbatch_tokens": 4096},
+    "generator": {"dtype": "bfloat16", "device": "cuda:0", "max_running": 32, "kv_cache_bytes": 1 << 32},
+    "cluster": {"placement": "colocated"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", ["1B", *also("8B", "qwen3 8B")])
+def test_in_turns(on_gpu: Run, model: str) -> None:
+    """A sleeping generator holds nothing, and one that is awake no weights of its own beside a resting trainer."""
+    found = on_gpu(memories.in_turns, memories.SHAPES[model], RunConfig.model_validate(ONE_CARD))
+    assert found.asleep == 0
+    assert sum(found.of_training.values()) == pytest.approx(found.training, rel=0.05)
+    assert sum(found.of_generating.values()) == pytest.approx(found.generating, rel=0.02)
+    assert found.of_generating["keys and values"] == 1 << 32

@@ -32,8 +32,12 @@ from tests.nightly import NIGHTLY, nightly
 
 GIB = 2**30
 PAGE = (Path(__file__).parents[2] / "docs/recipes.md").read_text()
-CARDS = {"cpu": 0, "card24": 1, "card80": 1, "cards2": 2, "cards4": 4, "cards8": 8, "hosts2": 8}
+CARDS = {
+    "cpu": 0, "card24": 1, "card80": 1, "card140": 1, "cards2": 2, "cards4": 4, "cards8": 8, "hosts2": 8,
+}  # fmt: skip
 """GPUs of a host, by the first word of a recipe's name."""
+GB = {"card24": (24, 22), "card140": (140, 130), "hosts2_70b": (140, 130)}
+"""GB of a card, by recipe or its first word, and GiB that drivers leave of them; others have 80 GB."""
 RECIPES = sorted(one.stem for one in PACKAGED.glob("*.toml") if one.stem.split("_")[0] in CARDS)
 PUBLISHED = {
     one["name"]: one["config"]
@@ -105,7 +109,7 @@ def test_its_machine_holds_it(tmp_path: Path, recipe: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[config.model.path]))
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path)})})
     shape = load_shape(tmp_path)
-    card = 22 if kind == "card24" else 79  # what drivers leave of 24 GB with error correction, and of 80 GB
+    card = size_of(recipe)[1]
     if kind == "hosts2":  # one host trains and the other generates, a rank on each card
         held = run_holdings(config, shape)
         assert sum(one.num_ranks for one in held if one.on_gpu) == config.cluster.num_hosts * CARDS[kind]
@@ -119,20 +123,25 @@ def test_its_machine_holds_it(tmp_path: Path, recipe: str) -> None:
             check_memory(config, shape, fewer)
 
 
-@pytest.mark.parametrize("recipe", RECIPES if NIGHTLY else ["cpu_0.5b", "cards2_tools", "hosts2_14b"])
+@pytest.mark.parametrize("recipe", RECIPES if NIGHTLY else ["cpu_0.5b", "card24_1.7b", "hosts2_14b"])
 def test_a_dry_run_for_its_machine(stocked: HubServer, tokenizer: Path, tmp_path: Path, recipe: str) -> None:
     """Made here, where there is no GPU."""
     options, kind = of_hosts(recipe, tmp_path), recipe.split("_", maxsplit=1)[0]
     name = load_config(recipe).model.path
     shape_file = {"config.json": json.dumps(PUBLISHED[name]).encode()}
     stocked.add(name, contents(tokenizer) | shape_file | {"model.safetensors": b""})
-    there = ("--gpus", f"{CARDS[kind]}x{24 if kind == 'card24' else 80}" if CARDS[kind] else "0")
+    there = ("--gpus", f"{CARDS[kind]}x{size_of(recipe)[0]}" if CARDS[kind] else "0")
     dry = llamarl_here("train", recipe, "--dry-run", "--output", tmp_path, *there, *options)
     assert dry.returncode == 0, dry.stderr
     assert "# memory:" in dry.stdout and f'path = "{name}"' in dry.stdout
     assert re.search(r"^# [\d.]+ s at best for prompts", dry.stdout, re.MULTILINE), "a step's time is forecast"
     if CARDS[kind]:
         check_expectation(recipe, dry.stdout)
+
+
+def size_of(recipe: str) -> tuple[int, int]:
+    """GB of a recipe's card, and GiB of it that a run can have."""
+    return GB.get(recipe) or GB.get(recipe.partition("_")[0], (80, 79))
 
 
 def check_expectation(recipe: str, said: str) -> None:
@@ -178,7 +187,7 @@ def test_it_runs_with_a_small_model(stocked: HubServer, tokenizer: Path, tmp_pat
     layout = config.trainer.parallelism
     settings = {name: value for name, value in SMALL.items() if name.split(".")[0] in used(config)} | {
         "generator.replicas": min(2, config.generator.replicas), "trainer.parallelism.fsdp": min(2, layout.fsdp),
-        "output": tmp_path,
+        "generator.tensor_parallel": min(2, config.generator.tensor_parallel), "output": tmp_path,
     }  # fmt: skip
     done = llamarl(
         "train", recipe, *on_one, *(word for name, value in settings.items() for word in (f"--{name}", value))

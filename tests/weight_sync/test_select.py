@@ -89,7 +89,9 @@ def test_gpus_read_from_each_other() -> None:
 
 
 def test_an_unknown_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'carrier_pigeon'` is unknown; use auto, file, nixl, p2p, shared_memory"):
+    with pytest.raises(
+        ConfigError, match=r"'carrier_pigeon'` is unknown; use auto, file, in_place, nixl, p2p, shared_memory"
+    ):
         publisher_class("carrier_pigeon")(None, None)
 
 

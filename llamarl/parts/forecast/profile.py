@@ -185,7 +185,7 @@ def run_request(run: RecordedRun, constants: Constants, pools: tuple[Pool, ...] 
         lengths=Lengths.measured(tokens),
         pools=pools,
         constants=constants,
-    )
+    ).with_trainer(run.config.trainer)
 
 
 def _prompt_tokens(run: RecordedRun) -> int:

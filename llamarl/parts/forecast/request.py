@@ -9,8 +9,8 @@ import numpy as np
 
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import DataConfig, RolloutConfig
-from llamarl.config.trainer import LoraConfig
-from llamarl.models.memory import adapter_parameters
+from llamarl.config.trainer import LoraConfig, TrainerConfig
+from llamarl.models.memory import MOMENTS_BYTES, WIDTHS, adapter_parameters
 from llamarl.parts.forecast.constants import Constants
 from llamarl.parts.forecast.hardware import BF16, Pool
 from llamarl.parts.forecast.lengths import Lengths
@@ -69,6 +69,10 @@ class PlanRequest:
     constants: Constants
     lora: LoraConfig | None = None
     """Adapters that are trained instead of the weights."""
+    weight_bytes: int = 4
+    """Bytes of a trained weight, and of its gradient."""
+    moment_bytes: float = MOMENTS_BYTES["float32"]
+    """Bytes of both moments of a trained weight, on the device."""
 
     @property
     def trained_parameters(self) -> int:
@@ -85,6 +89,11 @@ class PlanRequest:
             "max_staleness": rollout.max_staleness,
         }
         return cls(**settings | others)
+
+    def with_trainer(self, trainer: TrainerConfig) -> PlanRequest:
+        """The request with weights and moments kept as a run's trainer does."""
+        moments = 0.0 if trainer.moments_on == "host" else MOMENTS_BYTES[trainer.moments]
+        return replace(self, lora=trainer.lora, weight_bytes=WIDTHS[trainer.weights], moment_bytes=moments)
 
     @property
     def num_samples(self) -> int:

@@ -1,5 +1,4 @@
-"""Room for keys and values beside all else that a start counts, which is more than a plan does: roles that share a
-device keep what they have while the other one works."""
+"""Room for keys and values beside all else that a start counts, which is more than a plan does."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from llamarl.config import RunConfig
 from llamarl.config.decoder import DecoderSizes
 from llamarl.models.fit import CACHE_BLOCK_TOKENS, CONTEXT_BYTES, holdings, kv_width, longest
 from llamarl.models.memory import kv_token_bytes, total
-from llamarl.run.memory import HOST, run_holdings, shares
+from llamarl.run.memory import HOST, run_holdings, shares_in_turns
 
 CACHE_SHARE = 0.2
 """Share of a device that roles share which keys and values should have; for less, microbatches get smaller."""
@@ -19,8 +18,9 @@ def room_for_cache(config: RunConfig, shape: DecoderSizes, there: float) -> floa
     """Bytes that are left, on each device of `there` bytes, for more keys and values than those of one longest
     sequence; less than 0: a start would be refused."""
     if config.trainer.device != "cpu" and config.cluster.placement == "colocated":
-        places = shares(config, run_holdings(config, shape), 1)
-        return there - max(sum(map(total, of.values())) for place, of in places.items() if place != HOST)
+        moments = shares_in_turns(config, run_holdings(config, shape), 1)
+        fullest = [max(sum(map(total, of[place].values())) for place in of if place != HOST) for of in moments]
+        return there - (max(fullest) if max(fullest) > there else fullest[-1])
     held = [*holdings(config, shape, {})]
     if config.trainer.device == "cpu":  # a machine without GPUs is shared by all
         return there - sum(one.num_ranks * float(total(one.parts)) for one in held)

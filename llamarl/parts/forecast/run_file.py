@@ -37,8 +37,8 @@ def run_toml(plan: Plan, *, data_path: str, base: RunConfig | None = None) -> st
 
 
 def _bounded(plan: Plan, config: RunConfig) -> RunConfig:
-    """The run with a cache that a start accepts: a synchronous plan lets keys and values take turns with activations,
-    and a run keeps both. Raises ConfigError: there is no room for one sequence."""
+    """The run with a cache that a start accepts, which counts more than a synchronous plan. Raises ConfigError: there
+    is no room for one sequence."""
     pool, shape = plan.trainer.pool, plan.request.model
     is_shared = config.cluster.placement == "colocated" and pool.gpu.name != CPU
     if not is_shared or config.generator.kv_cache_bytes is not None:
@@ -61,7 +61,7 @@ def _bounds(plan: Plan, planned: RunConfig, config: RunConfig) -> str:
     if config is planned or cache is None or (cache >= 0.99 * planned_bytes and tokens == planned_tokens):
         return ""
     return (
-        "# What takes turns in the plan lies side by side in a run: keys and values have\n"
+        "# A start counts more than the plan, such as each process's own memory: keys and values have\n"
         f"# {cache / 1e9:.1f} GB (planned: {planned_bytes / 1e9:.1f}), microbatches {tokens} tokens "
         f"(planned: {planned_tokens}).\n"
     )

@@ -197,7 +197,9 @@ class _Replay:
         found = {name: specs.spec(name, places.place(name)) for name in names}
         run = self._request.journal.generator
         if self._trains and self._request.is_same and run.backend == "native" and run.tensor_parallel == 1:
-            of_generators = GeneratorSpecs(config=config, lora=config.trainer.lora, choices=folder.kernels)
+            of_generators = GeneratorSpecs(
+                config=config, lora=config.trainer.lora, choices=folder.kernels, sleeps=config.generators_sleep
+            )
             spec = of_generators(0, places.place("generator-0"))
             found[spec.name] = replace(spec, target="llamarl.parts.replay.executor:ReplayingExecutor")
         return found
@@ -299,6 +301,8 @@ class _Replay:
             self._tally.tokens += replayed.num_tokens
             for one in replayed.differences:
                 self._differ(version, one)
+        if self._config.generators_sleep:
+            await generator.sleep()
 
     def _differ(self, step: int, one: Difference) -> None:
         close = self._request.close

@@ -168,6 +168,7 @@ class Replayer:
             new.append(pool.take())
             segment.blocks.append(new[-1])
         if new:
+            assert self._engine._cache is not None, "it sleeps"
             self._engine._cache.clear(new)
 
     def _end(self, life: _Life) -> None:

@@ -196,6 +196,9 @@ class VllmEngine:
     def release(self, rollouts: Iterable[tuple[int, int]]) -> None:
         """vLLM holds nothing for one rollout."""
 
+    def sleep(self) -> None:
+        """Not asked for: `RunConfig.generators_sleep`."""
+
     def so_far(self, group_ids: Iterable[int]) -> list[Rollout]:
         return []
 

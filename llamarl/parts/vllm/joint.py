@@ -64,6 +64,6 @@ def open_engine(model_path: str, settings: VllmSettings, delta: bool) -> OpenedE
     return OpenedEngine(
         engine=engine,
         adopter=Adopter(engine.specs(), lambda tensors: None, delta=delta, subscribe=engine.subscribe),
-        description=f"all by vLLM, which {settings.python} runs",
+        describe=lambda: f"all by vLLM, which {settings.python} runs",
         close=engine.close,
     )

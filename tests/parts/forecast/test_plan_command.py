@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.config import ConfigError, RunConfig, load_config
+from llamarl.config import ConfigError, load_config
 from llamarl.models.folder import load_shape
 from llamarl.models.shape import ModelShape
 from llamarl.parts.forecast.cli.plan import main
@@ -91,14 +91,14 @@ def write_shape(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize(
     ("name", "gpus", "kind", "tokens", "is_less"),
     [
-        ("qwen3-1.7b", 1, "h100-80g", 4096, True), ("llama3-8b", 8, "a100-40g", 4096, True),
-        ("llama3-8b", 8, "a100-40g", 16_000, True), ("qwen2.5-0.5b", 1, "h100-80g", 1024, False),
+        ("qwen3-1.7b", 1, "h100-80g", 4096, False), ("llama3-8b", 8, "a100-40g", 4096, False),
+        ("qwen3-4b", 8, "a100-40g", 1024, True), ("qwen2.5-0.5b", 1, "h100-80g", 1024, False),
     ],
 )  # fmt: skip
 def test_a_shared_cache_is_one_that_a_start_accepts(
     tmp_path: Path, name: str, gpus: int, kind: str, tokens: int, is_less: bool
 ) -> None:
-    """The plan lets it take turns with activations; a run keeps both."""
+    """In turns with activations, as in the plan; a start counts more."""
     path, words = tmp_path / "run.toml", ("--rollout.max_staleness", "0", "--rollout.max_new_tokens", str(tokens))
     model = write_shape(tmp_path / name, name)
     main(["--model", str(model), "--gpus", str(gpus), "--gpu", kind, "--output", str(path), *words])
@@ -108,15 +108,11 @@ def test_a_shared_cache_is_one_that_a_start_accepts(
     cache = config.generator.kv_cache_bytes
     assert config.cluster.placement == "colocated" and cache
     text = path.read_text()
-    assert ("takes turns in the plan" in text) == is_less
+    assert ("counts more than the plan" in text) == is_less
     if is_less:
         planned = float(re.findall(r"GB \(planned: ([0-9.]+)\)", text)[0]) * 1e9
         tokens = int(re.findall(r"tokens \(planned: (\d+)", text)[0])
         assert planned > cache or tokens > config.trainer.microbatch_tokens
-        data = config.model_dump()
-        data["generator"]["kv_cache_bytes"], data["trainer"]["microbatch_tokens"] = int(planned), tokens
-        with pytest.raises(ConfigError, match=r"with which it fits|it still lacks"):
-            check_memory(RunConfig.model_validate(data), shape, machine)
     kept = tmp_path / "kept.toml"
     path.write_text(re.sub(r"kv_cache_bytes = \d+", "kv_cache_bytes = 2000000000", text))
     main(["--config", str(path), "--gpus", str(gpus), "--gpu", kind, "--output", str(kept)])

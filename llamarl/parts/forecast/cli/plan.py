@@ -30,8 +30,13 @@ BASE = {
     "rollout": {"prompts_per_step": 256, "group_size": 8, "max_staleness": 4, "max_new_tokens": 4096},
 }  # fmt: skip
 """Work of a step without a run file."""
-SETTINGS = ("data.max_prompt_tokens", *(f"rollout.{name}" for name in BASE["rollout"]), "trainer.lora")
-OF_RUN: Any = {"data": {"train", "max_prompt_tokens"}, "rollout": set(BASE["rollout"]), "trainer": {"lora"}}
+OF_WEIGHTS = ("lora", "weights", "moments", "moments_on", "dtype", "device")
+"""Settings of the trainer that decide what a weight takes."""
+SETTINGS = (
+    "data.max_prompt_tokens", *(f"rollout.{name}" for name in BASE["rollout"]),
+    *(f"trainer.{name}" for name in OF_WEIGHTS),
+)  # fmt: skip
+OF_RUN: Any = {"data": {"train", "max_prompt_tokens"}, "rollout": set(BASE["rollout"]), "trainer": {*OF_WEIGHTS}}
 """Settings that --config gives."""
 
 
@@ -109,11 +114,10 @@ def asked(options: argparse.Namespace, base: RunConfig | None) -> PlanRequest:
         config.rollout,
         model=shape,
         prompt_tokens=_prompt_tokens(options, config, shape),
-        lora=config.trainer.lora,
         lengths=_lengths(options, config.rollout.max_new_tokens),
         pools=tuple(pools),
         constants=profile.constants,
-    )
+    ).with_trainer(config.trainer)
     request.check()
     return request
 
