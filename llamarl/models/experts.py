@@ -9,6 +9,7 @@ Shape suffixes: N packed tokens, D model dim, E experts, K experts of a token, F
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +65,16 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(moe.num_experts, shape.hidden_size, dtype=torch.float32))
         bias_E = torch.zeros(moe.num_experts, dtype=torch.float32) if moe.has_selection_bias else None
         self.register_buffer("e_score_correction_bias", bias_E)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Moves, and leaves no lower precision than float32, whatever the rest of the model becomes."""
+
+        def exact(x: Tensor) -> Tensor:
+            found = fn(x)
+            is_lower = torch.promote_types(found.dtype, torch.float32) != found.dtype
+            return x.to(found.device) if is_lower else found
+
+        return super()._apply(exact, recurse)
 
     def forward(self, x_N_D: Tensor, ids_N_K: Tensor | None = None) -> tuple[Tensor, Tensor]:
         with torch.autocast(x_N_D.device.type, enabled=False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from llamarl.models.shape import ModelShape, hf_eos
 from llamarl.models.transformer import Transformer
 from llamarl.observability.files import sync
 from llamarl.sharding.box import Box
+from llamarl.sharding.tensor_parallel import is_expert, is_router
 
 EMBEDDING, HEAD, LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -31,6 +33,8 @@ Read = Callable[[str, Box], Tensor]
 """read(name, part): that part of a weight."""
 _DTYPES = ("F64", "F32", "F16", "BF16")
 """Types of weights, as safetensors names them."""
+_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""An expert's projections, as Mixtral's files name them."""
 _WRITTEN = {CONFIG, GENERATION_CONFIG, WEIGHTS, *TOKENIZER_FILES}
 
 
@@ -43,35 +47,58 @@ def new_model(shape: ModelShape, seed: int, std: float) -> Transformer:
     return model
 
 
+def file_names(name: str, shape: Sequence[int], family: str) -> list[str]:
+    """Names in files of what a tensor of the model is made of: a stack of experts, of one matrix for each."""
+    name = name.replace(".mlp.", ".block_sparse_moe.") if family == "mixtral" else name
+    if not is_expert(name):
+        return [name]
+    owner, _, kind = name.rpartition(".")
+    kind = _MIXTRAL[kind] if family == "mixtral" else kind
+    return [f"{owner}.{expert}.{kind}.weight" for expert in range(shape[0])]
+
+
 class Weights:
     """The tensors of a Hugging Face folder, of which any part can be read; all names and shapes have been checked."""
 
     def __init__(
-        self, folder: Path, expected: Mapping[str, torch.Size], optional: Sequence[str] = (), is_tied: bool = False
+        self,
+        folder: Path,
+        shape: ModelShape,
+        expected: Mapping[str, torch.Size],
+        optional: Sequence[str] = (),
+        is_tied: bool = False,
     ) -> None:
         """
         Args:
+            shape: that of the model, whose family decides the names of experts in files.
             expected: shapes by name; those that are `optional` may be missing.
             is_tied: the embeddings are the model's output head.
 
         Raises:
             ConfigError: a file is missing or damaged, or a tensor is missing, unknown or of the wrong shape.
         """
-        self._folder, self._expected, self._is_tied = folder, expected, is_tied
+        self._folder, self._is_tied = folder, is_tied
+        self._names = {name: file_names(name, sizes, shape.family) for name, sizes in expected.items()}
+        self._shapes = expected
+        self._expected = {
+            one: sizes[1:] if is_expert(name) else sizes
+            for name, sizes in expected.items()
+            for one in self._names[name]
+        }
         self._files = dict[str, Path]()
         self.other_head: Path | None = None
         """File with the output head of the checkpoint, when the model has none of its own."""
         for path in weight_files(folder):
             with opened(path) as file:
                 for name in file.keys():  # noqa: SIM118 - the file is no mapping
-                    shape = tuple(file.get_slice(name).get_shape())
+                    sizes = tuple(file.get_slice(name).get_shape())
                     if name == HEAD and name not in expected:
                         self.other_head = path
-                        self._check_tied_head(shape == tuple(expected[EMBEDDING]))
-                    elif not name.endswith(".rotary_emb.inv_freq"):  # a constant that old checkpoints carry
-                        self._check(name, shape, file.get_slice(name).get_dtype())
+                        self._check_tied_head(sizes == tuple(expected[EMBEDDING]))
+                    elif not _is_left_out(name, shape):
+                        self._check(name, sizes, file.get_slice(name).get_dtype())
                         self._files[name] = path
-        missing = [name for name in expected if name not in self._files and name not in optional]
+        missing = [name for name in self._expected if name not in self._files and name not in optional]
         if missing:
             raise ConfigError(
                 f"{folder}: {len(missing)} tensors are missing, first `{missing[0]}`; "
@@ -88,9 +115,10 @@ class Weights:
             ConfigError: it holds NaN or infinity, or only 0 where all tokens pass, or is a part of tied embeddings that
                 differs from the head that the checkpoint has beside them.
         """
-        if name not in self._files:
+        names = self._names[name]
+        if names[0] not in self._files:
             return torch.zeros(box.shape)
-        part = _part(self._files[name], name, box)
+        part = self._experts(names, box) if is_expert(name) else _part(self._files[names[0]], names[0], box)
         if not torch.isfinite(part).all():
             raise ConfigError(f"{self._folder}: `{name}` holds NaN or infinity; copy or make the checkpoint again")
         if name == LAST_NORM and part.numel() and not part.any():
@@ -99,11 +127,22 @@ class Weights:
             self._check_tied_head(torch.equal(_part(self.other_head, HEAD, box).float(), part.float()))
         return part
 
+    def _experts(self, names: Sequence[str], box: Box) -> Tensor:
+        """Parts of the matrices of some experts, stacked. Of other experts, and of other parts, nothing is read."""
+        chosen = names[box.starts[0] : box.stops[0]]
+        with ExitStack() as leaving:
+            files = {path: leaving.enter_context(opened(path)) for path in {self._files[name] for name in chosen}}
+            slices = [files[self._files[name]].get_slice(name) for name in chosen]
+            inner = Box(box.starts[1:], box.stops[1:])
+            return torch.stack([one[inner.within(Box.whole(one.get_shape()))] for one in slices])
+
     def read_all(self, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
-        """Copies of whole tensors: those in the mapped file are not aligned for fast matmuls, and it may change."""
+        """Copies of whole tensors: those in the mapped file are not aligned for fast matmuls, and it may change. A
+        router is float32 at least."""
+        exact = torch.promote_types(dtype, torch.float32)
         return {
-            name: self.read(name, Box.whole(shape)).to(device, dtype, copy=True)
-            for name, shape in self._expected.items()
+            name: self.read(name, Box.whole(shape)).to(device, exact if is_router(name) else dtype, copy=True)
+            for name, shape in self._shapes.items()
         }
 
     def _check_tied_head(self, is_alike: bool) -> None:
@@ -141,7 +180,7 @@ def open_model(folder: str | Path) -> tuple[Transformer, Weights]:
     with torch.device("meta"):
         model = Transformer(load_shape(folder))
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    return model, Weights(folder_of(folder), expected, is_tied=model.lm_head is None)
+    return model, Weights(folder_of(folder), model.shape, expected, is_tied=model.lm_head is None)
 
 
 def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device | str) -> Transformer:
@@ -177,12 +216,16 @@ def save_tensors(
         raise ConfigError(f"{tokenizer_folder} has no {TOKENIZER_FILES[0]}; name the folder of the tokenizer")
     with replaced_folder(Path(folder), _WRITTEN) as new:
         copy_tokenizer(tokenizer_folder or new, new)
-        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        whole = dict[str, Tensor]()
+        for name, tensor in tensors.items():
+            copied = tensor.detach().cpu().contiguous()
+            parts = copied.unbind() if is_expert(name) else [copied]
+            whole |= zip(file_names(name, copied.shape, shape.family), parts, strict=True)
         try:
             save_file(whole, new / WEIGHTS, metadata={"format": "pt"})
         except SafetensorError as error:
             raise ConfigError(f"cannot write to {folder}: {error}; name a folder on a disk with room") from None
-        dtype = str(next(iter(whole.values())).dtype).removeprefix("torch.")
+        dtype = str(whole[EMBEDDING].dtype).removeprefix("torch.")
         write_json(new / CONFIG, shape.to_hf() | {"torch_dtype": dtype})
         (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode)  # safetensors lets its owner alone read it
         write_json(new / GENERATION_CONFIG, _generation_config(shape))
@@ -226,6 +269,13 @@ def replaced_folder(folder: Path, names: Collection[str]) -> Iterator[Path]:
 def _generation_config(shape: ModelShape) -> dict[str, Any]:
     ids = {"bos_token_id": shape.bos_token_id, "eos_token_id": hf_eos(shape.stop_token_ids)}
     return {key: value for key, value in ids.items() if value is not None}
+
+
+def _is_left_out(name: str, shape: ModelShape) -> bool:
+    """A tensor that no model has: a constant that old checkpoints carry, or one of the layers of GLM-4 mixtures that
+    predict further tokens, behind the others."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name) if shape.family == "glm4_moe" else None
+    return name.endswith(".rotary_emb.inv_freq") or (layer is not None and int(layer[1]) >= shape.num_layers)
 
 
 def _part(path: Path, name: str, box: Box) -> Tensor:

@@ -53,7 +53,7 @@ def open_scalar_model(folder: str | Path, *, new_head: bool) -> tuple[ScalarMode
     with torch.device("meta"):
         model = ScalarModel(load_shape(folder))
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    weights = Weights(folder_of(folder), expected, optional=(HEAD,))
+    weights = Weights(folder_of(folder), model.shape, expected, optional=(HEAD,))
     if HEAD not in weights and not new_head:
         what = "a language model" if weights.other_head is not None else "a model"
         raise ConfigError(f"{folder} holds {what} without `{HEAD}`; name a sequence classification model")

@@ -6,10 +6,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
 from llamarl.config import ConfigError
 from llamarl.config.decoder import DecoderSizes, original_context, positive, rope_of, sizes_from_hf
+from llamarl.models.mixture import flag, mixture_from_hf, mixture_to_hf
 from llamarl.models.refused import refusal
 
 ARCHITECTURES = {
@@ -17,10 +19,13 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
 }
 """Family (`model_type` of config.json) -> class in transformers."""
 MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe")
-"""Families of mixtures of experts that are computed, and not read from files."""
+"""Families of mixtures of experts."""
 _FIXED = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -30,8 +35,21 @@ _FIXED = {
     "quantization_config": None,
     "num_experts": None,
     "num_local_experts": None,
+    "router_jitter_noise": 0,
+    "shared_expert_intermediate_size": 0,
 }
 """Keys that may be absent, and the only value of each that the decoder computes."""
+_OPEN = {
+    "qwen3_moe": ("num_experts", "num_local_experts"),
+    "mixtral": ("num_experts", "num_local_experts"),
+    "glm4_moe": ("num_experts", "num_local_experts", "attention_bias", "partial_rotary_factor"),
+}
+"""Keys of these that may have other values in a family."""
+_ABSENT: dict[str, dict[str, float]] = {
+    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "glm4_moe": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+}
+"""Values that a family's class in transformers assumes where a key is absent, and others do not."""
 _ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 """Keys that a rope's dictionary has beside those of its kind."""
 
@@ -121,6 +139,8 @@ class MoeShape:
     """A bias is added to the scores, for the choice alone."""
 
     def __post_init__(self) -> None:
+        if not self.sparse_layers:
+            raise ConfigError("a mixture of experts without a layer that has experts; use the dense family")
         if self.num_experts % self.num_groups or not 0 < self.groups_per_token <= self.num_groups:
             raise ConfigError(
                 f"{self.groups_per_token} of {self.num_groups} groups of {self.num_experts} experts; the groups must "
@@ -153,7 +173,7 @@ class ModelShape(DecoderSizes):
     """Sizes and switches of one decoder. Heads divide evenly among key/value heads; `head_dim` is even."""
 
     family: str
-    """`llama`, `mistral`, `qwen2` or `qwen3`, or one of `MIXTURES`."""
+    """A key of `ARCHITECTURES`."""
     moe: MoeShape | None = None
     """Mixtures of experts in some or all layers; `intermediate_size` is then the width of the others."""
     partial_rotary_factor: float = 1.0
@@ -170,25 +190,33 @@ class ModelShape(DecoderSizes):
     """Tokens that end a response."""
 
     def __post_init__(self) -> None:
-        if self.family not in (*ARCHITECTURES, *MIXTURES):
+        if self.family not in ARCHITECTURES:
             raise ConfigError(f"model family {self.family!r} is not supported; use one of {', '.join(ARCHITECTURES)}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads evenly; "
                 "give a number of key/value heads that divides the number of attention heads"
             )
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim = {self.head_dim} cannot be rotated in pairs; give an even number")
+        self._check_rotation()
         if self.num_layers > MAX_LAYERS:
             raise ConfigError(f"{self.num_layers} layers; a model may have {MAX_LAYERS}")
         for name, value in (("rms_norm_eps", self.rms_norm_eps), ("rope_theta", self.rope_theta)):
             if not 0 < value < math.inf:  # NaN neither
                 raise ConfigError(f"{name} = {value!r}; a positive number is needed, copy config.json again")
-        if isinstance(self.rope_scaling, YarnScaling) and self.rope_theta <= 1:
-            raise ConfigError(f"rope_theta = {self.rope_theta!r} with YaRN; over 1 is needed, copy config.json again")
         for token in self.stop_token_ids:
             if not isinstance(token, int) or not 0 <= token < self.vocab_size:
                 raise ConfigError(f"eos_token_id = {token!r} is none of the {self.vocab_size} tokens of the model")
+
+    def _check_rotation(self) -> None:
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim = {self.head_dim} cannot be rotated in pairs; give an even number")
+        if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
+            raise ConfigError(
+                f"partial_rotary_factor = {self.partial_rotary_factor} of head_dim = {self.head_dim} cannot be rotated "
+                "in pairs; give a share up to 1 of which an even number of channels comes"
+            )
+        if isinstance(self.rope_scaling, YarnScaling) and self.rope_theta <= 1:
+            raise ConfigError(f"rope_theta = {self.rope_theta!r} with YaRN; over 1 is needed, copy config.json again")
 
     @property
     def qkv_bias(self) -> bool:
@@ -243,8 +271,9 @@ class ModelShape(DecoderSizes):
         family = config.get("model_type")
         if not isinstance(family, str) or family not in ARCHITECTURES:
             raise ConfigError(f"config.json: `model_type` = {family!r} {refusal(family)}")
+        absent = _ABSENT.get(family, {})
         for key, value in _FIXED.items():
-            if config.get(key) is not None and config[key] != value:
+            if config.get(key) is not None and config[key] != value and key not in _OPEN.get(family, ()):
                 _refuse(key, config[key], f"only {value!r} is supported")
         named = config.get("architectures") or []
         if ARCHITECTURES[family] not in named and any(str(name).endswith("ForCausalLM") for name in named):
@@ -254,11 +283,16 @@ class ModelShape(DecoderSizes):
         if config.get("head_dim") is None and family != "qwen3" and sizes["hidden_size"] % sizes["num_heads"]:
             divides = f"without head_dim, num_attention_heads = {sizes['num_heads']} must divide it"
             _refuse("hidden_size", sizes["hidden_size"], divides)
-        theta, scaling = _rope(config)
+        theta, scaling, rotated = _rope(config, absent)
+        mixture = mixture_from_hf(config, sizes["num_layers"]) if family in MIXTURES else None
         return cls(
             family=family,
             **sizes,
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            moe=MoeShape(**mixture) if mixture else None,
+            partial_rotary_factor=rotated,
+            attention_bias=family == "glm4_moe" and flag(config, "attention_bias", False),
+            use_qk_norm=family == "glm4_moe" and flag(config, "use_qk_norm", False),
+            rms_norm_eps=config.get("rms_norm_eps", absent.get("rms_norm_eps", 1e-6)),
             rope_theta=theta,
             rope_scaling=scaling,
             bos_token_id=config.get("bos_token_id"),
@@ -267,7 +301,12 @@ class ModelShape(DecoderSizes):
 
     def to_hf(self) -> dict[str, Any]:
         """A `config.json` that transformers 4 and 5 load: 5 still reads the older rope keys, 4 knows no others."""
-        window = {"sliding_window": None} if self.family == "mistral" else {}  # absent, it would be 4096
+        of_family: dict[str, Any] = {"sliding_window": None} if self.family == "mistral" else {}  # absent: 4096
+        if self.moe is not None:
+            of_family = mixture_to_hf(self.family, self.num_layers, dataclasses.asdict(self.moe))
+        if self.family == "glm4_moe":
+            own = ("attention_bias", "use_qk_norm", "partial_rotary_factor")
+            of_family |= {name: getattr(self, name) for name in own}
         return {
             "architectures": [ARCHITECTURES[self.family]],
             "model_type": self.family,
@@ -286,7 +325,7 @@ class ModelShape(DecoderSizes):
             "hidden_act": "silu",
             "bos_token_id": self.bos_token_id,
             "eos_token_id": hf_eos(self.stop_token_ids),
-            **window,
+            **of_family,
         }
 
 
@@ -305,15 +344,20 @@ def hf_eos(stop_token_ids: tuple[int, ...]) -> int | list[int] | None:
     return stop_token_ids[0] if stop_token_ids else None
 
 
-def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+def _rope(
+    config: Mapping[str, Any], absent: Mapping[str, float] = MappingProxyType({})
+) -> tuple[float, RopeScaling | None, float]:
+    """Base, scaling and share of the channels, from `rope_parameters` (transformers 5) or `rope_theta` and
+    `rope_scaling` (4)."""
     key, rope = rope_of(config)
-    theta = float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
+    theta = float(rope.get("rope_theta", config.get("rope_theta", absent.get("rope_theta", 10_000.0))))
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", 1) != 1:
-        _refuse(f"{key}.partial_rotary_factor", rope["partial_rotary_factor"], "only 1 is supported")
+    name, whole = "partial_rotary_factor", absent.get("partial_rotary_factor", 1.0)
+    rotated = positive(name, rope.get(name) or config.get(name) or whole)
+    if name not in absent and rotated != 1:
+        _refuse(f"{key}.{name}", rotated, "only 1 is supported")
     if kind == "default":
-        return theta, None
+        return theta, None, rotated
     if kind not in SCALINGS:
         _refuse(f"{key}.rope_type", kind, f"default, {', '.join(SCALINGS)} are supported")
     fields = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(SCALINGS[kind])}
@@ -329,7 +373,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             positive(f"{key}.{name}", value)
         elif not isinstance(value, bool):
             _refuse(f"{key}.truncate", value, "true or false is needed")
-    return theta, SCALINGS[kind](**values)
+    return theta, SCALINGS[kind](**values), rotated
 
 
 def _hf_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
@@ -349,14 +393,15 @@ def _check_full_attention(config: Mapping[str, Any], num_layers: int, context: i
     if kinds:
         _refuse("layer_types", sorted(kinds), "only full_attention is supported")
     family = config["model_type"]
-    if family == "mistral":
-        window = config.get("sliding_window", 4096)  # absent from a config, it is what MistralConfig assumes
+    if family in ("mistral", "mixtral") or (family in MIXTURES and config.get("use_sliding_window")):
+        # Absent from a config, it is what MistralConfig assumes.
+        window = config.get("sliding_window", 4096 if family == "mistral" else None)
         if window is not None and positive("sliding_window", window) < context:
             _refuse(
                 "sliding_window",
                 window if "sliding_window" in config else "absent, which means 4096",
-                f"only full attention is supported, so null or at least the {context} tokens of the context; "
-                "of the Mistral 7B models those from v0.2 on have none",
+                f"only full attention is supported, so null or at least the {context} tokens of the context"
+                + ("; of the Mistral 7B models those from v0.2 on have none" if family == "mistral" else ""),
             )
         return
     windowed = config.get("use_sliding_window") and config.get("sliding_window") is not None

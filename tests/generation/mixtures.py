@@ -22,7 +22,7 @@ MIXTURES = {
         QWEN3_MOE, tie_embeddings=True,
         moe=replace(MOE, sparse_layers=(0, 2), expert_size=20, normalized=False, experts_per_token=3),
     ),
-    "mixtral": replace(QWEN3_MOE, family="mixtral"),
+    "mixtral": replace(QWEN3_MOE, family="mixtral", intermediate_size=32),
     "glm4_moe": replace(
         QWEN3_MOE, family="glm4_moe", partial_rotary_factor=0.5, attention_bias=True, use_qk_norm=False,
         moe=replace(

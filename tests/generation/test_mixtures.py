@@ -11,17 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from llamarl.config.trainer import LoraConfig
 from llamarl.generation.engine import Engine
 from llamarl.generation.lora import AdapterMerger
-from llamarl.generation.model import GeneratorModel
+from llamarl.generation.model import GeneratorModel, load_generator_model
 from llamarl.generation.network import route_kernel
 from llamarl.kernels import experts
 from llamarl.models import experts as experts_of_trainer
 from llamarl.models.attention import causal_attend
+from llamarl.models.hf import save_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
 from llamarl.sharding import tensor_parallel
@@ -62,42 +63,13 @@ def routes_of(model: GeneratorModel, lengths: list[int] = LENGTHS) -> tuple[Tens
     return logits(Recorder(), lengths), routes
 
 
-def of_transformers(model: Transformer, name: str) -> nn.Module:
-    """The same weights there, where gate and up of an expert are one matrix."""
-    shape, weights = model.shape, dict[str, Tensor]()
-    moe = shape.moe
-    assert moe is not None
-    sizes = {
-        "hidden_size": shape.hidden_size, "num_hidden_layers": shape.num_layers, "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "vocab_size": shape.vocab_size,
-        "intermediate_size": moe.expert_size if name == "mixtral" else shape.intermediate_size,
-        "max_position_embeddings": shape.max_position_embeddings, "rms_norm_eps": shape.rms_norm_eps,
-        "num_experts_per_tok": moe.experts_per_token, "norm_topk_prob": moe.normalized, "sliding_window": None,
-        "moe_intermediate_size": moe.expert_size, "num_experts": moe.num_experts, "num_local_experts": moe.num_experts,
-        "n_routed_experts": moe.num_experts, "n_shared_experts": 1, "n_group": moe.num_groups,
-        "topk_group": moe.groups_per_token, "routed_scaling_factor": moe.scaling, "first_k_dense_replace": 1,
-        "attention_bias": shape.attention_bias, "use_qk_norm": shape.use_qk_norm, "tie_word_embeddings": False,
-        "rope_parameters": {
-            "rope_type": "default", "rope_theta": shape.rope_theta,
-            "partial_rotary_factor": shape.partial_rotary_factor,
-        },
-    }  # fmt: skip
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes), dtype=torch.float32).eval()
-    for key, weight in model.state_dict().items():
-        if key.endswith("experts.gate_proj"):
-            up = model.state_dict()[key.replace("gate_proj", "up_proj")]
-            weights[key.replace("gate_proj", "gate_up_proj")] = torch.cat((weight, up), 1)
-        elif not key.endswith("experts.up_proj"):
-            weights[key] = weight
-    theirs.load_state_dict(weights)
-    return theirs
-
-
 @pytest.mark.parametrize("name", FAMILIES)
-def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
+def test_greedy_tokens_are_those_of_transformers_from_the_same_files(name: str, tmp_path: Path) -> None:
     model = mixture(name)
-    theirs = of_transformers(model, name)
-    engine = Engine(loaded(model, "float32"), max_running=8, prefill_tokens=16, kv_bytes=1 << 24)
+    save_model(model, tmp_path / "model", None)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    generator = load_generator_model(tmp_path / "model", "float32", "cpu")
+    engine = Engine(generator, max_running=8, prefill_tokens=16, kv_bytes=1 << 24)
     prompts = [np.arange(3, 3 + length, dtype=np.int32) * 7 % 130 for length in (5, 21)]
     sampling = SamplingParams(temperature=0.0, max_new_tokens=20)
     requests = [

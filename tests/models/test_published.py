@@ -18,6 +18,9 @@ from llamarl.models.transformer import Transformer
 from llamarl.parts.forecast.shapes import DecoderShape
 
 PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
+LOAD = [*PUBLISHED["loads"], *PUBLISHED["mixtures"]]
+OF_GATE_UP = ("experts.gate_proj", "experts.up_proj")
+"""Matrices that transformers keeps as one."""
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 
 
@@ -44,6 +47,25 @@ class TestOneThatLoads:
         assert row in PAGE
 
 
+@pytest.mark.parametrize("model", PUBLISHED["mixtures"], ids=lambda model: model["name"])
+class TestMixtureThatLoads:
+    def test_has_its_parameters(self, model: dict[str, Any]) -> None:
+        config = {**model["config"], "num_hidden_layers": 2}
+        assert ModelShape.from_hf(model["config"]).num_parameters == model["parameters"]
+        with torch.device("meta"):
+            theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+            ours = Transformer(shape := ModelShape.from_hf(config)).state_dict()
+        assert sum(one.numel() for one in theirs.state_dict().values()) == shape.num_parameters
+        assert sum(one.numel() for one in ours.values()) == shape.num_parameters
+        others = {name: one.shape for name, one in theirs.state_dict().items() if ".experts.g" not in name}
+        assert others == {name: one.shape for name, one in ours.items() if not name.endswith(OF_GATE_UP)}
+
+    def test_has_its_row_in_the_docs(self, model: dict[str, Any]) -> None:
+        size, context = model["parameters"] / 1e9, model["config"]["max_position_embeddings"]
+        row = f"| `{model['name']}` | {model['config']['model_type']} | {size:.2f} | {context:,} | {model['license']} |"
+        assert row in PAGE
+
+
 @pytest.mark.parametrize("model", PUBLISHED["refused"], ids=lambda model: model["name"])
 def test_one_of_a_family_that_does_not_load(model: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
@@ -52,14 +74,14 @@ def test_one_of_a_family_that_does_not_load(model: dict[str, Any]) -> None:
 
 
 def test_the_docs_name_no_model_that_is_not_checked() -> None:
-    known = {one["name"] for one in [*PUBLISHED["loads"], *PUBLISHED["refused"]]}
+    known = {one["name"] for one in [*LOAD, *PUBLISHED["refused"]]}
     assert set(re.findall(r"^\| `(\w[\w.-]*/[\w.-]+)`", PAGE, re.MULTILINE)) == known
 
 
 @pytest.mark.parametrize("model_type", OTHERS)
 def test_another_architecture_is_named_with_the_nearest_that_works(model_type: str) -> None:
     what, lacks, nearest = OTHERS[model_type]
-    assert nearest in {one["name"] for one in PUBLISHED["loads"]}
+    assert nearest in {one["name"] for one in LOAD}
     with pytest.raises(ConfigError) as caught:
         ModelShape.from_hf({"model_type": model_type})
     said = f"config.json: `model_type` = {model_type!r} is {what}: {lacks} not computed here; the nearest that works is"

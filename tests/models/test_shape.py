@@ -104,9 +104,9 @@ def test_released_qwen_config_names_a_window_and_leaves_it_off() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model_type": None}, "`model_type` = None is none of the dense families llama, mistral, qwen2 and qwen3"),
-        ({"model_type": "rwkv"}, "`model_type` = 'rwkv' is none of the dense families"),
-        ({"model_type": ["llama"]}, "`model_type` = ['llama'] is none of the dense families"),
+        ({"model_type": None}, "`model_type` = None is none of the families llama, mistral, qwen2, qwen3, qwen3_moe,"),
+        ({"model_type": "rwkv"}, "`model_type` = 'rwkv' is none of the families"),
+        ({"model_type": ["llama"]}, "`model_type` = ['llama'] is none of the families"),
         ({"hidden_act": "gelu"}, "`hidden_act` = 'gelu'; only 'silu'"),
         ({"attention_bias": True}, "`attention_bias` = True"),
         ({"mlp_bias": True}, "`mlp_bias` = True"),

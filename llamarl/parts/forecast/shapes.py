@@ -16,7 +16,7 @@ from llamarl.models.refused import OTHERS, refusal
 from llamarl.models.shape import ModelShape
 
 MIXTURES = ("mixtral", "qwen3_moe")
-"""Families (`model_type`) of mixtures of experts that are planned, though no run trains them."""
+"""Families (`model_type`) of mixtures of experts that are planned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,14 +99,14 @@ class DecoderShape(DecoderSizes):
         """The decoder that a parsed `config.json` describes. Raises ConfigError: a key is missing, or the model is
         neither computed here nor a mixture whose layers are all alike."""
         family = config.get("model_type")
-        if family not in MIXTURES:
-            ModelShape.from_hf(config)  # refuses what is not computed
+        shape = ModelShape.from_hf(config)  # refuses what is not computed
+        if shape.moe is None:
             return cls(name=name, path=name, **sizes_from_hf(config))
-        for key in ("mlp_only_layers", "use_sliding_window", "shared_expert_intermediate_size"):
-            if config.get(key):
-                raise ConfigError(f"config.json: `{key}` = {config[key]!r} is not planned; {refusal(family)}")
-        if (every := config.get("decoder_sparse_step", 1)) != 1:
-            raise ConfigError(f"config.json: `decoder_sparse_step` = {every!r} is not planned; {refusal(family)}")
+        if family not in MIXTURES or len(shape.moe.sparse_layers) < shape.num_layers:
+            raise ConfigError(
+                f"config.json: `model_type` = {family!r} with dense layers or shared experts is not planned; a mixture "
+                "whose layers are all alike is, as Qwen/Qwen3-30B-A3B"
+            )
         width = count(config, "moe_intermediate_size", "intermediate_size")
         return cls(
             name=name,

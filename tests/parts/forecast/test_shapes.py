@@ -107,15 +107,36 @@ def test_a_model_that_is_not_planned_is_named(name: str, said: str) -> None:
         find_model(name)
 
 
+QWEN3_MOE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 9}
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
         ({"model_type": "deepseek_v3", "n_routed_experts": 8, "num_experts_per_tok": 2}, "latent attention"),
         ({"model_type": "gemma3_text"}, "sliding windows"),
-        ({"model_type": "qwen2_moe", "num_experts": 8, "num_experts_per_tok": 2}, "mixture of experts is not"),
+        ({"model_type": "qwen2_moe", "num_experts": 8, "num_experts_per_tok": 2}, "gated shared expert is not"),
         ({"model_type": "mistral", "sliding_window": 64}, "sliding_window"),
-        ({"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [0]}, "mlp_only"),
-        ({"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 2}, "sparse"),
+        (
+            {
+                "model_type": "qwen3_moe",
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 9,
+                "mlp_only_layers": [0],
+            },
+            "dense layers",
+        ),
+        (
+            {
+                "model_type": "qwen3_moe",
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 9,
+                "decoder_sparse_step": 2,
+            },
+            "dense layers",
+        ),
         (
             {
                 "model_type": "qwen3_moe",
@@ -125,7 +146,7 @@ def test_a_model_that_is_not_planned_is_named(name: str, said: str) -> None:
             },
             "shared_expert",
         ),
-        ({"model_type": None}, "none of the dense families"),
+        ({"model_type": None}, "none of the families"),
     ],
 )
 def test_a_config_that_is_not_planned_is_refused(tmp_path: Path, keys: dict[str, object], said: str) -> None:

@@ -1,0 +1,105 @@
+"""Mixtures of experts in a Hugging Face `config.json`: the keys of each family, read and written. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llamarl.config import ConfigError
+from llamarl.config.decoder import MAX_COUNT, count, positive
+
+
+def mixture_from_hf(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """The fields of `MoeShape` that a parsed `config.json` of one of its families describes.
+
+    Raises:
+        ConfigError: a key is missing, or of the wrong kind.
+    """
+    match config["model_type"]:
+        case "qwen3_moe":
+            return _qwen3(config, num_layers)
+        case "mixtral":
+            return _mixtral(config, num_layers)
+        case "glm4_moe":
+            return _glm4(config, num_layers)
+    raise AssertionError(config["model_type"])
+
+
+def _qwen3(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    dense, step = config.get("mlp_only_layers") or [], count(config, "decoder_sparse_step", default=1)
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise ConfigError(f"config.json: `mlp_only_layers` = {dense!r}; a list of numbers of layers is needed")
+    return {
+        "num_experts": count(config, "num_experts", "num_local_experts"),
+        "experts_per_token": count(config, "num_experts_per_tok"),
+        "expert_size": count(config, "moe_intermediate_size"),
+        "sparse_layers": tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0),
+        "normalized": flag(config, "norm_topk_prob", False),
+    }
+
+
+def _mixtral(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    return {
+        "num_experts": count(config, "num_local_experts", "num_experts"),
+        "experts_per_token": count(config, "num_experts_per_tok"),
+        "expert_size": count(config, "intermediate_size"),
+        "sparse_layers": tuple(range(num_layers)),
+        "normalized": True,
+    }
+
+
+def _glm4(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    width, shared = count(config, "moe_intermediate_size"), _whole(config, "n_shared_experts", 1)
+    return {
+        "num_experts": count(config, "n_routed_experts", "num_local_experts"),
+        "experts_per_token": count(config, "num_experts_per_tok"),
+        "expert_size": width,
+        "sparse_layers": tuple(range(_whole(config, "first_k_dense_replace", 1), num_layers)),
+        "scoring": "sigmoid",
+        "normalized": flag(config, "norm_topk_prob", True),
+        "scaling": float(positive("routed_scaling_factor", config.get("routed_scaling_factor", 1.0))),
+        "num_groups": count(config, "n_group", default=1),
+        "groups_per_token": count(config, "topk_group", default=1),
+        "shared_size": shared * width,
+        "has_selection_bias": True,
+    }
+
+
+def mixture_to_hf(family: str, num_layers: int, moe: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of `config.json` of a family with these fields of `MoeShape`: inverse of `mixture_from_hf`."""
+    sparse, found = moe["sparse_layers"], {"num_experts_per_tok": moe["experts_per_token"]}
+    if family == "mixtral":
+        assert moe["normalized"], "gates of a Mixtral add up to 1"
+        assert len(sparse) == num_layers, "each of its layers has experts"
+        sizes = {"num_local_experts": moe["num_experts"], "intermediate_size": moe["expert_size"]}
+        return found | sizes | {"sliding_window": None}
+    found |= {"moe_intermediate_size": moe["expert_size"], "norm_topk_prob": moe["normalized"]}
+    if family == "qwen3_moe":
+        dense = [layer for layer in range(num_layers) if layer not in sparse]
+        return found | {"num_experts": moe["num_experts"], "decoder_sparse_step": 1, "mlp_only_layers": dense}
+    assert sparse == tuple(range(sparse[0], num_layers)), "the dense layers of a GLM-4 mixture come first"
+    assert moe["shared_size"] % moe["expert_size"] == 0, "its shared experts are as wide as the others"
+    return found | {
+        "n_routed_experts": moe["num_experts"],
+        "n_shared_experts": moe["shared_size"] // moe["expert_size"],
+        "first_k_dense_replace": sparse[0],
+        "n_group": moe["num_groups"],
+        "topk_group": moe["groups_per_token"],
+        "routed_scaling_factor": moe["scaling"],
+        "num_nextn_predict_layers": 0,  # layers that predict further tokens are neither read nor written
+    }
+
+
+def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    """A key that is true or false; absent, as its class in transformers assumes. Raises ConfigError."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"config.json: `{key}` = {value!r}; true or false is needed")
+    return default if value is None else value
+
+
+def _whole(config: Mapping[str, Any], key: str, default: int) -> int:
+    value = default if config.get(key) is None else config[key]
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_COUNT:
+        raise ConfigError(f"config.json: `{key}` = {value!r}; a whole number from 0 to {MAX_COUNT:,} is needed")
+    return value
