@@ -10,11 +10,18 @@ from llamarl.config.ref import Ref
 from llamarl.config.section import Section
 
 
+class MixtureRef(Ref):
+    """A family of mixtures of experts. Its options are the keys of `config.json` that say what experts there are."""
+
+    name: Literal["qwen3_moe", "mixtral", "glm4_moe"]
+
+
 class ShapeConfig(Section):
     """Shape of a model made from scratch."""
 
-    family: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
-    """Architecture."""
+    family: Literal["llama", "mistral", "qwen2", "qwen3"] | MixtureRef = "llama"
+    """Architecture. A mixture of experts, which learns to use all of them by an auxiliary loss, has its keys of
+    `config.json` beside the name: `{name = "qwen3_moe", num_experts = 8, num_experts_per_tok = 2, ...}`."""
     hidden_size: int = Field(default=128, ge=1)
     """Width, D."""
     num_layers: int = Field(default=3, ge=1)
@@ -24,7 +31,7 @@ class ShapeConfig(Section):
     num_kv_heads: int = Field(default=2, ge=1)
     """Key/value heads."""
     intermediate_size: int = Field(default=384, ge=1)
-    """Width of the MLP."""
+    """Width of the MLP; in a mixture that of its dense layers, in `mixtral` that of an expert."""
     vocab_size: int = Field(default=331, ge=260)
     """Upper bound of the tokenizer's vocabulary; 256 bytes and the special tokens are the least."""
     max_position_embeddings: int = Field(default=512, ge=1)

@@ -109,6 +109,9 @@ class TrainerConfig(Section):
     parallelism: ParallelismConfig = ParallelismConfig()
     lora: LoraConfig | None = None
     """Train adapters only; none: all weights."""
+    train_router: bool = True
+    """Train the routers of a mixture of experts, too; false leaves them as they are, without gradients and moments, so
+    that what an expert is for stays."""
 
     @model_validator(mode="after")
     def _light_weights(self) -> TrainerConfig:
@@ -119,4 +122,6 @@ class TrainerConfig(Section):
             )
         if self.weights == "bfloat16" and self.lora:
             raise ValueError("trainer.weights = 'bfloat16' with trainer.lora: adapters are small; leave one out")
+        if not self.train_router and self.lora:
+            raise ValueError("trainer.train_router = false with trainer.lora: routers are frozen then; leave it out")
         return self

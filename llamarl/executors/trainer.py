@@ -65,7 +65,7 @@ class TrainerExecutor(OptimizingExecutor):
         check_memory(model.shape, config, self._device)
         self._built(self._trainer)
         self._peak_flops = peak_flops(settings, self._device)
-        self._weights = self._trainer.sharding.weights
+        self._weights = self._trainer.sharding.held
         self._background_s = 0.0
         """Processor seconds outside this thread by the last step: messages."""
         self._layouts = list[tuple[TensorSpec, ...]]()

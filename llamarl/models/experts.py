@@ -32,28 +32,43 @@ def route(
 
     Args:
         ids_N_K: experts that were recorded; their gates come from all of this router's scores, so a gradient reaches
-            it. -1: it chooses itself.
+            it. -1: it chooses itself, none that is there already.
     """
-    logits_N_E = logits_N_E.to(torch.promote_types(logits_N_E.dtype, torch.float32))
-    is_sigmoid = moe.scoring == "sigmoid"
-    scores_N_E = logits_N_E.sigmoid() if is_sigmoid else logits_N_E.softmax(-1)
-    chosen_N_K = _chosen(scores_N_E.detach() if bias_E is None else scores_N_E.detach() + bias_E, moe)
-    if ids_N_K is not None:
-        chosen_N_K = torch.where(ids_N_K < 0, chosen_N_K, ids_N_K)
+    scores_N_E = _scores(logits_N_E, moe)
+    biased_N_E = scores_N_E.detach() if bias_E is None else scores_N_E.detach() + bias_E
+    chosen_N_K = _chosen(biased_N_E, moe) if ids_N_K is None else _completed(ids_N_K, biased_N_E, moe)
     gates_N_K = scores_N_E.gather(1, chosen_N_K)
     if moe.normalized:
-        gates_N_K = gates_N_K / (gates_N_K.sum(-1, keepdim=True) + (_LEAST_SUM if is_sigmoid else 0.0))
+        gates_N_K = gates_N_K / (gates_N_K.sum(-1, keepdim=True) + (_LEAST_SUM if moe.scoring == "sigmoid" else 0.0))
     return chosen_N_K, gates_N_K * moe.scaling
 
 
-def _chosen(scores_N_E: Tensor, moe: MoeShape) -> Tensor:
+def _chosen(scores_N_E: Tensor, moe: MoeShape, taken_N_E: Tensor | None = None) -> Tensor:
+    """Best experts, but for those that are taken, within the best groups of all."""
     if moe.num_groups > 1:
         scores_N_G_X = scores_N_E.unflatten(1, (moe.num_groups, -1))
         best_N_G = scores_N_G_X.topk(min(2, scores_N_G_X.shape[2])).values.sum(-1)
         others_N_x = best_N_G.sort(descending=True, stable=True).indices[:, moe.groups_per_token :]
         is_out_N_G = torch.zeros_like(best_N_G, dtype=torch.bool).scatter_(1, others_N_x, True)
         scores_N_E = scores_N_G_X.masked_fill(is_out_N_G[:, :, None], -math.inf).flatten(1)
+    if taken_N_E is not None:
+        scores_N_E = scores_N_E.masked_fill(taken_N_E, -math.inf)
     return scores_N_E.sort(descending=True, stable=True).indices[:, : moe.experts_per_token]
+
+
+def _scores(logits_N_E: Tensor, moe: MoeShape) -> Tensor:
+    logits_N_E = logits_N_E.to(torch.promote_types(logits_N_E.dtype, torch.float32))
+    return logits_N_E.sigmoid() if moe.scoring == "sigmoid" else logits_N_E.softmax(-1)
+
+
+def _completed(ids_N_K: Tensor, scores_N_E: Tensor, moe: MoeShape) -> Tensor:
+    """Recorded experts, each once, and in the other places the best of those that are not among them."""
+    is_repeated_N_K = (ids_N_K[:, :, None] == ids_N_K[:, None, :]).tril(-1).any(-1)
+    is_open_N_K = (ids_N_K < 0) | is_repeated_N_K
+    taken_N_E1 = scores_N_E.new_zeros(len(scores_N_E), moe.num_experts + 1, dtype=torch.bool)
+    taken_N_E1.scatter_(1, ids_N_K.masked_fill(is_open_N_K, moe.num_experts), True)
+    own_N_K = _chosen(scores_N_E, moe, taken_N_E1[:, :-1])
+    return torch.where(is_open_N_K, own_N_K.gather(1, (is_open_N_K.cumsum(1) - 1).clamp(min=0)), ids_N_K)
 
 
 class Router(nn.Module):
@@ -77,10 +92,16 @@ class Router(nn.Module):
         return super()._apply(exact, recurse)
 
     def forward(self, x_N_D: Tensor, ids_N_K: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return route(self._logits(x_N_D), self.e_score_correction_bias, self.moe, ids_N_K)
+
+    def scores(self, x_N_D: Tensor) -> Tensor:
+        """Likelihood of each expert, before any choice, [N, E]."""
+        return _scores(self._logits(x_N_D), self.moe)
+
+    def _logits(self, x_N_D: Tensor) -> Tensor:
         with torch.autocast(x_N_D.device.type, enabled=False):
             dtype = torch.promote_types(x_N_D.dtype, torch.float32)
-            logits_N_E = F.linear(x_N_D.to(dtype), self.weight.to(dtype))
-        return route(logits_N_E, self.e_score_correction_bias, self.moe, ids_N_K)
+            return F.linear(x_N_D.to(dtype), self.weight.to(dtype))
 
 
 class Experts(nn.Module):

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
 from llamarl.config import ConfigError
@@ -344,9 +343,7 @@ def hf_eos(stop_token_ids: tuple[int, ...]) -> int | list[int] | None:
     return stop_token_ids[0] if stop_token_ids else None
 
 
-def _rope(
-    config: Mapping[str, Any], absent: Mapping[str, float] = MappingProxyType({})
-) -> tuple[float, RopeScaling | None, float]:
+def _rope(config: Mapping[str, Any], absent: Mapping[str, float]) -> tuple[float, RopeScaling | None, float]:
     """Base, scaling and share of the channels, from `rope_parameters` (transformers 5) or `rope_theta` and
     `rope_scaling` (4)."""
     key, rope = rope_of(config)

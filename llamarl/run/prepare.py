@@ -32,6 +32,7 @@ from llamarl.observability.usage import MIN_FILES
 from llamarl.rewards._build import build_reward
 from llamarl.run.held_out import learnt_too, load_held_out
 from llamarl.run.memory import MachineMemory, check_memory
+from llamarl.run.mixtures import check_mixture, check_mixture_layout
 from llamarl.run.placement import LocalPlacer, models_in_use
 from llamarl.run.sources import environment_of, of_source
 from llamarl.sharding.tensor_parallel import cuts_by_expert
@@ -235,16 +236,7 @@ def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:
     Reads `config.json` only: neither weights nor data. Raises ConfigError.
     """
     shape = load_shape(config.model.path)
-    if shape.moe is not None and config.generator.backend != "native":
-        raise ConfigError(
-            f"generator.backend = {config.generator.backend!r} does not record which experts of {config.model.path} "
-            "each token went to, which training needs; use backend = 'native'"
-        )
-    if shape.moe is None and not config.generator.router_replay:
-        raise ConfigError(
-            f"generator.router_replay = false, but {config.model.path} is no mixture of experts, so nothing is "
-            "recorded; leave it out"
-        )
+    check_mixture(config, shape)
     check_tensor_parallel(shape, config.generator.tensor_parallel, config.model.path)
     check_parallelism(shape, config.trainer.parallelism, config.model.path)
     check_models(config, shape)
@@ -383,6 +375,7 @@ def check_blocks(config: RunConfig, shape: ModelShape, parallelism: ParallelismC
 
 def check_parallelism(shape: ModelShape, parallelism: ParallelismConfig, path: str, executor: str = "trainer") -> None:
     """Raises ConfigError when the trainer, or the critic, cannot be cut so."""
+    check_mixture_layout(shape, parallelism, path, executor)
     uneven = partial(uneven_parts, shape, repeats_kv_heads=False)
     if found := uneven(parallelism.tp):
         possible = ", ".join(str(ranks) for ranks in range(1, shape.num_kv_heads + 1) if not uneven(ranks))

@@ -3,7 +3,7 @@
 A tile of weights and moments is brought to float32 on the device, updated by the fused kernel of `AdamW`, and put back,
 so that what is kept exactly has the bits of the optimizer that keeps all of it there.
 
-Shape suffixes: R rows and C columns of a part of a matrix, K blocks of `BLOCK` columns of a row.
+Shape suffixes: R rows and C columns of a part of a matrix, or of a stack of them, K blocks of `BLOCK` columns of a row.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def encoded(name: str, moment_R_C: Tensor) -> tuple[Tensor, Tensor]:
     code_R_K_B = torch.bucketize(unit_R_K_B, bounds, out_int32=True)
     if name == "exp_avg_sq":
         code_R_K_B = torch.where(blocks_R_K_B > 0, code_R_K_B.clamp(min=1), code_R_K_B)
-    code_R_C = code_R_K_B.flatten(1)[:, : moment_R_C.shape[1]]
+    code_R_C = code_R_K_B.flatten(-2)[..., : moment_R_C.shape[-1]]
     return (code_R_C - 128).to(torch.int8), scale_R_K
 
 
@@ -69,31 +69,36 @@ def decoded(name: str, code_R_C: Tensor, scale_R_K: Tensor) -> Tensor:
     """The moment that codes and scales stand for, float32 [R, C]."""
     values, _ = table(name, code_R_C.device)
     blocks_R_K_B = _blocks(values[code_R_C.int() + 128])
-    return (blocks_R_K_B * scale_R_K[..., None]).flatten(1)[:, : code_R_C.shape[1]].contiguous()
+    return (blocks_R_K_B * scale_R_K[..., None]).flatten(-2)[..., : code_R_C.shape[-1]].contiguous()
 
 
 def _blocks(matrix_R_C: Tensor) -> Tensor:
     """[R, K, B], with zeros behind the last column."""
-    missing = -matrix_R_C.shape[1] % BLOCK
-    return F.pad(matrix_R_C, (0, missing)).unflatten(1, (-1, BLOCK))
+    missing = -matrix_R_C.shape[-1] % BLOCK
+    return F.pad(matrix_R_C, (0, missing)).unflatten(-1, (-1, BLOCK))
 
 
 def is_coded(weight: Tensor) -> bool:
     """Vectors are so few that their moments stay float32."""
-    return weight.ndim == 2
+    return weight.ndim >= 2
 
 
 def state_spec(spec: TensorSpec, moment: str) -> TensorSpec:
     """Place of a part of a moment, or of its scales, that belongs to a part of a weight."""
     if not moment.endswith(SCALE):
         return spec
-    rows, columns = spec.global_shape
-    assert spec.box.starts[1] % BLOCK == 0, f"{spec.name} is cut within a block"
-    return replace(spec, global_shape=(rows, -(-columns // BLOCK)), box=_scales_of(spec.box))
+    *rows, columns = spec.global_shape
+    assert spec.box.starts[-1] % BLOCK == 0, f"{spec.name} is cut within a block"
+    return replace(spec, global_shape=(*rows, -(-columns // BLOCK)), box=_scales_of(spec.box))
 
 
 def _scales_of(box: Box) -> Box:
-    return Box((box.starts[0], box.starts[1] // BLOCK), (box.stops[0], -(-box.stops[1] // BLOCK)))
+    return _columns(box, box.starts[-1] // BLOCK, -(-box.stops[-1] // BLOCK))
+
+
+def _columns(box: Box, first: int, last: int) -> Box:
+    """The rows of a box, with other columns."""
+    return Box((*box.starts[:-1], first), (*box.stops[:-1], last))
 
 
 class Dice:
@@ -102,16 +107,15 @@ class Dice:
 
     def __init__(self, key: str, spec: TensorSpec) -> None:
         self._key = int.from_bytes(xxhash.xxh32_digest(key.encode()), "little", signed=True)
-        self._starts = spec.box.starts
-        self._width = spec.global_shape[-1] if len(spec.global_shape) > 1 else 1
-        self._columns = spec.box.shape[1] if len(spec.global_shape) > 1 else None
+        self._box, self._shape = spec.box, spec.global_shape
 
     def throw(self, rows: slice, step: Tensor) -> Tensor:
         """Uniform in 0 to 65535, int32, for each element of these rows of the part at the step with this number."""
-        first, count = self._starts[0] + rows.start, torch.arange(rows.stop - rows.start, device=step.device)
-        index = (first + count) * self._width
-        if self._columns is not None:
-            index = index[:, None] + self._starts[1] + torch.arange(self._columns, device=step.device)
+        starts, stops = self._box.starts, self._box.stops
+        bounds = [(starts[0] + rows.start, starts[0] + rows.stop), *zip(starts[1:], stops[1:], strict=True)]
+        index = torch.zeros((), dtype=torch.int64, device=step.device)
+        for size, bound in zip(self._shape, bounds, strict=True):
+            index = index[..., None] * size + torch.arange(*bound, device=step.device)
         bits = index.to(torch.int32) + _mixed(step.to(torch.int32) + self._key)  # wraps, as all of it does
         return _mixed(bits) & 0xFFFF
 
@@ -197,7 +201,7 @@ class LightAdamW(Uncompiled):
         for name in MOMENTS:
             found[name] = self._room(weight.shape, torch.int8 if coded else _exact(weight), weight.device)
             if coded:  # and scales of zero, so that any code stands for it
-                blocks = (weight.shape[0], -(-weight.shape[1] // BLOCK))
+                blocks = (*weight.shape[:-1], -(-weight.shape[-1] // BLOCK))
                 found[name + SCALE] = self._room(blocks, torch.float32, weight.device)
         return found
 
@@ -251,13 +255,13 @@ def read_state(
             if coded and is_coded(found[name]):
                 found[name], found[name + SCALE] = encoded(name, found[name])
             continue
-        first, last = (-(-edge // BLOCK) * BLOCK for edge in (spec.box.starts[1] - BLOCK + 1, spec.box.stops[1]))
-        wide = Box((spec.box.starts[0], first), (spec.box.stops[0], min(last, spec.global_shape[1])))
+        first, last = (-(-edge // BLOCK) * BLOCK for edge in (spec.box.starts[-1] - BLOCK + 1, spec.box.stops[-1]))
+        wide = _columns(spec.box, first, min(last, spec.global_shape[-1]))
         codes, scales = read(name, wide), read(name + SCALE, _scales_of(wide))
         if coded:
             found |= {name: codes, name + SCALE: scales}
         else:
-            found[name] = decoded(name, codes, scales)[:, spec.box.starts[1] - first :][:, : spec.box.shape[1]]
+            found[name] = decoded(name, codes, scales)[..., spec.box.starts[-1] - first :][..., : spec.box.shape[-1]]
     return found
 
 

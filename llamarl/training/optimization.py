@@ -18,6 +18,7 @@ from torch import Tensor
 
 from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.mesh import RankMesh
+from llamarl.sharding.tensor_parallel import is_router
 from llamarl.training.compute import set_compute
 from llamarl.training.health import Health, find_cause
 from llamarl.training.optimizer import build_optimizer, set_learning_rate
@@ -83,6 +84,8 @@ class Optimization(ABC, Generic[Model]):
         self.model, self.config, self.mesh, self.device = module.transformer, config, mesh, device
         set_compute(self.model, config, device)
         self.module = module
+        for name, weight in module.named_parameters() if not config.train_router else ():
+            weight.requires_grad_(weight.requires_grad and not is_router(name))
         half = torch.bfloat16 if config.dtype == "bfloat16" else None
         if config.weights == "bfloat16":
             module.to(torch.bfloat16)
@@ -90,8 +93,9 @@ class Optimization(ABC, Generic[Model]):
             self.model.model.embed_tokens.register_forward_hook(lambda _module, _args, x_N_D: x_N_D.to(dtype))
         self.sharding = parallelize(module, self.model, mesh, device, read, half)
         self.pipeline = Pipeline(mesh.pp, dtype, device)
+        weights, specs = self.sharding.weights, self.sharding.specs
         self.optimizer: torch.optim.Optimizer = build_optimizer(
-            self.sharding.weights.values(), config, [*self.sharding.specs.values()]
+            weights.values(), config, [specs[name] for name in weights]
         )
         self.policy_version = 0
         """Completed steps."""

@@ -22,7 +22,7 @@ def build_optimizer(
     pulling them to 0 removes what they scale.
 
     Args:
-        places: of `weights` in whole ones, in their order, for those in bfloat16.
+        places: of `weights` in whole ones, in their order, with `config.weights` in bfloat16.
     """
     given = list(weights)
     matrices = [weight for weight in given if weight.ndim >= 2]
@@ -35,7 +35,8 @@ def build_optimizer(
     coded, on_host, rounds = config.moments == "8bit", config.moments_on == "host", config.weights == "bfloat16"
     if not (coded or on_host or rounds):
         return AdamW(groups, lr=config.learning_rate, betas=betas, eps=1e-8, fused=True)
-    places_of = dict(zip(given, places, strict=True)) if rounds else {}
+    placed = zip(given, places, strict=True) if rounds else ()
+    places_of = {weight: place for weight, place in placed if weight.dtype == torch.bfloat16}  # routers never are
     return LightAdamW(
         groups, lr=config.learning_rate, betas=betas, eps=1e-8, coded=coded, on_host=on_host, places=places_of
     )

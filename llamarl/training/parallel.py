@@ -6,14 +6,14 @@ What is cut is decided in `sharding/tensor_parallel.py`, for generators too. A w
 the rows, or of the heads, on each rank, so its gradient is the sum over them: once per step, for all such weights.
 
 FSDP2 then cuts the rows of what a rank has, over the fsdp and the cp axis together, and sums gradients; the loss has
-been divided by the global count before.
+been divided by the global count before. Routers of a mixture are gathered as they are kept, never in bfloat16.
 
 Shape suffixes: N packed tokens of this context rank, M = N / tp rows of this rank, D model dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -23,13 +23,15 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from llamarl.distributed.collectives import gather_rows, scatter_rows
 from llamarl.distributed.mesh import Axis, RankMesh
+from llamarl.models.experts import Router
 from llamarl.models.hf import EMBEDDING, Read
+from llamarl.models.lora import A, B
 from llamarl.models.scalar import ScalarModel
 from llamarl.models.transformer import Decoder, Transformer
 from llamarl.observability.stages import stage
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import stage_layers
-from llamarl.sharding.tensor_parallel import sharded_dim, tensor_parallel_box
+from llamarl.sharding.tensor_parallel import is_router, sharded_dim, tensor_parallel_box
 from llamarl.training.light import state_spec
 from llamarl.weight_sync.layout import TensorSpec
 
@@ -40,13 +42,27 @@ BLOCKS = ("self_attn", "mlp")
 class Sharding:
     """This rank's parts of a module's weights and of their gradients, as plain tensors that share their memory."""
 
-    def __init__(self, weights: dict[str, Tensor], specs: dict[str, TensorSpec], mesh: RankMesh, is_tied: bool) -> None:
+    def __init__(
+        self,
+        weights: dict[str, Tensor],
+        fixed: dict[str, Tensor],
+        specs: dict[str, TensorSpec],
+        mesh: RankMesh,
+        is_tied: bool,
+    ) -> None:
         self.weights = weights
         """Weights that are trained, by name; with one rank the parameters themselves."""
+        self.fixed = fixed
+        """Parts of routers that are not trained, which generators and checkpoints have all the same."""
         self.specs = specs
         """Which part of the whole weight each is."""
         self._mesh = mesh
         self._is_tied = is_tied
+
+    @property
+    def held(self) -> dict[str, Tensor]:
+        """Both: what is published and saved."""
+        return self.weights | self.fixed
 
     def drop_gradients(self) -> None:
         """Gives the memory of gradients back until the next step; FSDP2 keeps its own."""
@@ -78,7 +94,7 @@ class Sharding:
         """Scales all gradients so that their norm, over all ranks, is at most `max_norm`; returns what it was."""
         mesh = self._mesh
         grads = [self._grad(name) for name in self.weights if self._counts(name)]
-        if grads and grads[0].dtype == torch.bfloat16:  # squares are added up in float32, and kept so
+        if any(grad.dtype == torch.bfloat16 for grad in grads):  # squares are added up in float32, and kept so
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, torch.float32)))
         else:
             norm = get_total_norm(grads)
@@ -118,7 +134,7 @@ def parallelize(
     is_tied = isinstance(transformer, Transformer) and transformer.lm_head is None
     kv_heads = transformer.shape.num_kv_heads
     _keep_stage(transformer, mesh.pp, is_tied)
-    shapes = {_short(name): tuple(weight.shape) for name, weight in module.named_parameters()}
+    shapes = {_short(name): tuple(one.shape) for name, one in _tensors(module)}
     boxes = {
         name: tensor_parallel_box(name, shape, mesh.tp.size, mesh.tp.rank, kv_heads) for name, shape in shapes.items()
     }
@@ -128,16 +144,27 @@ def parallelize(
     if mesh.shards is not None:
         _shard(module, transformer, mesh, dtype)
         size, place = mesh.shards.size(), mesh.shards.get_local_rank()
-        boxes = {name: _chunk(box, size, place) for name, box in boxes.items()}
+        boxes |= {name: _chunk(boxes[name], size, place) for name in map(_short, dict(module.named_parameters()))}
     _place(module, boxes, device, read)
-    weights = _own_weights(module)
-    kind = "bfloat16" if any(one.dtype == torch.bfloat16 for one in weights.values()) else "float32"
-    specs = {name: TensorSpec(name=name, global_shape=shapes[name], box=boxes[name], dtype=kind) for name in weights}
-    return Sharding(weights, specs, mesh, is_tied)
+    weights, fixed = _own_weights(module), _fixed(module)
+    specs = {
+        name: TensorSpec(
+            name=name, global_shape=shapes[name], box=boxes[name],
+            dtype="bfloat16" if one.dtype == torch.bfloat16 else "float32",
+        )
+        for name, one in (weights | fixed).items()
+    }  # fmt: skip
+    return Sharding(weights, fixed, specs, mesh, is_tied)
 
 
 def _short(name: str) -> str:
     return name.removeprefix("transformer.")
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the selection biases of routers, which are buffers."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
 
 
 def _keep_stage(transformer: Transformer | ScalarModel, pp: Axis, is_tied: bool) -> None:
@@ -188,6 +215,8 @@ def _shard(
 
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32, cast_forward_inputs=False)
     for layer in transformer.model.layers.children():
+        for router in (one for one in layer.modules() if isinstance(one, Router)):
+            fully_shard(router, mesh=mesh.shards)
         fully_shard(layer, mesh=mesh.shards, mp_policy=policy)
     fully_shard(module, mesh=mesh.shards)
     for part in module.modules():
@@ -201,11 +230,12 @@ def _shard(
 @torch.no_grad()
 def _place(module: nn.Module, boxes: Mapping[str, Box], device: torch.device, read: Read | None) -> None:
     """Brings all weights to the device; those that are nowhere yet, trainable or not, are read."""
-    unread = [name for name, weight in module.named_parameters() if weight.is_meta]
+    unread = [name for name, one in _tensors(module) if one.is_meta]
     # As `to_empty`, which would also empty the weights that are somewhere; FSDP2 then takes the new ones.
     module._apply(lambda x: _room(x, device) if x.is_meta else x.to(device))
+    placed = dict(_tensors(module))
     for name in unread:
-        weight, box = module.get_parameter(name), boxes[_short(name)]
+        weight, box = placed[name], boxes[_short(name)]
         assert read is not None, f"{name} has no values, and nothing to read them from"
         if box.num_elements:
             _local(weight).copy_(read(_short(name), box))
@@ -244,10 +274,18 @@ def _own_weights(module: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
+def _fixed(module: nn.Module) -> dict[str, Tensor]:
+    """Parts of routers that are not trained, where weights are; adapters go to whoever has the frozen model."""
+    if any(name.endswith((A, B)) for name, _ in module.named_parameters()):
+        return {}
+    found = {_short(name): one for name, one in _tensors(module) if is_router(name) and not one.requires_grad}
+    return {name: _local(one.detach()) for name, one in found.items()}
+
+
 def held_tensors(sharding: Sharding, optimizer: torch.optim.Optimizer) -> dict[str, tuple[TensorSpec, Tensor]]:
     """Parts that this rank holds of weights and moments; see `Optimization.shards`."""
     found = dict[str, tuple[TensorSpec, Tensor]]()
-    for name, weight in sharding.weights.items():
+    for name, weight in sharding.held.items():
         spec = sharding.specs[name]
         found[name] = spec, weight.detach()
         for key, value in optimizer.state.get(weight, {}).items():

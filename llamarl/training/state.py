@@ -42,7 +42,7 @@ def load_training_state(
     Raises:
         StateMismatch: before anything has changed.
     """
-    weights, specs = trainer.sharding.weights, trainer.sharding.specs
+    weights, specs = trainer.sharding.held, trainer.sharding.specs
     wanted, there = dict[str, tuple[int, ...]](), dict[str, tuple[int, ...]]()
     own = {name: spec.global_shape for name, spec in specs.items()}
     for of_rank, saved in trainer.mesh.exchange((own, {name: shapes[name] for name in shapes if ":" not in name})):

@@ -143,8 +143,8 @@ def logged(result: StepResult) -> dict[str, float]:
 
 def keep_parts(found: Found, trainer: Optimization[Any], gradients: Mapping[str, Tensor]) -> None:
     """This rank's weights and their first gradients, if there are any."""
-    for name, spec in trainer.sharding.specs.items():
-        part = trainer.sharding.weights[name].detach()
+    for name, weight in trainer.sharding.weights.items():
+        spec, part = trainer.sharding.specs[name], weight.detach()
         assert part.shape == spec.shape, f"{name}: {tuple(part.shape)} is not {spec}"
         found.weights[name] = spec.global_shape, spec.box, part.clone()
         if gradients:

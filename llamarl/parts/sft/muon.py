@@ -1,7 +1,8 @@
 """Muon (Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024), in the type of the weights.
 
 torch's own iterates in bfloat16, which processors without bfloat16 instructions only imitate: there it took ten times
-as long as forward and backward of a small model. Matrices of one shape are orthogonalized in one batch.
+as long as forward and backward of a small model. Matrices of one shape, and of all experts, are orthogonalized in one
+batch.
 
 Shape suffixes: B matrices of one shape, R rows, C columns, R <= C.
 """
@@ -30,7 +31,7 @@ class Muon(Uncompiled):
         """`others` takes its steps, on other weights, with this one; rates keep their ratio."""
         super().__init__(matrices, {"lr": lr})
         (self._matrices,) = self.param_groups
-        assert all(weight.ndim == 2 for weight in self._matrices["params"]), "matrices only"
+        assert all(weight.ndim >= 2 for weight in self._matrices["params"]), "matrices, and stacks of them, only"
         self._others = others
         if others is not None:
             self._matrices["lr_scale"] = lr / others.param_groups[0]["lr"]
@@ -45,8 +46,9 @@ class Muon(Uncompiled):
             if weight.grad is not None:
                 by_shape[weight.shape].append(weight)
         for shape, weights in by_shape.items():
-            updates = orthogonalized(torch.stack([self._momentum(weight) for weight in weights]))
-            rate = self._matrices["lr"] * math.sqrt(max(1.0, shape[0] / shape[1]))
+            momenta = torch.stack([self._momentum(weight) for weight in weights])
+            updates = orthogonalized(momenta.flatten(0, -3)).reshape(momenta.shape)
+            rate = self._matrices["lr"] * math.sqrt(max(1.0, shape[-2] / shape[-1]))
             for weight, update in zip(weights, updates, strict=True):
                 weight.sub_(update, alpha=rate)
         if self._others is not None:

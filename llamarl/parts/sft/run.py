@@ -30,6 +30,7 @@ from llamarl.run.copying import CheckpointCopier
 from llamarl.run.executors import executor_spec, spawn_all
 from llamarl.run.folder import RunFolder
 from llamarl.run.machines import Machines, open_machines
+from llamarl.run.mixtures import check_training
 from llamarl.run.placement import LocalPlacer
 from llamarl.run.prepare import check_moments, check_parallelism
 from llamarl.types import SampleGroup
@@ -50,6 +51,7 @@ def load_documents(config: RunConfig, warn: Callable[[str], None]) -> list[Sampl
             "its template, or run `llamarl sft` once for each"
         )
     shape, path = load_shape(config.model.path), config.model.path
+    check_training(config, shape)
     check_parallelism(shape, config.trainer.parallelism, path)
     check_moments(config, shape)
     if config.cluster.kind != "hosts":

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from llamarl.config.trainer import TrainerConfig
 from llamarl.distributed.mesh import ALONE, RankMesh
+from llamarl.models.experts import Router
 from llamarl.models.transformer import Transformer
 from llamarl.training.cost import step_cost
 from llamarl.training.optimization import Optimization, finished
@@ -22,6 +23,31 @@ from llamarl.training.policy import Policy
 from llamarl.training.result import StepResult
 from llamarl.training.totals import Totals
 from llamarl.types import SampleGroup, TrainBatch
+
+
+class Loads:
+    """How unevenly the routers of a mixture choose, in the forward that was last.
+
+    Of each layer E * sum over experts of (share of the choices) * (mean probability): 1 where all are equal (Switch
+    Transformer, arXiv 2101.03961, equations 4 to 6, with the k choices of a token as k of them).
+    """
+
+    def __init__(self, model: Transformer) -> None:
+        self._found = list[Tensor]()
+        for router in (one for one in model.modules() if isinstance(one, Router)):
+            router.register_forward_hook(self._seen)
+
+    def _seen(self, router: Router, given: tuple[Tensor, ...], chosen: tuple[Tensor, Tensor]) -> None:
+        scores_N_E = router.scores(given[0])
+        shares_E = chosen[0].flatten().bincount(minlength=scores_N_E.shape[1]) / chosen[0].numel()
+        likely_E = (scores_N_E / scores_N_E.sum(-1, keepdim=True)).mean(0)
+        self._found.append(scores_N_E.shape[1] * (shares_E * likely_E).sum())
+
+    def taken(self) -> Tensor:
+        """The sum over all layers, which are then forgotten."""
+        total = torch.stack(self._found).sum()
+        self._found.clear()
+        return total
 
 
 class Supervised(Optimization[Transformer]):
@@ -34,9 +60,17 @@ class Supervised(Optimization[Transformer]):
         mesh: RankMesh = ALONE,
         device: torch.device | None = None,
         read: Read | None = None,
+        balance: float = 0.0,
     ) -> None:
-        """Arguments mean the same here as in `Trainer`."""
+        """Other arguments mean what they do in `Trainer`.
+
+        Args:
+            balance: weight of the loss that keeps the experts of a mixture equally busy; a model from scratch
+                otherwise comes to use a few of them.
+        """
         self.policy = Policy(model, mesh)
+        self._loads = Loads(model) if balance and model.shape.moe else None
+        self._balance = balance
         super().__init__(
             self.policy, config, mesh, device or model.device, model.kv_dtype, read, "trainer.learning_rate"
         )
@@ -65,4 +99,8 @@ class Supervised(Optimization[Transformer]):
 
     def _loss(self, microbatch: Microbatch, output_R: Tensor, first_R: Tensor | None, totals: Totals) -> Tensor:
         """Sum over the tokens."""
-        return -output_R.masked_fill(~self.tensor(microbatch.loss_mask_R), 0.0).sum()
+        mask_R = self.tensor(microbatch.loss_mask_R)
+        loss = -output_R.masked_fill(~mask_R, 0.0).sum()
+        if self._loads is None:
+            return loss
+        return loss + self._balance * mask_R.sum() * self._loads.taken()

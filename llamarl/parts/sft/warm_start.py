@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from llamarl.config.errors import ConfigError
+from llamarl.config.errors import ConfigError, did_you_mean
 from llamarl.config.ref import build
-from llamarl.config.sft import SftConfig
+from llamarl.config.sft import MixtureRef, SftConfig, ShapeConfig
 from llamarl.config.trainer import TrainerConfig
 from llamarl.data.prompts import SOURCES, left_out, render_text
 from llamarl.data.sources import ProblemSource
@@ -30,11 +30,14 @@ from llamarl.parts.sft.documents import filled, num_tokens, reply_of, to_documen
 from llamarl.parts.sft.muon import Muon
 from llamarl.parts.sft.supervised import Supervised
 from llamarl.run.names import resolved_data
+from llamarl.sharding.tensor_parallel import is_router
 from llamarl.training.base_model import RECORD_FILE, settings_hash
 from llamarl.types import SampleGroup
 
 WARMUP_STEPS = 10
 UNCLIPPED = 1e9
+BALANCE = 0.01
+"""Weight of the loss that keeps the experts of a mixture equally busy (Switch Transformer, section 2.2)."""
 Progress = Callable[[int, Mapping[str, float]], None]
 """Called after each step with the number of finished ones and what the step reports."""
 
@@ -84,6 +87,8 @@ def _shape(config: SftConfig, tokenizer: Tokenizer) -> ModelShape:
             f"shape: hidden_size = {shape.hidden_size} must be a multiple of num_heads = {shape.num_heads}, "
             f"and that of num_kv_heads = {shape.num_kv_heads}"
         )
+    if isinstance(shape.family, MixtureRef):
+        return _mixture(shape, shape.family, tokenizer)
     return ModelShape(
         **shape.model_dump(exclude={"vocab_size", "init_std"}),
         head_dim=shape.hidden_size // shape.num_heads,
@@ -91,6 +96,29 @@ def _shape(config: SftConfig, tokenizer: Tokenizer) -> ModelShape:
         tie_embeddings=True,
         stop_token_ids=tokenizer.eos_token_ids,
     )
+
+
+def _mixture(shape: ShapeConfig, family: MixtureRef, tokenizer: Tokenizer) -> ModelShape:
+    """As the keys of its `config.json` say it."""
+    of_shape = {
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "intermediate_size": shape.intermediate_size,
+        "vocab_size": tokenizer.vocab_size,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "tie_word_embeddings": True,
+        "eos_token_id": list(tokenizer.eos_token_ids),
+    }
+    try:
+        found = ModelShape.from_hf({**family.options, **of_shape, "model_type": family.name})
+    except ConfigError as error:
+        raise ConfigError(f"shape.family = {family.name!r}: {error}") from None
+    known = sorted(found.to_hf().keys() - of_shape.keys())
+    for name in sorted(family.options.keys() - known):
+        raise ConfigError(f"`shape.family.{name}` is no option of `{family.name}`; {did_you_mean(name, known)}")
+    return found
 
 
 def _check_lengths(documents: list[SampleGroup], config: SftConfig) -> None:
@@ -112,7 +140,7 @@ def _train(model: Transformer, documents: list[SampleGroup], config: SftConfig, 
         max_grad_norm=UNCLIPPED,
         microbatch_tokens=step_tokens,
     )
-    supervised = Supervised(model, settings)
+    supervised = Supervised(model, settings, balance=BALANCE)
     supervised.optimizer = _optimizer(model, config)
     batches = filled(documents, step_tokens, config.seed)
     for step in range(1, config.steps + 1):
@@ -122,7 +150,8 @@ def _train(model: Transformer, documents: list[SampleGroup], config: SftConfig, 
 
 
 def _optimizer(model: Transformer, config: SftConfig) -> torch.optim.Optimizer:
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers." in name]
+    named = model.named_parameters()
+    matrices = [p for name, p in named if p.ndim >= 2 and "layers." in name and not is_router(name)]
     chosen = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in chosen]
     adamw = torch.optim.AdamW(others, config.adamw_learning_rate, (0.9, 0.95), weight_decay=0.0, fused=True)

@@ -1,0 +1,55 @@
+"""Refusals of what a mixture of experts cannot do, and of what only a mixture can."""
+
+from __future__ import annotations
+
+from llamarl.config import ConfigError, RunConfig
+from llamarl.config.trainer import ParallelismConfig, Projection
+from llamarl.models.shape import ModelShape
+
+ATTENTION: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""Projections of a mixture that adapters can have."""
+
+
+def check_mixture(config: RunConfig, shape: ModelShape) -> None:
+    """Raises ConfigError: the run asks of its model what it cannot do with experts, or without."""
+    path, trainer, generator = config.model.path, config.trainer, config.generator
+    if shape.moe is None:
+        for name, is_set in (
+            ("generator.router_replay", generator.router_replay), ("trainer.train_router", trainer.train_router)
+        ):  # fmt: skip
+            if not is_set:
+                raise ConfigError(f"{name} = false, but {path} is no mixture of experts; leave it out")
+        return
+    if generator.backend != "native":
+        raise ConfigError(
+            f"generator.backend = {generator.backend!r} does not record which experts of {path} each token went to, "
+            "which training needs; use backend = 'native'"
+        )
+    check_training(config, shape)
+
+
+def check_training(config: RunConfig, shape: ModelShape) -> None:
+    """Raises ConfigError: the trainer's settings are not for a mixture."""
+    path, trainer = config.model.path, config.trainer
+    if shape.moe is None:
+        return
+    if trainer.lora and (experts := [one for one in trainer.lora.targets if one not in ATTENTION]):
+        raise ConfigError(
+            f"trainer.lora.targets has {experts[0]}, of which {path} has one for each expert, and experts get no "
+            f"adapters; use targets = {[*ATTENTION]}"
+        )
+    if trainer.compile:
+        raise ConfigError(
+            f"trainer.compile = true with {path}: how many rows each of its experts gets is known in the midst of a "
+            "layer only, where nothing can be fused; leave it out"
+        )
+
+
+def check_mixture_layout(shape: ModelShape, parallelism: ParallelismConfig, path: str, executor: str) -> None:
+    """Raises ConfigError: a mixture cannot be cut so. What it can not is listed here, and nowhere else."""
+    for axis in ("tp", "pp", "cp") if shape.moe is not None else ():
+        if (size := getattr(parallelism, axis)) > 1:
+            raise ConfigError(
+                f"{executor}.parallelism.{axis} = {size} does not cut a mixture of experts as {path}; use "
+                f"{executor}.parallelism.fsdp"
+            )
