@@ -152,10 +152,10 @@ def test_a_gradient_that_comes_once_does_not_throw_its_weight() -> None:
     assert abs(float(weight.detach()[0, 1])) < 0.1
 
 
-@pytest.mark.parametrize("shape", [(4, 600), (3, 256), (5, 8)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 600), (3, 256), (5, 8), (3, 5, 300)], ids=str)
 @pytest.mark.parametrize("now", ["float32", "8bit"])
 @pytest.mark.parametrize("before", ["float32", "8bit"])
-def test_state_of_one_setting_is_read_by_the_other(before: str, now: str, shape: tuple[int, int]) -> None:
+def test_state_of_one_setting_is_read_by_the_other(before: str, now: str, shape: tuple[int, ...]) -> None:
     """The same setting finds the same bits, by whatever part of the rows; codes that become float32 are what they stood
     for, in parts of the columns, too."""
     start = torch.randn(shape, generator=torch.Generator().manual_seed(1))
@@ -165,7 +165,9 @@ def test_state_of_one_setting_is_read_by_the_other(before: str, now: str, shape:
         matrix.grad = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         old.step()
     state = old.state[matrix]
-    parts = [Box((1, 0), shape)] + ([Box((0, 3), (shape[0], shape[1]))] if now == "float32" else [])
+    whole = Box.whole(shape)
+    parts = [whole.cut(0, 1, shape[0]), whole.cut(-2, 1, shape[-2])]
+    parts += [whole.cut(-1, 3, shape[-1])] if now == "float32" else []
     for part in parts:
         spec = TensorSpec(name="w", global_shape=shape, box=part, dtype="float32")
 
@@ -180,14 +182,14 @@ def test_state_of_one_setting_is_read_by_the_other(before: str, now: str, shape:
             name: decoded(name, state[name], state[name + SCALE]) if before == "8bit" else state[name]
             for name in MOMENTS
         }
-        rows, columns = (slice(*edges) for edges in zip(part.starts, part.stops, strict=True))
+        index = part.within(whole)
         for name in MOMENTS:
             if now == "float32":
-                assert torch.equal(found[name], exact[name][rows, columns])
+                assert torch.equal(found[name], exact[name][index])
             elif before == "8bit":
-                assert torch.equal(found[name], state[name][rows, columns])
+                assert torch.equal(found[name], state[name][index])
             else:
-                codes, scales = encoded(name, exact[name][rows])
+                codes, scales = encoded(name, exact[name][index])
                 assert torch.equal(found[name], codes) and torch.equal(found[name + SCALE], scales)
         assert found["step"] == 3
         own.grad = torch.ones(part.shape)
@@ -200,6 +202,9 @@ def test_scales_lie_where_their_columns_do() -> None:
     scales = state_spec(spec, "exp_avg_scale")
     assert (scales.global_shape, scales.box) == ((8, 4), Box((2, 2), (5, 4)))
     assert state_spec(spec, "exp_avg") is spec
+    stack = TensorSpec(name="w", global_shape=(4, 8, 1000), box=Box((1, 2, 512), (3, 5, 1000)), dtype="float32")
+    scales = state_spec(stack, "exp_avg_scale")
+    assert (scales.global_shape, scales.box) == ((4, 8, 4), Box((1, 2, 2), (3, 5, 4)))
 
 
 def place_of(shape: tuple[int, ...], first_row: int = 0, whole: tuple[int, ...] | None = None) -> TensorSpec:
@@ -283,6 +288,9 @@ def test_bits_of_roundings_do_not_depend_on_tiles_or_layouts(monkeypatch: pytest
     cut = TensorSpec(name="w", global_shape=(64, 600), box=Box((8, 256), (20, 600)), dtype="bfloat16")
     noise = Dice("0:w", place_of((64, 600))).throw(slice(0, 64), torch.tensor(3.0))
     assert torch.equal(Dice("0:w", cut).throw(slice(0, 12), torch.tensor(3.0)), noise[8:20, 256:])
+    stack = TensorSpec(name="w", global_shape=(8, 8, 600), box=Box((2, 3, 256), (6, 8, 600)), dtype="bfloat16")
+    part = noise.view(8, 8, 600)[3:5, 3:8, 256:]
+    assert torch.equal(Dice("0:w", stack).throw(slice(1, 3), torch.tensor(3.0)), part)
 
 
 @pytest.mark.parametrize(

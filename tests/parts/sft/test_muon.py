@@ -36,6 +36,19 @@ def test_steps_are_torchs_up_to_its_rounding() -> None:
         assert (weight - other).norm() < 0.03 * (weight - first).norm()
 
 
+def test_a_stack_moves_as_its_matrices_do() -> None:
+    generator = torch.Generator().manual_seed(0)
+    start, slope = (torch.randn(3, 24, 8, generator=generator) for _ in range(2))
+    stack, matrices = torch.nn.Parameter(start.clone()), [torch.nn.Parameter(one.clone()) for one in start]
+    stack.grad = slope
+    for matrix, one in zip(matrices, slope, strict=True):
+        matrix.grad = one
+    for weights in ([stack], matrices):
+        Muon(weights, lr=0.1).step()
+    torch.testing.assert_close(stack.detach(), torch.stack([one.detach() for one in matrices]))
+    assert (stack - start).norm() > 0.5
+
+
 def test_weights_without_gradient_stay() -> None:
     weights = [torch.nn.Parameter(torch.ones(2, 3)) for _ in range(2)]
     weights[0].grad = torch.ones(2, 3)
