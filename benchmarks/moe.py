@@ -1,5 +1,5 @@
-"""Mixtures of experts in the generator: how near decoding comes to what memory gives, what recording each token's
-experts costs, and how long a sync of 235B takes to plan.
+"""Mixtures of experts: how near decoding comes to what memory gives, what recording each token's experts costs, how long
+a sync of 235B takes to plan, and how long a step of the trainer takes beside that of a dense model.
 
     python benchmarks/moe.py
 
@@ -14,10 +14,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from _record import write_result
 from torch import Tensor
 
+from llamarl.algorithms.advantages.group_mean import GroupMean
+from llamarl.algorithms.losses.aipo import Aipo
+from llamarl.config.trainer import TrainerConfig
 from llamarl.generation.model import GeneratorModel, Precision
 from llamarl.generation.network import ExpertMixture, route_kernel
 from llamarl.kernels import ops, paths
@@ -36,6 +40,9 @@ from llamarl.sharding.tensor_parallel import (
     is_router,
     tensor_parallel_box,
 )
+from llamarl.training.optimization import finished
+from llamarl.training.trainer import Trainer
+from llamarl.types import SampleGroup, TrainSample
 from llamarl.weight_sync.base import plan_writers
 from llamarl.weight_sync.layout import TensorSpec, lay_out
 
@@ -53,6 +60,13 @@ MODEL = ModelShape(
         num_experts=32, experts_per_token=4, expert_size=256, sparse_layers=tuple(range(8)), normalized=True,
     ),
 )  # fmt: skip
+DEMO = ModelShape(
+    family="qwen3_moe", hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=192,
+    vocab_size=331, max_position_embeddings=512, tie_embeddings=True,
+    moe=MoeShape(num_experts=8, experts_per_token=2, expert_size=96, sparse_layers=(0, 1, 2), normalized=True),
+)  # fmt: skip
+"""The demo's, whose dense twin is as wide as the experts of a token."""
+PROMPTS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 16, 8, 24, 45
 TRAINERS, EXPERT_RANKS, TENSOR_RANKS = 128, 32, 8
 """Ranks of the trainer of 235B, over how many its experts go, and ranks of a generator."""
 LAYERS, DIM, EXPERTS, WIDTH, VOCAB, QUERY, KV_HEADS, HEAD = 94, 4096, 128, 1536, 151_936, 8192, 4, 128
@@ -63,6 +77,8 @@ memory, the least of all cases. `route_share`: CPU time of a forward of 32 rows 
 less that of one that does not, over the former, without attention, logits and sampling, so an upper bound.
 `plan_s`: what a trainer rank of 235B plans before the first sync, from what all 128 ranks hold (experts over 32, their
 rows over 4) to generators of tensor parallel 8, in bfloat16 and in 8 bits, the larger; nothing is transferred.
+`step_ratio`: CPU time of forward, backward and AdamW of the demo's mixture, with recorded experts, over that of a dense
+model that is as wide as the experts of a token, in turns.
 Other work shared the machine: shares are of calls that took turns, seconds are upper bounds.
 """
 
@@ -87,6 +103,7 @@ def main() -> None:
     }  # fmt: skip
     recorded = {kind: _recorded(kind) for kind in ("bfloat16", "int8")}
     plans = {dtype: _plan(dtype) for dtype in ("bfloat16", "float8_e4m3fn")}
+    steps = _steps()
     path = write_result(
         "moe",
         {"rows": ROWS, "repeats": REPEATS, "threads": 1},
@@ -94,6 +111,8 @@ def main() -> None:
             "decode_share": min(one["share"] for one in cases.values()),
             "route_share": max(one["share"] for one in recorded.values()),
             "plan_s": max(one["wall_s"] for one in plans.values()),
+            "step_ratio": steps["mixture"] / steps["dense"],
+            "step_s": steps,
             "decode": cases,
             "recorded": recorded,
             "plans": plans,
@@ -102,6 +121,54 @@ def main() -> None:
         NOTES.splitlines(),
     )
     print(path.read_text(encoding="utf-8"))
+
+
+def _steps() -> dict[str, float]:
+    """CPU seconds of a step."""
+    shapes = {"mixture": DEMO, "dense": replace(DEMO, family="qwen3", moe=None)}
+    trainers = {
+        name: Trainer(new_model(shape, 0, 0.06), TrainerConfig(), Aipo(), GroupMean(), 1.0)
+        for name, shape in shapes.items()
+    }
+    found = {name: list[float]() for name in trainers}
+    for _ in range(REPEATS):
+        for name, trainer in trainers.items():
+            groups = _groups(trainer.model.shape)
+            start = time.thread_time()
+            finished(trainer.accumulate(groups, 1000))
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad(set_to_none=False)
+            found[name].append(time.thread_time() - start)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def _groups(shape: ModelShape) -> list[SampleGroup]:
+    """About what a step of the demo learns from."""
+    rng = np.random.default_rng(0)
+    width = shape.moe.route_width if shape.moe else 0
+
+    def routes(rows: int) -> np.ndarray:
+        num = shape.moe.num_experts if shape.moe else 1
+        chosen = rng.random((rows, shape.num_layers, num)).argsort(-1)[..., : width // shape.num_layers]
+        return chosen.reshape(rows, width).astype(np.uint8)
+
+    def sample() -> TrainSample:
+        columns = {
+            "token_ids": rng.integers(0, shape.vocab_size, RESPONSE_TOKENS).astype(np.int32),
+            "behavior_logprobs": np.full(RESPONSE_TOKENS, -1.0, np.float32),
+            "policy_versions": np.zeros(RESPONSE_TOKENS, np.int32),
+            "advantages": np.full(RESPONSE_TOKENS, rng.normal(), np.float32),
+            "loss_mask": np.ones(RESPONSE_TOKENS, bool),
+        }
+        return TrainSample(columns=columns | ({"routes": routes(RESPONSE_TOKENS)} if shape.moe else {}))
+
+    return [
+        SampleGroup(
+            prompt_token_ids_T=rng.integers(0, shape.vocab_size, PROMPT_TOKENS).astype(np.int32),
+            samples=tuple(sample() for _ in range(SAMPLES)),
+        )
+        for _ in range(PROMPTS)
+    ]
 
 
 def _pairs(sizes: tuple[int, int, int, int], kind: str, rows: int) -> list[Pair]:

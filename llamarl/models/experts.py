@@ -3,13 +3,15 @@
 Tensors of all experts of a layer are stacked: `experts.gate_proj` [E, F, D], `experts.up_proj` [E, F, D] and
 `experts.down_proj` [E, D, F].
 
-Shape suffixes: N packed tokens, D model dim, E experts, K experts of a token, F width of an expert.
+Shape suffixes: N packed tokens, D model dim, E experts, K experts of a token, F width of an expert, P places: rows once
+for each of their experts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -104,6 +106,49 @@ class Router(nn.Module):
             return F.linear(x_N_D.to(dtype), self.weight.to(dtype))
 
 
+class _Rows(torch.autograd.Function):
+    """Rows of a matrix by their numbers. Its gradient adds up in a fixed order, on GPUs too."""
+
+    @staticmethod
+    def forward(ctx: Any, x_N_D: Tensor, numbers_P: Tensor, places_N_K: Tensor) -> Tensor:
+        """`places` are those that each row comes to."""
+        ctx.save_for_backward(places_N_K)
+        return x_N_D.index_select(0, numbers_P)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (places_N_K,), (grad_P_D,) = ctx.saved_tensors, grads
+        found_N_K_D = grad_P_D.index_select(0, places_N_K.flatten()).unflatten(0, places_N_K.shape)
+        return found_N_K_D.sum(1) if places_N_K.shape[1] > 1 else found_N_K_D.squeeze(1), None, None
+
+
+def _is_grouped(stack: Tensor) -> bool:
+    """Torch multiplies all experts of a stack at once: rows begin at multiples of 16 bytes, and a GPU can."""
+    if stack.dtype not in (torch.bfloat16, torch.float32) or any(
+        size * stack.itemsize % 16 for size in stack.shape[1:]
+    ):
+        return False
+    return stack.device.type != "cuda" or (
+        stack.dtype == torch.bfloat16 and torch.cuda.get_device_capability(stack.device) >= (8, 0)
+    )
+
+
+def _product(x_P_I: Tensor, stack_E_O_I: Tensor, offsets_E: Tensor) -> Tensor:
+    y_P_O = F.grouped_mm(x_P_I, stack_E_O_I.transpose(1, 2), offs=offsets_E)
+    if y_P_O.requires_grad:
+        y_P_O.register_hook(Tensor.contiguous)  # it refuses a gradient that is expanded
+    return y_P_O
+
+
+def _one_by_one(x_P_D: Tensor, stacks: Sequence[Tensor], counts: list[int]) -> Tensor:
+    # Unbound once: indexing a stack for each expert would make a gradient of its size each time.
+    matrices = zip(*(stack.unbind() for stack in stacks), strict=True)
+    return torch.cat([
+        F.linear(F.silu(F.linear(x_M_D, gate_F_D)) * F.linear(x_M_D, up_F_D), down_D_F)
+        for x_M_D, (gate_F_D, up_F_D, down_D_F) in zip(x_P_D.split(counts), matrices, strict=True)
+    ])  # fmt: skip
+
+
 class Experts(nn.Module):
     """Gated feed-forwards, one for each expert."""
 
@@ -114,17 +159,28 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(moe.num_experts, shape.hidden_size, moe.expert_size))
 
     def forward(self, x_N_D: Tensor, ids_N_K: Tensor, gates_N_K: Tensor) -> Tensor:
-        places_P = ids_N_K.flatten().sort(stable=True).indices
-        counts = ids_N_K.flatten().bincount(minlength=len(self.gate_proj)).tolist()
-        rows_P, gates_P_1 = places_P // ids_N_K.shape[1], gates_N_K.flatten()[places_P, None]
-        # Unbound once: indexing a stack for each expert would make a gradient of its size each time.
-        stacks = zip(*(stack.unbind() for stack in (self.gate_proj, self.up_proj, self.down_proj)), strict=True)
-        parts = [
-            F.linear(F.silu(F.linear(x_M_D, gate_F_D)) * F.linear(x_M_D, up_F_D), down_D_F)
-            for x_M_D, (gate_F_D, up_F_D, down_D_F) in zip(x_N_D[rows_P].split(counts), stacks, strict=True)
-        ]
-        y_P_D = torch.cat(parts) * gates_P_1.to(parts[0].dtype)
-        return x_N_D.new_zeros(x_N_D.shape, dtype=y_P_D.dtype).index_add(0, rows_P, y_P_D)
+        num_rows, per_row = ids_N_K.shape
+        # Stable: else the rows of an expert, and so what is summed over them, would change their order.
+        sorted_P, places_P = ids_N_K.flatten().sort(stable=True)
+        order_P = torch.empty_like(places_P).scatter_(0, places_P, torch.arange(len(places_P), device=x_N_D.device))
+        experts_E = torch.arange(len(self.gate_proj), device=x_N_D.device)
+        ends_E = torch.searchsorted(sorted_P, experts_E, right=True)
+        x_P_D = _Rows.apply(x_N_D, places_P // per_row, order_P.view(num_rows, per_row))
+        y_P_D = self.segments(x_P_D, ends_E.diff(prepend=ends_E.new_zeros(1)))
+        y_N_K_D = _Rows.apply(y_P_D, order_P, places_P[:, None]).view(num_rows, per_row, -1)
+        return (y_N_K_D * gates_N_K[:, :, None].to(y_P_D.dtype)).sum(1)
+
+    def segments(self, x_P_D: Tensor, counts_E: Tensor) -> Tensor:
+        """Outputs of rows that are sorted by expert, of which each has so many."""
+        stacks, device = [self.gate_proj, self.up_proj, self.down_proj], x_P_D.device.type
+        if torch.is_autocast_enabled(device):  # which does not know grouped products
+            dtype = torch.get_autocast_dtype(device)
+            x_P_D, stacks = x_P_D.to(dtype), [stack.to(dtype) for stack in stacks]
+        if not all(_is_grouped(stack) for stack in stacks):
+            return _one_by_one(x_P_D, stacks, counts_E.tolist())
+        offsets_E = counts_E.cumsum(0, dtype=torch.int32)
+        gate_P_F, up_P_F = (_product(x_P_D, stack, offsets_E) for stack in stacks[:2])
+        return _product(F.silu(gate_P_F) * up_P_F, stacks[2], offsets_E)
 
 
 class MoeFeedForward(nn.Module):
