@@ -1,5 +1,5 @@
-"""Mixtures of experts: how near decoding comes to what memory gives, what recording each token's experts costs, how long
-a sync of 235B takes to plan, and how long a step of the trainer takes beside that of a dense model.
+"""Mixtures of experts: how near decoding comes to what memory gives, what recording each token's experts costs, how
+long a sync of 235B takes to plan, and how long a step of the trainer takes beside that of a dense model.
 
     python benchmarks/moe.py
 

@@ -124,9 +124,8 @@ class _Rows(torch.autograd.Function):
 
 def _is_grouped(stack: Tensor) -> bool:
     """Torch multiplies all experts of a stack at once: rows begin at multiples of 16 bytes, and a GPU can."""
-    if stack.dtype not in (torch.bfloat16, torch.float32) or any(
-        size * stack.itemsize % 16 for size in stack.shape[1:]
-    ):
+    is_odd = any(size * stack.itemsize % 16 for size in stack.shape[1:])
+    if is_odd or stack.dtype not in (torch.bfloat16, torch.float32):
         return False
     return stack.device.type != "cuda" or (
         stack.dtype == torch.bfloat16 and torch.cuda.get_device_capability(stack.device) >= (8, 0)
@@ -176,7 +175,7 @@ class Experts(nn.Module):
         if torch.is_autocast_enabled(device):  # which does not know grouped products
             dtype = torch.get_autocast_dtype(device)
             x_P_D, stacks = x_P_D.to(dtype), [stack.to(dtype) for stack in stacks]
-        if not all(_is_grouped(stack) for stack in stacks):
+        if not (len(x_P_D) and all(map(_is_grouped, stacks))):  # torch refuses the gradient of no rows
             return _one_by_one(x_P_D, stacks, counts_E.tolist())
         offsets_E = counts_E.cumsum(0, dtype=torch.int32)
         gate_P_F, up_P_F = (_product(x_P_D, stack, offsets_E) for stack in stacks[:2])

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from llamarl.config import ConfigError
 from llamarl.models import folder as folder_module
 from llamarl.models.attention import causal_attend
-from llamarl.models.experts import MoeFeedForward
+from llamarl.models.experts import Experts, MoeFeedForward
 from llamarl.models.hf import load_model, new_model, open_model, save_model
-from llamarl.models.shape import ModelShape
+from llamarl.models.shape import ModelShape, MoeShape
 from llamarl.models.transformer import FeedForward, Transformer
 from llamarl.sharding.box import Box
 from tests.generation.mixtures import MIXTURES, mixture
@@ -206,6 +206,60 @@ def test_a_loop_over_tokens_in_float64_agrees(name: str) -> None:
     for ours, theirs in zip(*([one.detach() for one in each] for each in results), strict=True):
         assert theirs.abs().max() > 0
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11 * theirs.abs().max().item())
+
+
+COUNTS = {"ragged": [5, 0, 1, 9, 0, 3], "all to one": [0, 0, 18, 0, 0, 0], "none": [0] * 6}
+
+
+def segments(dtype: torch.dtype, counts: list[int], width: int = 8, *, one_by_one: bool = False) -> list[Tensor]:
+    """Output, and gradients of rows and stacks, of the same numbers whatever their type."""
+    moe = MoeShape(num_experts=6, experts_per_token=2, expert_size=width, sparse_layers=(0,))
+    experts, generator = Experts(replace(MIXTURES["mixtral"], hidden_size=16), moe), torch.Generator().manual_seed(0)
+    for weight in experts.parameters():
+        weight.data = torch.randn(weight.shape, generator=generator).to(dtype)
+    x = torch.randn(sum(counts), 16, generator=generator).to(dtype).requires_grad_()
+    with pytest.MonkeyPatch.context() as patch:
+        if one_by_one:
+            patch.setattr("llamarl.models.experts._is_grouped", lambda _: False)
+        y = experts.segments(x, torch.tensor(counts))
+    y.backward(torch.ones(()).to(dtype).expand(y.shape))
+    return [y.detach(), x.grad, *(weight.grad for weight in experts.parameters())]
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_all_experts_at_once_give_what_one_after_the_other_does(dtype: torch.dtype, counts: list[int]) -> None:
+    exact = segments(torch.float64, counts)
+    for found in (segments(dtype, counts), segments(dtype, counts, one_by_one=True)):
+        for ours, theirs in zip(found, exact, strict=True):
+            assert ours.dtype == dtype and ours.shape == theirs.shape
+            tolerance = (1e-5 if dtype == torch.float32 else 0.05) * theirs.abs().max().item() if ours.numel() else 0.0
+            torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=tolerance)
+
+
+def test_which_stacks_are_multiplied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 16 bytes or multiples, of the types that torch knows."""
+    used, multiply = list[torch.dtype](), F.grouped_mm
+    monkeypatch.setattr(F, "grouped_mm", lambda x, *rest, **more: used.append(x.dtype) or multiply(x, *rest, **more))
+    for dtype, width, is_used in (
+        (torch.float32, 8, True), (torch.float32, 6, False), (torch.bfloat16, 8, True), (torch.bfloat16, 12, False),
+        (torch.float64, 8, False),
+    ):  # fmt: skip
+        used.clear()
+        segments(dtype, COUNTS["ragged"], width)
+        assert set(used) == ({dtype} if is_used else set()), (dtype, width)
+
+
+def test_under_autocast_experts_are_bfloat16_and_gradients_float32() -> None:
+    model, x = mixture("qwen3_moe"), torch.randn(30, 64, generator=torch.Generator().manual_seed(0))
+    block = model.model.layers[0].mlp
+    with torch.autocast("cpu", torch.bfloat16):
+        half = block(x)
+    assert half.dtype == torch.bfloat16
+    exact = block(x)
+    assert 0 < (half - exact).norm() < 0.02 * exact.norm()
+    half.float().sum().backward()
+    assert all(one.grad.dtype == torch.float32 and one.grad.any() for one in block.parameters())
 
 
 def test_a_router_stays_float32_whatever_the_model_becomes() -> None:
