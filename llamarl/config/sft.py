@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from llamarl.config.ref import Ref
 from llamarl.config.section import Section
 
-
-class MixtureRef(Ref):
-    """A family of mixtures of experts. Its options are the keys of `config.json` that say what experts there are."""
-
-    name: Literal["qwen3_moe", "mixtral", "glm4_moe"]
+DENSE, MIXTURES = ("llama", "mistral", "qwen2", "qwen3"), ("qwen3_moe", "mixtral", "glm4_moe")
 
 
 class ShapeConfig(Section):
     """Shape of a model made from scratch."""
 
-    family: Literal["llama", "mistral", "qwen2", "qwen3"] | MixtureRef = "llama"
+    family: str | Ref = "llama"
     """Architecture. A mixture of experts, which learns to use all of them by an auxiliary loss, has its keys of
     `config.json` beside the name: `{name = "qwen3_moe", num_experts = 8, num_experts_per_tok = 2, ...}`."""
     hidden_size: int = Field(default=128, ge=1)
@@ -38,6 +32,16 @@ class ShapeConfig(Section):
     """Context, in tokens."""
     init_std: float = Field(default=0.06, gt=0)
     """Standard deviation of initial weights."""
+
+    @model_validator(mode="after")
+    def _known_family(self) -> ShapeConfig:
+        name, known = (self.family.name, MIXTURES) if isinstance(self.family, Ref) else (self.family, DENSE)
+        if name not in known:
+            raise ValueError(
+                f"shape.family = {name!r} is not made from scratch; use one of {', '.join(DENSE)}, or "
+                f"{{name = NAME, ...}} with one of {', '.join(MIXTURES)} and the keys of its experts in config.json"
+            )
+        return self
 
 
 class SftConfig(Section):

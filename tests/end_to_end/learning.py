@@ -16,6 +16,7 @@ rows = 4
 row_tokens = 128
 
 [shape]
+family = {family}
 hidden_size = 64
 num_layers = 2
 intermediate_size = 128
@@ -72,8 +73,12 @@ class Trained:
         return json.loads((self.folder / "summary.json").read_text())
 
 
-def write_task(folder: Path) -> Path:
-    """Data, warm start and run; the run's TOML. The held-out problems are not among the others."""
+def write_task(folder: Path, family: str = '"llama"') -> Path:
+    """Data, warm start and run; the run's TOML. The held-out problems are not among the others.
+
+    Args:
+        family: of the model, as TOML.
+    """
     problems = [
         (10 * tens + ones, gain) for tens in range(1, 9) for ones in range(1, 10) for gain in range(10 - ones, 10)
     ]
@@ -86,7 +91,7 @@ def write_task(folder: Path) -> Path:
                 said = start + gain - (10 if teacher.random() < 0.6 else 0)
                 row = {"question": f"{start}+{gain}", "answer": start + gain, "solution": str(said)}
                 file.write(json.dumps(row) + "\n")
-    (folder / "sft.toml").write_text(SFT.format(folder=folder))
+    (folder / "sft.toml").write_text(SFT.format(folder=folder, family=family))
     run = folder / "run.toml"
     run.write_text(RUN.format(folder=folder))
     return run

@@ -63,6 +63,7 @@ REFUSED = {
     "weight_sync.max_mismatch": (1e-30, "WeightsWrong"),
     "trainer.microbatch_tokens": (20, "can have together"),
     "trainer.moments_on": ("host", "they are there"),
+    "trainer.train_router": ("false", "is no mixture of experts"),
     "trainer.device": ("cuda", "no GPU"),
     **{
         f"{who}.parallelism.{one}": (2, "asks for 2 processes")

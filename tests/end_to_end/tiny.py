@@ -46,20 +46,20 @@ kind = "lines"
 """
 
 
-def make_model(folder: Path, context: int = 256, std: float = 0.1, head_dim: int = 8) -> Path:
-    """A Hugging Face folder: random weights, and a tokenizer that knows the demo's words."""
+def make_model(folder: Path, context: int = 256, std: float = 0.1, head_dim: int = 8, **others: Any) -> Path:
+    """A Hugging Face folder: random weights, and a tokenizer that knows the demo's words. `others`: of its shape."""
     from llamarl.models.hf import new_model, save_model
     from llamarl.models.shape import ModelShape
     from llamarl.parts.sft.bpe import train_byte_bpe
 
     texts = [f"{row.question}\n{row.metadata['solution']}" for row in RunningTotal(count=100)]
     tokenizer = train_byte_bpe(texts, folder.with_name(folder.name + "-tokenizer"), 300)
-    shape = ModelShape(
-        family="llama", hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=head_dim,
-        intermediate_size=48, vocab_size=tokenizer.vocab_size, max_position_embeddings=context, tie_embeddings=True,
-        stop_token_ids=tokenizer.eos_token_ids,
-    )  # fmt: skip
-    save_model(new_model(shape, seed=1, std=std), folder, tokenizer.folder)
+    sizes: dict[str, Any] = {
+        "family": "llama", "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": head_dim,
+        "intermediate_size": 48, "vocab_size": tokenizer.vocab_size, "max_position_embeddings": context,
+        "tie_embeddings": True, "stop_token_ids": tokenizer.eos_token_ids,
+    }  # fmt: skip
+    save_model(new_model(ModelShape(**sizes | others), seed=1, std=std), folder, tokenizer.folder)
     return folder
 
 

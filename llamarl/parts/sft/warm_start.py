@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from llamarl.config.errors import ConfigError, did_you_mean
-from llamarl.config.ref import build
-from llamarl.config.sft import MixtureRef, SftConfig, ShapeConfig
+from llamarl.config.ref import Ref, build
+from llamarl.config.sft import SftConfig, ShapeConfig
 from llamarl.config.trainer import TrainerConfig
 from llamarl.data.prompts import SOURCES, left_out, render_text
 from llamarl.data.sources import ProblemSource
@@ -87,7 +87,7 @@ def _shape(config: SftConfig, tokenizer: Tokenizer) -> ModelShape:
             f"shape: hidden_size = {shape.hidden_size} must be a multiple of num_heads = {shape.num_heads}, "
             f"and that of num_kv_heads = {shape.num_kv_heads}"
         )
-    if isinstance(shape.family, MixtureRef):
+    if isinstance(shape.family, Ref):
         return _mixture(shape, shape.family, tokenizer)
     return ModelShape(
         **shape.model_dump(exclude={"vocab_size", "init_std"}),
@@ -98,7 +98,7 @@ def _shape(config: SftConfig, tokenizer: Tokenizer) -> ModelShape:
     )
 
 
-def _mixture(shape: ShapeConfig, family: MixtureRef, tokenizer: Tokenizer) -> ModelShape:
+def _mixture(shape: ShapeConfig, family: Ref, tokenizer: Tokenizer) -> ModelShape:
     """As the keys of its `config.json` say it."""
     of_shape = {
         "hidden_size": shape.hidden_size,
