@@ -106,7 +106,7 @@ class Router(nn.Module):
             return F.linear(x_N_D.to(dtype), self.weight.to(dtype))
 
 
-class _Rows(torch.autograd.Function):
+class _RowsByNumber(torch.autograd.Function):
     """Rows of a matrix by their numbers. Its gradient adds up in a fixed order, on GPUs too."""
 
     @staticmethod
@@ -164,9 +164,9 @@ class Experts(nn.Module):
         order_P = torch.empty_like(places_P).scatter_(0, places_P, torch.arange(len(places_P), device=x_N_D.device))
         experts_E = torch.arange(len(self.gate_proj), device=x_N_D.device)
         ends_E = torch.searchsorted(sorted_P, experts_E, right=True)
-        x_P_D = _Rows.apply(x_N_D, places_P // per_row, order_P.view(num_rows, per_row))
+        x_P_D = _RowsByNumber.apply(x_N_D, places_P // per_row, order_P.view(num_rows, per_row))
         y_P_D = self.segments(x_P_D, ends_E.diff(prepend=ends_E.new_zeros(1)))
-        y_N_K_D = _Rows.apply(y_P_D, order_P, places_P[:, None]).view(num_rows, per_row, -1)
+        y_N_K_D = _RowsByNumber.apply(y_P_D, order_P, places_P[:, None]).view(num_rows, per_row, -1)
         return (y_N_K_D * gates_N_K[:, :, None].to(y_P_D.dtype)).sum(1)
 
     def segments(self, x_P_D: Tensor, counts_E: Tensor) -> Tensor:

@@ -78,9 +78,13 @@ def check_critic_layout(shape: ModelShape, mesh: RankMesh, device: torch.device)
 
 
 def _tiny(shape: ModelShape, mesh: RankMesh) -> ModelShape:
-    tp = mesh.tp.size
+    tp, moe, num_layers = mesh.tp.size, shape.moe, max(2, mesh.pp.size)
+    if moe is not None:
+        sparse = [layer for layer in range(num_layers) if shape.is_sparse(layer)] or [num_layers - 1]
+        shared = 8 * tp if moe.shared_size else 0
+        moe = replace(moe, expert_size=8 * tp, shared_size=shared, sparse_layers=tuple(sparse))
     return replace(
-        shape, hidden_size=16, num_layers=max(2, mesh.pp.size), num_heads=2 * tp, num_kv_heads=tp, head_dim=8,
+        shape, hidden_size=16, num_layers=num_layers, num_heads=2 * tp, num_kv_heads=tp, head_dim=8, moe=moe,
         intermediate_size=8 * tp, vocab_size=16 * tp, max_position_embeddings=64, rope_scaling=None,
     )  # fmt: skip
 

@@ -13,14 +13,14 @@ FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 KERNEL_LINES = 1_500
 BUDGETS = {
     "top": 340,  # goal: 250
-    "config": 1_235,  # goal: 820
+    "config": 1_250,  # goal: 820
     "hub": 700,  # goal: 650
     "net": 100,  # goal: 70
     "kernels": 1_560,  # goal: 1,200
     "distributed": 640,  # goal: 600
     "sharding": 360,  # goal: 530
     "algorithms": 460,  # goal: 500
-    "models": 1_550,  # goal: 900
+    "models": 1_810,  # goal: 900
     "weight_sync": 1_710,  # goal: 1,580
     "checkpoint": 640,  # goal: 630
     "recipes": 70,  # goal: 90
@@ -30,10 +30,10 @@ BUDGETS = {
     "sandbox": 340,  # goal: 300
     "cluster": 1_240,  # goal: 1,080
     "generation": 2_070,  # goal: 1,830
-    "training": 1_880,  # goal: 1,550
+    "training": 1_930,  # goal: 1,550
     "executors": 1_030,  # goal: 920
     "controller": 3_510,  # goal: 2,450
-    "run": 2_790,  # goal: 1,150
+    "run": 2_845,  # goal: 1,150
     "cli": 800,  # goal: 600
     "parts/forecast": 3_960,  # goal: 2,900
     "parts/page": 1_680,  # goal: 1,450
@@ -41,7 +41,7 @@ BUDGETS = {
     "parts/hosts": 1_530,  # goal: 1,350
     "parts/replay": 860,  # goal: 720
     "parts/vllm": 620,  # goal: 600
-    "parts/sft": 620,  # goal: 480
+    "parts/sft": 670,  # goal: 480
 }
 """Code lines of each room of the core, of the files at the top, and of each part. Over one: cut, or move, or raise that
 one alone and say what readers gain."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +25,8 @@ from llamarl.models.shape import MoeShape
 from llamarl.sharding.tensor_parallel import is_router
 from llamarl.training.trainer import Trainer
 from tests.distributed.ranks import Workers, rendezvous, results
-from tests.generation.mixtures import mixture
-from tests.training.layouts import SEQUENCES, assembled, load, parts, save
+from tests.generation.mixtures import MIXTURES, mixture
+from tests.training.layouts import SEQUENCES, assembled, load, parts, preflight, save
 from tests.training.routers import routed
 
 NAME = "glm4_moe"
@@ -70,6 +71,17 @@ def test_ranks_read_all_and_gather_routers_in_float32(workers, make_groups, tmp_
     assert after.keys() == expected.keys()
     assert torch.equal(after[BIAS], read[BIAS])
     assert not torch.equal(after[GATE], read[GATE])
+
+
+def test_the_preflight_of_ranks_takes_a_mixture(workers) -> None:
+    """Which may have experts behind the tiny model's last layer alone."""
+    sizes = dataclasses.asdict(replace(MIXTURES[NAME], num_layers=5))
+    moe = replace(MIXTURES[NAME].moe, sparse_layers=(3, 4))
+    with rendezvous() as where, workers.take(2) as ranks:
+        for number, worker in enumerate(ranks):
+            worker.start(preflight, where, number, {"fsdp": 2}, sizes | {"moe": moe}, "")
+        for said in results(ranks):
+            assert str(said).startswith("preflight of fsdp 2"), said
 
 
 @pytest.mark.parametrize("moments", ["float32", "8bit"])

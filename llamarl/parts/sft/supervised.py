@@ -26,7 +26,7 @@ from llamarl.types import SampleGroup, TrainBatch
 
 
 class Loads:
-    """How unevenly the routers of a mixture choose, in the forward that was last.
+    """Unevenness of what the routers of a mixture choose, in the forward that was last.
 
     Of each layer E * sum over experts of (share of the choices) * (mean probability): 1 where all are equal (Switch
     Transformer, arXiv 2101.03961, equations 4 to 6, with the k choices of a token as k of them).

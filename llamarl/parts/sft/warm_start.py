@@ -99,7 +99,7 @@ def _shape(config: SftConfig, tokenizer: Tokenizer) -> ModelShape:
 
 
 def _mixture(shape: ShapeConfig, family: Ref, tokenizer: Tokenizer) -> ModelShape:
-    """As the keys of its `config.json` say it."""
+    """A mixture of experts, as the keys of its `config.json` say it."""
     of_shape = {
         "hidden_size": shape.hidden_size,
         "num_hidden_layers": shape.num_layers,
