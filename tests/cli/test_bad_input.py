@@ -146,7 +146,7 @@ def rewritten(file: str, text: str) -> Callable[[Path], object]:
         (config_with(rope_scaling="llama3"), "a table of names and values is needed"),
         (config_with(rms_norm_eps=-1), "rms_norm_eps = -1"),
         (config_with(rms_norm_eps=None), "a value of the wrong kind"),
-        (config_with(model_type=["llama"]), "is none of the dense families"),
+        (config_with(model_type=["llama"]), "is none of the families"),
         (rewritten("generation_config.json", '{"eos_token_id": 999999}'), "eos_token_id = 999999 is none of the 300"),
         (config_with(num_hidden_layers=10**6), "1000000 layers"),
         (config_with(use_sliding_window=True, sliding_window=8), "use_sliding_window"),

@@ -17,6 +17,7 @@ from tests.gpu.conftest import Run
         ("trainer", "qwen3", {"dtype": "bfloat16"}),
         ("trainer", "qwen2", {"dtype": "bfloat16", "lora": True}),
         ("trainer", "qwen3", {"dtype": "bfloat16", "activation_checkpointing": True}),
+        ("trainer", "glm4_moe", {"dtype": "bfloat16"}),
         ("critic", "llama", {"dtype": "float32"}),
         ("critic", "qwen3", {"dtype": "bfloat16"}),
     ],

@@ -24,7 +24,7 @@ from llamarl.training.logprobs import target_logprobs
 from llamarl.training.optimization import Optimization, finished
 from llamarl.training.preflight import example_groups
 from llamarl.training.trainer import Trainer
-from tests.gpu.engines import SIZES
+from tests.gpu.engines import MIXTURES, SIZES
 from tests.gpu.pretend import GPU, Ledger, ledger, values_of
 
 
@@ -49,7 +49,7 @@ def train(what: str, family: str, config: dict[str, Any]) -> Stepped:
     changes = config | ({"lora": LoraConfig(rank=4)} if "lora" in config else {})
     settings = TrainerConfig(learning_rate=1e-3, microbatch_tokens=40, **changes)
     found, ends = Stepped(), list[dict[str, Tensor]]()
-    shape = ModelShape(**SIZES, family=family, tie_embeddings=family == "llama")
+    shape = ModelShape(**SIZES, family=family, tie_embeddings=family == "llama", moe=MIXTURES.get(family))
     on = list[list[tuple[float, float]]]()
     for device in ("cpu", "cuda:0"):
         optimization = _optimization(what, shape, settings, torch.device(device))
