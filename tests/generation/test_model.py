@@ -291,7 +291,7 @@ def test_two_ranks_equal_one(name, precision):
 
     Int8 scales are those of each rank's columns: 2 % for other weights. Where activations get 8 bits, those of the four
     cut inputs (o, down) are rounded to other steps on either side: eight times noise of 0.7 to 1 % (a step / sqrt(12)),
-    2.6 % together.
+    2.6 % together. Where they are rounded to bfloat16, sums in another order round a few of them the other way.
     """
     model, meeting = trainer(SHAPES[name]), Meeting(2)
     ranks = [loaded(model, precision, tensor_parallel=Rank(meeting, rank)) for rank in range(2)]
@@ -304,8 +304,10 @@ def test_two_ranks_equal_one(name, precision):
         thread.join(timeout=30)
     expected = logits(loaded(model, precision))
     assert torch.equal(found[0], found[1])
-    has_8_bits = ranks[0]._network.layers[0].o.path.endswith(("-int8", "-vnni"))
-    tolerance = {"float32": 1e-6, "bfloat16": 1e-6, "int8": math.hypot(0.02, 0.026 * has_8_bits)}[precision]
+    path = ranks[0]._network.layers[0].o.path
+    has_8_bits, rounds = path.endswith(("-int8", "-vnni")), path.endswith("-bf16")
+    few = 1e-4 if rounds else 1e-6
+    tolerance = {"float32": 1e-6, "bfloat16": few, "int8": math.hypot(0.02, 0.026 * has_8_bits)}[precision]
     assert (found[0] - expected).norm() <= tolerance * expected.norm()
 
 
