@@ -1,10 +1,10 @@
-"""Training all weights of 8B (or 1B) on one device: trainer and generator take turns, the generator serves the trainer's
-own weights.
+"""Training all weights of 8B (or 1B) on one device: trainer and generator take turns, and the generator serves the
+trainer's own weights.
 
     python benchmarks/gpu/turns.py [--device cuda] [--model 8b] [--steps 20] [--tokens 8192] [--rows 64]
 
-A row for each step: seconds of generating, of going to sleep, of training, of waking (graphs included), and most bytes so
-far. Weights are random: what is trained here is nothing, what it takes is real.
+A row for each step: seconds of generating, of going to sleep, of training, of waking (graphs included), and most bytes
+so far. Weights are random: what is learnt here is nothing, what it takes is real.
 """
 
 from __future__ import annotations
