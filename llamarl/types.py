@@ -9,6 +9,7 @@ Life of a record::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -50,6 +51,8 @@ COLUMNS: dict[str, Column] = {
         Column(name="behavior_logprobs", dtype=np.float32, filled_by="generator", is_recorded=True),
         # Policy version that sampled the token, or `OBSERVED`; falls only where an older generator resumed the rollout.
         Column(name="policy_versions", dtype=np.int32, filled_by="generator", is_recorded=True),
+        # The token was drawn among those whose natural-log probability is at least its own plus this, 0 or less.
+        Column(name="cutoffs", dtype=np.float32, filled_by="generator", default=-math.inf),
         # Which token sequence of an outside agent's episode the token is of; each holds its own prompt.
         Column(name="sequence", dtype=np.int32, filled_by="agents", is_recorded=True),
         # Natural-log probability under the frozen reference.
@@ -82,7 +85,7 @@ def continued(before: Columns, sampled: Columns) -> Columns:
         return sampled
     return {
         name: np.concatenate(
-            [_filled(part, name, length) for part, length in zip((before, sampled), lengths, strict=True)]
+            [filled(part, name, length) for part, length in zip((before, sampled), lengths, strict=True)]
         )
         for name in before | sampled
     }
@@ -92,7 +95,7 @@ def packed_columns(responses: Sequence[Columns]) -> Columns:
     """The columns of several responses, end to end; what one of them lacks gets its default."""
     names = dict.fromkeys(name for columns in responses for name in columns)
     return {
-        name: np.concatenate([_filled(columns, name, len(columns["token_ids"])) for columns in responses])
+        name: np.concatenate([filled(columns, name, len(columns["token_ids"])) for columns in responses])
         for name in names
     }
 
@@ -109,7 +112,8 @@ def observed(response: Columns, token_ids_T: np.ndarray) -> Columns:
     return continued(response, answer)
 
 
-def _filled(columns: Columns, name: str, length: int) -> np.ndarray:
+def filled(columns: Columns, name: str, length: int) -> np.ndarray:
+    """A column of a response; its default where the response lacks it."""
     if name in columns:
         return columns[name]
     column = COLUMNS[name]
@@ -206,6 +210,15 @@ class Prompt:
     """Every other field of the row, unchanged."""
     source: str = ""
     """Label of its source, whose limit, environment and rewards are meant; empty: the run's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CandidateSets:
+    """Tokens among which given ones were drawn."""
+
+    temperature: float
+    cutoffs: list[np.ndarray]
+    """Float32 [T - 1] for each sequence: of all tokens but the first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,14 +36,14 @@ from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
 from llamarl.generation.model import GeneratorModel
 from llamarl.generation.requests import accept, failed, response_limit, same
 from llamarl.generation.rows import Rows
-from llamarl.generation.sampler import Sampler
+from llamarl.generation.sampler import Drawn, Sampler
 from llamarl.generation.scheduler import Chunk, Schedule, Scheduler
 from llamarl.generation.score import score
 from llamarl.generation.sequence import Group, Sequence
 from llamarl.generation.stop import StopStrings
 from llamarl.generation.torch_attention import TorchAttention
 from llamarl.kernels import gpu
-from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
+from llamarl.types import CandidateSets, FinishReason, GenerationRequest, Rollout
 
 _WORK_SHARE = 0.05
 """Share of a GPU's memory that is left to activations, CUDA graphs and libraries."""
@@ -198,8 +198,8 @@ class Engine:
         for sequence in self._scheduler.outdate(self._recompute):
             self._rows.remove(sequence)
 
-    def score(self, sequences: Ordered[np.ndarray], sampling: SamplingParams | None = None) -> list[np.ndarray]:
-        return score(self.model, sequences, sampling)
+    def score(self, sequences: Ordered[np.ndarray], candidates: CandidateSets | None = None) -> list[np.ndarray]:
+        return score(self.model, sequences, candidates)
 
     @torch.inference_mode()
     def step(self) -> list[Rollout]:
@@ -217,7 +217,7 @@ class Engine:
         hidden_N_D, settings_5_B = self._forward(plan.chunks)
         if count:
             logits_B_V, positions_B = self.model.logits(hidden_N_D[:count]), self._rows.length_R[:count]
-            finished += self._append(*self._sampler(logits_B_V, self._rows.sampling, positions_B, settings_5_B))
+            finished += self._append(self._sampler(logits_B_V, self._rows.sampling, positions_B, settings_5_B))
         self._recomputed_tokens += plan.recomputed_tokens
         self._recompute_s += (time.perf_counter() - start_s) * plan.recomputed_tokens / len(hidden_N_D)
         return finished
@@ -323,12 +323,12 @@ class Engine:
         attend = TorchAttention(cache, inputs, chunks)
         return self.model(inputs.token_N, inputs.position_N, attend), inputs.settings_5_B
 
-    def _append(self, tokens_B: np.ndarray, logprobs_B: np.ndarray) -> list[Rollout]:
+    def _append(self, drawn: Drawn) -> list[Rollout]:
         """Every running rollout gets a token; returns those that leave."""
         rows, count = self._rows, len(self._rows)
         self._decode_tokens += count
-        failed_B = ~np.isfinite(logprobs_B)
-        done_B_2 = rows.append(tokens_B, logprobs_B, self.version)
+        failed_B = ~np.isfinite(drawn.logprobs_B)
+        done_B_2 = rows.append(drawn, self.version)
         leaving: dict[Sequence, tuple[FinishReason, str]] = {}
         for row in np.flatnonzero(failed_B | done_B_2.any(axis=1)):
             if failed_B[row]:

@@ -5,11 +5,13 @@ Shape suffixes: R rows (capacity), B running rows, T response tokens, M blocks o
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from llamarl.generation.sampler import SamplingRows, noise_key
+from llamarl.generation.sampler import Drawn, SamplingRows, noise_key
 from llamarl.generation.sequence import Sequence
-from llamarl.types import COLUMNS, Columns, continued
+from llamarl.types import COLUMNS, Columns, continued, filled
 
 
 class Rows:
@@ -60,7 +62,7 @@ class Rows:
         self.table_R_M[row] = own[0]
         self.table_R_M[row, : len(prefix) + len(own)] = prefix + own
         for name, values_R_T in self.columns_R_T.items():
-            values_R_T[row, :length] = sequence.columns[name]
+            values_R_T[row, :length] = filled(sequence.columns, name, length)
 
     def remove(self, sequence: Sequence) -> None:
         """A rollout leaves with its tokens; the last row takes its place."""
@@ -83,9 +85,14 @@ class Rows:
         self.sampling.move(last, row)
 
     def so_far(self, sequence: Sequence, start: int = 0) -> Columns:
-        """A copy of what a rollout has from token `start` on."""
+        """A copy of what a rollout has from token `start` on, without columns that say nothing but their default."""
         row, length = sequence.row, self.length_R[sequence.row]
-        return {name: values_R_T[row, start:length].copy() for name, values_R_T in self.columns_R_T.items()}
+        found = {name: values_R_T[row, start:length] for name, values_R_T in self.columns_R_T.items()}
+        return {
+            name: values_T.copy()
+            for name, values_T in found.items()
+            if (default := COLUMNS[name].default) is None or (values_T != default).any()
+        }
 
     def grow(self, sequence: Sequence) -> None:
         """The rollout got one more block."""
@@ -93,11 +100,14 @@ class Rows:
         self.blocks_R_M[sequence.row, len(blocks) - 1] = blocks[-1]
         self.table_R_M[sequence.row, self.start_R[sequence.row] + len(blocks) - 1] = blocks[-1]
 
-    def append(self, token_ids_B: np.ndarray, logprobs_B: np.ndarray, version: int) -> np.ndarray:
+    def append(self, drawn: Drawn, version: int) -> np.ndarray:
         """Each row gets its sampled token; returns which rows are done, bool [B, 2]: (stop token or string, limit)."""
         count = len(self.sequences)
         rows_B, length_B = np.arange(count), self.length_R[:count]
-        sampled = {"token_ids": token_ids_B, "behavior_logprobs": logprobs_B, "policy_versions": version}
+        token_ids_B = drawn.token_ids_B
+        sampled: dict[str, Any] = {
+            "token_ids": token_ids_B, "behavior_logprobs": drawn.logprobs_B, "policy_versions": version,
+        } | ({} if drawn.cutoffs_B is None else {"cutoffs": drawn.cutoffs_B})  # fmt: skip
         for name, values_R_T in self.columns_R_T.items():
             values_R_T[rows_B, length_B] = sampled.get(name, COLUMNS[name].default)
         self.input_R[:count] = token_ids_B
