@@ -18,8 +18,7 @@ from llamarl.parts.forecast.recorded import read_run
 EPILOG = """The profile holds for the model, the threads and the machine of the run. It answers for other settings:
   llamarl simulate RUN.toml --costs RUN/profile.json --rollout.group_size 4
   llamarl plan --config RUN.toml --gpus 2 --gpu cpu-core --profile RUN/profile.json
-Of a run that is under way, --flame draws where all of its processes on this machine spend their time (llamarl[flame]):
-  llamarl profile RUN --flame --seconds 30"""
+Of a run that is under way, --flame draws where its processes on this machine spend their time (llamarl[flame])."""
 
 
 def main(arguments: Sequence[str]) -> int:
