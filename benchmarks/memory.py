@@ -87,8 +87,7 @@ def learnt(name: str, seed: int, steps: int, output: Path) -> dict[str, Any]:
     command = [
         sys.executable, "-m", "llamarl", "train", str(ROOT / "configs/demo.toml"), "--name", run, "--output",
         str(output), "--seed", str(seed), "--steps", str(steps), "--data.eval", FRESH, "--eval.max_prompts", "2048",
-        "--eval.every_steps", "0",
-        "--screen.kind", "lines", "--checkpoint.every_steps", "0", *SETTINGS[name],
+        "--eval.every_steps", "0", "--screen.kind", "lines", "--checkpoint.every_steps", "0", *SETTINGS[name],
     ]  # fmt: skip
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=1800)
     summary = json.loads((output / run / "summary.json").read_text())

@@ -9,6 +9,7 @@ Life of a record::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -55,6 +56,8 @@ COLUMNS: dict[str, Column] = {
         Column(name="policy_versions", dtype=np.int32, filled_by="generator", is_recorded=True),
         # Experts of the position that predicts the token, so of the prompt's last for the first: layer after layer.
         Column(name="routes", dtype=np.uint8, filled_by="generator", is_wide=True),
+        # The token was drawn among those whose natural-log probability is at least its own plus this, 0 or less.
+        Column(name="cutoffs", dtype=np.float32, filled_by="generator", default=-math.inf),
         # Which token sequence of an outside agent's episode the token is of; each holds its own prompt.
         Column(name="sequence", dtype=np.int32, filled_by="agents", is_recorded=True),
         # Natural-log probability under the frozen reference.
@@ -92,7 +95,7 @@ def continued(before: Columns, sampled: Columns) -> Columns:
         return sampled
     return {
         name: np.concatenate(
-            [_filled(part, name, length, like) for part, length in zip((before, sampled), lengths, strict=True)]
+            [filled(part, name, length, like) for part, length in zip((before, sampled), lengths, strict=True)]
         )
         for name, like in (before | sampled).items()
     }
@@ -102,7 +105,7 @@ def packed_columns(responses: Sequence[Columns]) -> Columns:
     """The columns of several responses, end to end; what one of them lacks gets its default."""
     likes = {name: values_T for columns in responses for name, values_T in columns.items()}
     return {
-        name: np.concatenate([_filled(columns, name, len(columns["token_ids"]), like) for columns in responses])
+        name: np.concatenate([filled(columns, name, len(columns["token_ids"]), like) for columns in responses])
         for name, like in likes.items()
     }
 
@@ -119,12 +122,13 @@ def observed(response: Columns, token_ids_T: np.ndarray) -> Columns:
     return continued(response, answer)
 
 
-def _filled(columns: Columns, name: str, length: int, like: np.ndarray) -> np.ndarray:
-    """The column, or its default; as wide as `like`."""
+def filled(columns: Columns, name: str, length: int, like: np.ndarray | None = None) -> np.ndarray:
+    """A column of a response; its default where the response lacks it, as wide as `like`."""
     if name in columns:
         return columns[name]
     column = COLUMNS[name]
     if column.is_wide:
+        assert like is not None, f"how wide {name} is, others say"
         return unknown_routes(length, like.shape[1], like.dtype)
     assert column.default is not None, f"{name} is missing, and has no default"
     return np.full(length, column.default, column.dtype)
@@ -224,6 +228,15 @@ class Prompt:
     """Every other field of the row, unchanged."""
     source: str = ""
     """Label of its source, whose limit, environment and rewards are meant; empty: the run's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CandidateSets:
+    """Tokens among which given ones were drawn."""
+
+    temperature: float
+    cutoffs: list[np.ndarray]
+    """Float32 [T - 1] for each sequence: of all tokens but the first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

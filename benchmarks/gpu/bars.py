@@ -48,6 +48,8 @@ BARS: Sequence[Bar] = (
         at_least=False),
     Bar(name="optimizer step of 1B: share of bandwidth", figure="bandwidth_share", of={"optimizer": "1b"}, bar=0.6,
         share="bandwidth_share"),
+    Bar(name="8B, all weights, a generator in turns: most GB", figure="peak_gb", of={"part": "turns-8b"}, bar=130,
+        estimate=58, at_least=False),
     Bar(name="8B bf16 by nixl: fetched and proved, s", figure="fetch_s", of=NIXL, bar=0.06, estimate=0.02,
         at_least=False, share="fetch_share"),
     Bar(name="published to served, s", figure="served_s", of=NIXL, bar=0.06, estimate=0.045, at_least=False),

@@ -1,7 +1,7 @@
 """What a GPU says of this package, in parts that are processes of their own, the most wanted first.
 
     make gpu-check                                            # the first call: less than 9.5 minutes on one H200
-    python benchmarks/gpu/check.py --parts contexts attention sanitizer    # what further calls add
+    python benchmarks/gpu/check.py --parts turns-8b attention sanitizer    # what further calls add
     python benchmarks/gpu/check.py --device cpu               # the check itself, at toy size, anywhere
     python benchmarks/gpu/collect.py ROWS.jsonl ...           # benchmarks/results/gpu-DATE.json, of all calls
 
@@ -85,6 +85,8 @@ PARTS = (
     Part("prefill", 20, "probes.py prefill"),
     Part("profile", 40, "probes.py profile --model 8b"),
     Part("demo", 90, DEMO),
+    Part("turns-8b", 240, "turns.py --model 8b", is_first=False),
+    Part("turns-1b", 60, "turns.py --model 1b", is_first=False),
     Part("contexts", 120, "decode.py --model 8b --batches 16 64 --context 8192", is_first=False),
     Part("contexts-32k", 120, "decode.py --model 8b --batches 16 --context 32768", is_first=False),
     Part("attention", 90, "probes.py attention --model 8b", is_first=False),

@@ -281,10 +281,10 @@ class RunConfig(Section):
                 "or reference.kl_in = 'reward'"
             )
         is_truncated = rollout.top_p < 1 or rollout.top_k or rollout.min_p
-        if reference.kl_coefficient and reference.kl_in == "reward" and is_truncated:
+        if reference.kl_coefficient and is_truncated:
             raise ValueError(
-                "reference.kl_in = 'reward' compares with what was sampled, and rollout.top_p, top_k or min_p leave "
-                "tokens out: that alone would cost reward; leave them out, or use reference.kl_in = 'loss'"
+                "reference.kl_coefficient compares with what was sampled, and rollout.top_p, top_k or min_p leave "
+                "tokens out that the reference counts; leave them out, or leave reference.kl_coefficient out"
             )
         if reference.dtype == "fp8" and reference.device == "cpu":
             raise ValueError("reference.dtype = 'fp8' needs a GPU; with reference.device = 'cpu' use 'int8'")

@@ -10,7 +10,9 @@ for float32 arithmetic,
                      + [log pi_v - log pi*_v] + [log g*_v - log g_v]                kernels: both sides' arithmetic
                      + [log g_v - log mu_v]                                         truncation: the mass that was kept
 
-is an identity, token by token. A function f of the sum L of such parts a_i is divided by a_i f(L) / L, which is the
+is an identity, token by token. Where the sampler left tokens out, steps count among its candidates alone (cutoffs): the
+left side has pi'_c, of those candidates, and truncation + log(pi'_c / pi_c), the mass that the trainer keeps; what both
+masses have in common goes. A function f of the sum L of such parts a_i is divided by a_i f(L) / L, which is the
 Aumann-Shapley price (Billera and Heath, "Allocation of shared costs", 1982) and the path integral of Sundararajan et
 al., "Axiomatic attribution for deep networks" (2017), equation 1, from no cause to all: parts add up to f(L) exactly.
 f(L) = e^L - 1 is the ratio's excess, f(L) = e^L - 1 - L the estimate of the KL. A part is negative where it makes up
@@ -43,29 +45,32 @@ async def by_cause(replica: Replica, probe: Probe) -> dict[str, float]:
     clock = asyncio.get_running_loop()
     start_s = clock.time()
     if probe.causes:
-        scored = await replica.port.score(probe.causes.sequences, probe.causes.sampling)
+        scored = await replica.port.score(probe.causes.sequences, probe.causes.candidates)
         replica.causes = probe.causes, np.concatenate(scored, axis=1)
     found = {"causes_s": probe.causes_s + clock.time() - start_s} if probe.causes or probe.later else {}
     if of := probe.routing:
         found |= {"routes_agreement": of.agreement, "kl_live_routes": of.live_kl, "kl_replayed_routes": of.replayed_kl}
         found["kl_from_routing"] = of.live_kl - of.replayed_kl
     if probe.later and replica.causes and replica.causes[0].version == probe.later[0]:
-        found |= divided(log_ratios(*replica.causes, probe.later[1]))
+        found |= divided(log_ratios(*replica.causes, *probe.later[1:]))
     return found
 
 
-def log_ratios(begun: CauseProbe, scored_3_N: np.ndarray, later_N: np.ndarray) -> dict[str, np.ndarray]:
-    """log(pi_c / mu_v) of the sampled tokens by cause, float64; without those that truncation leaves out by now.
+def log_ratios(
+    begun: CauseProbe, scored_3_N: np.ndarray, later_N: np.ndarray, kept_N: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """log(pi_c / mu_v) of the sampled tokens by cause, float64.
 
     Where the generator knows no second arithmetic, quantization and kernels are one: `precision`.
 
     Args:
         later_N: log pi_c.
+        kept_N: log pi'_c; None: as `later_N`.
     """
-    table_6_N = np.stack([later_N, begun.logprobs_N, begun.exact_logprobs_N, *scored_3_N]).astype(np.float64)
-    keep_N = begun.is_sampled_N & np.isfinite(table_6_N[-1])
-    later_N, own_N, exact_N, generator_exact_N, generator_N, sampled_N = table_6_N[:, keep_N]
-    parts = {"staleness": later_N - own_N, "truncation": generator_N - sampled_N}
+    kept_N = later_N if kept_N is None else kept_N
+    table_7_N = np.stack([kept_N, later_N, begun.logprobs_N, begun.exact_logprobs_N, *scored_3_N]).astype(np.float64)
+    kept_N, later_N, own_N, exact_N, generator_exact_N, generator_N, sampled_N = table_7_N[:, begun.is_sampled_N]
+    parts = {"staleness": later_N - own_N, "truncation": generator_N - sampled_N + kept_N - later_N}
     if np.isnan(generator_exact_N).any():
         return parts | {"precision": own_N - generator_N}
     kernels_N = own_N - exact_N + generator_exact_N - generator_N

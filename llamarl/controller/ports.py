@@ -13,7 +13,15 @@ from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import each_rank
 from llamarl.executors.replies import Adoption, Collected, ControllerState, Published, ScoredResponse
 from llamarl.training.result import PolicyStepResult, StepResult
-from llamarl.types import GenerationRequest, Prompt, RewardResult, Rollout, RolloutGroup, SampleGroup, SamplingParams
+from llamarl.types import (
+    CandidateSets,
+    GenerationRequest,
+    Prompt,
+    RewardResult,
+    Rollout,
+    RolloutGroup,
+    SampleGroup,
+)
 from llamarl.weight_sync.layout import Address, TensorSpec
 
 Responses = Sequence[tuple[Prompt, Sequence[Rollout]]]
@@ -38,7 +46,7 @@ class GeneratorPort(Protocol):
     async def so_far(self, group_ids: Sequence[int]) -> list[Rollout]: ...
     async def adopt(self, version: int, address: Address) -> Adoption: ...
     async def score(
-        self, sequences: Sequence[np.ndarray], sampling: SamplingParams | None = None
+        self, sequences: Sequence[np.ndarray], candidates: CandidateSets | None = None
     ) -> list[np.ndarray]: ...
 
 

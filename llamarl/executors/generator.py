@@ -23,7 +23,7 @@ from llamarl.executors.adoption import Adoptions
 from llamarl.executors.backends import open_native
 from llamarl.executors.replies import GROUPS_INTERVAL_S, LATEST_S, REPLY_INTERVAL_S, Adoption, Collected, GeneratorStats
 from llamarl.kernels.build import keep_choices_in
-from llamarl.types import GenerationRequest, Rollout, SamplingParams
+from llamarl.types import CandidateSets, GenerationRequest, Rollout
 from llamarl.weight_sync.layout import Address, TensorSpec
 
 REPLY_TOKENS, REPLY_ROUTES_BYTES = 1 << 20, 64 << 20
@@ -161,9 +161,9 @@ class GeneratorExecutor(Executor):
         """
         return self._adoptions.begin(version, address)
 
-    def score(self, sequences: Sequence[np.ndarray], sampling: SamplingParams | None = None) -> list[np.ndarray]:
+    def score(self, sequences: Sequence[np.ndarray], candidates: CandidateSets | None = None) -> list[np.ndarray]:
         """Log-probabilities of given tokens by the weights that serve."""
-        return self._engine.score(sequences, sampling)
+        return self._engine.score(sequences, candidates)
 
     def work(self) -> bool:
         # What this thread did since its last forward (calls, the loop around them) is part of the next one's time.
@@ -254,7 +254,7 @@ class GeneratorFollower(GeneratorExecutor):
         """Fetches this rank's part; rank 0 tells when to use it."""
         self._adopter.begin(version, address)
 
-    def score(self, sequences: Sequence[np.ndarray], sampling: SamplingParams | None = None) -> list[np.ndarray]:
+    def score(self, sequences: Sequence[np.ndarray], candidates: CandidateSets | None = None) -> list[np.ndarray]:
         """Rank 0 answers."""
         return []
 

@@ -15,7 +15,7 @@ import numpy as np
 from llamarl.config import RunConfig
 from llamarl.training.probe import CAUSES_EVERY, FIRST_CAUSES, NUM_SEQUENCES, probe_sequences, whole_sequences
 from llamarl.training.result import RoutingEffect
-from llamarl.types import OBSERVED, RolloutGroup, SamplingParams
+from llamarl.types import OBSERVED, CandidateSets, RolloutGroup
 
 if TYPE_CHECKING:
     from llamarl.training.trainer import Trainer
@@ -31,8 +31,8 @@ class CauseProbe:
     """Token ids, int32 [T] each."""
     is_sampled_N: np.ndarray
     """bool; False for prompts and what environments wrote."""
-    sampling: SamplingParams
-    """Parameters with which rollouts are drawn."""
+    candidates: CandidateSets
+    """Tokens among which they were drawn."""
     logprobs_N: np.ndarray
     """Log-probabilities at the temperature of sampling, computed as steps do; float32."""
     exact_logprobs_N: np.ndarray
@@ -49,8 +49,9 @@ class Probe:
     """Log-probabilities of all tokens but the first at temperature 1, float32 [T - 1] each."""
     causes: CauseProbe | None = None
     """Probe by cause that this version is to score, too; None: not now."""
-    later: tuple[int, np.ndarray] | None = None
-    """Version of a `CauseProbe`, maybe of an earlier one, and its `logprobs_N` by the weights of this version."""
+    later: tuple[int, np.ndarray, np.ndarray | None] | None = None
+    """Version of a `CauseProbe`, maybe of an earlier one, its `logprobs_N` by the weights of this version, and the same
+    among candidates alone; None: no token is left out."""
     routing: RoutingEffect | None = None
     """Effect of router replay on what a `CauseProbe` brings; None: not now, or no experts were recorded."""
     causes_s: float = 0.0
@@ -77,7 +78,7 @@ class Probes:
     def __init__(self, trainer: Trainer, config: RunConfig) -> None:
         self._trainer = trainer
         self._every_steps = config.weight_sync.probe_every_steps
-        self._sampling = SamplingParams(**config.rollout.model_dump(include={"temperature", "top_p", "top_k", "min_p"}))
+        self._temperature = config.rollout.temperature
         self._is_by_cause = config.generator.backend == "native"  # others compute in one way only
         self._groups: Sequence[RolloutGroup] = ()
         """A few of the last step."""
@@ -98,7 +99,10 @@ class Probes:
             routing = self._routing()
         if self._begun and version == self._ends:
             now_N = causes.logprobs_N if causes else self._scored(self._begun.sequences, half=True)
-            later = self._begun.version, now_N
+            cutoffs_N, kept_N = np.concatenate(self._begun.candidates.cutoffs), None
+            if not np.isneginf(cutoffs_N).all():
+                kept_N = self._scored(self._begun.sequences, half=True, cutoffs_N=cutoffs_N)
+            later = self._begun.version, now_N, kept_N
         causes_s = time.monotonic() - start_s
         if between and later is None:
             return None
@@ -116,7 +120,7 @@ class Probes:
         return routing_of(self._trainer, self._groups, half=True)
 
     def _causes(self, version: int) -> CauseProbe | None:
-        sequences, versions_N = whole_sequences(self._groups)
+        sequences, versions_N, cutoffs = whole_sequences(self._groups)
         is_sampled_N = versions_N != OBSERVED
         if not is_sampled_N.any():
             return None
@@ -125,9 +129,12 @@ class Probes:
         logprobs_N = self._scored(sequences, half=True)
         is_exact = self._trainer.config.dtype == "float32"
         return CauseProbe(
-            version=version, sequences=sequences, is_sampled_N=is_sampled_N, sampling=self._sampling,
+            version=version, sequences=sequences, is_sampled_N=is_sampled_N,
+            candidates=CandidateSets(temperature=self._temperature, cutoffs=cutoffs),
             logprobs_N=logprobs_N, exact_logprobs_N=logprobs_N if is_exact else self._scored(sequences),
         )  # fmt: skip
 
-    def _scored(self, sequences: list[np.ndarray], half: bool = False) -> np.ndarray:
-        return np.concatenate(self._trainer.score(sequences, self._sampling.temperature, half))
+    def _scored(
+        self, sequences: list[np.ndarray], half: bool = False, cutoffs_N: np.ndarray | None = None
+    ) -> np.ndarray:
+        return np.concatenate(self._trainer.score(sequences, self._temperature, half, cutoffs_N))

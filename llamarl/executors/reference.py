@@ -15,7 +15,7 @@ from llamarl.generation.model import load_generator_model
 from llamarl.generation.score import logprobs_of
 from llamarl.training.packing import Microbatch
 from llamarl.training.responses import hidden_of, per_response
-from llamarl.types import Prompt, Rollout, SamplingParams
+from llamarl.types import Prompt, Rollout
 
 
 class ReferenceExecutor(Executor):
@@ -29,7 +29,7 @@ class ReferenceExecutor(Executor):
         self._device = set_up_device(settings.device, settings.threads, "reference.device")
         self._model = load_generator_model(settings.path or config.model.path, settings.dtype, self._device)
         self._max_tokens = config.trainer.microbatch_tokens
-        self._sampling = SamplingParams(temperature=config.rollout.temperature)
+        self._temperature = config.rollout.temperature
 
     def score(self, groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> list[list[np.ndarray]]:
         """Log-probability of each response token at the sampling temperature, float32 [T] per rollout of each group."""
@@ -39,4 +39,4 @@ class ReferenceExecutor(Executor):
     def _logprobs(self, microbatch: Microbatch) -> np.ndarray:
         hidden_R_D = hidden_of(self._model, microbatch, self._device)
         targets_R = torch.from_numpy(microbatch.targets_R).to(self._device, non_blocking=True)
-        return logprobs_of(self._model, hidden_R_D, targets_R, self._sampling).cpu().numpy()
+        return logprobs_of(self._model, hidden_R_D, targets_R, self._temperature).cpu().numpy()

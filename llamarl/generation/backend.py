@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from llamarl.models.shape import ModelShape
-from llamarl.types import GenerationRequest, Rollout, SamplingParams
+from llamarl.types import CandidateSets, GenerationRequest, Rollout
 
 if TYPE_CHECKING:
     import torch
@@ -128,19 +128,19 @@ class GenerationBackend(RolloutEngine, Protocol):
         """The weights were replaced, between two steps; tokens sampled from now on carry `version`."""
         ...
 
-    def score(self, sequences: Sequence[np.ndarray], sampling: SamplingParams | None = None) -> list[np.ndarray]:
+    def score(self, sequences: Sequence[np.ndarray], candidates: CandidateSets | None = None) -> list[np.ndarray]:
         """Natural log-probability of each token given those before, at temperature 1, by the current weights.
 
         Running rollouts are not disturbed.
 
         Args:
             sequences: token ids, int [T] each, T >= 1.
-            sampling: tells log-probabilities by their causes, if this is the native engine.
+            candidates: tells log-probabilities by their causes, if this is the native engine.
 
         Returns:
-            float32 [T - 1] each: of all tokens but the first. With `sampling` [3, T - 1], at its temperature: by these
-            weights in float32 arithmetic (NaN: not known here), by the engine's own, and under the truncated
-            distribution that rollouts are drawn from (-inf: it leaves the token out).
+            float32 [T - 1] each: of all tokens but the first. With `candidates` [3, T - 1], at their temperature: by
+            these weights in float32 arithmetic (NaN: not known here), by the engine's own, and by that among candidates
+            alone.
 
         Raises:
             ValueError: a sequence is empty, longer than the context, or has unknown ids.

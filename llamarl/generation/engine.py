@@ -37,7 +37,7 @@ from llamarl.generation.model import GeneratorModel
 from llamarl.generation.requests import accept, failed, response_limit, same
 from llamarl.generation.routes import Routes
 from llamarl.generation.rows import Rows
-from llamarl.generation.sampler import Sampler
+from llamarl.generation.sampler import Drawn, Sampler
 from llamarl.generation.scheduler import Chunk, Schedule, Scheduler
 from llamarl.generation.score import score
 from llamarl.generation.sequence import Group, Sequence
@@ -45,7 +45,7 @@ from llamarl.generation.stop import StopStrings
 from llamarl.generation.torch_attention import TorchAttention
 from llamarl.kernels import gpu
 from llamarl.models.transformer import Attend
-from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
+from llamarl.types import CandidateSets, FinishReason, GenerationRequest, Rollout
 
 _WORK_SHARE = 0.05
 """Share of a GPU's memory that is left to activations, CUDA graphs and libraries."""
@@ -211,8 +211,8 @@ class Engine:
         for sequence in self._scheduler.outdate(self._recompute):
             self._rows.remove(sequence)
 
-    def score(self, sequences: Ordered[np.ndarray], sampling: SamplingParams | None = None) -> list[np.ndarray]:
-        return score(self.model, sequences, sampling)
+    def score(self, sequences: Ordered[np.ndarray], candidates: CandidateSets | None = None) -> list[np.ndarray]:
+        return score(self.model, sequences, candidates)
 
     @torch.inference_mode()
     def step(self) -> list[Rollout]:
@@ -237,7 +237,7 @@ class Engine:
             self._routes.prefilled(self._rows, plan.chunks, routes_N_W[count:])
             self._routes.begun(plan.joined)
         if sampled:
-            finished += self._append(*sampled, None if routes_N_W is None else routes_N_W[:count])
+            finished += self._append(sampled, None if routes_N_W is None else routes_N_W[:count])
         self._recomputed_tokens += plan.recomputed_tokens
         self._recompute_s += (time.perf_counter() - start_s) * plan.recomputed_tokens / len(hidden_N_D)
         return finished
@@ -355,14 +355,12 @@ class Engine:
         routes_N_W = new_routes(self.model.shape, len(token_N), self.model.device)
         return self.model(token_N, position_N, attend, routes_N_W), settings_5_B, routes_N_W
 
-    def _append(
-        self, tokens_B: np.ndarray, logprobs_B: np.ndarray, routes_B_W: np.ndarray | None = None
-    ) -> list[Rollout]:
+    def _append(self, drawn: Drawn, routes_B_W: np.ndarray | None = None) -> list[Rollout]:
         """Every running rollout gets a token; returns those that leave."""
         rows, count = self._rows, len(self._rows)
         self._decode_tokens += count
-        failed_B = ~np.isfinite(logprobs_B)
-        done_B_2 = rows.append(tokens_B, logprobs_B, self.version, routes_B_W)
+        failed_B = ~np.isfinite(drawn.logprobs_B)
+        done_B_2 = rows.append(drawn, self.version, routes_B_W)
         leaving: dict[Sequence, tuple[FinishReason, str]] = {}
         for row in np.flatnonzero(failed_B | done_B_2.any(axis=1)):
             if failed_B[row]:

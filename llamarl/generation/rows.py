@@ -6,11 +6,13 @@ all layers.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from llamarl.generation.sampler import SamplingRows, noise_key
+from llamarl.generation.sampler import Drawn, SamplingRows, noise_key
 from llamarl.generation.sequence import Sequence
-from llamarl.types import COLUMNS, Columns, continued
+from llamarl.types import COLUMNS, Columns, continued, filled
 
 
 class Rows:
@@ -64,7 +66,7 @@ class Rows:
         self.table_R_M[row] = own[0]
         self.table_R_M[row, : len(prefix) + len(own)] = prefix + own
         for name, values_R_T in self.columns_R_T.items():
-            values_R_T[row, :length] = sequence.columns[name]
+            values_R_T[row, :length] = filled(sequence.columns, name, length, values_R_T[row])
 
     def remove(self, sequence: Sequence) -> None:
         """A rollout leaves with its tokens; the last row takes its place."""
@@ -87,9 +89,14 @@ class Rows:
         self.sampling.move(last, row)
 
     def so_far(self, sequence: Sequence, start: int = 0) -> Columns:
-        """A copy of what a rollout has from token `start` on."""
+        """A copy of what a rollout has from token `start` on, without columns that say nothing but their default."""
         row, length = sequence.row, self.length_R[sequence.row]
-        return {name: values_R_T[row, start:length].copy() for name, values_R_T in self.columns_R_T.items()}
+        found = {name: values_R_T[row, start:length] for name, values_R_T in self.columns_R_T.items()}
+        return {
+            name: values_T.copy()
+            for name, values_T in found.items()
+            if (default := COLUMNS[name].default) is None or (values_T != default).any()
+        }
 
     def of(self, sequence: Sequence) -> Columns:
         """Views of a rollout's columns, with room behind its tokens."""
@@ -101,14 +108,15 @@ class Rows:
         self.blocks_R_M[sequence.row, len(blocks) - 1] = blocks[-1]
         self.table_R_M[sequence.row, self.start_R[sequence.row] + len(blocks) - 1] = blocks[-1]
 
-    def append(
-        self, token_ids_B: np.ndarray, logprobs_B: np.ndarray, version: int, routes_B_W: np.ndarray | None = None
-    ) -> np.ndarray:
+    def append(self, drawn: Drawn, version: int, routes_B_W: np.ndarray | None = None) -> np.ndarray:
         """Each row gets its sampled token; returns which rows are done, bool [B, 2]: (stop token or string, limit)."""
         count = len(self.sequences)
         rows_B, length_B = np.arange(count), self.length_R[:count]
-        sampled = {"token_ids": token_ids_B, "behavior_logprobs": logprobs_B, "policy_versions": version}
-        sampled |= {} if routes_B_W is None else {"routes": routes_B_W}
+        token_ids_B = drawn.token_ids_B
+        columns = {"cutoffs": drawn.cutoffs_B, "routes": routes_B_W}
+        sampled: dict[str, Any] = {
+            "token_ids": token_ids_B, "behavior_logprobs": drawn.logprobs_B, "policy_versions": version,
+        } | {name: values_B for name, values_B in columns.items() if values_B is not None}  # fmt: skip
         for name, values_R_T in self.columns_R_T.items():
             values_R_T[rows_B, length_B] = sampled.get(name, COLUMNS[name].default)
         self.input_R[:count] = token_ids_B

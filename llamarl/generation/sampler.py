@@ -8,12 +8,17 @@ The log-probability is natural and that of the distribution really sampled: logi
 top-p of what is left, then min-p, renormalized. A greedy row (temperature 0) takes the most likely token and gets its
 log-probability at temperature 1, without truncation: that of the token actually drawn would be 0 and tell nothing.
 
+What was left out is told by a cutoff: the candidates are the tokens that are at least as likely as the drawn one times
+e^cutoff, and it lies halfway, in nats, between the least likely candidate and the most likely other token, so that a
+trainer whose logits differ by less than half of that gap finds the same ones (`llamarl/training/logprobs.py`).
+
 Shape suffixes: R rows (capacity), B rows of this step, V vocabulary, U truncated rows.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -51,6 +56,17 @@ def uniforms(keys_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
     return (x >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
 
 
+class Drawn(NamedTuple):
+    """One token for each row."""
+
+    token_ids_B: np.ndarray
+    """int64."""
+    logprobs_B: np.ndarray
+    """float32; NaN where a row's logits were not finite, and its token means nothing."""
+    cutoffs_B: np.ndarray | None = None
+    """float32, as in `llamarl.types.COLUMNS`; -inf where all tokens are candidates. None: they are for all rows."""
+
+
 class SamplingRows:
     """Keys and parameters with which each row is drawn, as arrays."""
 
@@ -75,15 +91,11 @@ class Sampler:
 
     def __call__(
         self, logits_B_V: Tensor, rows: SamplingRows, positions_B: np.ndarray, settings_5_B: Tensor | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> Drawn:
         """Draw one token per row.
 
         Args:
             settings_5_B: what `settings` gives, where it is on the device already.
-
-        Returns:
-            Token ids, int64 [B], and log-probabilities, float32 [B]; NaN where a row's logits were not finite (and its
-            token means nothing).
         """
         params_B_4 = rows.params_R_4[: len(positions_B)]
         truncated_B, greedy = truncated(params_B_4), bool((params_B_4[:, 0] == 0).any())
@@ -93,12 +105,14 @@ class Sampler:
         noise_B = uniforms(rows.keys_R[: len(positions_B)], positions_B)
         if truncated_B.all() or (drawn := draw(logits_B_V, params_B_4[:, 0], noise_B)) is None:
             return _draw(logits_B_V, self._tensor(settings(rows, positions_B)), bool(truncated_B.any()), greedy)
-        if truncated_B.any():
-            rows_U = np.flatnonzero(truncated_B)
-            logits_U_V = logits_B_V.index_select(0, self._tensor(rows_U))
-            settings_5_U = self._tensor(settings(rows, positions_B)[:, rows_U])
-            drawn[0][rows_U], drawn[1][rows_U] = _draw(logits_U_V, settings_5_U, True, False)
-        return drawn
+        token_ids_B, logprobs_B = drawn
+        if not truncated_B.any():
+            return Drawn(token_ids_B, logprobs_B)
+        rows_U, cutoffs_B = np.flatnonzero(truncated_B), np.full(len(token_ids_B), -np.inf, np.float32)
+        logits_U_V = logits_B_V.index_select(0, self._tensor(rows_U))
+        settings_5_U = self._tensor(settings(rows, positions_B)[:, rows_U])
+        token_ids_B[rows_U], logprobs_B[rows_U], cutoffs_B[rows_U] = _draw(logits_U_V, settings_5_U, True, False)
+        return Drawn(token_ids_B, logprobs_B, cutoffs_B)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
@@ -113,17 +127,15 @@ def settings(rows: SamplingRows, positions_B: np.ndarray) -> np.ndarray:
     return settings_5_B
 
 
-def _draw(
-    logits_B_V: Tensor, settings_5_B: Tensor, truncate_some: bool, greedy_some: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and their log-probabilities, drawn by torch; one wait for the device."""
+def _draw(logits_B_V: Tensor, settings_5_B: Tensor, truncate_some: bool, greedy_some: bool) -> Drawn:
+    """Tokens, drawn by torch; one wait for the device."""
     noise_B, temperature_B, *truncation = settings_5_B
     greedy_B = temperature_B == 0
     logits_B_V = logits_B_V / temperature_B.masked_fill(greedy_B, 1.0)[:, None]
-    probs_B_V = torch.softmax(logits_B_V, dim=-1)
+    probs_B_V, least_B = torch.softmax(logits_B_V, dim=-1), None
     if truncate_some:
-        probs_B_V = truncate(probs_B_V, *truncation)
-    return unpacked(invert(logits_B_V, probs_B_V, noise_B, greedy_B if greedy_some else None))
+        probs_B_V, least_B = truncate(probs_B_V, *truncation)
+    return unpacked(invert(logits_B_V, probs_B_V, noise_B, greedy_B if greedy_some else None, least_B))
 
 
 def truncated(params_B_4: np.ndarray) -> np.ndarray:
@@ -132,8 +144,11 @@ def truncated(params_B_4: np.ndarray) -> np.ndarray:
     return (temperature_B != 0) & ((top_p_B < 1) | (top_k_B > 0) | (min_p_B > 0))
 
 
-def invert(logits_B_V: Tensor, probs_B_V: Tensor, noise_B: Tensor, greedy_B: Tensor | None) -> Tensor:
-    """Tokens and the bits of their log-probabilities, int32 [B, 2]: one copy to the host takes both.
+def invert(
+    logits_B_V: Tensor, probs_B_V: Tensor, noise_B: Tensor, greedy_B: Tensor | None, least_B: Tensor | None = None
+) -> Tensor:
+    """Tokens and the bits of their log-probabilities, int32 [B, 2], and of their cutoffs, [B, 3], if `least_B` is
+    given: one copy to the host takes all.
 
     `greedy_B` says which rows take the most likely token; None: none does.
     """
@@ -145,18 +160,24 @@ def invert(logits_B_V: Tensor, probs_B_V: Tensor, noise_B: Tensor, greedy_B: Ten
     tokens_B_1.clamp_(max=probs_B_V.shape[-1] - 1)  # rows that are not finite
     if greedy_B is not None:
         tokens_B_1 = torch.where(greedy_B[:, None], logits_B_V.argmax(dim=-1, keepdim=True), tokens_B_1)
-    logprobs_B_1 = (probs_B_V.gather(1, tokens_B_1) / total_B_1).log_()
-    return torch.cat((tokens_B_1.int(), logprobs_B_1.view(torch.int32)), dim=1)
+    likely_B_1 = probs_B_V.gather(1, tokens_B_1)
+    found = [(likely_B_1 / total_B_1).log_()]
+    if least_B is not None:
+        found.append(least_B[:, None] - likely_B_1.log())
+    return torch.cat((tokens_B_1.int(), *(one_B_1.view(torch.int32) for one_B_1 in found)), dim=1)
 
 
-def unpacked(packed_B_2: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and log-probabilities that `invert` gave, on the host: int64 [B] and float32 [B]."""
-    array_B_2 = packed_B_2.cpu().numpy()
-    return array_B_2[:, 0].astype(np.int64), np.ascontiguousarray(array_B_2[:, 1]).view(np.float32)
+def unpacked(packed_B_C: Tensor) -> Drawn:
+    """The tensor that `invert` gave, on the host."""
+    token_ids_B, *numbers = packed_B_C.cpu().numpy().T
+    return Drawn(token_ids_B.astype(np.int64), *(np.ascontiguousarray(one_B).view(np.float32) for one_B in numbers))
 
 
-def truncate(probs_U_V: Tensor, top_p_U: Tensor, top_k_U: Tensor, min_p_U: Tensor) -> Tensor:
+def truncate(probs_U_V: Tensor, top_p_U: Tensor, top_k_U: Tensor, min_p_U: Tensor) -> tuple[Tensor, Tensor]:
     """Zero what top-k, then top-p of the rest, then min-p drop; not renormalized. The most likely token stays.
+
+    Returns the probabilities, and the natural logarithm [U] of one between those that stay and those that do not, -inf
+    where nothing goes that had any.
 
     top-k 0, top-p 1 and min-p 0 drop nothing. Of equally likely tokens, those with smaller ids stay.
     """
@@ -170,4 +191,6 @@ def truncate(probs_U_V: Tensor, top_p_U: Tensor, top_k_U: Tensor, min_p_U: Tenso
     keep_U_V &= (before_U_V < top_p_U[:, None] * cumulative_U_V[:, -1:]) | (top_p_U[:, None] >= 1)
     keep_U_V &= sorted_U_V >= min_p_U[:, None] * sorted_U_V[:, :1]
     keep_U_V[:, 0] = True
-    return torch.zeros_like(probs_U_V).scatter_(1, order_U_V, sorted_U_V * keep_U_V)
+    least_U, most_U = sorted_U_V.masked_fill(~keep_U_V, 1.0).amin(1), sorted_U_V.masked_fill(keep_U_V, 0.0).amax(1)
+    between_U = (least_U.log() + most_U.log()) / 2
+    return torch.zeros_like(probs_U_V).scatter_(1, order_U_V, sorted_U_V * keep_U_V), between_U

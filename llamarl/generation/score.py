@@ -6,6 +6,7 @@ Shape suffixes: T tokens of one sequence, N packed tokens, C tokens of one chunk
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,11 +14,10 @@ from torch import Tensor
 
 from llamarl.generation.backend import EngineModel
 from llamarl.generation.requests import unknown_id
-from llamarl.generation.sampler import truncate
 from llamarl.kernels.linear import exactly
 from llamarl.models.attention import causal_attend
 from llamarl.models.transformer import Attend
-from llamarl.types import SamplingParams
+from llamarl.types import CandidateSets
 
 _PACK_TOKENS = 2048
 """Tokens of one forward; a longer sequence is one by itself."""
@@ -27,7 +27,7 @@ _LOGITS = 2**22
 
 @torch.inference_mode()
 def score(
-    model: EngineModel, sequences: Sequence[np.ndarray], sampling: SamplingParams | None = None
+    model: EngineModel, sequences: Sequence[np.ndarray], candidates: CandidateSets | None = None
 ) -> list[np.ndarray]:
     """Log-probabilities of given tokens; see `GenerationBackend.score`."""
     context, vocab_size = model.shape.max_position_embeddings, model.shape.vocab_size
@@ -36,55 +36,59 @@ def score(
             raise ValueError(f"sequence {i} has {len(token_ids_T)} tokens; between 1 and the context {context} can be")
         if error := unknown_id(token_ids_T, vocab_size):
             raise ValueError(f"sequence {i} has {error}")
-    scores = list[np.ndarray]()
+    scores, start = list[np.ndarray](), 0
     for pack in packs(sequences, _PACK_TOKENS):
+        own = candidates and replace(candidates, cutoffs=candidates.cutoffs[start : start + len(pack)])
+        start += len(pack)
         lengths = [len(token_ids_T) - 1 for token_ids_T in pack]
         fed, positions, targets = (
             torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(model.device, non_blocking=True)
             for parts in ([ids[:-1] for ids in pack], [np.arange(n) for n in lengths], [ids[1:] for ids in pack])
         )
         if not sum(lengths):
-            scores += [np.empty((3, 0) if sampling else 0, np.float32) for _ in pack]
+            scores += [np.empty((3, 0) if candidates else 0, np.float32) for _ in pack]
             continue
         feed = fed, positions, causal_attend(lengths)
-        scores += [part.numpy() for part in _scored(model, feed, targets, sampling).cpu().split(lengths, -1)]
+        scores += [part.numpy() for part in _scored(model, feed, targets, own).cpu().split(lengths, -1)]
     return scores
 
 
 def _scored(
-    model: EngineModel, feed: tuple[Tensor, Tensor, Attend], targets_N: Tensor, sampling: SamplingParams | None
+    model: EngineModel, feed: tuple[Tensor, Tensor, Attend], targets_N: Tensor, candidates: CandidateSets | None
 ) -> Tensor:
     """[N], or [3, N], see `GenerationBackend.score`."""
-    whole, hidden_N_D = SamplingParams(temperature=sampling.temperature if sampling else 1.0), model(*feed)
-    own_N = logprobs_of(model, hidden_N_D, targets_N, whole)
-    if sampling is None:
+    temperature, hidden_N_D = candidates.temperature if candidates else 1.0, model(*feed)
+    own_N = logprobs_of(model, hidden_N_D, targets_N, temperature)
+    if candidates is None:
         return own_N
     exact_N = torch.full_like(own_N, torch.nan)
     if model.device.type == "cpu":  # other devices have no second arithmetic
         with exactly():
-            exact_N = logprobs_of(model, model(*feed), targets_N, whole)
-    return torch.stack((exact_N, own_N, logprobs_of(model, hidden_N_D, targets_N, sampling)))
+            exact_N = logprobs_of(model, model(*feed), targets_N, temperature)
+    cutoffs_N = torch.from_numpy(np.concatenate(candidates.cutoffs)).to(model.device)
+    return torch.stack((exact_N, own_N, logprobs_of(model, hidden_N_D, targets_N, temperature, cutoffs_N)))
 
 
-def logprobs_of(model: EngineModel, hidden_N_D: Tensor, targets_N: Tensor, sampling: SamplingParams) -> Tensor:
-    """Log-probabilities of given tokens, drawn so, by the model's own head, float32 [N], without gradients; few logits
-    are held at once."""
+def logprobs_of(
+    model: EngineModel, hidden_N_D: Tensor, targets_N: Tensor, temperature: float, cutoffs_N: Tensor | None = None
+) -> Tensor:
+    """Log-probabilities of given tokens by the model's own head, among candidates alone if there are cutoffs, float32
+    [N], without gradients; few logits are held at once."""
     rows = max(1, _LOGITS // model.shape.vocab_size)
+    cutoffs_N = torch.full_like(targets_N, -torch.inf, dtype=torch.float32) if cutoffs_N is None else cutoffs_N
     return torch.cat([
-        _log_softmax(model.logits(hidden_C_D).float(), sampling).gather(1, targets_C[:, None])[:, 0]
-        for hidden_C_D, targets_C in zip(hidden_N_D.split(rows), targets_N.split(rows), strict=True)
+        _logprobs(model.logits(hidden_C_D).float() / temperature, targets_C[:, None], cutoffs_C[:, None])
+        for hidden_C_D, targets_C, cutoffs_C in zip(
+            hidden_N_D.split(rows), targets_N.split(rows), cutoffs_N.split(rows), strict=True
+        )
     ])  # fmt: skip
 
 
-def _log_softmax(logits_C_V: Tensor, sampling: SamplingParams) -> Tensor:
-    """Log-probabilities under the distribution that temperature and truncation leave."""
-    logits_C_V = logits_C_V / sampling.temperature
-    limits = sampling.top_p, sampling.top_k, sampling.min_p
-    if limits == (1, 0, 0):
-        return logits_C_V.log_softmax(-1)
-    limits_3_1 = logits_C_V.new_tensor(limits)[:, None]
-    probs_C_V = truncate(logits_C_V.softmax(-1), *limits_3_1.expand(-1, len(logits_C_V)))
-    return (probs_C_V / probs_C_V.sum(-1, keepdim=True)).log()
+def _logprobs(logits_C_V: Tensor, targets_C_1: Tensor, cutoffs_C_1: Tensor) -> Tensor:
+    """[C], as `llamarl.training.logprobs.target_logprobs` does."""
+    own_C_1 = logits_C_V.gather(1, targets_C_1)
+    is_out_C_V = (logits_C_V < own_C_1 + cutoffs_C_1).scatter_(1, targets_C_1, value=False)
+    return (own_C_1 - logits_C_V.masked_fill_(is_out_C_V, -torch.inf).logsumexp(1, keepdim=True))[:, 0]
 
 
 def packs(sequences: Iterable[np.ndarray], max_tokens: int) -> Iterator[list[np.ndarray]]:

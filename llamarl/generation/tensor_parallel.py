@@ -27,7 +27,7 @@ from llamarl.distributed.links import RanksLost
 from llamarl.distributed.mesh import Axis, RankMesh
 from llamarl.generation.backend import EngineStats
 from llamarl.generation.engine import Engine
-from llamarl.types import GenerationRequest, Rollout, SamplingParams
+from llamarl.types import CandidateSets, GenerationRequest, Rollout
 
 
 class ModelRanks:
@@ -118,10 +118,10 @@ class TensorParallelEngine:
         self._engine.set_version(version)
         self._reports = {other: outcomes for other, outcomes in self._reports.items() if other > version}
 
-    def score(self, sequences: Sequence[np.ndarray], sampling: SamplingParams | None = None) -> list[np.ndarray]:
+    def score(self, sequences: Sequence[np.ndarray], candidates: CandidateSets | None = None) -> list[np.ndarray]:
         with self._mesh.together(ValueError):  # every rank refuses alike, before any forward
-            self._send("score", (list(sequences), sampling))
-            return self._engine.score(sequences, sampling)
+            self._send("score", (list(sequences), candidates))
+            return self._engine.score(sequences, candidates)
 
     def stats(self) -> EngineStats:
         return self._engine.stats()

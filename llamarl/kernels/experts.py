@@ -86,7 +86,8 @@ class ExpertFeedForward:
         self._library, self._paths = loaded.library, (into, back)
         sizes = [into.packed_bytes(self.width, self.dim) if into.pack else 0] * 2
         self._sizes = [*sizes, back.packed_bytes(self.dim, self.width) if back.pack else 0]
-        self._is_joined = sizes[0] * 2 == (into.packed_bytes(2 * self.width, self.dim) if into.pack else -1)
+        # Full panels of the one go on with those of the other.
+        self._is_joined = bool(into.pack) and into.packed_bytes(self.width + 1, self.dim) > sizes[0]
         if sum(self._sizes):
             self._packed = (room or linear.Room()).take(self.num_experts * sum(self._sizes))
         self._pack()

@@ -155,10 +155,10 @@ def packed_paths(loaded: Kernel, kind: str) -> list[Path]:
     library.packed_bytes.argtypes, library.packed_bytes.restype = (_I, _I, _I), _I
     pack = getattr(library, f"pack_{kind}")
     pack.argtypes, pack.restype = (_P, _I, _I, _P), None
-    suffixes = {"bfloat16": ("bf16", "bf16", 32), "int8": ("int8", "vnni", 64)}
-    amx, avx512, depth = suffixes[kind]
-    names = {f"amx_{kind}": f"amx-{amx}"} if hasattr(library, "amx_enable") and library.amx_enable() == 0 else {}
-    names |= {f"avx512_{kind}": f"avx512-{avx512}"}
+    names_of = {"float32": ("", "fp32", 16), "bfloat16": ("bf16", "bf16", 32), "int8": ("int8", "vnni", 64)}
+    amx, avx512, depth = names_of[kind]
+    has_tiles = bool(amx) and hasattr(library, "amx_enable") and library.amx_enable() == 0
+    names = ({f"amx_{kind}": f"amx-{amx}"} if has_tiles else {}) | {f"avx512_{kind}": f"avx512-{avx512}"}
     return [
         Path(name=name, **_functions(library, symbol, kind), pack=pack, library=library, depth=depth)
         for symbol, name in names.items()

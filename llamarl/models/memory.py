@@ -217,7 +217,7 @@ class GeneratorLoad:
     """Tokens in the cache."""
     tp: Number = 1
     copies: int = 2
-    """Copies of the weights: in use, and being written."""
+    """Copies of the weights: in use, and being written; on processors also as kernels want them."""
     rows: int = 0
     """Rollouts that are sampled at once."""
     prefill_tokens: int = 0

@@ -34,7 +34,7 @@ _LOCK, _MARK = ".lock", ".of-this-run"
 _OF_A_RUN = frozenset((
     "config.toml", "weights.json", "metrics.jsonl", "rollouts.jsonl", "events.jsonl", "journal.jsonl", "journal",
     "summary.json", "report.html", "trace.json", "output.log", "logs", "checkpoints", "kernels", "weights", "export",
-    "merged", "profile.json", "costs.json", "forecast.json", "tensorboard", "wandb",
+    "merged", "profile.json", "flame.svg", "costs.json", "forecast.json", "tensorboard", "wandb",
 ))  # fmt: skip
 """Names that commands write into a run's folder. Hidden ones are theirs too while they write."""
 
@@ -257,6 +257,17 @@ def _settle_copies(config: RunConfig, path: Path, *, resume: bool, overwrite: bo
                 sys.stderr.write(f"--resume: the checkpoint of step {step} was brought back from {copies.name}\n")
     except CopyFailed as error:
         raise ConfigError(f"checkpoint.copy_to: {copies.name}: {error}; mend that, or leave it out") from None
+
+
+def runner(path: Path) -> tuple[int, str] | None:
+    """Process and host of the run that is under way in a folder; None: none is."""
+    with suppress(OSError), (path / _LOCK).open(encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid, host = file.read().split()
+            return int(pid), host
+    return None
 
 
 def _locked(path: Path) -> IO[str]:

@@ -244,10 +244,12 @@ def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:
     check_files(config)
     warnings, rollout = list[str](), config.rollout
     off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    if cut := [f"rollout.{name} = {found:g}" for name in off if (found := getattr(rollout, name)) != off[name]]:
+    cut = [f"rollout.{name} = {found:g}" for name in off if (found := getattr(rollout, name)) != off[name]]
+    if cut and config.generator.backend != "native":
         warnings.append(
-            f"{', '.join(cut)}: rollouts come from a cut distribution and the trainer counts with the whole one, so "
-            "importance ratios are too small; leave it out, or follow ratio_from_truncation"
+            f"{', '.join(cut)} with generator.backend = {config.generator.backend!r}: rollouts come from a cut "
+            "distribution, and the trainer is not told which tokens it leaves out and counts with all, so importance "
+            "ratios are too small; leave it out, or use generator.backend = 'native'"
         )
     if (fsdp := config.trainer.parallelism.fsdp) > config.rollout.prompts_per_step:
         warnings.append(

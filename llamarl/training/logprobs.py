@@ -17,13 +17,24 @@ from llamarl.distributed.mesh import ALONE, Axis
 from llamarl.kernels.products import INPUT, OUTPUT, WEIGHT, multiply
 from llamarl.models.memory import TILE_LOGITS
 
+_ROWS = 1024
+"""Rows whose targets' rows of the head are copied at once."""
+
 
 def target_logprobs(
-    hidden_R_D: Tensor, head_V_D: Tensor, targets_R: Tensor, temperature: float, tp: Axis = ALONE.tp
+    hidden_R_D: Tensor,
+    head_V_D: Tensor,
+    targets_R: Tensor,
+    temperature: float,
+    tp: Axis = ALONE.tp,
+    cutoffs_R: Tensor | None = None,
 ) -> Tensor:
     """log softmax(hidden @ head.T / temperature)[target], [R], differentiable in `hidden` and `head`.
 
     Float32, and float64 for float64 inputs.
+
+    With `cutoffs` the softmax is that of the candidates alone: the target, and all tokens whose logit over the
+    temperature is at least the target's plus the cutoff, 0 or less. Others get no gradient.
 
     Forward and backward go through the vocabulary in tiles and compute each tile's logits twice instead of keeping
     them: memory is O(tile) instead of O(R * V). Forward keeps a running maximum and sum (online softmax, arXiv
@@ -33,7 +44,7 @@ def target_logprobs(
     With several ranks on `tp` each has an equal part of the head, in rank order. All get the same log-probs, and the
     gradient of `hidden` is this rank's part of a sum over the ranks.
     """
-    return _TargetLogprobs.apply(hidden_R_D, head_V_D, targets_R, temperature, tp)
+    return _TargetLogprobs.apply(hidden_R_D, head_V_D, targets_R, temperature, tp, cutoffs_R)
 
 
 class _Tiles:
@@ -71,18 +82,47 @@ def _place(targets_R: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
     return columns_R_1.where(there_R_1, 0), there_R_1
 
 
+def _target_logits(hidden_R_D: Tensor, head_V_D: Tensor, targets_R: Tensor, tp: Axis, dtype: torch.dtype) -> Tensor:
+    """Logits of the targets, [R, 1], the same on all ranks; those that are no rows of this head are another rank's."""
+    there_R = (targets_R >= 0) & (targets_R < len(head_V_D))
+    parts = (
+        torch.linalg.vecdot(hidden_C_D.to(dtype), head_V_D[targets_C].to(dtype))
+        for hidden_C_D, targets_C in zip(hidden_R_D.split(_ROWS), targets_R.where(there_R, 0).split(_ROWS), strict=True)
+    )
+    logits_R_1 = torch.cat([*parts, hidden_R_D.new_empty(0, dtype=dtype)]).where(there_R, 0)[:, None]
+    return tp.sum(logits_R_1) if tp.size > 1 else logits_R_1
+
+
+def _leave_out(logits_R_T: Tensor, floors_R_1: Tensor | None, columns_R_1: Tensor, there_R_1: Tensor) -> None:
+    """Logits below the floors become -inf, but for the targets'."""
+    if floors_R_1 is not None:
+        is_out_R_T = logits_R_T < floors_R_1
+        is_out_R_T.scatter_(1, columns_R_1, is_out_R_T.gather(1, columns_R_1) & ~there_R_1)
+        logits_R_T.masked_fill_(is_out_R_T, -torch.inf)
+
+
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_R_D: Tensor, head_V_D: Tensor, targets_R: Tensor, temperature: float, tp: Axis
+        ctx: Any,
+        hidden_R_D: Tensor,
+        head_V_D: Tensor,
+        targets_R: Tensor,
+        temperature: float,
+        tp: Axis,
+        cutoffs_R: Tensor | None,
     ) -> Tensor:
         targets_R = targets_R - tp.rank * len(head_V_D)
         tiles = _Tiles(hidden_R_D, head_V_D, temperature)
-        logits_R_1 = hidden_R_D.new_zeros(len(hidden_R_D), 1, dtype=tiles.dtype)
+        logits_R_1, floors_R_1 = hidden_R_D.new_zeros(len(hidden_R_D), 1, dtype=tiles.dtype), None
         largest_R_1, sums_R_1 = torch.full_like(logits_R_1, -torch.inf), torch.zeros_like(logits_R_1)
+        if cutoffs_R is not None:
+            largest_R_1 = _target_logits(hidden_R_D, head_V_D, targets_R, tp, tiles.dtype) / temperature  # a candidate
+            floors_R_1 = largest_R_1 + cutoffs_R[:, None]
         for start, _, logits_R_T in tiles:
             columns_R_1, there_R_1 = _place(targets_R, start, logits_R_T.shape[1])
             logits_R_1 += logits_R_T.gather(1, columns_R_1).where(there_R_1, 0)
+            _leave_out(logits_R_T, floors_R_1, columns_R_1, there_R_1)
             before_R_1, largest_R_1 = largest_R_1, torch.maximum(largest_R_1, logits_R_T.amax(1, keepdim=True))
             sums_R_1 *= (before_R_1 - largest_R_1).exp_()
             sums_R_1 += logits_R_T.sub_(largest_R_1).exp_().sum(1, keepdim=True)
@@ -91,7 +131,7 @@ class _TargetLogprobs(torch.autograd.Function):
             parts_2_R = torch.stack((normalizers_R, logits_R))
             normalizers_tp_R, logits_tp_R = tp.gather(parts_2_R).unflatten(0, (-1, 2)).unbind(1)
             normalizers_R, logits_R = normalizers_tp_R.logsumexp(0), logits_tp_R.sum(0)
-        ctx.save_for_backward(hidden_R_D, head_V_D, targets_R, normalizers_R)
+        ctx.save_for_backward(hidden_R_D, head_V_D, targets_R, normalizers_R, floors_R_1)
         ctx.temperature = temperature
         return logits_R - normalizers_R
 
@@ -99,15 +139,16 @@ class _TargetLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(  # pyrefly: ignore[bad-override]
         ctx: Any, *grad_outputs: Any
-    ) -> tuple[Tensor, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         (grad_R,) = grad_outputs
-        hidden_R_D, head_V_D, targets_R, normalizers_R = ctx.saved_tensors
+        hidden_R_D, head_V_D, targets_R, normalizers_R, floors_R_1 = ctx.saved_tensors
         tiles = _Tiles(hidden_R_D, head_V_D, ctx.temperature)
         grad_hidden_R_D = torch.zeros_like(hidden_R_D, dtype=tiles.dtype)
         grad_head_V_D = torch.empty_like(head_V_D) if ctx.needs_input_grad[1] else None
         scale_R_1 = (grad_R / ctx.temperature)[:, None]
         for start, head_T_D, logits_R_T in tiles:
             columns_R_1, there_R_1 = _place(targets_R, start, len(head_T_D))
+            _leave_out(logits_R_T, floors_R_1, columns_R_1, there_R_1)
             # d logprob / d logits = onehot(target) - probs, over the temperature
             grad_R_T = logits_R_T.sub_(normalizers_R[:, None]).exp_().mul_(-scale_R_1)
             grad_R_T.scatter_add_(1, columns_R_1, scale_R_1.where(there_R_1, 0))
@@ -118,4 +159,4 @@ class _TargetLogprobs(torch.autograd.Function):
                 grad_hidden_R_D += wide_product(grad_R_T, head_T_D)
             if grad_head_V_D is not None:
                 multiply(WEIGHT, grad_R_T, hidden_R_D, grad_head_V_D[start : start + len(head_T_D)])
-        return grad_hidden_R_D.to(hidden_R_D.dtype), grad_head_V_D, None, None, None
+        return grad_hidden_R_D.to(hidden_R_D.dtype), grad_head_V_D, None, None, None, None

@@ -40,6 +40,8 @@ class Inputs:
     num_targets: int
     routes_N_W: Tensor | None = None
     """Recorded experts, int64, -1 where there are none; None: each router chooses itself."""
+    cutoffs_O: Tensor | None = None
+    """Cutoffs as in `llamarl.types.COLUMNS`; None: all tokens were candidates."""
 
 
 Model = TypeVar("Model", Transformer, ScalarModel)
@@ -68,6 +70,8 @@ class RankModel(nn.Module, Generic[Model]):
         place_of = torch.full((num_tokens,), -1).index_copy(0, rows_N, torch.arange(len(rows_N)))
         predictors_R = place_of[torch.from_numpy(whole.predictors_R)]
         index_O = (predictors_R >= 0).nonzero().squeeze(1)
+        cutoffs_R = microbatch.columns_R.get("cutoffs")
+        is_cut = cutoffs_R is not None and len(cutoffs_R) > 0
         return Inputs(
             token_ids_N=torch.from_numpy(whole.token_ids_N)[rows_N].to(device, non_blocking=True),
             positions_N=torch.from_numpy(whole.positions_N)[rows_N].to(device, non_blocking=True),
@@ -77,6 +81,7 @@ class RankModel(nn.Module, Generic[Model]):
             index_O=index_O.to(device, non_blocking=True),
             num_targets=len(whole.targets_R),
             routes_N_W=self._routes(whole, rows_N, device),
+            cutoffs_O=torch.from_numpy(cutoffs_R)[index_O].to(device, non_blocking=True) if is_cut else None,
         )
 
     def _routes(self, whole: Microbatch, rows_N: Tensor, device: torch.device) -> Tensor | None:
@@ -109,7 +114,8 @@ class Policy(RankModel[Transformer]):
         if bfloat16 and hidden_O_D.device.type == "cuda":
             hidden_O_D = hidden_O_D.bfloat16()  # sums of the head's product stay float32; its factors need not be
         head_V_D = self.transformer.head_weight_V_D.to(hidden_O_D.dtype)
-        logprobs_O = target_logprobs(hidden_O_D, head_V_D, inputs.targets_O, temperature, self.mesh.tp)
+        targets = inputs.targets_O, temperature, self.mesh.tp, inputs.cutoffs_O
+        logprobs_O = target_logprobs(hidden_O_D, head_V_D, *targets)
         if self.mesh.cp.size == 1:
             return logprobs_O
         logprobs_R = logprobs_O.new_zeros(inputs.num_targets).index_copy(0, inputs.index_O, logprobs_O)

@@ -28,7 +28,7 @@ from llamarl.training.policy import Policy, outputs_of, shares
 from llamarl.training.result import PolicyStepResult
 from llamarl.training.shaping import UNSHAPED, Shaping
 from llamarl.training.totals import Totals
-from llamarl.types import RolloutGroup, SampleGroup, TrainBatch, TrainSample
+from llamarl.types import Columns, RolloutGroup, SampleGroup, TrainBatch, TrainSample
 
 
 class Trainer(Optimization[Transformer]):
@@ -183,12 +183,25 @@ class Trainer(Optimization[Transformer]):
         """Log-probabilities of the response tokens at the sampling temperature, float32 [R]; with one stage."""
         return self._forward(microbatch, None)
 
-    def score(self, sequences: Sequence[np.ndarray], temperature: float = 1.0, half: bool = False) -> list[np.ndarray]:
+    def score(
+        self,
+        sequences: Sequence[np.ndarray],
+        temperature: float = 1.0,
+        half: bool = False,
+        cutoffs_N: np.ndarray | None = None,
+    ) -> list[np.ndarray]:
         """Log-probabilities of all tokens but the first, float32 [T - 1] each; on every rank. Computed in float32, but
-        where weights are gathered, or kept, in bfloat16; with `half` as in steps, which `trainer.dtype` may round."""
+        where weights are gathered, or kept, in bfloat16; with `half` as in steps, which `trainer.dtype` may round.
+
+        Args:
+            cutoffs_N: of those tokens, one sequence after the other, as in `llamarl.types.COLUMNS`; None: of none.
+        """
+        ends, columns = np.cumsum([0, *(len(ids_T) - 1 for ids_T in sequences)]), list[Columns]()
+        for ids_T, start, end in zip(sequences, ends, ends[1:], strict=False):
+            columns.append({"token_ids": ids_T[1:]} | ({} if cutoffs_N is None else {"cutoffs": cutoffs_N[start:end]}))
         groups = [
-            SampleGroup(prompt_token_ids_T=ids_T[:1], samples=(TrainSample(columns={"token_ids": ids_T[1:]}),))
-            for ids_T in sequences
+            SampleGroup(prompt_token_ids_T=ids_T[:1], samples=(TrainSample(columns=own),))
+            for ids_T, own in zip(sequences, columns, strict=True)
             if len(ids_T) > 1
         ]
         (microbatch,) = pack(groups, sum(map(len, sequences))) or [EMPTY]

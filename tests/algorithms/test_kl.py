@@ -122,7 +122,7 @@ def test_where_it_is_charged() -> None:
     ("reference", "rollout", "message"),
     [
         ({"kl_coefficient": 0.1, "kl_in": "reward"}, {"top_p": 0.9}, "top_p, top_k or min_p leave tokens out"),
-        ({"kl_coefficient": 0.1, "kl_in": "reward"}, {"top_k": 20}, "use reference.kl_in = 'loss'"),
+        ({"kl_coefficient": 0.1}, {"top_k": 20}, "tokens out that the reference counts; leave them out"),
     ],
 )
 def test_what_would_charge_for_something_else_or_nothing(reference: dict, rollout: dict, message: str) -> None:

@@ -35,7 +35,7 @@ BUDGETS = {
     "controller": 3_510,  # goal: 2,450
     "run": 2_845,  # goal: 1,150
     "cli": 800,  # goal: 600
-    "parts/forecast": 3_960,  # goal: 2,900
+    "parts/forecast": 4_045,  # goal: 2,900
     "parts/page": 1_680,  # goal: 1,450
     "parts/episodes": 2_690,  # goal: 2,150
     "parts/hosts": 1_530,  # goal: 1,350

@@ -13,7 +13,7 @@ from llamarl.controller.causes import by_cause, divided, log_ratios
 from llamarl.controller.replica import Replica
 from llamarl.executors.probes import CauseProbe, Probe
 from llamarl.training.result import RoutingEffect
-from llamarl.types import SamplingParams
+from llamarl.types import CandidateSets
 
 CAUSES = ("staleness", "quantization", "kernels", "truncation")
 
@@ -23,13 +23,15 @@ def table(num_tokens: int = 50) -> np.ndarray:
     return -np.random.default_rng(3).gamma(2.0, 0.5, (6, num_tokens))
 
 
-def parts_of(table_6_N: np.ndarray, is_sampled_N: np.ndarray | None = None) -> dict[str, np.ndarray]:
+def parts_of(
+    table_6_N: np.ndarray, is_sampled_N: np.ndarray | None = None, kept_N: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
     later_N, own_N, exact_N = table_6_N[:3]
     begun = CauseProbe(
         version=1, sequences=[], is_sampled_N=np.ones(len(own_N), bool) if is_sampled_N is None else is_sampled_N,
-        sampling=SamplingParams(), logprobs_N=own_N, exact_logprobs_N=exact_N,
+        candidates=CandidateSets(temperature=1.0, cutoffs=[]), logprobs_N=own_N, exact_logprobs_N=exact_N,
     )  # fmt: skip
-    return log_ratios(begun, table_6_N[3:], later_N)
+    return log_ratios(begun, table_6_N[3:], later_N, kept_N)
 
 
 def test_parts_add_up_token_by_token() -> None:
@@ -74,12 +76,19 @@ def test_parts_are_path_integrals_and_their_sum_is_the_whole() -> None:
     )
 
 
-def test_what_was_not_sampled_or_cannot_be_drawn_does_not_count() -> None:
+def test_what_was_not_sampled_does_not_count() -> None:
     table_6_N, is_sampled_N = table(), np.arange(50) >= 20
-    table_6_N[5, 40:] = -math.inf
     parts = parts_of(table_6_N, is_sampled_N)
-    np.testing.assert_array_equal(parts["staleness"], (table_6_N[0] - table_6_N[1])[20:40])
+    np.testing.assert_array_equal(parts["staleness"], (table_6_N[0] - table_6_N[1])[20:])
     assert divided(parts_of(table_6_N, np.zeros(50, bool))) == {}
+
+
+def test_a_mass_that_both_keep_goes() -> None:
+    """Of what the sampler left out is left what the trainer leaves out more, or less."""
+    table_6_N = table()
+    whole, cut = parts_of(table_6_N), parts_of(table_6_N, kept_N=table_6_N[0] + 0.3)
+    np.testing.assert_allclose(cut.pop("truncation"), whole.pop("truncation") + 0.3, rtol=1e-12)
+    assert all(np.array_equal(cut[cause], whole[cause]) for cause in whole)
 
 
 def test_without_a_second_arithmetic_two_causes_are_one() -> None:

@@ -41,12 +41,19 @@ def check(found: tuple[dict[str, float], dict[str, float], int], causes: set[str
     for cause in causes:
         assert min(abs(ratio[cause]), abs(kl[cause])) > NONE
         assert kl[cause] > 0 or len(causes) > 1, "a part below 0 makes up for another"
-    if causes == {"truncation"}:
-        assert ratio["truncation"] < 0, "what was kept is likelier than under the trainer"
 
 
-def test_truncation_alone(tmp_path: Path, model: Path) -> None:
-    check(by_cause(tmp_path, model, *SYNCHRONOUS, "--rollout.top_p", 0.6), {"truncation"})
+@pytest.mark.parametrize("cut", [("top_p", 0.6), ("top_k", 5), ("min_p", 0.2)])
+def test_truncation_is_corrected(tmp_path: Path, model: Path, cut: tuple[str, float]) -> None:
+    """Steps count among the tokens that the sampler drew from: their ratio is 1, and no cause is left."""
+    found = by_cause(tmp_path, model, *SYNCHRONOUS, f"--rollout.{cut[0]}", cut[1])
+    check(found, set())
+    steps = [row for row in rows(tmp_path / "runs" / "tiny" / "metrics.jsonl") if row["kind"] == "step"]
+    learnt = [row for row in steps if row["importance_ratio_mean"] is not None]
+    assert len(steps) == 4 and learnt
+    for row in learnt:
+        assert row["importance_ratio_mean"] == pytest.approx(1, abs=1e-5)
+        assert row["importance_ratio_max"] == pytest.approx(1, abs=1e-3) and row["kl_to_behavior"] < 1e-7
 
 
 def test_quantization_alone(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +72,6 @@ def test_staleness_alone(tmp_path: Path, model: Path) -> None:
     ("options", "causes"),
     [
         ((), set()),
-        (("--rollout.top_k", 5), {"truncation"}),
         (("--trainer.dtype", "bfloat16"), {"kernels"}),
         (("--generator.dtype", "int8", "--trainer.dtype", "bfloat16"), {"quantization", "kernels"}),
         (("--generator.dtype", "int8", "--rollout.min_p", 0.2), {"quantization", "kernels", "truncation"}),

@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from llamarl.generation import sampler as sampler_module
-from llamarl.generation.sampler import Sampler, SamplingRows, noise_key, truncate, uniforms
+from llamarl.generation.sampler import Drawn, Sampler, SamplingRows, noise_key, settings, truncate, uniforms
 from llamarl.kernels import ops
 from llamarl.types import SamplingParams
 
 DRAWS = 20_000
-LOGITS_V = torch.tensor([0.3, -1.0, 2.0, 1.9, -4.0, 0.0, 1.0, -0.5, 0.3, -30.0])
+LOGITS_V = torch.tensor([0.3, -1.0, 2.0, 1.9, -4.0, 0.0, 1.0, -0.5, 0.2, -30.0])
 
 
 def expected_probs(params: SamplingParams) -> np.ndarray:
@@ -34,7 +34,7 @@ def expected_probs(params: SamplingParams) -> np.ndarray:
     return result
 
 
-def draw(params: SamplingParams, count: int = DRAWS) -> tuple[np.ndarray, np.ndarray]:
+def draw(params: SamplingParams, count: int = DRAWS) -> Drawn:
     rows = SamplingRows(count)
     for row in range(count):
         rows.set(row, params, noise_key(0, row // 8, row % 8))
@@ -54,7 +54,7 @@ def draw(params: SamplingParams, count: int = DRAWS) -> tuple[np.ndarray, np.nda
     ids=str,
 )
 def test_frequencies_and_log_probabilities_follow_the_distribution(params: SamplingParams) -> None:
-    tokens_B, logprobs_B = draw(params)
+    tokens_B, logprobs_B, cutoffs_B = draw(params)
     expected_V = expected_probs(params)
     counts_V = np.bincount(tokens_B, minlength=len(expected_V))
     assert not counts_V[expected_V == 0].any()
@@ -63,31 +63,58 @@ def test_frequencies_and_log_probabilities_follow_the_distribution(params: Sampl
     freedom = likely_V.sum() - 1
     assert chi_square < freedom + 4 * np.sqrt(2 * max(freedom, 1)), (counts_V, expected_V * DRAWS)
     np.testing.assert_allclose(logprobs_B, np.log(expected_V[tokens_B]), atol=1e-5)
+    if expected_V.all():
+        assert cutoffs_B is None
+        return
+    assert cutoffs_B is not None and (cutoffs_B <= 0).all()
+    logits_V = LOGITS_V.double().numpy() / params.temperature
+    told_B_V = logits_V >= logits_V[tokens_B, None] + cutoffs_B[:, None].astype(np.float64)
+    assert (told_B_V == (expected_V > 0)).all()
+    gap = logits_V[expected_V > 0].min() - logits_V[expected_V == 0].max()
+    for shift in (0.49, -0.49):  # logits of a trainer that differ so much find the same candidates
+        assert ((logits_V >= logits_V[tokens_B, None] + cutoffs_B[:, None] + shift * gap) == (expected_V > 0)).all()
+
+
+def test_cutoffs_of_greedy_rows_and_of_others_that_leave_nothing_out() -> None:
+    rows = SamplingRows(4)
+    for row, params in enumerate(
+        (
+            SamplingParams(temperature=0.0),
+            SamplingParams(),
+            SamplingParams(top_k=len(LOGITS_V)),
+            SamplingParams(top_k=2),
+        )
+    ):
+        rows.set(row, params, noise_key(1, 2, row))
+    for settings_5_B in (None, torch.from_numpy(settings(rows, np.full(4, 7)))):
+        drawn = Sampler(torch.device("cpu"))(LOGITS_V.expand(4, -1), rows, np.full(4, 7), settings_5_B)
+        assert drawn.cutoffs_B is not None
+        assert np.isneginf(drawn.cutoffs_B).tolist() == [True, True, True, False]
 
 
 def test_greedy_rows_take_the_best_token_with_its_probability_at_temperature_1() -> None:
     params = SamplingParams(temperature=0.0, top_k=1, top_p=0.5)
-    tokens_B, logprobs_B = draw(params, count=3)
+    tokens_B, logprobs_B, _ = draw(params, count=3)
     assert tokens_B.tolist() == [2, 2, 2]
     np.testing.assert_allclose(logprobs_B, np.log(expected_probs(SamplingParams())[2]), atol=1e-6)
 
 
 def test_rows_with_different_settings_do_not_disturb_each_other() -> None:
-    settings = [
+    kinds = [
         SamplingParams(),
         SamplingParams(temperature=0.0),
         SamplingParams(top_k=2),
         SamplingParams(temperature=3),
     ]
-    alone, rows = [], SamplingRows(len(settings))
-    for row, params in enumerate(settings):
+    alone, rows = [], SamplingRows(len(kinds))
+    for row, params in enumerate(kinds):
         one = SamplingRows(1)
         for target, place in ((one, 0), (rows, row)):
             target.set(place, params, noise_key(1, 2, row))
         alone.append(Sampler(torch.device("cpu"))(LOGITS_V[None], one, np.array([7])))
-    tokens_B, logprobs_B = Sampler(torch.device("cpu"))(LOGITS_V.expand(4, -1), rows, np.full(4, 7))
-    assert tokens_B.tolist() == [int(token[0]) for token, _ in alone]
-    assert logprobs_B.tolist() == [float(logprob[0]) for _, logprob in alone]
+    tokens_B, logprobs_B, _ = Sampler(torch.device("cpu"))(LOGITS_V.expand(4, -1), rows, np.full(4, 7))
+    assert tokens_B.tolist() == [int(one.token_ids_B[0]) for one in alone]
+    assert logprobs_B.tolist() == [float(one.logprobs_B[0]) for one in alone]
 
 
 @pytest.mark.skipif(ops.kernels().library is None, reason=ops.kernels().reason or "has one")
@@ -116,7 +143,7 @@ def test_the_ends_of_the_noise_never_pick_an_impossible_token(noise: float, monk
     rows = SamplingRows(2000)
     for row in range(2000):
         rows.set(row, SamplingParams(top_k=row % 20), row)
-    tokens_B, logprobs_B = Sampler(torch.device("cpu"))(probs_B_V.log(), rows, np.zeros(2000, np.int64))
+    tokens_B, logprobs_B, _ = Sampler(torch.device("cpu"))(probs_B_V.log(), rows, np.zeros(2000, np.int64))
     assert np.isfinite(logprobs_B).all()
     assert (probs_B_V[np.arange(2000), tokens_B] > 0).all()
 
@@ -127,14 +154,14 @@ def test_only_rows_that_are_not_finite_say_so() -> None:
     rows = SamplingRows(4)
     for row, temperature in enumerate((1.0, 1.0, 1.0, 0.0)):
         rows.set(row, SamplingParams(temperature=temperature), row)
-    tokens_B, logprobs_B = Sampler(torch.device("cpu"))(logits_B_V, rows, np.zeros(4, np.int64))
+    tokens_B, logprobs_B, _ = Sampler(torch.device("cpu"))(logits_B_V, rows, np.zeros(4, np.int64))
     assert np.isfinite(logprobs_B).tolist() == [True, False, False, True]
     assert ((tokens_B >= 0) & (tokens_B < len(LOGITS_V))).all()
 
 
 def test_equally_likely_tokens_keep_their_order_under_top_k() -> None:
     one = torch.tensor
-    kept = truncate(torch.full((1, 6), 1 / 6), one([1.0]), one([2.0]), one([0.0]))
+    kept, _ = truncate(torch.full((1, 6), 1 / 6), one([1.0]), one([2.0]), one([0.0]))
     assert kept[0].nonzero().flatten().tolist() == [0, 1]
 
 

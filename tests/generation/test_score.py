@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +13,7 @@ from llamarl.generation.model import GeneratorModel
 from llamarl.generation.score import score
 from llamarl.models.quantize import dequantize_rows, quantize_rows
 from llamarl.models.transformer import Transformer
-from llamarl.types import GenerationRequest, SamplingParams
+from llamarl.types import CandidateSets, GenerationRequest, SamplingParams
 
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.6, top_k=9, min_p=0.02, max_new_tokens=30, seed=4)
 
@@ -33,6 +32,11 @@ def rounded(model: Transformer) -> Transformer:
     return exact
 
 
+def all_of(sequences: list[np.ndarray], temperature: float) -> CandidateSets:
+    cutoffs = [np.full(len(ids_T) - 1, -np.inf, np.float32) for ids_T in sequences]
+    return CandidateSets(temperature=temperature, cutoffs=cutoffs)
+
+
 def engine_of(model: Transformer, precision: str) -> Engine:
     served = GeneratorModel(model.shape, precision, "cpu")
     served.load(model)
@@ -41,7 +45,7 @@ def engine_of(model: Transformer, precision: str) -> Engine:
 
 def test_weights_without_the_engine_s_arithmetic(model: Transformer) -> None:
     sequences = [np.arange(2, 30, dtype=np.int32), np.array([7], np.int32), np.arange(9, 1, -1, dtype=np.int32)]
-    plain = replace(SAMPLING, top_p=1.0, top_k=0, min_p=0.0)
+    plain = all_of(sequences, 0.7)
     engine = engine_of(model, "int8")
     found, own = engine.score(sequences, plain), engine.score(sequences)
     cold, again = score(rounded(model), sequences, plain), engine.score(sequences, plain)
@@ -50,7 +54,7 @@ def test_weights_without_the_engine_s_arithmetic(model: Transformer) -> None:
         assert found_3_T.shape == (3, len(own_T))
         np.testing.assert_allclose(found_3_T[0], expected_3_T[1], atol=2e-5)
         np.testing.assert_array_equal(found_3_T[1], found_3_T[2], "nothing is left out")
-    np.testing.assert_allclose(score(engine.model, sequences, replace(plain, temperature=1.0))[0][1], own[0], rtol=0)
+    np.testing.assert_allclose(score(engine.model, sequences, all_of(sequences, 1.0))[0][1], own[0], rtol=0)
     if engine.model._network.layers[0].o.path != "torch":
         assert np.abs(found[0][0] - found[0][1]).max() > 1e-4, "the kernels round activations"
 
@@ -65,7 +69,11 @@ def test_what_is_drawn_is_what_the_sampler_says(model: Transformer, sampling: Sa
         rollouts += engine.step()
     (rollout,) = rollouts
     whole_T = np.concatenate([prompt_T, rollout.token_ids_T])
-    (found_3_T,) = engine.score([whole_T], sampling)
+    cutoffs_T = np.concatenate([np.full(9, -np.inf, np.float32), rollout.columns["cutoffs"]])
+    other = [prompt_T[:1], prompt_T]  # what comes before and behind in the same pack
+    candidates = [all_of(other, 1.0).cutoffs[0], cutoffs_T, all_of(other, 1.0).cutoffs[1]]
+    sequences = [other[0], whole_T, other[1]]
+    _, found_3_T, _ = engine.score(sequences, CandidateSets(temperature=0.7, cutoffs=candidates))
     np.testing.assert_allclose(found_3_T[2, -30:], rollout.behavior_logprobs_T, atol=1e-5)
     assert (found_3_T[2, -30:] > found_3_T[1, -30:]).any()
-    assert math.isinf(found_3_T[2].min()), "the prompt has tokens that are never drawn"
+    np.testing.assert_allclose(found_3_T[2, :9], found_3_T[1, :9], atol=1e-6, err_msg="nobody drew the prompt")

@@ -26,7 +26,7 @@ from llamarl.generation.engine import Engine, kv_budget
 from llamarl.generation.model import GeneratorModel
 from llamarl.generation.tensor_parallel import FollowerRank, ModelRanks, TensorParallelEngine
 from llamarl.models.transformer import Transformer
-from llamarl.types import FinishReason
+from llamarl.types import CandidateSets, FinishReason
 from tests.distributed.ranks import Worker, Workers, join, rendezvous
 from tests.generation.conformance import (
     CHECKS,
@@ -146,12 +146,15 @@ def assert_equals_one_rank(served: Served) -> None:
         np.testing.assert_array_equal(found[key].token_ids_T, rollout.token_ids_T)
         np.testing.assert_allclose(found[key].behavior_logprobs_T, rollout.behavior_logprobs_T, atol=1e-5)
     sequences = [one.prompt_token_ids_T for one in requests[:3]]
+    cutoffs = [np.full(len(ids_T) - 1, -3.0, np.float32) for ids_T in sequences]
+    candidates = CandidateSets(temperature=0.9, cutoffs=cutoffs)
     for found_T, expected_T in zip(served.backend.score(sequences), engine.score(sequences), strict=True):
         np.testing.assert_allclose(found_T, expected_T, atol=1e-5)
     for found_3_T, expected_3_T in zip(
-        *(one.score(sequences, sampled) for one in (served.backend, engine)), strict=True
+        *(one.score(sequences, candidates) for one in (served.backend, engine)), strict=True
     ):
-        np.testing.assert_allclose(found_3_T[:2], expected_3_T[:2], atol=1e-5)
+        np.testing.assert_allclose(found_3_T, expected_3_T, atol=1e-5)
+        assert len(found_3_T[0]) < 2 or (found_3_T[2] > found_3_T[1]).any()
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])

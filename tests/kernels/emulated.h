@@ -68,6 +68,11 @@ EMULATED __m512bh _mm512_cvtne2ps_pbh(__m512 high, __m512 low) {
     return result;
 }
 
+EMULATED __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 sum) {
+    for (int i = 0; i < 16; ++i) sum[i] += a[i] * b[i];
+    return sum;
+}
+
 EMULATED __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
     for (int i = 0; i < 16; ++i)
         for (int j = 2 * i + 1; j >= 2 * i; --j)

@@ -44,7 +44,7 @@ def engine(name: str) -> Iterator[None]:
     """What multiplies: one of `ENGINES`."""
     with pytest.MonkeyPatch.context() as patch:
         if name in EMULATED:
-            found = {kind: emulated(name, kind) for kind in ("bfloat16", "int8")}
+            found = {kind: emulated(name, kind) for kind in paths.KINDS.values()}
             real = paths.offered
             patch.setattr(paths, "offered", lambda kind: found.get(kind) or real(kind))
         elif name == "amx" and not has_tiles():

@@ -43,6 +43,30 @@ def test_values_and_gradients(monkeypatch: pytest.MonkeyPatch, tile: int, temper
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("tile", [1, 4, R + 1])
+def test_candidates_alone(monkeypatch: pytest.MonkeyPatch, tile: int, temperature: float) -> None:
+    """Against a softmax over what is at least as likely as the target times e^cutoff; the target always is."""
+    monkeypatch.setattr(logprobs, "TILE_LOGITS", tile * V)
+    monkeypatch.setattr(logprobs, "_ROWS", 4)
+    hidden_R_D, head_V_D, targets_R = random_case()
+    cutoffs_R = torch.tensor([-torch.inf, -3.0, -1.0, -0.1, 0.0, -0.5, -2.0, 0.0, -torch.inf], dtype=torch.float64)
+    weights_R = torch.randn(R, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    logits_R_V = hidden_R_D @ head_V_D.T / temperature
+    own_R_1 = logits_R_V.gather(1, targets_R[:, None])
+    is_own_R_V = torch.zeros(R, V, dtype=torch.bool).scatter_(1, targets_R[:, None], True)
+    is_out_R_V = (logits_R_V < own_R_1 + cutoffs_R[:, None]) & ~is_own_R_V
+    expected_R = own_R_1[:, 0] - logits_R_V.masked_fill(is_out_R_V, -torch.inf).logsumexp(1)
+    found_R = target_logprobs(hidden_R_D, head_V_D, targets_R, temperature, cutoffs_R=cutoffs_R)
+    assert R < is_out_R_V.sum() < R * (V - 3)
+    for ours, theirs in zip(
+        (found_R, *torch.autograd.grad(found_R @ weights_R, (hidden_R_D, head_V_D))),
+        (expected_R, *torch.autograd.grad(expected_R @ weights_R, (hidden_R_D, head_V_D))),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 def test_lower_precision(dtype: torch.dtype, tolerance: float) -> None:
     """Log-probs are float32 even where the matmul is not; gradients come back in the type of their input."""

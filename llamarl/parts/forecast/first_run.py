@@ -9,7 +9,7 @@ from typing import Any
 
 from llamarl.config import ConfigError, RunConfig, validated
 from llamarl.config.decoder import DecoderSizes
-from llamarl.config.trainer import LoraConfig
+from llamarl.config.trainer import LoraConfig, TrainerConfig
 from llamarl.models.fit import GIB, RankMemory, holdings
 from llamarl.models.shape import ModelShape
 from llamarl.observability.usage import available_bytes
@@ -24,6 +24,8 @@ from llamarl.parts.forecast.run_file import on_hosts, planned_settings
 from llamarl.parts.forecast.shapes import smaller
 
 ADAPTERS = LoraConfig(rank=16)
+LIGHT = {"weights": "bfloat16", "moments": "8bit"}
+"""Settings of a trainer that keeps least of each weight."""
 LEARNING_RATES = 1e-6, 1e-5
 """Peak learning rate of all weights, and of adapters, which take about ten times as much (as with supervised training,
 thinkingmachines.ai/blog/lora)."""
@@ -42,7 +44,7 @@ class FirstRun:
     held: list[RankMemory]
     """Memory of each executor, by the sum that a start is refused by."""
     because: str = ""
-    """Why not all weights are trained; empty: they are, or nobody asked for it."""
+    """Why not all weights are trained, and what they would fit with; empty: they are, or nobody asked for it."""
 
 
 def first_run(request: PlanRequest, shape: ModelShape, given: dict[str, Any], adapters: str) -> FirstRun:
@@ -61,13 +63,29 @@ def first_run(request: PlanRequest, shape: ModelShape, given: dict[str, Any], ad
     reason = own = ""
     for lora in ways:
         try:
-            return replace(_fitted(replace(request, lora=lora), shape, given), because=reason)
+            found = _fitted(replace(request, lora=lora), shape, given)
         except ConfigError as error:
             if not reason:
                 reason, _, own = str(error).partition("; ")
+        else:
+            lightly = _lightly(request, shape, given) if reason else ""
+            return replace(found, because=f"{reason}; they fit {lightly}" if lightly else reason)
     reason += " (nor with adapters)" * (len(ways) > 1)
     nearest = ", or ".join(_nearest(request, shape, given, ways))
     raise ConfigError(f"{reason}; {nearest or own or 'use fewer tokens, or a machine with more memory'}")
+
+
+def _lightly(request: PlanRequest, shape: DecoderSizes, given: dict[str, Any]) -> str:
+    """Options with which all weights fit; empty: they do not, or are asked for."""
+    kept = given.get("trainer", {})
+    if kept.items() >= LIGHT.items():
+        return ""
+    trainer = TrainerConfig.model_validate(kept | LIGHT | {"dtype": "bfloat16"})
+    try:
+        _fitted(replace(request.with_trainer(trainer), lora=None), shape, given | {"trainer": kept | LIGHT})
+    except ConfigError:
+        return ""
+    return "with " + " ".join(f"--trainer.{name} {value}" for name, value in LIGHT.items())
 
 
 def _nearest(
@@ -82,6 +100,8 @@ def _nearest(
             return False
         return True
 
+    if None in ways and (lightly := _lightly(request, shape, given)):
+        yield f"train all weights {lightly}"
     if ADAPTERS not in ways and works(request, shape, ADAPTERS):
         yield "train adapters (leave out --adapters never)"
     way, pool = ways[-1], request.pools[0]

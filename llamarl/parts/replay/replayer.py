@@ -147,8 +147,8 @@ class Replayer:
                 request = life.sequence.group.request
                 key = noise_key(request.sampling.seed, request.group_id, life.sequence.index)
                 sampling.set(row, request.sampling, key)
-            tokens_B, logprobs_B = engine._sampler(logits_B_V, sampling, np.array([token for _, token in part]))
-            sampled = zip(part, tokens_B, logprobs_B.astype(np.float32), strict=True)
+            drawn = engine._sampler(logits_B_V, sampling, np.array([token for _, token in part]))
+            sampled = zip(part, drawn.token_ids_B, drawn.logprobs_B, strict=True)
             for row, ((life, at), token, logprob) in enumerate(sampled):
                 one = life.rollout
                 was, said = one.token_ids_T[at], one.behavior_logprobs_T[at]

@@ -33,7 +33,7 @@ from llamarl.models.folder import load_shape
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
 from llamarl.parts.vllm.server import CONTROL_TIMEOUT_S, TOKENIZER_FILE, VllmRefused, VllmServer, VllmSettings
-from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams, continued
+from llamarl.types import CandidateSets, FinishReason, GenerationRequest, Rollout, continued
 from llamarl.weight_sync.base import Subscriber
 from llamarl.weight_sync.layout import Address, TensorSpec
 
@@ -244,8 +244,8 @@ class VllmEngine:
         self._saw_nan = False
         self._num_updates += 1
 
-    def score(self, sequences: Sequence[np.ndarray], sampling: SamplingParams | None = None) -> list[np.ndarray]:
-        assert sampling is None, "the server does not tell causes"
+    def score(self, sequences: Sequence[np.ndarray], candidates: CandidateSets | None = None) -> list[np.ndarray]:
+        assert candidates is None, "the server does not tell causes"
         for token_ids_T in sequences:
             error = "it is empty" if not len(token_ids_T) else accepting.unknown_id(token_ids_T, self._vocab_size)
             if len(token_ids_T) > self._context:

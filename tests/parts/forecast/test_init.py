@@ -140,6 +140,11 @@ def test_what_does_not_fit_gets_what_does(tmp_path: Path, data: Path) -> None:
         written(tmp_path, model, data, "--gpus", 1, "--adapters", "never")
     said = str(refused.value)
     assert "trainer needs at least" in said and "leave out --adapters never" in said
+    lightly = said.split("train all weights with ")[1].split(",", maxsplit=1)[0].split()
+    light = written(tmp_path, model, data, "--gpus", 1, "--adapters", "never", *lightly)
+    kept = light.trainer.weights, light.trainer.moments, light.trainer.moments_on, light.trainer.lora
+    assert kept == ("bfloat16", "8bit", "device", None)
+    (tmp_path / "run.toml").unlink()
     other = said.split("use --model ")[1].split(",", maxsplit=1)[0]
     count = said.split("use --gpus ")[1].split(",", maxsplit=1)[0].split(" ", maxsplit=1)[0]
     name = next(name for name, shape in MODELS.items() if shape.path == other)
@@ -152,6 +157,19 @@ def test_what_does_not_fit_gets_what_does(tmp_path: Path, data: Path) -> None:
     written(tmp_path, model, data, "--gpus", count, "--adapters", "never", "--force")
     with pytest.raises(ConfigError):
         written(tmp_path, model, data, "--gpus", int(count) - 1, "--adapters", "never", "--force")
+
+
+def test_adapters_are_chosen_with_the_way_to_train_all_weights(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lightly = ("--trainer.weights", "bfloat16", "--trainer.moments", "8bit")
+    card = ("--gpus", 1, "--gpu", "rtx4090-24g")
+    assert written(tmp_path, write_model(tmp_path / "m", "qwen3-1.7b"), data, *card).trainer.lora
+    assert f"; they fit with {' '.join(lightly)}" in capsys.readouterr().out
+    assert not written(tmp_path, tmp_path / "m", data, *card, *lightly, "--force").trainer.lora
+    with pytest.raises(ConfigError, match="fits in no layout") as refused:  # too large, lightly too
+        written(tmp_path, write_model(tmp_path / "n", "qwen3-4b"), data, *card, "--adapters", "never", "--force")
+    assert "train all weights" not in str(refused.value)
 
 
 def test_turns_on_several_hosts_are_refused_with_the_way_out(tmp_path: Path, data: Path) -> None:

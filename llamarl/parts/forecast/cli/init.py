@@ -37,7 +37,11 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 """Work of a first run; that of one without GPUs is below."""
 BASE_OF_CORES = {"prompts_per_step": 8, "group_size": 4, "max_staleness": 1, "max_new_tokens": 128}
-SETTINGS = ("steps", "data.max_prompt_tokens", *(f"rollout.{name}" for name in BASE["rollout"]))
+KEPT = ("weights", "moments", "moments_on")
+SETTINGS = (
+    "steps", "data.max_prompt_tokens", *(f"rollout.{name}" for name in BASE["rollout"]),
+    *(f"trainer.{name}" for name in KEPT),
+)  # fmt: skip
 ENDS = {"gsm8k": "`#### ` and the answer, as the data's do", "math": "\\boxed{the answer}"}
 """Ends of responses that a reward finds the answer in."""
 STATED = {
@@ -87,6 +91,7 @@ def main(arguments: Sequence[str]) -> int:
         "reward": {"parts": [{"name": data.reward}]},
         **({"eval": {"every_steps": 20}} if data.eval else {}),
         "checkpoint": {"every_steps": max(1, min(50, work.steps))},
+        "trainer": work.trainer.model_dump(include=set(KEPT), exclude_defaults=True),
     }  # fmt: skip
     found = first_run(request, shape, given, options.adapters)
     check_parts(found.config)
@@ -110,7 +115,8 @@ def _model(name: str) -> tuple[ModelShape, DecoderShape]:
 
 def _asked(options: argparse.Namespace, shape: ModelShape, sizes: DecoderShape) -> tuple[PlanRequest, RunConfig]:
     """The request to plan for, and the settings of its work. Raises ConfigError."""
-    base = BASE | ({"rollout": BASE["rollout"] | BASE_OF_CORES} if options.gpus == 0 else {})
+    of_kind = {"trainer": {"dtype": "bfloat16"}} if options.gpus else {"rollout": BASE["rollout"] | BASE_OF_CORES}
+    base = BASE | of_kind
     work, context = settled(base, options.overrides), shape.max_position_embeddings
     response = work.rollout.max_new_tokens
     if not any("max_new_tokens" in one for one in options.overrides):
@@ -123,7 +129,7 @@ def _asked(options: argparse.Namespace, shape: ModelShape, sizes: DecoderShape) 
     request = PlanRequest.of_run(
         work.data, work.rollout, model=sizes, prompt_tokens=prompt, lengths=Lengths.lognormal(limit_tokens=response),
         pools=(Pool(gpu=gpu, count=max(1, options.gpus)),), constants=profile.constants,
-    )  # fmt: skip
+    ).with_trainer(work.trainer)  # fmt: skip
     if options.gpus == 0:
         request = cpu_request(request)
         request = replace(request, constants=profile.constants) if options.profile else request

@@ -1,7 +1,8 @@
-"""`llamarl profile RUN [--output FILE]`."""
+"""`llamarl profile RUN [--output FILE]`, and `llamarl profile RUN --flame`."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Sequence
@@ -10,12 +11,14 @@ from typing import Any
 
 from llamarl.cli.options import command_parser, write_output
 from llamarl.config import ConfigError
+from llamarl.parts.forecast.flame import record
 from llamarl.parts.forecast.profile import make_profile
 from llamarl.parts.forecast.recorded import read_run
 
 EPILOG = """The profile holds for the model, the threads and the machine of the run. It answers for other settings:
   llamarl simulate RUN.toml --costs RUN/profile.json --rollout.group_size 4
-  llamarl plan --config RUN.toml --gpus 2 --gpu cpu-core --profile RUN/profile.json"""
+  llamarl plan --config RUN.toml --gpus 2 --gpu cpu-core --profile RUN/profile.json
+Of a run that is under way, --flame draws where its processes on this machine spend their time (llamarl[flame])."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -24,12 +27,22 @@ def main(arguments: Sequence[str]) -> int:
         "profile", "Turn a short real run into measured constants for `plan` and `simulate`.", EPILOG
     )
     parser.add_argument("run", metavar="RUN", help="folder of a finished run")
-    parser.add_argument("--output", metavar="FILE", help="where to write the profile (RUN/profile.json)")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="where to write the profile (RUN/profile.json), or the flame graph (RUN/flame.svg)",
+    )
+    parser.add_argument("--flame", action="store_true", help="draw a flame graph of a run that is under way instead")
+    parser.add_argument("--seconds", type=float, metavar="N", help="of a flame graph (15)")
     parser.add_argument("--gpu", metavar="KIND", help="the device of a run on GPUs, as in `llamarl plan`")
     parser.add_argument(
         "--cores", type=float, metavar="N", help="cores that the executors shared (those of this machine)"
     )
     options = parser.parse_args(arguments)
+    if options.flame:
+        return _flame(options)
+    if options.seconds is not None:
+        raise ConfigError("--seconds is for --flame; leave it out, or add --flame")
     cores = os.cpu_count() or 1 if options.cores is None else options.cores
     if not 0 < cores < float("inf"):
         raise ConfigError(f"`--cores {cores:g}` is no machine; give a number above 0")
@@ -38,6 +51,19 @@ def main(arguments: Sequence[str]) -> int:
     path = Path(options.output or run.path / "profile.json")
     write_output(path, json.dumps(profile) + "\n")
     print(_render(profile["costs"]) + f"\nwrote {path}")
+    return 0
+
+
+def _flame(options: argparse.Namespace) -> int:
+    for name in ("gpu", "cores"):
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name} is of a profile, not of a flame graph; leave it or --flame out")
+    seconds = 15.0 if options.seconds is None else options.seconds
+    if not 1 <= seconds <= 3600:
+        raise ConfigError(f"--seconds {seconds:g} is no time to look; give a number from 1 to 3600")
+    path = Path(options.output or Path(options.run) / "flame.svg")
+    record(Path(options.run), seconds, path)
+    print(f"wrote {path}; a browser shows it")
     return 0
 
 
