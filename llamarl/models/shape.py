@@ -53,7 +53,9 @@ _ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 """Keys that a rope's dictionary has beside those of its kind."""
 
 MAX_LAYERS = 4096
-_BYTE = 255
+MAX_EXPERTS = 1 << 17
+"""Most experts in all layers; models have some 20,000."""
+_BYTE, _TWO_BYTES = 255, 65_535
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,6 +142,9 @@ class MoeShape:
     def __post_init__(self) -> None:
         if not self.sparse_layers:
             raise ConfigError("a mixture of experts without a layer that has experts; use the dense family")
+        if (num := self.num_experts * len(self.sparse_layers)) > MAX_EXPERTS or self.num_experts > _TWO_BYTES:
+            most = f"{MAX_EXPERTS}, and {_TWO_BYTES} in a layer"
+            raise ConfigError(f"{num} experts, {self.num_experts} in a layer; a model may have {most}")
         if self.num_experts % self.num_groups or not 0 < self.groups_per_token <= self.num_groups:
             raise ConfigError(
                 f"{self.groups_per_token} of {self.num_groups} groups of {self.num_experts} experts; the groups must "

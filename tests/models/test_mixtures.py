@@ -284,6 +284,7 @@ def test_a_router_stays_float32_whatever_the_model_becomes() -> None:
         ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "without a layer that has experts; use the dense family"),
         ("qwen3_moe", {"mlp_only_layers": "1"}, "`mlp_only_layers` = '1'; a list of numbers of layers is needed"),
         ("qwen3_moe", {"partial_rotary_factor": 0.5}, "`partial_rotary_factor` = 0.5; only 1 is supported"),
+        ("qwen3_moe", {"num_experts": 100_000}, "200000 experts, 100000 in a layer; a model may have 131072"),
         ("glm4_moe", {"n_group": 3}, "2 of 3 groups of 8 experts; the groups must divide the experts"),
         ("glm4_moe", {"first_k_dense_replace": -1}, "`first_k_dense_replace` = -1; a whole number from 0"),
         ("glm4_moe", {"partial_rotary_factor": 0.2}, "partial_rotary_factor = 0.2 of head_dim = 16 cannot be rotated"),

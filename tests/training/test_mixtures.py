@@ -47,12 +47,12 @@ def workers() -> Iterator[Workers]:
     workers.close()
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["", "computed again"])
-def test_ranks_read_all_and_gather_routers_in_float32(workers, make_groups, tmp_path: Path, again: bool) -> None:
+@pytest.mark.parametrize("more", [{}, {"activation_checkpointing": True}, {"train_router": False}], ids=str)
+def test_ranks_read_all_and_gather_routers_in_float32(workers, make_groups, tmp_path: Path, more: dict) -> None:
     """Where a layer's other weights are gathered in bfloat16."""
     model = mixture(NAME)
     save_model(model, tmp_path / "model", None)
-    config = TrainerConfig(**HALF, activation_checkpointing=again)
+    config = TrainerConfig(**HALF, **more)
     with rendezvous() as where, workers.take(2) as ranks:
         for number, worker in enumerate(ranks):
             worker.start(routed, where, number, {"fsdp": 2}, tmp_path / "model", make_groups(), config)
@@ -70,7 +70,7 @@ def test_ranks_read_all_and_gather_routers_in_float32(workers, make_groups, tmp_
     after, expected = assembled([one.after for one in found]), assembled([alone.after])
     assert after.keys() == expected.keys()
     assert torch.equal(after[BIAS], read[BIAS])
-    assert not torch.equal(after[GATE], read[GATE])
+    assert torch.equal(after[GATE], read[GATE]) != config.train_router
 
 
 def test_the_preflight_of_ranks_takes_a_mixture(workers) -> None:

@@ -123,7 +123,7 @@ def render_plans(request: PlanRequest, synchronous: Plan | None, asynchronous: P
     model, lengths = request.model, request.lengths
     pools = " + ".join(f"{pool.count} x {pool.gpu.name}" for pool in request.pools)
     lora = f", adapters of rank {request.lora.rank} trained," if request.lora else ""
-    of_experts = ", a mixture of experts, which is planned and not trained" if model.num_experts > 1 else ""
+    of_experts = ", a mixture of experts," if model.num_experts > 1 else ""
     head = (
         f"{model.name}: {size(model.num_parameters)} parameters{lora}{of_experts} on {pools}\n"
         f"step: {request.prompts_per_step} prompts x {request.group_size} responses, prompt {request.prompt_tokens} "

@@ -110,8 +110,8 @@ def planned_settings(plan: Plan) -> dict[str, dict[str, Any]]:
 def _check(plan: Plan) -> None:
     """Raises ConfigError: no run can be so."""
     if plan.request.model.num_experts > 1:
-        cause = f"{plan.request.model.name} is a mixture of experts, which is planned and not trained"
-        raise ConfigError(f"{cause}; plan for a dense model")
+        cause = f"{plan.request.model.name} is a mixture of experts, for which no run file is written here"
+        raise ConfigError(f"{cause}; begin with configs/demo_moe.toml and set trainer.parallelism.fsdp")
     if not plan.is_runnable:
         most = plan.trainer.pool.gpu.node_gpus
         cause = f"shares {plan.gpus} GPUs, and cluster.placement = 'colocated' is for one machine of {most}"
