@@ -12,7 +12,7 @@ from tests.architecture.repository import PACKAGE, functions, name_of, python_fi
 FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 KERNEL_LINES = 1_500
 BUDGETS = {
-    "top": 340,  # goal: 250
+    "top": 350,  # goal: 250
     "config": 1_250,  # goal: 820
     "hub": 700,  # goal: 650
     "net": 100,  # goal: 70
@@ -21,7 +21,7 @@ BUDGETS = {
     "sharding": 360,  # goal: 530
     "algorithms": 460,  # goal: 500
     "models": 1_810,  # goal: 900
-    "weight_sync": 1_710,  # goal: 1,580
+    "weight_sync": 1_730,  # goal: 1,580
     "checkpoint": 640,  # goal: 630
     "recipes": 70,  # goal: 90
     "rewards": 850,  # goal: 690
@@ -29,17 +29,17 @@ BUDGETS = {
     "observability": 1_170,  # goal: 1,050
     "sandbox": 340,  # goal: 300
     "cluster": 1_240,  # goal: 1,080
-    "generation": 2_070,  # goal: 1,830
-    "training": 1_930,  # goal: 1,550
-    "executors": 1_030,  # goal: 920
-    "controller": 3_510,  # goal: 2,450
-    "run": 2_845,  # goal: 1,150
+    "generation": 2_140,  # goal: 1,830
+    "training": 1_990,  # goal: 1,550
+    "executors": 1_040,  # goal: 920
+    "controller": 3_535,  # goal: 2,450
+    "run": 2_860,  # goal: 1,150
     "cli": 800,  # goal: 600
     "parts/forecast": 4_045,  # goal: 2,900
     "parts/page": 1_680,  # goal: 1,450
     "parts/episodes": 2_690,  # goal: 2,150
     "parts/hosts": 1_530,  # goal: 1,350
-    "parts/replay": 860,  # goal: 720
+    "parts/replay": 870,  # goal: 720
     "parts/vllm": 620,  # goal: 600
     "parts/sft": 670,  # goal: 480
 }

@@ -15,7 +15,7 @@ from llamarl.models.quantize import dequantize_rows, quantize_rows
 from tests.kernels.engines import ENGINES, engine
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8]
-SIZES = [(5, 33, 50, 2), (8, 64, 96, 2), (3, 10, 7, 3)]
+SIZES = [(5, 33, 50, 2), (8, 64, 96, 2), (3, 10, 7, 3), (4, 24, 32, 2)]
 """Experts, width, model dim and experts of a row: joined where the width fills whole panels."""
 
 
