@@ -78,7 +78,8 @@ def encode(
     numbers, layouts = dict[tuple[Any, ...], int](), list[list[tuple[str, str]]]()
     described, columns_of = list[tuple[Any, ...]](), list[Any]()
     if routes is not None and any("routes" in one.columns for _, one in parts):
-        header = {**header, "routes": [_routes(start, one, routes) for start, one in parts]}
+        prompts = dict[int, Named]()
+        header = {**header, "routes": [_routes(start, one, routes, prompts) for start, one in parts]}
     for start, one in parts:
         by_name = {name: values_T for name, values_T in one.columns.items() if name != "routes"}
         columns = by_name.values()
@@ -94,10 +95,13 @@ def encode(
     return _DIGEST.pack(xxhash.xxh3_64_intdigest(body)) + body
 
 
-def _routes(start: int, one: Rollout, into: Arrays) -> tuple[Named | None, Named | None]:
-    """Names of what was recorded of a rollout's prompt and of its tokens from `start` on."""
-    prompt, routes = one.prompt_routes, one.columns.get("routes")
-    return prompt if prompt is None else named(prompt, into), routes if routes is None else named(routes[start:], into)
+def _routes(start: int, one: Rollout, into: Arrays, prompts: dict[int, Named]) -> tuple[Named | None, Named | None]:
+    """Names of what was recorded of a rollout's prompt, in its first part alone, and of its tokens from `start` on.
+    `prompts` has those of arrays that several share."""
+    prompt, routes, name = one.prompt_routes, one.columns.get("routes"), None
+    if prompt is not None and not start:
+        name = prompts[id(prompt)] = prompts.get(id(prompt)) or named(prompt, into)
+    return name, None if routes is None else named(routes[start:], into)
 
 
 def records(path: Path, start: int = 0, most: int = sys.maxsize) -> Iterator[Record]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -208,8 +208,7 @@ class GeneratorExecutor(Executor):
             return
         reply, self._reply, self._replied_s = self._reply, None, now
         if reply.set_running_or_notify_cancel():  # a caller that gave up gets nothing, and nothing is lost
-            sizes = [one.num_tokens / REPLY_TOKENS + one.routes_bytes / REPLY_ROUTES_BYTES for one in self._finished]
-            count = np.searchsorted(np.cumsum(sizes), 1.0) + 1
+            count = np.searchsorted(np.cumsum([*_sizes(self._finished)]), 1.0) + 1
             rollouts, self._finished = self._finished[:count], self._finished[count:]
             self._num_whole = self._num_whole if self._finished else 0
             stats = self._engine.stats()
@@ -226,6 +225,16 @@ class GeneratorExecutor(Executor):
                     ),
                 )
             )
+
+
+def _sizes(rollouts: Sequence[Rollout]) -> Iterator[float]:
+    """Part of a reply that each takes; the experts of a prompt count for the first of those that share them."""
+    counted = set[int]()
+    for one in rollouts:
+        prompt = one.prompt_routes if id(one.prompt_routes) not in counted else None
+        counted.add(id(prompt))
+        num_bytes = one.routes_bytes + (0 if prompt is None else prompt.nbytes)
+        yield one.num_tokens / REPLY_TOKENS + num_bytes / REPLY_ROUTES_BYTES
 
 
 class GeneratorFollower(GeneratorExecutor):

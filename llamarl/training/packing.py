@@ -298,7 +298,8 @@ def _placed_routes(
     """Routes of each of the packed inputs. The responses of a group share the last token of their prompt, which each of
     them has fed; the first one's count."""
     unknown, routes_N_W = np.iinfo(routes_R_W.dtype).max, np.full((num_inputs, routes_R_W.shape[1]), NOT_RECORDED)
-    routes_N_W[predictors_R[::-1]] = routes_R_W[::-1]
+    known_R = np.flatnonzero((routes_R_W != unknown).any(1))[::-1]  # siblings share a prompt's last token
+    routes_N_W[predictors_R[known_R]] = routes_R_W[known_R]
     start = 0
     for group in groups:
         if group.prompt_routes is not None:

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llamarl.controller import records
 from llamarl.controller.journal import Journal
 from llamarl.controller.journal_reader import segment_path
+from llamarl.controller.route_files import named
 from llamarl.types import FinishReason, Rollout, RolloutGroup, observed, unknown_routes
 from tests.controller.test_journal import PROMPTS, SETTINGS, SIZE, Author, read, same_group
 
@@ -136,3 +138,21 @@ def test_what_an_environment_wrote_gets_its_experts_when_it_is_prefilled(tmp_pat
     _, held = found.kept(0)
     assert SIZE
     np.testing.assert_array_equal(held[0, 0].columns["routes"], more["routes"])
+
+
+def test_a_prompt_is_named_once(author: MixtureAuthor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Siblings share it, and later parts of a rollout do not tell it again."""
+    (group, *_) = steps(author)[1]
+    prompt = np.arange(24, dtype=author.dtype).reshape(4, 6)
+    rollouts = [replace(one, prompt_routes=prompt) for one in group.rollouts]
+    arrays, calls = dict[int, Any](), list[np.ndarray]()
+
+    def counting(array: np.ndarray, into: dict[int, Any]) -> Any:
+        calls.append(array)
+        return named(array, into)
+
+    monkeypatch.setattr(records, "named", counting)
+    records.encode({}, [(0, one) for one in rollouts], routes=arrays)
+    assert sum(one is prompt for one in calls) == 1 and len(calls) == 1 + len(rollouts)
+    records.encode({}, [(1, one) for one in rollouts], routes=arrays)
+    assert sum(one is prompt for one in calls) == 1 and len(calls) == 1 + 2 * len(rollouts)

@@ -26,23 +26,28 @@ class Trainer:
     version: int = 0
     calls: int = 0
 
-    def score(self, sequences: list[np.ndarray], temperature: float = 1.0, half: bool = False) -> list[Any]:
+    def score(
+        self, sequences: list[np.ndarray], temperature: float = 1.0, half: bool = False, cutoffs_N: Any = None
+    ) -> list[Any]:
         self.calls += 1
-        says = self.version + 0.5 * (half and self.config.dtype == "bfloat16")
+        says = 100 * (cutoffs_N is not None) + self.version + 0.5 * (half and self.config.dtype == "bfloat16")
         return [np.full(len(sequence) - 1, says, np.float32) for sequence in sequences]
 
 
-def group(version: int) -> RolloutGroup:
+def group(version: int, cutoff: float = -np.inf) -> RolloutGroup:
     ids_T = np.arange(1, 6, dtype=np.int32)
     rollout = Rollout.empty(0, 0, FinishReason.STOP)
     columns = {name: np.ones(5, one.dtype) for name, one in rollout.columns.items()}
+    columns["cutoffs"] = np.full(5, cutoff, np.float32)
     columns["policy_versions"] = np.array([version, version, -1, version, version], np.int32)
     prompt = Prompt(prompt_id="p", text="", token_ids_T=ids_T, answer="")
     rollout = replace(rollout, columns=columns)
     return RolloutGroup(group_id=0, prompt=prompt, rollouts=(rollout,), results=(), responses=("",))
 
 
-def probed(age: int, steps: int = 40, every: int = 1, dtype: str = "float32", **generator: Any) -> dict[int, Probe]:
+def probed(
+    age: int, steps: int = 40, every: int = 1, dtype: str = "float32", cutoff: float = -np.inf, **generator: Any
+) -> dict[int, Probe]:
     """Of a trainer that learns from rollouts of this age."""
     config = RunConfig.model_validate({
         "model": {"path": "nowhere"}, "data": {"train": "jsonl"}, "trainer": {"dtype": dtype},
@@ -53,7 +58,7 @@ def probed(age: int, steps: int = 40, every: int = 1, dtype: str = "float32", **
     assert probes.of(0) is None, "nothing was learnt from yet"
     found = dict[int, Probe]()
     for version in range(1, steps):
-        probes.step([group(version - 1 - age)])
+        probes.step([group(version - 1 - age, cutoff)])
         trainer.version = version
         if probe := probes.of(version):
             found[version] = probe
@@ -79,6 +84,16 @@ def test_one_probe_in_sixteen_is_by_cause(age: int, every: int, begin: list[int]
 def test_versions_that_are_not_probed_cost_nothing() -> None:
     assert probed(1, every=0) == {}
     assert not any(probe.causes or probe.later for probe in probed(1, **VLLM).values())
+
+
+def test_what_was_left_out_is_scored_without() -> None:
+    assert all(probe.later[2] is None for probe in probed(1).values() if probe.later)
+    found = probed(1, cutoff=-2.0)
+    causes, later = found[4].causes, found[5].later
+    assert causes is not None and later is not None and later[2] is not None
+    assert set(later[1]) == {5.0} and set(later[2]) == {105.0}
+    (cutoffs_T,) = causes.candidates.cutoffs
+    assert np.isneginf(cutoffs_T).tolist() == [True] * 4 + [False] * 5
 
 
 def test_how_steps_round_is_told_apart() -> None:

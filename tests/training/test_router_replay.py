@@ -239,6 +239,18 @@ def test_sequences_of_agents(groups: list[RolloutGroup]) -> None:
     np.testing.assert_array_equal(found.routes_N_W, expected_routes([group]))
 
 
+def test_the_prompt_s_last_token_has_what_any_sibling_knows(groups: list[RolloutGroup]) -> None:
+    """Each rollout has a row of it, and the first one's may be lost."""
+    group = groups[2]
+    first, *others = group.rollouts
+    lost = first.columns["routes"].copy()
+    lost[0] = 255
+    cut = replace(group, rollouts=(replace(first, columns=first.columns | {"routes": lost}), *others))
+    place = len(group.prompt.token_ids_T) - 1
+    expected = others[0].columns["routes"][0]
+    assert microbatch_of([cut]).routes_N_W[place].tolist() == expected.tolist()
+
+
 def test_what_an_environment_wrote_last_is_not_known(groups: list[RolloutGroup]) -> None:
     one = groups[1].rollouts[0]
     columns = observed(one.columns, np.arange(3))

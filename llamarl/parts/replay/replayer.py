@@ -46,6 +46,8 @@ class _Life:
     """Policy version that fed each own token: the last one of the prompt, then those of the response but the last."""
     is_checked_T: np.ndarray
     """The token that came of it is to be drawn again."""
+    prompt_routes: np.ndarray | None = None
+    """Experts on record of the prefix as this cache had it; None: not on record."""
 
 
 def _lives(prefix_tokens: int, rollout: Rollout) -> Iterator[tuple[list[_Span], np.ndarray, np.ndarray]]:
@@ -89,14 +91,17 @@ class Replayer:
             except ValueError as error:
                 faults.append(Difference(rollout.group_id, rollout.index, 0, -1, "", str(error), math.inf))
                 continue
-            for prefix, versions_T, is_checked_T in found:
+            # A rollout keeps those of its first prefix, which is none of these where no token came of it.
+            num_first = sum(born == 0 and not start for born, start, *_ in rollout.prefills)
+            for number, (prefix, versions_T, is_checked_T) in enumerate(found):
                 key = rollout.group_id, tuple(prefix)
                 if (group := self._groups.get(key)) is None:
                     prompt_T = np.array(request.prompt_token_ids_T, np.int32)
                     group = self._groups[key] = Group(request=request, prompt_T=prompt_T, limit=0)
                 group.num_active += 1
                 sequence = Sequence(group=group, index=rollout.index, limit=0, columns=rollout.columns)
-                self._lives.append(_Life(rollout, sequence, prefix, versions_T, is_checked_T))
+                prompt_routes = rollout.prompt_routes if number == 0 and num_first == 1 else None
+                self._lives.append(_Life(rollout, sequence, prefix, versions_T, is_checked_T, prompt_routes))
         return faults
 
     def go_on(self, version: int) -> Replayed:
@@ -134,7 +139,9 @@ class Replayer:
         routes_N_W = None if routes is None else routes.cpu().numpy()
         places, rows = list[int](), list[tuple[_Life, int]]()
         for chunk, life in batch:
-            if chunk.sequence is not None:
+            if chunk.sequence is None and routes_N_W is not None:
+                found += _other_prompt(life, chunk, version, routes_N_W[offset : offset + chunk.stop - chunk.start])
+            elif chunk.sequence is not None:
                 at = np.flatnonzero(life.is_checked_T[chunk.start : chunk.stop])
                 places += (offset + at).tolist()
                 rows += [(life, token) for token in (chunk.start + at).tolist()]
@@ -178,6 +185,17 @@ class Replayer:
         if not group.num_active:
             pool.release(group.prefix.blocks)
             del self._groups[life.rollout.group_id, tuple(life.prefix)]
+
+
+def _other_prompt(life: _Life, chunk: Chunk, version: int, now_T_W: np.ndarray) -> Iterator[Difference]:
+    """The first token of a part of a prompt whose experts on record are others."""
+    if life.prompt_routes is None or not len(life.prompt_routes):
+        return
+    one, was_T_W = life.rollout, life.prompt_routes[chunk.start : chunk.stop]
+    is_known_T = (was_T_W != np.iinfo(was_T_W.dtype).max).any(1)
+    for at in np.flatnonzero((was_T_W != now_T_W).any(1) & is_known_T)[:1].tolist():
+        now = f"experts {now_T_W[at].tolist()} of the prompt's token {chunk.start + at}"
+        yield Difference(one.group_id, one.index, 0, version, f"experts {was_T_W[at].tolist()}", now, 0.0)
 
 
 def _other_routes(one: Rollout, at: int, routes_N_W: np.ndarray | None, place: int) -> tuple[str, str] | None:

@@ -38,3 +38,11 @@ def test_experts_are_compared_bit_for_bit() -> None:
     other[3] = 255  # not on record
     changed = replace(rollouts[1], columns=rollouts[1].columns | {"routes": other})
     assert found(rollouts[0], changed, rollouts[2]) == [(1, 7, f"experts {was}")]
+
+    prompt = rollouts[0].prompt_routes
+    assert prompt is not None and len(prompt) == 20
+    other = prompt.copy()
+    other[13, 1] = (other[13, 1] + 1) % 8
+    other[17] = 255
+    said = f"experts {prompt[13].tolist()} of the prompt's token 13"
+    assert found(replace(rollouts[0], prompt_routes=other), *rollouts[1:]) == [(0, 0, said)]
