@@ -33,6 +33,17 @@ class DecoderSizes(ABC):
     """The output head is the embedding matrix."""
 
     @property
+    def active_width(self) -> int:
+        """Columns of feed-forward that a token goes through in one layer, the widest; of a mixture those of its
+        experts."""
+        return self.intermediate_size
+
+    @property
+    def rows_per_token(self) -> int:
+        """Rows of the residual stream that a layer copies for a token's experts; 0 without experts."""
+        return 0
+
+    @property
     @abstractmethod
     def layer_parameters(self) -> int:
         """Scalars in all weights of one layer."""

@@ -96,8 +96,8 @@ def _peak(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
     # A pipeline's first stage holds its part of the layers for as many microbatches as there are stages.
     kept = sizes.num_layers * (4 * hidden * rows if load.checkpointing else layer)
     # Gradients of gate, up and their product, and of the residual stream; recomputed, the layer itself.
-    work = (3 * width * sizes.intermediate_size + 12 * hidden) * rows + (layer if load.checkpointing else 0)
-    last = 4 * width * sizes.intermediate_size * rows if load.checkpointing else 0
+    work = (3 * width * sizes.active_width + 12 * hidden) * rows + (layer if load.checkpointing else 0)
+    last = 4 * width * sizes.active_width * rows if load.checkpointing else 0
     gradient = load.weight * vocabulary if load.lora is None else 0  # comes whole; a frozen head has none
     # The embedding's comes whole, too; where it is the head, both of them and their sum are there at once.
     is_one = sizes.tie_embeddings and not load.is_critic
@@ -164,7 +164,7 @@ def adapter_parameters(sizes: DecoderSizes, lora: LoraConfig) -> int:
 def activation_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Number:
     """Bytes that one layer keeps of a microbatch from forward to backward, where it is not computed again."""
     query, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    hidden, inner, tokens = sizes.hidden_size, sizes.intermediate_size, load.tokens / load.cp
+    hidden, inner, tokens = sizes.hidden_size, sizes.active_width, load.tokens / load.cp
     width, lora = (2 if load.half else 4), load.lora
     # Residual stream at two places, and both normed before their weights are applied (which frozen ones do not need).
     # Tensor ranks have rows of their own there; what goes into blocks is gathered, and cast for each of its products.
@@ -174,8 +174,8 @@ def activation_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Number:
         gathered = 2 * hidden * casts
     else:
         gathered = 4 * hidden * 2
-    # Gate, up, silu of gate, and their product.
-    heads = 4 * width * inner
+    # Gate, up, silu of gate, and their product; of a mixture also its experts' rows.
+    heads = width * (4 * inner + hidden * sizes.rows_per_token)
     # Queries, keys, values, outputs, and the logarithm of each query's sum; without flash attention queries and outputs
     # twice, as they also have an order of its own.
     heads += width * (2 * query + 2 * kv) + 4 * sizes.num_heads if load.flash else width * 4 * query
@@ -233,7 +233,7 @@ def generator_bytes(sizes: DecoderSizes, load: GeneratorLoad) -> Parts:
         parts["frozen"] = (2 * frozen + 4 * adapter_parameters(sizes, load.lora)) / load.tp
     parts["keys and values"] = load.kv_tokens * kv_token_bytes(sizes, load.tp, load.kv_width)
     query = (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim
-    inner = 3 * sizes.intermediate_size + 2 * query
+    inner = 3 * sizes.active_width + 2 * query
     work = np.maximum(load.rows, load.prefill_tokens) * (2 * inner / load.tp + 3 * 4 * sizes.hidden_size)
     # Logits, their probabilities, and the running sum.
     parts["work"] = work + 3 * 4 * load.rows * sizes.vocab_size + 8 * sizes.head_dim * sizes.max_position_embeddings

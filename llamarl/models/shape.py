@@ -242,6 +242,30 @@ class ModelShape(DecoderSizes):
         return self.moe is not None and layer in self.moe.sparse_layers
 
     @property
+    def active_width(self) -> int:
+        if self.moe is None:
+            return self.intermediate_size
+        return max(self._sparse_width, self.intermediate_size * (len(self.moe.sparse_layers) < self.num_layers))
+
+    @property
+    def _sparse_width(self) -> int:
+        assert self.moe is not None
+        return self.moe.experts_per_token * self.moe.expert_size + self.moe.shared_size
+
+    @property
+    def rows_per_token(self) -> int:
+        return 0 if self.moe is None else 2 * self.moe.experts_per_token  # on their way in, and out
+
+    @property
+    def feed_forward_scalars(self) -> int:
+        """Weights of all layers' feed-forwards that a token is multiplied by, routers included."""
+        if self.moe is None:
+            return 3 * self.hidden_size * self.intermediate_size * self.num_layers
+        num_sparse = len(self.moe.sparse_layers)
+        dense = 3 * self.intermediate_size * (self.num_layers - num_sparse)
+        return self.hidden_size * (dense + (3 * self._sparse_width + self.moe.num_experts) * num_sparse)
+
+    @property
     def layer_parameters(self) -> int:
         """Scalars in all weights of one layer; in a mixture of one with experts."""
         experts = 0

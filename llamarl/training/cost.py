@@ -21,12 +21,12 @@ class StepCost:
 
 
 def step_cost(shape: ModelShape, groups: Sequence[SampleGroup], lora: LoraConfig | None = None) -> StepCost:
-    """Forward and twice as much for backward: 2 FLOPs per weight and token, and 4 per query channel and pair of tokens
-    that see each other (Kaplan et al., arXiv 2001.08361, table 1; causal pairs counted exactly). A frozen weight has no
-    gradient, so backward costs it as much as forward."""
+    """Forward and twice as much for backward: 2 FLOPs per weight that a token meets, and 4 per query channel and pair
+    of tokens that see each other (Kaplan et al., arXiv 2001.08361, table 1; causal pairs counted exactly). A frozen
+    weight has no gradient, so backward costs it as much as forward."""
     query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     hidden, inner = shape.hidden_size, shape.intermediate_size
-    layer, adapters = 2 * hidden * (query + kv) + 3 * hidden * inner, 0
+    scalars, adapters = shape.num_layers * 2 * hidden * (query + kv) + shape.feed_forward_scalars, 0
     if lora:
         outer = {"q_proj": query, "o_proj": query, "k_proj": kv, "v_proj": kv}
         adapters = lora.rank * sum(hidden + outer.get(projection, inner) for projection in lora.targets)
@@ -40,6 +40,6 @@ def step_cost(shape: ModelShape, groups: Sequence[SampleGroup], lora: LoraConfig
         pairs += prompt * (prompt + 1) // 2 + sum(length * prompt + length * (length + 1) // 2 for length in inputs)
         padded += len(inputs) * max(inputs)
     num_responses = sum(len(group.samples) for group in groups)
-    matrices = 2 * (shape.num_layers * layer * tokens + hidden * shape.vocab_size * targets)
+    matrices = 2 * (scalars * tokens + hidden * shape.vocab_size * targets)
     flops = (2 if lora else 3) * matrices + 3 * shape.num_layers * (2 * adapters * tokens + 4 * query * pairs)
     return StepCost(flops=float(flops), padding_share=1 - (targets - num_responses) / padded if padded else 0.0)

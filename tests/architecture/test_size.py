@@ -13,14 +13,14 @@ FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 KERNEL_LINES = 1_500
 BUDGETS = {
     "top": 350,  # goal: 250
-    "config": 1_250,  # goal: 820
+    "config": 1_255,  # goal: 820
     "hub": 700,  # goal: 650
     "net": 100,  # goal: 70
     "kernels": 1_560,  # goal: 1,200
     "distributed": 640,  # goal: 600
     "sharding": 360,  # goal: 530
     "algorithms": 460,  # goal: 500
-    "models": 1_820,  # goal: 900
+    "models": 1_835,  # goal: 900
     "weight_sync": 1_730,  # goal: 1,580
     "checkpoint": 640,  # goal: 630
     "recipes": 70,  # goal: 90

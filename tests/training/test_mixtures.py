@@ -202,3 +202,28 @@ def test_what_is_completed_stays_within_the_groups() -> None:
     assert route(LOGITS, None, moe)[0].tolist() == [[1, 0]]
     assert route(LOGITS, None, moe, torch.tensor([[5, -1]]))[0].tolist() == [[5, 1]]
     assert route(LOGITS, None, moe, torch.tensor([[-1, 1]]))[0].tolist() == [[0, 1]], "rather than 2, which is better"
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_flops_are_those_of_the_experts_that_a_token_meets(name: str) -> None:
+    shape = MIXTURES[name]
+    assert shape.moe is not None
+    share = shape.moe.experts_per_token / shape.moe.num_experts
+    met = sum(
+        weight.numel() * (share if weight.ndim == 3 else 1)
+        for key, weight in mixture(name).named_parameters()
+        if ".mlp." in key and weight.ndim > 1
+    )
+    assert shape.feed_forward_scalars == pytest.approx(met)
+    dense = replace(shape, moe=None)
+    assert dense.feed_forward_scalars == 3 * dense.hidden_size * dense.intermediate_size * dense.num_layers
+
+
+def test_the_widest_layer_counts() -> None:
+    """Of what activations take; dense layers among sparse ones may be it."""
+    found = {name: (one.active_width, one.rows_per_token) for name, one in MIXTURES.items()}
+    assert found == {"qwen3_moe": (64, 4), "qwen3_moe_odd": (96, 6), "mixtral": (64, 4), "glm4_moe": (96, 4)}
+    assert (
+        replace(MIXTURES["mixtral"], moe=None).active_width,
+        replace(MIXTURES["mixtral"], moe=None).rows_per_token,
+    ) == (32, 0)
