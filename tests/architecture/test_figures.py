@@ -206,6 +206,18 @@ FIGURES = (
         )[1:],
     ),
     Figure(
+        "docs/measures.md",
+        "with AMX, tokens per CPU second against vLLM, both in float32: {} (10M), {} (35M), {} (100M)",
+        "generation-amx-fp32-2026-11-24",
+        tuple((f"ratio_vs_vllm/{size}_fp32", ".2f") for size in ("10m", "35m", "100m")),
+    ),
+    Figure(
+        "docs/generation.md",
+        "generates there {} times as much as vLLM in float32 with 10M parameters, {} with 35M and {} with 100M",
+        "generation-amx-fp32-2026-11-24",
+        tuple((f"ratio_vs_vllm/{size}_fp32", ".2f") for size in ("10m", "35m", "100m")),
+    ),
+    Figure(
         "docs/training.md",
         "greedy answers to 2,048 fresh problems are right in {} with exact weights and moments, {} with 8-bit moments, "
         "{} with bfloat16 weights and {} with both; at a learning rate of 2e-5 in {} exact, {} with bfloat16 weights "
