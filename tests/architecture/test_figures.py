@@ -207,6 +207,18 @@ FIGURES = (
     ),
     Figure(
         "docs/measures.md",
+        "int8 against vLLM's bfloat16 with 100M again, two repeats: {}",
+        "generation-amx-int8-2026-11-24",
+        (("ratio_vs_vllm/100m_int8", ".2f"),),
+    ),
+    Figure(
+        "docs/generation.md",
+        "two repeats in place of one, int8 with 100M was {}",
+        "generation-amx-int8-2026-11-24",
+        (("ratio_vs_vllm/100m_int8", ".2f"),),
+    ),
+    Figure(
+        "docs/measures.md",
         "with AMX, tokens per CPU second against vLLM, both in float32: {} (10M), {} (35M), {} (100M)",
         "generation-amx-fp32-2026-11-24",
         tuple((f"ratio_vs_vllm/{size}_fp32", ".2f") for size in ("10m", "35m", "100m")),
