@@ -92,10 +92,11 @@ def run(task: str, way: str, seed: int, output: Path) -> dict[str, Any]:
 
 def quantile_t(freedom: int) -> float:
     """97.5 % of Student's t distribution lie below."""
-    x = np.linspace(0.0, 1000.0, 4_000_001)
+    x = np.linspace(0.0, 20.0, 400_001)
     density = (1 + x * x / freedom) ** (-(freedom + 1) / 2)
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
-    return float(x[np.searchsorted(np.cumsum(density) * scale * (x[1] - x[0]), 0.475)])
+    below = np.cumsum(density[1:] + density[:-1]) * scale * (x[1] - x[0]) / 2
+    return float(x[1:][np.searchsorted(below, 0.475)])
 
 
 def compared(runs: list[dict[str, Any]], key: str = "accuracy_after") -> dict[str, dict[str, Any]]:
@@ -129,6 +130,11 @@ def by_time(runs: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
     return found
 
 
+def figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the result holds."""
+    return {"pairs": compared(runs), "by_time": by_time(runs), "runs": runs}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--more", type=Path, help="a result whose runs are taken over")
@@ -142,10 +148,10 @@ def main() -> None:
             if (task, way, seed) in known or time.monotonic() > end:
                 continue
             runs.append(run(task, way, seed, Path(folder)))
-            figures = {"pairs": compared(runs), "by_time": by_time(runs), "runs": runs}
             print(json.dumps({key: runs[-1][key] for key in ("task", "way", "seed", "accuracy_after")}), flush=True)
-            write_result("learning", settings, figures, NOTES)
+            write_result("learning", settings, figures(runs), NOTES)
     print(json.dumps(compared(runs), indent=2))
+    print(write_result("learning", settings, figures(runs), NOTES))
 
 
 if __name__ == "__main__":
