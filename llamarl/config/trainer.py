@@ -12,7 +12,7 @@ from llamarl.config.section import Section
 
 
 class ParallelismConfig(Section):
-    """Processes of trainer or critic, a device each: the product of the four. All layouts compute the same."""
+    """Processes of trainer or critic, a device each: the product of the first four. All layouts compute the same."""
 
     fsdp: int = Field(default=1, ge=1, le=1 << 14)
     """Shares of each batch; weights, gradients and optimizer state are cut as many times (FSDP2)."""
@@ -22,6 +22,16 @@ class ParallelismConfig(Section):
     """Stages of consecutive layers; needs several microbatches per step to keep all of them busy."""
     cp: int = Field(default=1, ge=1)
     """Parts of every sequence, for contexts whose activations do not fit; cuts weights as fsdp does."""
+    ep: int = Field(default=1, ge=1)
+    """Ranks, of those of fsdp and cp, that share the experts of a mixture; tokens travel to theirs. Within a host."""
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> ParallelismConfig:
+        if (self.fsdp * self.cp) % self.ep:
+            raise ValueError(
+                f"ep = {self.ep} ranks are some of the {self.fsdp * self.cp} of fsdp and cp; use a divisor"
+            )
+        return self
 
     @property
     def num_ranks(self) -> int:
