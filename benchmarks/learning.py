@@ -82,12 +82,17 @@ def run(task: str, way: str, seed: int, output: Path) -> dict[str, Any]:
         "way": way,
         "seed": seed,
         **{key: summary[key] for key in ("accuracy_before", "accuracy_after", "staleness_max")},
-        "staleness_mean": round(statistics.mean(row["staleness_mean"] for row in rows), 4),
-        "kl_to_behavior": statistics.mean(row["kl_to_behavior"] for row in rows),
-        "solve_rate": [round(statistics.mean(row["solve_rate"] for row in five), 4) for five in fives],
+        "staleness_mean": round(mean_of(rows, "staleness_mean"), 4),
+        "kl_to_behavior": mean_of(rows, "kl_to_behavior"),
+        "solve_rate": [round(mean_of(five, "solve_rate"), 4) for five in fives],
         "seconds": [round(five[-1]["wall_s"], 2) for five in fives],
         "load_average": os.getloadavg()[0],
     }
+
+
+def mean_of(rows: list[dict[str, Any]], key: str) -> float:
+    """Mean over the steps that tell it; one that nothing was to be learnt from does not."""
+    return statistics.mean(row[key] for row in rows if row[key] is not None)
 
 
 def quantile_t(freedom: int) -> float:
