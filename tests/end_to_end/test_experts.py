@@ -16,6 +16,7 @@ from llamarl.models.shape import MoeShape
 from llamarl.run.rollouts import rollout_rows
 from tests.end_to_end.learning import write_task
 from tests.end_to_end.test_layouts import SYNCHRONOUS as LEARNING
+from tests.end_to_end.test_restarts import Faulty, steps
 from tests.end_to_end.test_resume import SYNCHRONOUS
 from tests.end_to_end.tiny import llamarl, llamarl_here, make_model, rows, write_toml
 from tests.nightly import nightly
@@ -92,6 +93,24 @@ def test_experts_are_shared_out_and_then_cut_otherwise(tmp_path: Path, mixture: 
         assert row["extra.mismatch_max"] < 1e-4
     texts = [[row["token_ids"] for row in rollout_rows(tmp_path / name / "tiny")] for name in ("many", "one")]
     assert texts[0] == texts[1]
+
+
+@nightly("two runs of two ranks; deaths of one rank, and what ranks share, have tests of their own")
+def test_a_rank_with_half_of_the_experts_dies(tmp_path: Path, mixture: Path) -> None:
+    """Nothing is lost, and every token is drawn again with the same experts."""
+    toml, shared = write_toml(tmp_path, mixture), ("--trainer.parallelism.fsdp", 2, "--trainer.parallelism.ep", 2)
+    more = (*shared, "--checkpoint.mirror", "true", "--steps", 8)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "faulty").mkdir()
+    whole, faulty = (Faulty(tmp_path / name, toml, *more) for name in ("whole", "faulty"))
+    faulty.strike("trainer.1", 3)
+    faulty.strike("trainer.0", 6)
+    said = faulty.end()
+    whole.end()
+    assert steps(faulty.folder) == steps(whole.folder)
+    assert said.count("trainer goes on") == 2
+    replayed = llamarl_here("replay", faulty.folder / "tiny")
+    assert replayed.returncode == 0 and "all equal" in replayed.stdout, replayed.stdout + replayed.stderr
 
 
 def test_routers_stay_where_they_are_not_trained(tmp_path: Path, mixture: Path) -> None:
