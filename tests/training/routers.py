@@ -40,6 +40,7 @@ class Routed:
     """Metrics of it."""
     rows: list[np.ndarray]
     """Times that each expert was chosen in it, by layer, int64 [E]."""
+    grad_norm: float
 
 
 def routed(
@@ -70,6 +71,6 @@ def routed(
 
         for router in gates:
             router.register_forward_hook(count)
-        found = trainer.step(batch).metrics
-        load = {name: value for name, value in found.items() if "expert" in name}
-        return Routed(before, parts(trainer), seen, scores, load, rows)
+        found = trainer.step(batch)
+        load = {name: value for name, value in found.metrics.items() if "expert" in name}
+        return Routed(before, parts(trainer), seen, scores, load, rows, found.update.grad_norm)

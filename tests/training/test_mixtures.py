@@ -129,6 +129,30 @@ def test_norms_of_gradients_of_two_types_are_added_up(make_groups) -> None:
     assert clipped**0.5 == pytest.approx(1e-3, rel=0.01)
 
 
+def test_the_norm_of_a_gradient_is_over_all_tensors(workers, make_groups, tmp_path: Path) -> None:
+    """Over routers, experts and all else, of which each would be missed, on one rank and on two."""
+    trainer, squares = trainer_of(max_grad_norm=1e9), dict[str, float]()
+
+    def keep(*_: object) -> None:
+        for name, weight in trainer.model.named_parameters():
+            squares[name] = float(weight.grad.double().square().sum())
+
+    trainer.optimizer.register_step_pre_hook(keep)
+    norm = trainer.step(make_groups()).update.grad_norm
+    total = sum(squares.values())
+    assert norm == pytest.approx(total**0.5, rel=1e-6)
+    kinds = {name: "router" if is_router(name) else "expert" if ".experts." in name else "other" for name in squares}
+    for kind in ("router", "expert", "other"):
+        rest = sum(square for name, square in squares.items() if kinds[name] != kind)
+        assert rest**0.5 < (1 - 2e-5) * norm, kind
+    save_model(mixture(NAME), tmp_path / "model", None)
+    config = TrainerConfig(learning_rate=1e-2, max_grad_norm=1e9)
+    with rendezvous() as where, workers.take(2) as ranks:
+        for number, worker in enumerate(ranks):
+            worker.start(routed, where, number, {"fsdp": 2}, tmp_path / "model", make_groups(), config)
+        assert [one.grad_norm for one in results(ranks)] == pytest.approx([norm, norm], rel=1e-5)
+
+
 def test_routers_that_are_not_trained_have_no_state_and_are_saved(make_groups, tmp_path: Path) -> None:
     trainer = trainer_of(train_router=False)
     before = {name: one.clone() for name, one in trainer.sharding.held.items()}
