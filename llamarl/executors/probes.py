@@ -86,14 +86,15 @@ class Probes:
         self._begun: CauseProbe | None = None
         self._ends = -1
         """Version that scores the tokens of `_begun` once more."""
-        self._routing: tuple[RoutingEffect, float] | None = None
-        """Effect on `_groups`, and how many seconds it took to find."""
+        self._routing: RoutingEffect | None = None
+        """Effect on `_groups`."""
+        self._routing_s = 0.0
 
     def step(self, groups: Sequence[RolloutGroup]) -> None:
         """The trainer is about to learn from these."""
         self._groups, start_s = groups[:NUM_SEQUENCES], time.monotonic()
-        found = self._routed() if self._begins(self._trainer.policy_version + 1) else None
-        self._routing = found and (found, time.monotonic() - start_s)
+        self._routing = self._routed() if self._begins(self._trainer.policy_version + 1) else None
+        self._routing_s = time.monotonic() - start_s
 
     def of(self, version: int) -> Probe | None:
         """The probe by the trainer's weights, which are this version; None where it is not to be probed."""
@@ -101,7 +102,7 @@ class Probes:
         start_s, causes, later, routing, routing_s = time.monotonic(), None, None, None, 0.0
         if self._begins(version):
             self._begun = causes = self._causes(version)
-            routing, routing_s = self._routing or (None, 0.0)
+            routing, routing_s = self._routing, self._routing_s
         if self._begun and version == self._ends:
             now_N = causes.logprobs_N if causes else self._scored(self._begun.sequences, half=True)
             cutoffs_N, kept_N = np.concatenate(self._begun.candidates.cutoffs), None

@@ -5,7 +5,8 @@ Both are told of the same positions, those that predict what was sampled. Other 
 environment wrote, are replayed, too; where a router chooses otherwise for them, log-probabilities of sampled tokens
 change by attention alone, and in the last layer not at all.
 
-Shape suffixes: N packed tokens, P those of them that predict what was sampled, R targets, K experts of a token in one layer, W in all.
+Shape suffixes: N packed tokens, P those of them that predict what was sampled, R targets, K experts of a token in one
+layer, W in all.
 """
 
 from __future__ import annotations

@@ -53,7 +53,12 @@ def group(version: int, cutoff: float = -np.inf, routes: bool = False) -> Rollou
 
 
 def probed(
-    age: int, steps: int = 40, every: int = 1, dtype: str = "float32", cutoff: float = -np.inf, routes: bool = False,
+    age: int,
+    steps: int = 40,
+    every: int = 1,
+    dtype: str = "float32",
+    cutoff: float = -np.inf,
+    routes: bool = False,
     **generator: Any,
 ) -> dict[int, Probe]:
     """Of a trainer that learns from rollouts of this age."""

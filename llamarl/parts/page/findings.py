@@ -317,7 +317,7 @@ def _experts(data: RunData) -> Iterator[Claim]:
         what = "expert has no rows, and learns nothing" if idle[0] < 2 else "experts have no rows, and learn nothing"
         yield Claim(text=f"{idle[0]:.0f} {what}, in layer {idle[1]}: {mend}", chart="idle", level="bad")
     if (load := _worst(data, "extra.expert_load.", fmean)) and load[0] > FAR_LOAD:
-        text = f"an expert of layer {load[1]} has {number(load[0])} times the rows of the mean: {mend}"
+        text = f"an expert of layer {load[1]} has {number(load[0])} times the mean's rows: {mend}"
         yield Claim(text=text, chart="load", level="bad")
     agreed = [share for share in data.columns.get("extra.routes_agreement", ()) if math.isfinite(share)]
     if agreed and (share := fmean(agreed[-NUM_AGREEMENTS:])) < LEAST_AGREEMENT:

@@ -1,0 +1,1 @@
+PICTURE, draw = None, None
