@@ -17,6 +17,7 @@ import torch
 from _moe_kl import Problems, by_cause, mismatch
 
 from llamarl.checkpoint.export import export_checkpoint
+from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config import load_config
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer
@@ -123,11 +124,13 @@ def causes(steps: int, folder: Path) -> dict[str, Any]:
             trained(MIXTURE, f"{kind}-{replay}", folder, "--steps", str(steps), "--eval.every_steps", "0", *settings)
             lines = (folder / f"{kind}-{replay}/metrics.jsonl").read_text().splitlines()
             told = [row.get("kl_to_behavior") for row in map(json.loads, lines)]
-            known = [value for value in told if value is not None]
-            figures = {"mean": statistics.mean(known), "median": statistics.median(known), "largest": max(known)}
+            kl = [value for value in told if value is not None]
+            figures = {"mean": statistics.mean(kl), "median": statistics.median(kl), "largest": max(kl)}
             in_runs.setdefault(kind, {})[replay] = figures
         run = folder / f"{kind}-on"
-        ends = range(CAUSE_EVERY, steps + 1, CAUSE_EVERY)
+        known = {*CheckpointStore(run / "checkpoints", keep=steps).steps()}  # one may have come later than it was due
+        paired = [step for step in known if step - 1 in known]
+        ends = [max(step for step in paired if step <= due) for due in range(CAUSE_EVERY, steps + 1, CAUSE_EVERY)]
         found = [by_cause(_model(run, end - 1), _model(run, end), kind, problems(MIXTURE, 2)) for end in ends]
         divided[kind] = {
             replay: {cause: statistics.mean(one[replay][cause] for one in found) for cause in found[0][replay]}
