@@ -75,7 +75,7 @@ DEMO = ModelShape(
     moe=MoeShape(num_experts=8, experts_per_token=2, expert_size=96, sparse_layers=(0, 1, 2), normalized=True),
 )  # fmt: skip
 """The demo's, whose dense twin is as wide as the experts of a token."""
-HEAD = ("name", "date", "command", "machine", "versions", "settings", "notes")
+RECORD = ("name", "date", "command", "machine", "versions", "settings", "notes")
 """What `write_result` adds to figures."""
 PROMPTS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 16, 8, 24, 45
 TRAINERS, EXPERT_RANKS, TENSOR_RANKS = 128, 32, 8
@@ -147,7 +147,7 @@ def main() -> None:
     figures, kept = dict[str, Any](), dict[str, Any]()
     if options.add_to:
         kept = json.loads(options.add_to.read_text(encoding="utf-8"))
-        figures |= {key: value for key, value in kept.items() if key not in HEAD}
+        figures |= {key: value for key, value in kept.items() if key not in RECORD}
     with tempfile.TemporaryDirectory() as folder:
         parts: dict[str, Callable[[], dict[str, Any]]] = {
             "speed": speed,
@@ -161,7 +161,9 @@ def main() -> None:
         PICTURE.write_text(draw(figures), encoding="utf-8")
     settings = {name: value for name, value in vars(options).items() if name != "add_to"}
     settings |= {"rows": ROWS, "repeats": REPEATS, "threads": 1}
-    settings |= {"kept_of": [*kept["settings"].get("kept_of", []), kept["command"]]} if kept else {}
+    if kept:
+        before = {"command": kept["command"], "date": kept["date"], "processor": kept["machine"]["processor"]}
+        settings["kept_of"] = [*kept["settings"].get("kept_of", []), before]
     print(write_result("moe", settings, figures, NOTES.splitlines()))
 
 
