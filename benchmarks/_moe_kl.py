@@ -106,9 +106,9 @@ def told(model: Transformer, groups: Sequence[RolloutGroup], is_replayed: bool) 
     return torch.cat(found), torch.cat(experts, 1) if experts else None
 
 
-def kl(mu_N_V: Tensor, pi_N_V: Tensor) -> float:
-    """KL(mu || pi) per token, in nats."""
-    return float((mu_N_V.exp() * (mu_N_V - pi_N_V)).sum(-1).mean())
+def kl(mu_N_V: Tensor, pi_N_V: Tensor) -> Tensor:
+    """KL(mu || pi) of each token, in nats, [N]."""
+    return (mu_N_V.exp() * (mu_N_V - pi_N_V)).sum(-1)
 
 
 def differ(experts_2_N_W: Tensor, per_token: int) -> float:
@@ -160,14 +160,18 @@ def mismatch(model: Transformer, kind: Precision, problems: Problems) -> dict[st
     """KL by the same weights, with replay and, of a mixture, without."""
     _, found = problems.asked(model, kind)
     mu_N_V = found.logprobs_N_V
-    figures = {"tokens": float(len(mu_N_V)), "kl": kl(mu_N_V, told(model, found.groups, is_replayed=True)[0])}
+    kl_N = kl(mu_N_V, told(model, found.groups, is_replayed=True)[0])
+    figures = {"tokens": float(len(mu_N_V)), "kl": float(kl_N.mean())}
     if model.shape.moe is None:
         return figures
     live_N_V, experts = told(model, found.groups, is_replayed=False)
     assert experts is not None
+    routing_N = kl(mu_N_V, live_N_V) - kl_N
     return figures | {
-        "kl_live": kl(mu_N_V, live_N_V), "routes_differ": differ(experts, model.shape.moe.experts_per_token)
-    }  # fmt: skip
+        "kl_live": float((kl_N + routing_N).mean()),
+        "routes_differ": differ(experts, model.shape.moe.experts_per_token),
+        "routing_in_ten_tokens": float(routing_N.topk(10).values.sum() / routing_N.sum()),
+    }
 
 
 def by_cause(
@@ -188,5 +192,5 @@ def by_cause(
         "on": parts_of_kl(mu_N_V, parts), "off": parts_of_kl(mu_N_V, parts | {"routing": live_N_V - later_N_V})
     }  # fmt: skip
     for name, pi_N_V in (("on", later_N_V), ("off", live_N_V)):
-        assert math.isclose(sum(shares[name].values()), kl(mu_N_V, pi_N_V), rel_tol=1e-6, abs_tol=1e-12)
+        assert math.isclose(sum(shares[name].values()), float(kl(mu_N_V, pi_N_V).mean()), rel_tol=1e-6, abs_tol=1e-12)
     return shares

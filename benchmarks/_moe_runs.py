@@ -70,19 +70,20 @@ def learning(seeds: Sequence[int], steps: int, folder: Path) -> dict[str, Any]:
             took = trained(name, run, folder, "--seed", str(seed), *settings)
             summary = json.loads((folder / run / "summary.json").read_text())
             told = {key: summary[key] for key in ("accuracy_before", "accuracy_after")}
-            rows.append({"demo": name, "seed": seed, **told, **took})
+            rows.append({"demo": name, "seed": seed, **told, **took, "steps_s": summary["wall_s"]})
             print(json.dumps(rows[-1]), flush=True)
     of = {name: [row for row in rows if row["demo"] == name] for name in (MIXTURE, DENSE)}
     pairs = [sorted(one, key=lambda row: row["seed"]) for one in of.values()]
     ratios = {
         key: statistics.median(ours[key] / dense[key] for ours, dense in zip(*pairs, strict=True))
-        for key in ("cpu_s", "wall_s")
+        for key in ("cpu_s", "wall_s", "steps_s")
     }  # fmt: skip
     return {
         "accuracy_after": statistics.mean(row["accuracy_after"] for row in of[MIXTURE]),
         "accuracy_after_dense": statistics.mean(row["accuracy_after"] for row in of[DENSE]),
         "demo_time_ratio": ratios["cpu_s"],
         "demo_wall_ratio": ratios["wall_s"],
+        "demo_steps_ratio": ratios["steps_s"],
         "learning": rows,
     }
 

@@ -96,7 +96,8 @@ that of its dense twin in the same precision, both after their warm starts; `kl_
 exact KL of what a generator samples to the policy a step later, divided, mean over every 30th step of the runs with
 replay; on and off are of the same tokens and weights.
 `accuracy_after`: greedy, on 2,048 problems that were not trained on, mean over seeds; `demo_time_ratio`: CPU time of
-all processes of the mixture's run over that of the dense demo, median over seeds; `demo_wall_ratio`: by the clock.
+all processes of the mixture's run over that of the dense demo, median over seeds; `demo_wall_ratio`: by the clock;
+`demo_steps_ratio`: by the clock from the first step on. The former two have start and evaluations in them.
 Other work shared the machine: shares are of calls that took turns, seconds are upper bounds.
 """
 
