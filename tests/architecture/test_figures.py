@@ -138,8 +138,8 @@ FIGURES = (
         tuple((kl_of_runs(kind, replay), ".0f") for kind in ("bfloat16", "int8") for replay in ("on", "off")),
     ),
     Figure(
-        "docs/moe.md", "{} of the choices in bfloat16 and {} in int8 are others, of which nearly all leave the next token "
-        "as likely as it was; ten of about 38,800 tokens make {} and {} of the KL by routing", "moe-2026-11-24",
+        "docs/moe.md", "{} of the choices in bfloat16 and {} in int8 are others, of which nearly all leave the next "
+        "token as likely as it was; ten of about 38,800 tokens make {} and {} of the KL by routing", "moe-2026-11-24",
         (
             *((f"kl/demo_moe/{kind}/routes_differ", ".1%") for kind in ("bfloat16", "int8")),
             *((f"kl/demo_moe/{kind}/routing_in_ten_tokens", ".0%") for kind in ("bfloat16", "int8")),
