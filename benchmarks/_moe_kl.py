@@ -111,6 +111,14 @@ def kl(mu_N_V: Tensor, pi_N_V: Tensor) -> Tensor:
     return (mu_N_V.exp() * (mu_N_V - pi_N_V)).sum(-1)
 
 
+def error(kl_N: Tensor, groups: Sequence[RolloutGroup]) -> float:
+    """Standard error of the mean over all tokens, where those of a prompt belong together."""
+    tokens_G = torch.tensor([sum(one.num_tokens for one in group.rollouts) for group in groups]).double()
+    sums_G = torch.stack([part.sum() for part in kl_N.split(tokens_G.long().tolist())])
+    apart_G = sums_G - tokens_G * kl_N.mean()  # of a ratio: Cochran, "Sampling Techniques" (1977), section 6.4
+    return float(apart_G.square().sum().sqrt() / tokens_G.sum())
+
+
 def differ(experts_2_N_W: Tensor, per_token: int) -> float:
     """Share of pairs of token and layer whose experts are others than were recorded."""
     own, recorded = experts_2_N_W.unflatten(2, (-1, per_token)).sort(-1).values
@@ -161,7 +169,7 @@ def mismatch(model: Transformer, kind: Precision, problems: Problems) -> dict[st
     _, found = problems.asked(model, kind)
     mu_N_V = found.logprobs_N_V
     kl_N = kl(mu_N_V, told(model, found.groups, is_replayed=True)[0])
-    figures = {"tokens": float(len(mu_N_V)), "kl": float(kl_N.mean())}
+    figures = {"tokens": float(len(mu_N_V)), "kl": float(kl_N.mean()), "kl_error": error(kl_N, found.groups)}
     if model.shape.moe is None:
         return figures
     live_N_V, experts = told(model, found.groups, is_replayed=False)

@@ -29,6 +29,8 @@ from llamarl.types import SamplingParams
 
 ROOT = Path(__file__).parents[1]
 FRESH = "{name = 'running_total', count = 2048, first = 91000}"
+HELD_OUT = "{name = 'running_total', count = 1000}"
+"""No base model has learnt from these."""
 MIXTURE, DENSE = "demo_moe", "demo"
 KINDS: tuple[Precision, ...] = ("bfloat16", "int8")
 CAUSE_EVERY = 30
@@ -88,11 +90,12 @@ def learning(seeds: Sequence[int], steps: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def problems(name: str, group_size: int) -> Problems:
+def problems(name: str, num: int, group_size: int) -> Problems:
     """Held-out ones, asked as in a run."""
-    config = load_config(ROOT / f"configs/{name}.toml")
+    config = load_config(ROOT / f"configs/{name}.toml", ["--data.eval", HELD_OUT])
     tokenizer = Tokenizer(ROOT / config.model.path)
-    prompts = load_prompts(config.data, tokenizer, 512, "eval").prompts
+    prompts = load_prompts(config.data, tokenizer, 512, "eval").prompts[:num]
+    assert len(prompts) == num
     most = config.rollout.max_new_tokens
     sampling = SamplingParams(max_new_tokens=most, stop_token_ids=tokenizer.eos_token_ids)
     return Problems(prompts=prompts, group_size=group_size, sampling=sampling)
@@ -104,7 +107,7 @@ def base_kl() -> dict[str, Any]:
     for name in (MIXTURE, DENSE):
         warm(name)
         model = load_model(ROOT / "runs/base" / name, torch.float32, CPU)
-        found[name] = {kind: mismatch(model, kind, problems(name, 4)) for kind in KINDS}
+        found[name] = {kind: mismatch(model, kind, problems(name, 1000, 4)) for kind in KINDS}
         print(json.dumps({name: found[name]}), flush=True)
     ratios = {
         key: {kind: found[MIXTURE][kind][of] / found[DENSE][kind]["kl"] for kind in KINDS}
@@ -132,7 +135,7 @@ def causes(steps: int, folder: Path) -> dict[str, Any]:
         known = {*CheckpointStore(run / "checkpoints", keep=steps).steps()}  # one may have come later than it was due
         paired = [step for step in known if step - 1 in known]
         ends = [max(step for step in paired if step <= due) for due in range(CAUSE_EVERY, steps + 1, CAUSE_EVERY)]
-        found = [by_cause(_model(run, end - 1), _model(run, end), kind, problems(MIXTURE, 2)) for end in ends]
+        found = [by_cause(_model(run, end - 1), _model(run, end), kind, problems(MIXTURE, 256, 2)) for end in ends]
         divided[kind] = {
             replay: {cause: statistics.mean(one[replay][cause] for one in found) for cause in found[0][replay]}
             for replay in ("on", "off")
