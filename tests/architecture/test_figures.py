@@ -139,7 +139,7 @@ FIGURES = (
     ),
     Figure(
         "docs/moe.md", "{} of the choices in bfloat16 and {} in int8 are others, of which nearly all leave the next "
-        "token as likely as it was; ten of about 38,800 tokens make {} and {} of the KL by routing", "moe-2026-11-24",
+        "token as likely as it was; ten of about 145,000 tokens make {} and {} of the KL by routing", "moe-2026-11-24",
         (
             *((f"kl/demo_moe/{kind}/routes_differ", ".1%") for kind in ("bfloat16", "int8")),
             *((f"kl/demo_moe/{kind}/routing_in_ten_tokens", ".0%") for kind in ("bfloat16", "int8")),
@@ -147,7 +147,7 @@ FIGURES = (
     ),
     Figure(
         "docs/moe.md", "the KL from the generator to a float32 trainer is {} times that of the dense demo in bfloat16 "
-        "and {} times in int8; without replay it is {} and {} times", "moe-2026-11-24",
+        "and {} times in int8, with standard errors of a sixth of them; without replay it is {} and {} times", "moe-2026-11-24",
         tuple((f"{key}/{kind}", ".2f") for key in ("kl_ratio", "kl_ratio_live") for kind in ("bfloat16", "int8")),
     ),
     Figure(
