@@ -147,7 +147,8 @@ FIGURES = (
     ),
     Figure(
         "docs/moe.md", "the KL from the generator to a float32 trainer is {} times that of the dense demo in bfloat16 "
-        "and {} times in int8, with standard errors of a sixth of them; without replay it is {} and {} times", "moe-2026-11-24",
+        "and {} times in int8, with standard errors of a sixth of them; without replay it is {} and {} times",
+        "moe-2026-11-24",
         tuple((f"{key}/{kind}", ".2f") for key in ("kl_ratio", "kl_ratio_live") for kind in ("bfloat16", "int8")),
     ),
     Figure(
