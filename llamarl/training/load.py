@@ -21,6 +21,8 @@ class ExpertLoad:
 
     def __init__(self, model: Transformer) -> None:
         self._moe, self._counts = model.shape.moe, dict[int, Tensor]()
+        self.is_on = True
+        """False while a microbatch of nothing is computed, which has rows all the same."""
         for layer in cast(list[Layer], [*model.model.layers.children()]):
             if self._moe and layer.columns is not None:
                 number = self._moe.sparse_layers[layer.columns.start // self._moe.experts_per_token]
@@ -28,6 +30,8 @@ class ExpertLoad:
                 gate.register_forward_hook(partial(self._add, number, self._moe.num_experts))
 
     def _add(self, number: int, num_experts: int, _router: nn.Module, _given: Any, answer: tuple[Tensor, ...]) -> None:
+        if not self.is_on:
+            return
         ids = answer[0].detach().flatten()
         counts_E = self._counts.setdefault(number, ids.new_zeros(num_experts))
         counts_E.scatter_add_(0, ids, torch.ones_like(ids))

@@ -155,6 +155,7 @@ class Trainer(Optimization[Transformer]):
         return batch, means, differ
 
     def _forward(self, microbatch: Microbatch, hidden_M_D: Tensor | None) -> Tensor:
+        self.load.is_on = len(microbatch.token_ids_N) > 0
         inputs = self.policy.place(microbatch, self.device)
         return self.policy(inputs, hidden_M_D, self.temperature, self.config.dtype == "bfloat16")
 
