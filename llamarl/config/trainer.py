@@ -12,7 +12,7 @@ from llamarl.config.section import Section
 
 
 class ParallelismConfig(Section):
-    """Processes of trainer or critic, a device each: the product of the four. All layouts compute the same."""
+    """Processes of trainer or critic, a device each: the product of the first four. All layouts compute the same."""
 
     fsdp: int = Field(default=1, ge=1, le=1 << 14)
     """Shares of each batch; weights, gradients and optimizer state are cut as many times (FSDP2)."""
@@ -22,6 +22,8 @@ class ParallelismConfig(Section):
     """Stages of consecutive layers; needs several microbatches per step to keep all of them busy."""
     cp: int = Field(default=1, ge=1)
     """Parts of every sequence, for contexts whose activations do not fit; cuts weights as fsdp does."""
+    ep: int = Field(default=1, ge=1)
+    """Parts of a mixture's experts, by their numbers, inside of the fsdp ranks; no processes of its own."""
 
     @property
     def num_ranks(self) -> int:
@@ -30,6 +32,9 @@ class ParallelismConfig(Section):
 
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+ATTENTION: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""Those that can have an adapter in a mixture of experts."""
 
 
 class LoraConfig(Section):

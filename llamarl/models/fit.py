@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -10,7 +11,7 @@ from typing import Any
 from llamarl.config import RunConfig
 from llamarl.config.decoder import DecoderSizes
 from llamarl.config.roles import CriticConfig, ReferenceConfig, RewardModelConfig
-from llamarl.config.trainer import ParallelismConfig
+from llamarl.config.trainer import ATTENTION, ParallelismConfig
 from llamarl.models import memory
 from llamarl.models.memory import WIDTHS, GeneratorLoad, Parts, TrainerLoad, total
 
@@ -157,7 +158,8 @@ def trainer_load(
         tokens=tokens, targets=tokens * responses / group,
         keys=tokens * (prompt + rollout.group_size * (prompt + response)) / group,
         half=half, checkpointing=settings.activation_checkpointing, flash=on_gpu and half and layout.cp == 1,
-        tp=layout.tp, cp=layout.cp, pp=layout.pp, shards=layout.fsdp * layout.cp, is_critic=critic is not None,
+        tp=layout.tp, cp=layout.cp, pp=layout.pp, shards=layout.fsdp * layout.cp, ep=layout.ep,
+        is_critic=critic is not None,
         weight=WIDTHS[settings.weights], moments=memory.MOMENTS_BYTES[settings.moments],
         lora=None if critic else settings.lora,
     )  # fmt: skip
@@ -264,7 +266,13 @@ def levers(config: RunConfig, shape: DecoderSizes) -> Iterator[tuple[str, list[A
     yield "trainer.moments", ["8bit"] if trainer.moments == "float32" and not is_cut else []
     yield "generator.replicas", _halves(generator.replicas, 1)
     yield "checkpoint.mirror", [False]
-    yield "trainer.lora", [] if trainer.lora else [{"rank": 16}]
+    targets = {"targets": [*ATTENTION]} if shape.moe else {}
+    yield "trainer.lora", [] if trainer.lora else [{"rank": 16} | targets]
+    most = math.gcd(layout.fsdp, shape.moe.num_experts if shape.moe else 1)
+    yield (
+        "trainer.parallelism.ep",
+        [layout.ep << power for power in range(1, most.bit_length()) if most % (layout.ep << power) == 0],
+    )
     yield "trainer.parallelism.fsdp", [layout.fsdp << power for power in range(1, 8)]
     yield "generator.tensor_parallel", [generator.tensor_parallel << power for power in range(1, 4)]
 
