@@ -115,9 +115,10 @@ def _peak(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
     ends = 2 * 4 * hidden * rows + table
     # A pipeline's first stage holds its part of the layers for as many microbatches as there are stages.
     kept = sizes.num_layers * (4 * hidden * rows if load.checkpointing else layer)
-    # Gradients of gate, up and their product, and of the residual stream; recomputed, the layer itself.
+    # Gradients of gate, up and their product, of experts' rows, and of the residual stream; recomputed, also the layer.
     active = _active_width(sizes, load)
-    work = (3 * width * active + 12 * hidden) * rows + (layer if load.checkpointing else 0)
+    copied = hidden * sizes.rows_per_token * _uneven(load)
+    work = (width * (3 * active + copied) + 12 * hidden) * rows + (layer if load.checkpointing else 0)
     last = 4 * width * active * rows if load.checkpointing else 0
     gradient = load.weight * vocabulary if load.lora is None else 0  # comes whole; a frozen head has none
     # The embedding's comes whole, too; where it is the head, both of them and their sum are there at once.
@@ -169,7 +170,9 @@ def _gathered(sizes: DecoderSizes, load: TrainerLoad) -> tuple[Number, Number, N
     layer's gradients as they come and, in float32, as they are sent; and at the end of embedding and head, with their
     gradients, of which there are three where they are one, beside the last layer's."""
     width, experts = 2 if load.half else 4, sizes.layer_expert_parameters
-    layer = (sizes.layer_parameters - experts + experts / load.ep) / load.tp  # of experts a rank gathers its own
+    # Of experts a rank gathers those of its number, padded to shares as large as the largest.
+    own = experts * expert_share(sizes, load.shards, load.ep) * load.shards / load.ep
+    layer = (sizes.layer_parameters - experts + own) / load.tp
     ends = (1 if load.is_critic else 2 - sizes.tie_embeddings) * sizes.vocab_size * sizes.hidden_size / load.tp
     gathered = 2 * width * layer + load.weight * ends
     if load.lora:

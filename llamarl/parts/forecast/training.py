@@ -92,7 +92,8 @@ def training_parts(
     learnt = 0 if request.lora else experts
     gathered = BF16 * ((PASSES - 1) * weights + trained - learnt) * (shards - 1) / shards * microbatches
     fewer = shards / ep  # ranks that share the experts of one number
-    of_experts = BF16 * ((PASSES - 1) * experts + learnt) / ep * (fewer - 1) / fewer * microbatches
+    held = expert_share(model, shards, ep)
+    of_experts = BF16 * ((PASSES - 1) * experts + learnt) * held * (fewer - 1) * microbatches
     reduced = 2 * BF16 * trained * (dp * cp - 1) / (dp * cp) if not layouts.sharded else 0.0
     outer = collective_bandwidth(gpu, constants, shards if layouts.sharded else dp * cp, inner=tp)
     hops = (shards > 1) * np.ceil(shards * tp / gpu.node_gpus) * constants.network_latency_s
@@ -106,7 +107,7 @@ def training_parts(
     context = context / collective_bandwidth(gpu, constants, cp, inner=tp)
     between_stages = 2 * (pp > 1) * activation_bytes / tp / (gpu.network_bandwidth * constants.link_efficiency)
     overhead = constants.step_overhead_s + microbatches * constants.microbatch_overhead_s
-    state = (trained - learnt) / shards + learnt * expert_share(model, shards, ep)
+    state = (trained - learnt) / shards + learnt * held
     memory_bandwidth = gpu.memory_bandwidth * constants.bandwidth_efficiency
     parts = {
         "compute": compute,
