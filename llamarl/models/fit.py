@@ -257,6 +257,8 @@ def levers(config: RunConfig, shape: DecoderSizes) -> Iterator[tuple[str, list[A
         yield "generator.kv_cache_bytes", _halves(generator.kv_cache_bytes, int(one))
     yield "generator.max_running", _halves(generator.max_running, config.rollout.group_size)
     yield "trainer.moments_on", ["host"] if trainer.device != "cpu" and trainer.moments_on == "device" else []
+    shared = math.gcd(layout.fsdp, shape.moe.num_experts) if shape.moe else 1
+    yield "trainer.parallelism.ep", [ep for power in range(1, 11) if shared % (ep := layout.ep << power) == 0]
     yield "generator.dtype", [name for name in ("bfloat16", "int8") if WIDTHS[name] < WIDTHS[generator.dtype]]
     yield "reference.dtype", [name for name in ("bfloat16", "int8") if WIDTHS[name] < WIDTHS[config.reference.dtype]]
     yield "trainer.dtype", ["bfloat16"]
@@ -268,11 +270,6 @@ def levers(config: RunConfig, shape: DecoderSizes) -> Iterator[tuple[str, list[A
     yield "checkpoint.mirror", [False]
     targets = {"targets": [*ATTENTION]} if shape.moe else {}
     yield "trainer.lora", [] if trainer.lora else [{"rank": 16} | targets]
-    most = math.gcd(layout.fsdp, shape.moe.num_experts if shape.moe else 1)
-    yield (
-        "trainer.parallelism.ep",
-        [layout.ep << power for power in range(1, most.bit_length()) if most % (layout.ep << power) == 0],
-    )
     yield "trainer.parallelism.fsdp", [layout.fsdp << power for power in range(1, 8)]
     yield "generator.tensor_parallel", [generator.tensor_parallel << power for power in range(1, 4)]
 

@@ -206,9 +206,9 @@ def test_it_runs_with_a_small_model(stocked: HubServer, tokenizer: Path, tmp_pat
     family = PUBLISHED[config.model.path]["model_type"]
     moe = MoeShape(num_experts=4, experts_per_token=2, expert_size=16, sparse_layers=(0, 1), normalized=True)
     shape = ModelShape(
-        family=family, moe=moe if family in MIXTURES else None, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2,
-        head_dim=8, intermediate_size=48, vocab_size=300, max_position_embeddings=2048, tie_embeddings=True,
-        stop_token_ids=Tokenizer(str(tokenizer)).eos_token_ids,
+        family=family, moe=moe if family in MIXTURES else None, hidden_size=32, num_layers=2, num_heads=4,
+        num_kv_heads=2, head_dim=8, intermediate_size=48, vocab_size=300, max_position_embeddings=2048,
+        tie_embeddings=True, stop_token_ids=Tokenizer(str(tokenizer)).eos_token_ids,
     )  # fmt: skip
     save_model(new_model(shape, seed=1, std=0.1), tmp_path / "model", tokenizer)
     stocked.add(config.model.path, contents(tmp_path / "model"))
