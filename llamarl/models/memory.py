@@ -228,16 +228,17 @@ def kv_token_bytes(sizes: DecoderSizes, tp: Number, width: int) -> Number:
 
 def served_bytes(sizes: DecoderSizes, width: Number, tp: Number = 1) -> Number:
     """Bytes of one copy of a generator's weights on a rank: projections in `width` bytes each (8-bit ones with a
-    float32 scale per row), embedding and head in 16 bits unless those have 32."""
+    float32 scale per row), embedding and head in 16 bits unless those have 32, routers whole in 32."""
     hidden, ends = sizes.hidden_size, (2 - sizes.tie_embeddings) * sizes.vocab_size * sizes.hidden_size
     query, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     kv_part = np.maximum(kv / tp, sizes.head_dim)
     projections = 2 * hidden * query / tp + 2 * hidden * kv_part
-    # Feed-forwards, experts and routers, and the norms, which are few.
-    others = sizes.num_parameters - ends - sizes.num_layers * 2 * hidden * (query + kv)
+    routers = sizes.num_sparse_layers * hidden * (sizes.moe.num_experts if sizes.moe else 0)
+    # Feed-forwards and experts, and the norms, which are few.
+    others = sizes.num_parameters - ends - sizes.num_layers * 2 * hidden * (query + kv) - routers
     rows = sizes.num_layers * (query / tp + 2 * kv_part + hidden) + _feed_forward_rows(sizes, tp)
     layers = (sizes.num_layers * projections + others / tp) * width + np.where(np.asarray(width) == 1, 4 * rows, 0)
-    return layers + ends / tp * np.maximum(width, 2)
+    return layers + ends / tp * np.maximum(width, 2) + 4 * routers
 
 
 def _feed_forward_rows(sizes: DecoderSizes, tp: Number) -> Number:
