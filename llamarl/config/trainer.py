@@ -34,7 +34,7 @@ class ParallelismConfig(Section):
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 ATTENTION: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""Those that can have an adapter in a mixture of experts."""
+"""Projections that can have an adapter in a mixture of experts."""
 
 
 class LoraConfig(Section):

@@ -85,20 +85,8 @@ def training_parts(
     stage_layers = np.ceil(model.num_layers / pp)
     flops = step_flops(request) * rank_samples / request.num_samples * (stage_layers * pp / model.num_layers)
     compute = flops / (tp * cp * pp) / gpu.bf16_flops * inverse_efficiency(request, ep, tokens)
-    shards, weights = layouts.shards_L, (model.num_parameters - model.expert_parameters) / (tp * pp)
     activation_bytes = rank_tokens / cp * model.hidden_size * BF16
-    # Above one shard gathers repeat per microbatch; plain replicas reduce gradients once per step.
-    trained, experts = request.trained_parameters / (tp * pp), model.expert_parameters / (tp * pp)
-    learnt = 0 if request.lora else experts
-    gathered = BF16 * ((PASSES - 1) * weights + trained - learnt) * (shards - 1) / shards * microbatches
-    fewer = shards / ep  # ranks that share the experts of one number
-    held = expert_share(model, shards, ep)
-    of_experts = BF16 * ((PASSES - 1) * experts + learnt) * held * (fewer - 1) * microbatches
-    reduced = 2 * BF16 * trained * (dp * cp - 1) / (dp * cp) if not layouts.sharded else 0.0
-    outer = collective_bandwidth(gpu, constants, shards if layouts.sharded else dp * cp, inner=tp)
-    hops = (shards > 1) * np.ceil(shards * tp / gpu.node_gpus) * constants.network_latency_s
-    fsdp = (gathered + reduced) / outer + PASSES * stage_layers * microbatches * hops
-    fsdp += of_experts / collective_bandwidth(gpu, constants, fewer, inner=tp * ep)
+    fsdp = _gathering_s(request, pool, layouts, microbatches)
     sent = UNEVEN_EXPERTS * exchanged_bytes(request, ep, rank_tokens / cp) * model.num_sparse_layers / pp
     tensor = PASSES * 2 * stage_layers * 2 * (tp - 1) / tp * activation_bytes
     tensor = tensor / collective_bandwidth(gpu, constants, tp, inner=1)
@@ -107,7 +95,9 @@ def training_parts(
     context = context / collective_bandwidth(gpu, constants, cp, inner=tp)
     between_stages = 2 * (pp > 1) * activation_bytes / tp / (gpu.network_bandwidth * constants.link_efficiency)
     overhead = constants.step_overhead_s + microbatches * constants.microbatch_overhead_s
-    state = (trained - learnt) / shards + learnt * held
+    learnt = 0 if request.lora else model.expert_parameters
+    state = (request.trained_parameters - learnt) / layouts.shards_L
+    state = (state + learnt * expert_share(model, layouts.shards_L, ep)) / (tp * pp)
     memory_bandwidth = gpu.memory_bandwidth * constants.bandwidth_efficiency
     parts = {
         "compute": compute,
@@ -121,6 +111,26 @@ def training_parts(
     }
     published = {"publish": request.trained_parameters * (FP32 + BF16) / layouts.gpus_L / memory_bandwidth}
     return parts | (published if publishes else {})
+
+
+def _gathering_s(request: PlanRequest, pool: Pool, layouts: TrainerLayouts, microbatches: np.ndarray) -> np.ndarray:
+    """Seconds in which weights are gathered and gradients scattered, hidden or not. Above one shard this repeats with
+    each microbatch; plain replicas reduce gradients once per step."""
+    model, constants, gpu = request.model, request.constants, pool.gpu
+    tp, ep, shards, copies = layouts.tp_L, layouts.ep_L, layouts.shards_L, layouts.dp_L * layouts.cp_L
+    learnt = 0 if request.lora else model.expert_parameters
+    others = (PASSES - 1) * (model.num_parameters - model.expert_parameters) + request.trained_parameters - learnt
+    gathered = BF16 * others / (tp * layouts.pp_L) * (shards - 1) / shards * microbatches
+    reduced = 0.0
+    if not layouts.sharded:
+        reduced = 2 * BF16 * request.trained_parameters / (tp * layouts.pp_L) * (copies - 1) / copies
+    outer = collective_bandwidth(gpu, constants, shards if layouts.sharded else copies, inner=tp)
+    fewer = shards / ep  # ranks that share the experts of the same numbers
+    held = ((PASSES - 1) * model.expert_parameters + learnt) * expert_share(model, shards, ep) / (tp * layouts.pp_L)
+    of_experts = BF16 * held * (fewer - 1) * microbatches / collective_bandwidth(gpu, constants, fewer, inner=tp * ep)
+    hops = ((shards > 1) + 1.0 * ((ep > 1) & (fewer > 1))) * np.ceil(shards * tp / gpu.node_gpus)
+    latency = PASSES * np.ceil(model.num_layers / layouts.pp_L) * microbatches * hops * constants.network_latency_s
+    return (gathered + reduced) / outer + of_experts + latency
 
 
 def training_memory(request: PlanRequest, layouts: TrainerLayouts) -> dict[str, np.ndarray]:
