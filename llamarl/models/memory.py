@@ -34,8 +34,8 @@ MOMENTS_BYTES = {"float32": 8.0, "8bit": 2 + 8 / BLOCK_COLUMNS}
 
 
 UNEVEN_EXPERTS = 1.3
-"""Rows of the fullest of the ranks that share the experts of a mixture, over their mean. Assumed: of single experts the
-fullest has 1.7 times the mean in the demo's mixture, and a rank has several."""
+"""Rows of the fullest of the ranks that share the experts of a mixture, over their mean. Assumed: routers were trained
+to be even, over far more tokens than a microbatch has, and a rank has several experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -283,7 +283,8 @@ def generator_bytes(sizes: DecoderSizes, load: GeneratorLoad) -> Parts:
     parts["keys and values"] = load.kv_tokens * kv_token_bytes(sizes, load.tp, load.kv_width)
     query = (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim
     inner = 3 * sizes.active_width + 2 * query
-    work = np.maximum(load.rows, load.prefill_tokens) * (2 * inner / load.tp + 3 * 4 * sizes.hidden_size)
+    copied = 2 * sizes.hidden_size * sizes.rows_per_token
+    work = np.maximum(load.rows, load.prefill_tokens) * (2 * inner / load.tp + 3 * 4 * sizes.hidden_size + copied)
     # Logits, their probabilities, and the running sum.
     parts["work"] = work + 3 * 4 * load.rows * sizes.vocab_size + 8 * sizes.head_dim * sizes.max_position_embeddings
     return parts
