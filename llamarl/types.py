@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -398,6 +398,28 @@ class RolloutGroup:
         """Smallest policy version among all tokens of the group; -1 when no rollout has a token."""
         versions = [rollout.oldest_version for rollout in self.rollouts if rollout.num_tokens]
         return min(versions) if versions else -1
+
+    def some(self, places: Sequence[int]) -> RolloutGroup:
+        """The group with some of its rollouts, by their places in it."""
+        return self._of([self._row(place) for place in places])
+
+    def with_more(self, other: RolloutGroup) -> RolloutGroup:
+        """The group with the rollouts of another part of it; where both have one, the other's stays."""
+        rows = {
+            part.rollouts[place].index: part._row(place)
+            for part in (self, other)
+            for place in range(len(part.rollouts))
+        }
+        return other._of([rows[index] for index in sorted(rows)])
+
+    def _row(self, place: int) -> tuple[Rollout, RewardResult, str, tuple[float, ...]]:
+        return self.rollouts[place], self.results[place], self.responses[place], self.environment_s[place : place + 1]
+
+    def _of(self, rows: Sequence[tuple[Rollout, RewardResult, str, tuple[float, ...]]]) -> RolloutGroup:
+        rollouts, results, responses, environment_s = zip(*rows, strict=True) if rows else ((), (), (), ())
+        return replace(
+            self, rollouts=rollouts, results=results, responses=responses, environment_s=tuple(chain(*environment_s))
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,15 @@ class ParallelismConfig(Section):
     cp: int = Field(default=1, ge=1)
     """Parts of every sequence, for contexts whose activations do not fit; cuts weights as fsdp does."""
     ep: int = Field(default=1, ge=1)
-    """Parts of a mixture's experts, by their numbers, inside of the fsdp ranks; no processes of its own."""
+    """Ranks, of those of fsdp and cp, that share the experts of a mixture; tokens travel to theirs. Within a host."""
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> ParallelismConfig:
+        if (self.fsdp * self.cp) % self.ep:
+            raise ValueError(
+                f"ep = {self.ep} ranks are some of the {self.fsdp * self.cp} of fsdp and cp; use a divisor"
+            )
+        return self
 
     @property
     def num_ranks(self) -> int:

@@ -17,7 +17,7 @@ from llamarl.cluster.port import port
 from llamarl.config import RunConfig
 from llamarl.controller.journal import Journal
 from llamarl.controller.lives import RestartableHandle
-from llamarl.controller.parcels import parcels, routes_bytes
+from llamarl.controller.parcels import group_bytes, groups_of
 from llamarl.controller.ports import CriticPort, Executors, TrainerPort
 from llamarl.controller.saving import Checkpoints
 from llamarl.controller.steps import OptimizerStep, retake
@@ -29,10 +29,6 @@ from llamarl.types import RolloutGroup
 
 RIDING_BYTES = 4 << 20
 """Size of groups from which on they go ahead of their step: a call has a limit, and a step waits for its own."""
-TOKEN_BYTES = 24
-"""Bytes of a token of a rollout, with its columns and its part of the text."""
-NUMBER_BYTES = 8
-"""Bytes of a number in the metadata of a prompt."""
 
 
 class StepsLost(ExecutorError):
@@ -86,12 +82,12 @@ class OptimizedExecutors:
         """
         self._ready.update((group.group_id, group) for group in groups)
         self._unsent += groups
-        self._unsent_bytes += sum(map(_num_bytes, groups))
+        self._unsent_bytes += sum(map(group_bytes, groups))
         if self._unsent_bytes > RIDING_BYTES:
-            for parcel in parcels(self._taken(), _num_bytes):
+            for parcel in groups_of(self._taken()):
                 self._supervisor.start(self.trainer.add_groups(parcel), "add groups")
         if self.critic:
-            for parcel in parcels(groups, _num_bytes):
+            for parcel in groups_of(groups):
                 self._supervisor.start(self.critic.add_groups(parcel), "add groups to the critic")
 
     def begin(self, step: int, groups: list[RolloutGroup]) -> OptimizerStep:
@@ -188,7 +184,7 @@ class OptimizedExecutors:
         start = await one.restore(version)
         steps = self._since(name, held, start, version)
         await retake(steps, **who, last=version, progress=self._watch.progress)
-        for parcel in parcels(ready, _num_bytes):
+        for parcel in groups_of(ready):
             await one.add_groups(parcel)
         return f"step {start}, {version - start} steps were taken again"
 
@@ -213,20 +209,3 @@ class OptimizedExecutors:
         if last < version:
             gone = f"steps {last + 1} to {version} are not there to be taken again"
             raise StepsLost(name, f"a new {name} begins at step {start}, and {gone}; --resume goes on from there")
-
-
-def _num_bytes(group: RolloutGroup) -> int:
-    """About the size of a group in a call."""
-    prompt = group.prompt
-    text = len(prompt.text) + len(prompt.answer) + _num_characters(prompt.metadata)
-    num_tokens = len(prompt.token_ids_T) + sum(one.num_tokens for one in group.rollouts)
-    return text + routes_bytes(group.rollouts) + TOKEN_BYTES * num_tokens
-
-
-def _num_characters(plain: Any) -> int:
-    """About, of plain data as text, by some parts of a long list: writing it out takes milliseconds."""
-    parts = [*plain, *plain.values()] if isinstance(plain, dict) else plain
-    if isinstance(parts, list | tuple):
-        some = parts[:: len(parts) // 32 + 1]
-        return sum(map(_num_characters, some)) * len(parts) // max(len(some), 1)
-    return len(plain) if isinstance(plain, str) else NUMBER_BYTES

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from llamarl.types import GenerationRequest, Rollout
+from llamarl.types import GenerationRequest, Rollout, RolloutGroup
 
 PARCEL_BYTES = 64 << 20
 """Size in bytes from which on a call takes no more: a quarter of what one may carry."""
+TOKEN_BYTES = 24
+"""Bytes of a token of a rollout, with its columns and its part of the text."""
+NUMBER_BYTES = 8
+"""Bytes of a number in the metadata of a prompt."""
 Item = TypeVar("Item")
 
 
@@ -45,3 +49,34 @@ def _parts(request: GenerationRequest) -> Iterator[GenerationRequest]:
         return
     for partials in parcels(request.partials, lambda one: routes_bytes([one])):
         yield replace(request, partials=tuple(partials))
+
+
+def groups_of(groups: Iterable[RolloutGroup]) -> Iterator[list[RolloutGroup]]:
+    """Groups for one call each; a large one becomes several, of some of its rollouts each, which whoever gets them puts
+    together again (`RolloutGroup.with_more`)."""
+    return parcels((part for group in groups for part in _some(group)), group_bytes)
+
+
+def _some(group: RolloutGroup) -> Iterator[RolloutGroup]:
+    if group_bytes(group) <= PARCEL_BYTES:
+        yield group
+        return
+    for places in parcels(range(len(group.rollouts)), lambda place: routes_bytes([group.rollouts[place]])):
+        yield group.some(places)
+
+
+def group_bytes(group: RolloutGroup) -> int:
+    """About the size of a group in a call."""
+    prompt = group.prompt
+    text = len(prompt.text) + len(prompt.answer) + _num_characters(prompt.metadata)
+    num_tokens = len(prompt.token_ids_T) + sum(one.num_tokens for one in group.rollouts)
+    return text + routes_bytes(group.rollouts) + TOKEN_BYTES * num_tokens
+
+
+def _num_characters(plain: Any) -> int:
+    """About, of plain data as text, by some parts of a long list: writing it out takes milliseconds."""
+    parts = [*plain, *plain.values()] if isinstance(plain, dict) else plain
+    if isinstance(parts, list | tuple):
+        some = parts[:: len(parts) // 32 + 1]
+        return sum(map(_num_characters, some)) * len(parts) // max(len(some), 1)
+    return len(plain) if isinstance(plain, str) else NUMBER_BYTES

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from llamarl.controller.journal import Journal
-from llamarl.controller.parcels import parcels, routes_bytes
+from llamarl.controller.parcels import groups_of
 from llamarl.controller.ports import CriticPort, TrainerPort
 from llamarl.controller.sync import SyncReport
 from llamarl.controller.telemetry import StepMark, Telemetry
@@ -94,7 +94,7 @@ async def retake(
     """
     for step, groups in steps:
         ids = [group.group_id for group in groups]
-        *ahead, riding = list(parcels(groups, lambda group: routes_bytes(group.rollouts))) or [[]]
+        *ahead, riding = list(groups_of(groups)) or [[]]
         await _add(trainer, ahead)
         await _add(critic, [*ahead, riding])
         if critic and step <= max(last, begun):

@@ -5,6 +5,7 @@ The gradient of gathering is the sum of what all ranks want of one's rows, and t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,11 @@ def summed(x: Tensor, axis: Axis) -> Tensor:
     return _Sum.apply(x, axis) if axis.size > 1 else x
 
 
+def spread_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis) -> Tensor:
+    """So many rows, in rank order, to each rank, and those that each sends here; gradients go the other way."""
+    return _Spread.apply(x, sends, receives, axis) if axis.size > 1 else x
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
@@ -48,6 +54,17 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
         return ctx.axis.gather(grads[0]), None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis) -> Tensor:
+        ctx.axis, ctx.sends, ctx.receives = axis, sends, receives
+        return axis.spread(x, sends, receives)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:  # pyrefly: ignore[bad-override]
+        return ctx.axis.spread(grads[0], ctx.receives, ctx.sends), None, None, None
 
 
 class _Sum(torch.autograd.Function):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -66,6 +66,16 @@ class Axis:
             self.group.allreduce([x]).wait()  # a call per layer of a decoding step: `dist.all_reduce` takes longer
         return x
 
+    def spread(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """So many rows of a matrix, in rank order, to each rank; those that each sends here, in rank order."""
+        if self.size == 1:
+            return x
+        found = x.new_empty((sum(receives), *x.shape[1:]))
+        # As bytes: which types travel differs between backends.
+        into, rows = (one.flatten(1).view(torch.uint8) for one in (found, x.contiguous()))
+        dist.all_to_all_single(into, rows, list(receives), list(sends), group=self.group)
+        return found
+
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         """Sends to some ranks of this axis and fills what comes from some, all at once."""
         kinds = ((dist.isend, sends), (dist.irecv, receives))
@@ -88,9 +98,13 @@ class RankMesh:
     """Parts of every sequence."""
     tp: Axis = Axis()
     """Heads, feed-forward columns and vocabulary."""
+    ep: Axis = Axis()
+    """Experts of a mixture: some neighbors of the fsdp and cp axes."""
     world: Axis = Axis()
     shards: DeviceMesh | None = None
     """The fsdp and cp axes as one, over which FSDP2 cuts what is the same on all of these ranks; None: just one."""
+    expert_shards: DeviceMesh | None = None
+    """Ranks of them that have the same experts, over which FSDP2 cuts these; None: experts are cut as all else."""
 
     links: RankLinks | None = None
     """Links to the other ranks; None: there are none."""
@@ -161,7 +175,7 @@ def join_mesh(
     process.
 
     Args:
-        sizes: of `AXES`; those that are missing are 1.
+        sizes: of `AXES`, and of `ep`; those that are missing are 1.
         rendezvous: the same for all ranks, and another for each epoch of them; None: there is one rank.
         start_timeout_s: for all ranks to arrive.
         timeout_s: for one collective, message or reply: so far may ranks be apart.
@@ -187,6 +201,7 @@ def join_mesh(
             links.listen(local_host(notes), rendezvous.secret, tell, start_timeout_s)
         with _own_interface(device):
             mesh, shards = _open_groups(store, shape, device, rank, world, timeout_s)
+            experts = _expert_groups(shape, sizes.get("ep", 1), device, timeout_s)
     except (RuntimeError, *BROKEN) as error:
         links.close()
         cause = f"{type(error).__name__}: {error}"
@@ -197,8 +212,10 @@ def join_mesh(
     places = zip(AXES, mesh.get_coordinate() or (), shape, strict=True)
     return RankMesh(
         **{axis: Axis(place, size, mesh.get_group(axis)) for axis, place, size in places},
+        ep=Axis() if experts is None else Axis(experts.get_local_rank("ep"), sizes["ep"], experts.get_group("ep")),
         world=Axis(rank, world, dist.group.WORLD),
         shards=shards,
+        expert_shards=None if experts is None else experts["shards"],
         links=links,
         watch=Watch(notes, rank, world, lambda: end_collectives(sockets)),
         store=store,
@@ -245,3 +262,14 @@ def _open_groups(
     for group in (*mesh.get_all_groups(), *shards.get_all_groups()):
         _set_pg_timeout(timeout, group)  # else theirs is half an hour
     return mesh, shards["shards" if cp > 1 else "fsdp"] if fsdp * cp > 1 else None
+
+
+def _expert_groups(shape: tuple[int, ...], ep: int, device: torch.device, timeout_s: float) -> DeviceMesh | None:
+    """The same ranks, of which neighbors among what FSDP2 cuts over share experts; None: all have the same."""
+    if ep == 1:
+        return None
+    pp, fsdp, cp, tp = shape
+    mesh = init_device_mesh(device.type, (pp, fsdp * cp // ep, ep, tp), mesh_dim_names=("pp", "shards", "ep", "tp"))
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return mesh

@@ -90,8 +90,10 @@ class OptimizingExecutor(Executor):
         self._mesh.close()
 
     def add_groups(self, groups: Iterable[RolloutGroup]) -> None:
-        """Keeps scored groups for a later step."""
-        self._groups.update((group.group_id, group) for group in groups)
+        """Keeps scored groups, or parts of large ones, for a later step."""
+        for group in groups:
+            held = self._groups.get(group.group_id)
+            self._groups[group.group_id] = group if held is None else held.with_more(group)
 
     def commit(self) -> Future[str] | None:
         """Makes what was saved last the newest checkpoint; its folder. Raises OSError when the disk is full."""

@@ -4,7 +4,7 @@ Tensors of all experts of a layer are stacked: `experts.gate_proj` [E, F, D], `e
 `experts.down_proj` [E, D, F].
 
 Shape suffixes: N packed tokens, D model dim, E experts, K experts of a token, F width of an expert, P places: rows once
-for each of their experts.
+for each of their experts, R ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llamarl.distributed.collectives import spread_rows
+from llamarl.distributed.mesh import Axis
 from llamarl.models.shape import ModelShape, MoeShape
 
 _LEAST_SUM = 1e-20
@@ -148,11 +150,18 @@ def _one_by_one(x_P_D: Tensor, stacks: Sequence[Tensor], counts: list[int]) -> T
     ])  # fmt: skip
 
 
+def _inverse(places_P: Tensor) -> Tensor:
+    """Place of each number among these."""
+    return torch.empty_like(places_P).scatter_(0, places_P, torch.arange(len(places_P), device=places_P.device))
+
+
 class Experts(nn.Module):
-    """Gated feed-forwards, one for each expert."""
+    """Gated feed-forwards, one for each expert. Ranks of `ep` have as many each, in order, and all of them together are
+    in this forward: rows travel to the rank of their expert, and what became of them back."""
 
     def __init__(self, shape: ModelShape, moe: MoeShape) -> None:
         super().__init__()
+        self.num_experts, self.ep = moe.num_experts, Axis()
         into = moe.num_experts, moe.expert_size, shape.hidden_size
         self.gate_proj, self.up_proj = nn.Parameter(torch.empty(into)), nn.Parameter(torch.empty(into))
         self.down_proj = nn.Parameter(torch.empty(moe.num_experts, shape.hidden_size, moe.expert_size))
@@ -161,13 +170,35 @@ class Experts(nn.Module):
         num_rows, per_row = ids_N_K.shape
         # Stable: else the rows of an expert, and so what is summed over them, would change their order.
         sorted_P, places_P = ids_N_K.flatten().sort(stable=True)
-        order_P = torch.empty_like(places_P).scatter_(0, places_P, torch.arange(len(places_P), device=x_N_D.device))
-        experts_E = torch.arange(len(self.gate_proj), device=x_N_D.device)
+        order_P = _inverse(places_P)
+        experts_E = torch.arange(self.num_experts, device=x_N_D.device)
         ends_E = torch.searchsorted(sorted_P, experts_E, right=True)
         x_P_D = _RowsByNumber.apply(x_N_D, places_P // per_row, order_P.view(num_rows, per_row))
-        y_P_D = self.segments(x_P_D, ends_E.diff(prepend=ends_E.new_zeros(1)))
+        compute = self.segments if self.ep.size == 1 else self._spread
+        y_P_D = compute(x_P_D, ends_E.diff(prepend=ends_E.new_zeros(1)))
         y_N_K_D = _RowsByNumber.apply(y_P_D, order_P, places_P[:, None]).view(num_rows, per_row, -1)
         return (y_N_K_D * gates_N_K[:, :, None].to(y_P_D.dtype)).sum(1)
+
+    def _spread(self, x_P_D: Tensor, counts_E: Tensor) -> Tensor:
+        """Outputs of all rows, each from the rank that has its expert; see `segments`."""
+        ep, each, device = self.ep, [1] * self.ep.size, x_P_D.device
+        if torch.is_autocast_enabled(device.type):  # half as much to send
+            x_P_D = x_P_D.to(torch.get_autocast_dtype(device.type))
+        counts_R_E = counts_E.view(ep.size, -1)
+        theirs_R_E = ep.spread(counts_R_E, each, each)
+        sends, receives = torch.stack([counts_R_E.sum(1), theirs_R_E.sum(1)]).tolist()
+        experts_E = torch.arange(theirs_R_E.shape[1], device=device)
+        # Stable: of an expert's rows those of the first rank come first, as if there were one.
+        places_P = (
+            experts_E.repeat(ep.size)
+            .repeat_interleave(theirs_R_E.flatten(), output_size=sum(receives))
+            .sort(stable=True)
+            .indices
+        )
+        order_P = _inverse(places_P)
+        here_P_D = _RowsByNumber.apply(spread_rows(x_P_D, sends, receives, ep), places_P, order_P[:, None])
+        y_P_D = _RowsByNumber.apply(self.segments(here_P_D, theirs_R_E.sum(0)), order_P, places_P[:, None])
+        return spread_rows(y_P_D, receives, sends, ep)
 
     def segments(self, x_P_D: Tensor, counts_E: Tensor) -> Tensor:
         """Outputs of rows that are sorted by expert, of which each has so many."""

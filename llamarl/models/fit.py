@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -257,8 +256,7 @@ def levers(config: RunConfig, shape: DecoderSizes) -> Iterator[tuple[str, list[A
         yield "generator.kv_cache_bytes", _halves(generator.kv_cache_bytes, int(one))
     yield "generator.max_running", _halves(generator.max_running, config.rollout.group_size)
     yield "trainer.moments_on", ["host"] if trainer.device != "cpu" and trainer.moments_on == "device" else []
-    shared = math.gcd(layout.fsdp, shape.moe.num_experts) if shape.moe else 1
-    yield "trainer.parallelism.ep", [ep for power in range(1, 11) if shared % (ep := layout.ep << power) == 0]
+    yield "trainer.parallelism.ep", _shared(shape, layout)
     yield "generator.dtype", [name for name in ("bfloat16", "int8") if WIDTHS[name] < WIDTHS[generator.dtype]]
     yield "reference.dtype", [name for name in ("bfloat16", "int8") if WIDTHS[name] < WIDTHS[config.reference.dtype]]
     yield "trainer.dtype", ["bfloat16"]
@@ -272,6 +270,16 @@ def levers(config: RunConfig, shape: DecoderSizes) -> Iterator[tuple[str, list[A
     yield "trainer.lora", [] if trainer.lora else [{"rank": 16} | targets]
     yield "trainer.parallelism.fsdp", [layout.fsdp << power for power in range(1, 8)]
     yield "generator.tensor_parallel", [generator.tensor_parallel << power for power in range(1, 4)]
+
+
+def _shared(shape: DecoderSizes, layout: ParallelismConfig) -> list[int]:
+    """More ranks of a trainer that can share a mixture's experts evenly, and the others each expert."""
+    if (moe := shape.moe) is None:
+        return []
+    ranks, found = layout.fsdp * layout.cp, [layout.ep << power for power in range(1, moe.num_experts.bit_length())]
+    sizes = moe.expert_size // layout.tp, shape.hidden_size
+    evenly = [ep for ep in found if moe.num_experts % ep == ranks % ep == 0]
+    return [ep for ep in evenly if not any(size % (ranks // ep) for size in sizes)]
 
 
 def _halves(size: int, least: int) -> list[int]:

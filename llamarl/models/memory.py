@@ -79,7 +79,7 @@ def trainer_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
     held = np.ceil(sizes.num_layers / load.pp) * sizes.layer_parameters
     rest = whole - sizes.num_layers * sizes.layer_parameters
     held = held + np.where(load.pp > 1, np.minimum(rest, vocabulary), rest)
-    # Experts are cut by number, and where there are several for each rank their rows, so that shares are uneven.
+    # Whole experts are not always as many for each rank.
     held = held + sizes.expert_parameters / load.pp * (load.shards * expert_share(sizes, load.shards, load.ep) - 1)
     ranks, trained = load.tp * load.shards, held
     parts: Parts = {}
@@ -96,13 +96,12 @@ def trainer_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
 
 
 def expert_share(sizes: DecoderSizes, shards: Number, ep: Number) -> Number:
-    """Share of a mixture's experts that the fullest of `shards` ranks holds: FSDP2 cuts them by their numbers, or,
-    where `ep` ranks have them by number, rows of each."""
+    """Share of a mixture's experts that the fullest of `shards` ranks holds: FSDP2 gives whole ones, or, where `ep` ranks
+    have them by number, rows of each, which a start wants even."""
     if sizes.moe is None:
         return 1 / shards
-    by_number = np.ceil(sizes.moe.num_experts / shards) / sizes.moe.num_experts
-    rows = np.ceil(sizes.moe.expert_size * ep / shards) / sizes.moe.expert_size
-    return np.where(np.asarray(ep) > 1, rows / ep, by_number)[()]
+    whole = np.ceil(sizes.moe.num_experts / shards) / sizes.moe.num_experts
+    return np.where(np.asarray(ep) > 1, 1 / shards, whole)[()]
 
 
 def _peak(sizes: DecoderSizes, load: TrainerLoad) -> Parts:

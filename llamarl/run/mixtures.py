@@ -44,10 +44,23 @@ def check_training(config: RunConfig, shape: ModelShape) -> None:
 
 
 def check_mixture_layout(shape: DecoderSizes, parallelism: ParallelismConfig, path: str, executor: str) -> None:
-    """Raises ConfigError: a mixture cannot be cut so. What it can not is listed here, and nowhere else."""
-    for axis in ("tp", "pp", "cp") if shape.moe is not None else ():
-        if (size := getattr(parallelism, axis)) > 1:
+    """Raises ConfigError: the experts of the model cannot be cut so, or it has none."""
+    moe, ep, tp, option = shape.moe, parallelism.ep, parallelism.tp, f"{executor}.parallelism"
+    if moe is None:
+        if ep > 1:
+            raise ConfigError(f"{option}.ep = {ep}, but {path} is no mixture of experts; leave it out")
+        return
+    if moe.num_experts % ep:
+        raise ConfigError(
+            f"{option}.ep = {ep} cannot share the {moe.num_experts} experts of {path} evenly; use a divisor"
+        )
+    for what, columns in (("experts", moe.expert_size), ("shared experts", moe.shared_size)):
+        if columns % tp:
+            raise ConfigError(f"{option}.tp = {tp} cannot share the {columns} columns of the {what} of {path} evenly")
+    ranks = parallelism.fsdp * parallelism.cp // ep if ep > 1 else 1
+    for what, size in (("columns", moe.expert_size // tp), ("inputs", shape.hidden_size)):
+        if size % ranks:
             raise ConfigError(
-                f"{executor}.parallelism.{axis} = {size} does not cut a mixture of experts as {path}; use "
-                f"{executor}.parallelism.fsdp"
+                f"{option}: {ranks} ranks of fsdp and cp have the same experts of {path} with ep = {ep}, and cannot "
+                f"share the {size} {what} of each evenly; raise ep, or change fsdp"
             )

@@ -367,6 +367,8 @@ def check_blocks(config: RunConfig, shape: ModelShape, parallelism: ParallelismC
     """Raises ConfigError when blocks that share a scale of the 8-bit moments of trainer or critic would be cut."""
     tp, widths = parallelism.tp, {"attention output": shape.num_heads * shape.head_dim}
     widths["feed-forward output"] = shape.intermediate_size
+    if shape.moe is not None:
+        widths |= {"experts' output": shape.moe.expert_size, "shared experts' output": shape.moe.shared_size}
     for name, columns in widths.items() if config.trainer.moments == "8bit" and tp > 1 else ():
         if columns // tp % BLOCK_COLUMNS:
             raise ConfigError(

@@ -6,7 +6,10 @@ What is cut is decided in `sharding/tensor_parallel.py`, for generators too. A w
 the rows, or of the heads, on each rank, so its gradient is the sum over them: once per step, for all such weights.
 
 FSDP2 then cuts the rows of what a rank has, over the fsdp and the cp axis together, and sums gradients; the loss has
-been divided by the global count before. Routers of a mixture are gathered as they are kept, never in bfloat16.
+been divided by the global count before. Routers of a mixture are gathered as they are kept, never in bfloat16. Where
+ranks of the ep axis share its experts, those of one rank are cut over the ranks that have the same ones: they have seen
+the rows of all of ep, so the sum is over fewer ranks. Experts are then fewer than what cuts them, perhaps, and it is
+the rows of each that are cut.
 
 Shape suffixes: N packed tokens of this context rank, M = N / tp rows of this rank, D model dim.
 """
@@ -23,7 +26,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from llamarl.distributed.collectives import gather_rows, scatter_rows
 from llamarl.distributed.mesh import Axis, RankMesh
-from llamarl.models.experts import Router
+from llamarl.models.experts import Experts, Router
 from llamarl.models.hf import EMBEDDING, Read
 from llamarl.models.lora import A, B
 from llamarl.models.scalar import ScalarModel
@@ -31,7 +34,7 @@ from llamarl.models.transformer import Decoder, Transformer
 from llamarl.observability.stages import stage
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import stage_layers
-from llamarl.sharding.tensor_parallel import is_router, sharded_dim, tensor_parallel_box
+from llamarl.sharding.tensor_parallel import is_expert, is_router, sharded_dim, tensor_parallel_box
 from llamarl.training.light import state_spec
 from llamarl.weight_sync.layout import TensorSpec
 
@@ -138,13 +141,18 @@ def parallelize(
     boxes = {
         name: tensor_parallel_box(name, shape, mesh.tp.size, mesh.tp.rank, kv_heads) for name, shape in shapes.items()
     }
-    if mesh.tp.size > 1:
+    if mesh.ep.size > 1:
+        boxes |= {name: _chunk(boxes[name], 0, mesh.ep.size, mesh.ep.rank) for name in boxes if is_expert(name)}
+        for experts in _experts(transformer):
+            experts.ep = mesh.ep
+    if mesh.tp.size * mesh.ep.size > 1:
         _cut(module, boxes)
+    if mesh.tp.size > 1:
         _join_blocks(transformer.model, boxes[EMBEDDING].starts[0] if EMBEDDING in boxes else 0, mesh.tp)
     if mesh.shards is not None:
         _shard(module, transformer, mesh, dtype)
-        size, place = mesh.shards.size(), mesh.shards.get_local_rank()
-        boxes |= {name: _chunk(boxes[name], size, place) for name in map(_short, dict(module.named_parameters()))}
+        for name in map(_short, dict(module.named_parameters())):
+            boxes[name] = _sharded(name, boxes[name], mesh)
     _place(module, boxes, device, read)
     weights, fixed = _own_weights(module), _fixed(module)
     specs = {
@@ -181,6 +189,19 @@ def _keep_stage(transformer: Transformer | ScalarModel, pp: Axis, is_tied: bool)
         setattr(transformer, "score" if isinstance(transformer, ScalarModel) else "lm_head", None)
 
 
+def _experts(transformer: nn.Module) -> list[Experts]:
+    return [one for one in transformer.modules() if isinstance(one, Experts)]
+
+
+def _sharded(name: str, box: Box, mesh: RankMesh) -> Box:
+    """Part that FSDP2 leaves this rank: of the rows, or, where ranks have some of the experts, of the rows of each."""
+    among, dim = mesh.shards, 0
+    if mesh.expert_shards is not None and is_expert(name):
+        among, dim = mesh.expert_shards, 1
+    assert among is not None
+    return _chunk(box, dim, among.size(), among.get_local_rank())
+
+
 def _cut(module: nn.Module, boxes: dict[str, Box]) -> None:
     for name, weight in list(module.named_parameters()):
         owner, _, kind = name.rpartition(".")
@@ -212,11 +233,14 @@ def _shard(
     """Layers are gathered in `dtype`: of float32 ones autocast would make, and autograd keep, a copy of each until
     backward, which for all layers is the whole model. Hidden states between layers stay what they are."""
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # takes half as long as torch
+    from torch.distributed.tensor import Shard
 
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32, cast_forward_inputs=False)
     for layer in transformer.model.layers.children():
         for router in (one for one in layer.modules() if isinstance(one, Router)):
             fully_shard(router, mesh=mesh.shards)
+        for experts in _experts(layer) if mesh.expert_shards is not None else ():
+            fully_shard(experts, mesh=mesh.expert_shards, mp_policy=policy, shard_placement_fn=lambda _: Shard(1))
         fully_shard(layer, mesh=mesh.shards, mp_policy=policy)
     fully_shard(module, mesh=mesh.shards)
     for part in module.modules():
@@ -252,11 +276,11 @@ def _local(weight: Tensor) -> Tensor:
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
-def _chunk(box: Box, size: int, place: int) -> Box:
-    """Rows of a box that `torch.chunk` gives rank `place`."""
-    rows = box.shape[0]
+def _chunk(box: Box, dim: int, size: int, place: int) -> Box:
+    """Rows of a box, or what there is in another dim, that `torch.chunk` gives rank `place`."""
+    rows = box.shape[dim]
     step = -(-rows // size)
-    return box.cut(0, min(place * step, rows), min((place + 1) * step, rows))
+    return box.cut(dim, min(place * step, rows), min((place + 1) * step, rows))
 
 
 def _own_weights(module: nn.Module) -> dict[str, Tensor]:

@@ -78,13 +78,14 @@ def check_critic_layout(shape: ModelShape, mesh: RankMesh, device: torch.device)
 
 
 def _tiny(shape: ModelShape, mesh: RankMesh) -> ModelShape:
-    tp, moe, num_layers = mesh.tp.size, shape.moe, max(2, mesh.pp.size)
+    tp, moe, num_layers, size = mesh.tp.size, shape.moe, max(2, mesh.pp.size), 8
     if moe is not None:
         sparse = [layer for layer in range(num_layers) if shape.is_sparse(layer)] or [num_layers - 1]
         shared = 8 * tp if moe.shared_size else 0
-        moe = replace(moe, expert_size=8 * tp, shared_size=shared, sparse_layers=tuple(sparse))
+        size *= 1 if mesh.expert_shards is None else mesh.expert_shards.size()
+        moe = replace(moe, expert_size=size * tp, shared_size=shared, sparse_layers=tuple(sparse))
     return replace(
-        shape, hidden_size=16, num_layers=num_layers, num_heads=2 * tp, num_kv_heads=tp, head_dim=8, moe=moe,
+        shape, hidden_size=2 * size, num_layers=num_layers, num_heads=2 * tp, num_kv_heads=tp, head_dim=8, moe=moe,
         intermediate_size=8 * tp, vocab_size=16 * tp, max_position_embeddings=64, rope_scaling=None,
     )  # fmt: skip
 
@@ -104,7 +105,8 @@ def _compared(
         if not float(apart) <= worst and not math.isnan(worst):
             worst, where = float(apart), name
     worst, where = max(mesh.exchange((worst, where)), key=lambda one: (one[0] != one[0], one[0]))
-    layout = ", ".join(f"{axis} {getattr(mesh, axis).size}" for axis in ("fsdp", "tp", "pp", "cp"))
+    axes = ("fsdp", "tp", "pp", "cp", *(["ep"] if mesh.ep.size > 1 else []))
+    layout = ", ".join(f"{axis} {getattr(mesh, axis).size}" for axis in axes)
     if not worst <= TOLERANCE:
         raise ConfigError(
             f"{executor}.parallelism ({layout}) does not compute here what one process computes: {where} differs by "

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import operator
+from functools import reduce
+from itertools import permutations
+
 import numpy as np
 import pytest
 
 from llamarl.controller import parcels as module
-from llamarl.controller.parcels import parcels, requests_of, routes_bytes
-from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
+from llamarl.controller.parcels import group_bytes, groups_of, parcels, requests_of, routes_bytes
+from llamarl.types import (
+    FinishReason,
+    GenerationRequest,
+    Outcome,
+    Prompt,
+    RewardResult,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+)
 
 PROMPT = np.zeros((10, 4), np.uint8)
 
@@ -47,3 +60,34 @@ def test_requests_are_cut_by_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_small_ones_go_together() -> None:
     requests = [request(0, 5, 5, 40), request(1), request(2, 1)]
     assert [[one.group_id for one in call] for call in requests_of(requests)] == [[0, 1, 2]]
+
+
+def group(number: int, *sizes: int, environment: bool = False) -> RolloutGroup:
+    return RolloutGroup(
+        group_id=number, prompt=Prompt(prompt_id="p", text="", token_ids_T=np.zeros(11, np.int32), answer=""),
+        rollouts=tuple(parked(number, index, num) for index, num in enumerate(sizes)),
+        results=tuple(RewardResult(outcome=Outcome.SCORE, value=float(index)) for index in range(len(sizes))),
+        responses=tuple(str(index) for index in range(len(sizes))),
+        environment_s=tuple(index / 2 for index in range(len(sizes))) if environment else (),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("environment", [False, True])
+def test_a_large_group_goes_by_its_rollouts_and_is_whole_again(monkeypatch, environment: bool) -> None:
+    """In whatever order its parts come, and where one comes twice."""
+    monkeypatch.setattr(module, "PARCEL_BYTES", 400)
+    one, small = group(0, 50, 60, 5, 90, environment=environment), group(1)
+    calls = list(groups_of([one, small]))
+    assert [[len(part.rollouts) for part in call] for call in calls] == [[1], [2], [1], [0]]
+    parts = [part for call in calls for part in call if part.group_id == 0]
+    for order in permutations([*parts, parts[1]]):
+        whole = reduce(RolloutGroup.with_more, order)
+        for name in ("rollouts", "results", "responses", "environment_s"):
+            found, expected = getattr(whole, name), getattr(one, name)
+            assert len(found) == len(expected) and all(map(operator.is_, found, expected)), name
+
+
+def test_small_groups_go_whole() -> None:
+    groups = [group(0, 50, 60), group(1, 5)]
+    assert list(groups_of(groups)) == [groups]
+    assert group_bytes(groups[0]) == routes_bytes(groups[0].rollouts) + 24 * 11

@@ -87,6 +87,11 @@ class Workers:
             worker.kill()
 
 
+def num_ranks(sizes: Mapping[str, int]) -> int:
+    """Processes of a layout; those of ep are among them."""
+    return math.prod(size for axis, size in sizes.items() if axis != "ep")
+
+
 @contextmanager
 def rendezvous() -> Iterator[Rendezvous]:
     """Where ranks meet."""
@@ -98,7 +103,7 @@ def join(where: Rendezvous, rank: int, sizes: Mapping[str, int], **options: Any)
     """As rank `rank`, which a cluster would have put into the environment."""
     from llamarl.distributed.mesh import CPU, join_mesh
 
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(math.prod(sizes.values()))}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks(sizes))}
     return join_mesh(sizes, where, CPU, **options)
 
 

@@ -13,7 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from llamarl.models.hf import load_model, save_model
 from llamarl.models.shape import MoeShape
+from llamarl.run.rollouts import rollout_rows
 from tests.end_to_end.learning import write_task
+from tests.end_to_end.test_layouts import SYNCHRONOUS as LEARNING
+from tests.end_to_end.test_restarts import Faulty, steps
 from tests.end_to_end.test_resume import SYNCHRONOUS
 from tests.end_to_end.tiny import llamarl, llamarl_here, make_model, rows, write_toml
 from tests.nightly import nightly
@@ -67,6 +70,49 @@ def test_a_mixture_is_trained_saved_resumed_exported_and_replayed(tmp_path: Path
     assert "all equal" in replayed.stdout
 
 
+def test_experts_are_shared_out_and_then_cut_otherwise(tmp_path: Path, mixture: Path) -> None:
+    """Between two ranks, of which each has half of them, and after three steps by their columns, to a generator that is
+    cut itself: the same rollouts, losses and norms as of one process; all weights arrive."""
+    toml = write_toml(tmp_path, mixture)
+    first = ("--steps", 3, "--trainer.parallelism.fsdp", 2, "--trainer.parallelism.ep", 2)
+    then = ("--steps", 6, "--resume", "--trainer.parallelism.tp", 2, "--generator.tensor_parallel", 2)
+    for layout in (first, then):
+        done = llamarl("train", toml, "--output", tmp_path / "many", *LEARNING, *layout, timeout_s=240)
+        assert done.returncode == 0, done.stderr
+    done = llamarl_here(
+        "train", toml, "--output", tmp_path / "one", *LEARNING, "--steps", 6, "--cluster.kind", "inline"
+    )
+    assert done.returncode == 0, done.stderr
+    many, one = ([row for row in rows(tmp_path / name / "tiny/metrics.jsonl") if row["kind"] == "step"]
+                 for name in ("many", "one"))  # fmt: skip
+    assert [row["step"] for row in many] == [row["step"] for row in one] == [1, 2, 3, 4, 5, 6]
+    assert max(row["grad_norm"] for row in one) > 0.01, "nothing was learnt, so nothing was compared"
+    for row, expected in zip(many, one, strict=True):
+        for name in ("loss", "grad_norm", "reward_mean", "num_loss_tokens", "importance_ratio_mean"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+        assert row["extra.mismatch_max"] < 1e-4
+    texts = [[row["token_ids"] for row in rollout_rows(tmp_path / name / "tiny")] for name in ("many", "one")]
+    assert texts[0] == texts[1]
+
+
+@nightly("two runs of two ranks; deaths of one rank, and what ranks share, have tests of their own")
+def test_a_rank_with_half_of_the_experts_dies(tmp_path: Path, mixture: Path) -> None:
+    """Nothing is lost, and every token is drawn again with the same experts."""
+    toml, shared = write_toml(tmp_path, mixture), ("--trainer.parallelism.fsdp", 2, "--trainer.parallelism.ep", 2)
+    more = (*shared, "--checkpoint.mirror", "true", "--steps", 8)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "faulty").mkdir()
+    whole, faulty = (Faulty(tmp_path / name, toml, *more) for name in ("whole", "faulty"))
+    faulty.strike("trainer.1", 3)
+    faulty.strike("trainer.0", 6)
+    said = faulty.end()
+    whole.end()
+    assert steps(faulty.folder) == steps(whole.folder)
+    assert said.count("trainer goes on") == 2
+    replayed = llamarl_here("replay", faulty.folder / "tiny")
+    assert replayed.returncode == 0 and "all equal" in replayed.stdout, replayed.stdout + replayed.stderr
+
+
 def test_routers_stay_where_they_are_not_trained(tmp_path: Path, mixture: Path) -> None:
     """With weights and moments that take less memory, and in a generator that has 8 bits."""
     light = ("--trainer.dtype", "bfloat16", "--trainer.weights", "bfloat16", "--trainer.moments", "8bit")
@@ -91,6 +137,8 @@ def test_other_commands_take_a_mixture(tmp_path: Path, mixture: Path) -> None:
 
 
 ATTENTION = "['q_proj', 'k_proj', 'v_proj', 'o_proj']"
+SHARED = ("--trainer.parallelism.fsdp", 6, "--trainer.parallelism.ep")
+CRITIC_SHARED = ("--critic.parallelism.ep", 3)
 LORA = ("--trainer.lora.rank", 2, "--trainer.lora.targets", ATTENTION)
 
 
@@ -110,10 +158,11 @@ def test_adapters_of_a_mixture_are_beside_its_attention(tmp_path: Path, mixture:
         (("--trainer.lora.rank", 2), "trainer.lora.targets has gate_proj, of which "),
         ((*LORA, "--trainer.train_router", "false"), "trainer.train_router = false with trainer.lora"),
         (("--trainer.compile", "true"), "trainer.compile = true with "),
-        (("--trainer.parallelism.tp", 2), "trainer.parallelism.tp = 2 does not cut a mixture of experts as "),
-        (("--trainer.parallelism.pp", 2), "trainer.parallelism.pp = 2 does not cut a mixture of experts as "),
-        (("--trainer.parallelism.cp", 2), "trainer.parallelism.cp = 2 does not cut a mixture of experts as "),
-        (("--recipe", "ppo", "--critic.parallelism.tp", 2), "critic.parallelism.tp = 2 does not cut a mixture of "),
+        (("--trainer.parallelism.ep", 2), "ep = 2 ranks are some of the 1 of fsdp and cp"),
+        ((*SHARED, 3), "trainer.parallelism.ep = 3 cannot share the 4 experts of "),
+        ((*SHARED, 1, "--trainer.parallelism.tp", 3), "trainer.parallelism.tp = 3 cannot share the "),
+        ((*SHARED, 2), "3 ranks of fsdp and cp have the same experts"),
+        (("--recipe", "ppo", "--critic.parallelism.fsdp", 3, *CRITIC_SHARED), "critic.parallelism.ep = 3 "),
     ],
     ids=str,
 )  # fmt: skip

@@ -73,6 +73,8 @@ REFUSED = {
     **{
         f"{who}.parallelism.{one}": (2, "asks for 2 processes") for who in ("trainer", "critic") for one in ("pp", "cp")
     },
+    "trainer.parallelism.ep": (2, "ep = 2 ranks are some of the 1 of fsdp and cp"),
+    "critic.parallelism.ep": (2, "ep = 2 ranks are some of the 1 of fsdp and cp"),
     **{
         f"reference.{one}": (value, "reference is set and not used")
         for one, value in (("path", "x"), ("dtype", "int8"), ("threads", 2), ("device", "cuda"))

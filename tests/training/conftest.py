@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
 from llamarl.training.trainer import Trainer
 from llamarl.types import FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
+from tests.distributed.ranks import Workers, num_ranks, rendezvous, results
+from tests.training.layouts import rank
 
 SHAPE: dict[str, Any] = {
     "family": "qwen3",
@@ -96,3 +98,25 @@ def make_groups() -> MakeGroups:
         return groups
 
     return make
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    workers = Workers()
+    yield workers
+    workers.close()
+
+
+@pytest.fixture
+def run(workers: Workers):
+    def run(sizes: dict[str, int], *arguments: Any, function: Callable[..., Any] = rank) -> list[Any]:
+        with rendezvous() as where, workers.take(num_ranks(sizes)) as ranks:
+            for number, worker in enumerate(ranks):
+                worker.start(function, where, number, sizes, *arguments)
+            found = results(ranks)
+        for one in found:
+            if isinstance(one, Exception):
+                raise one
+        return found
+
+    return run

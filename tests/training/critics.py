@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,9 @@ def make_critic(mesh: RankMesh, shape: Mapping[str, Any], config: dict[str, Any]
 
 
 def step(critic: Critic, groups: list[RolloutGroup], is_first: Callable[[], bool]) -> StepResult:
-    """With values of the first group in between, which stay the same bits until the first update of all."""
+    """With values of the first group in between, which stay the same bits until the first update of all, or nearly so
+    in a mixture, where bits of a row depend on the rows beside it."""
+    is_same = np.array_equal if critic.module.transformer.shape.moe is None else partial(np.allclose, rtol=1e-5)
     pieces, one = critic.learn(groups), groups[0]
     while True:
         try:
@@ -59,7 +62,7 @@ def step(critic: Critic, groups: list[RolloutGroup], is_first: Callable[[], bool
         (again,) = critic.values([(one.prompt, one.rollouts)])
         if is_first():
             for before, after in zip(one.rollouts, again, strict=True):
-                assert np.array_equal(before.values_T, after)
+                assert is_same(before.values_T, after)
 
 
 def learn(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -418,3 +419,34 @@ def mirrored(
         return found
     finally:
         mesh.close()
+
+
+def assert_same(found: list[Found], expected: Found, tolerance: float) -> None:
+    for one in found:
+        assert one.skipped == expected.skipped
+        for step, wanted in zip(one.metrics, expected.metrics, strict=True):
+            for name, value in wanted.items():
+                if name != "num_input_tokens":  # packing differs with the shares
+                    near = value if value is None else pytest.approx(value, rel=2 * tolerance, abs=tolerance / 100)
+                    assert step[name] == near, name
+        for before, after in zip(one.scores, expected.scores, strict=True):
+            one_T, other_T = np.concatenate(before), np.concatenate(after)
+            np.testing.assert_allclose(one_T, other_T, rtol=10 * tolerance, atol=tolerance / 10)
+    gradients, weights = (
+        [
+            {name: part for name, (_, _, part) in getattr(expected, kind).items()},
+            assembled([getattr(o, kind) for o in found]),
+        ]
+        for kind in ("gradients", "weights")
+    )
+    assert difference(*gradients) < tolerance
+    assert distance(*weights) < tolerance
+
+
+def assert_same_bits(one: Loaded, other: Loaded) -> None:
+    assert np.array_equal(one.scores, other.scores)
+    for ours, theirs in ((one.weights, other.weights), (one.after, other.after)):
+        assert ours.keys() == theirs.keys()
+        for name, (_, box, part) in ours.items():
+            assert box == theirs[name][1]
+            assert torch.equal(part, theirs[name][2]), name

@@ -6,7 +6,7 @@ Not covered: GPUs and NCCL, several hosts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from llamarl.models.hf import new_model, save_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
 from llamarl.training.light import decoded
-from tests.distributed.ranks import Workers, rendezvous, results
+from tests.distributed.ranks import Workers, num_ranks, rendezvous, results
 from tests.nightly import nightly
 from tests.parts.sft.supervised import learn, learn_rank, make_documents
 from tests.training.critics import critic_alone, critic_rank
@@ -31,68 +31,23 @@ from tests.training.layouts import (
     QWEN2,
     QWEN3,
     Found,
-    Loaded,
     alone,
     assembled,
+    assert_same,
+    assert_same_bits,
     critic_loaded,
-    difference,
     distance,
     failing,
     half_of_head,
     loaded,
     mirrored,
     preflight,
-    rank,
     ready,
 )
 
 TOLERANCE = 1e-5
 NOTICE_S = 5.0
 """A failure is known to all within so many seconds; much less on an idle machine."""
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    workers = Workers()
-    yield workers
-    workers.close()
-
-
-@pytest.fixture
-def run(workers: Workers):
-    def run(sizes: dict[str, int], *arguments: Any, function: Callable[..., Any] = rank) -> list[Any]:
-        with rendezvous() as where, workers.take(int(np.prod(list(sizes.values())))) as ranks:
-            for number, worker in enumerate(ranks):
-                worker.start(function, where, number, sizes, *arguments)
-            found = results(ranks)
-        for one in found:
-            if isinstance(one, Exception):
-                raise one
-        return found
-
-    return run
-
-
-def assert_same(found: list[Found], expected: Found, tolerance: float) -> None:
-    for one in found:
-        assert one.skipped == expected.skipped
-        for step, wanted in zip(one.metrics, expected.metrics, strict=True):
-            for name, value in wanted.items():
-                if name != "num_input_tokens":  # packing differs with the shares
-                    near = value if value is None else pytest.approx(value, rel=2 * tolerance, abs=tolerance / 100)
-                    assert step[name] == near, name
-        for before, after in zip(one.scores, expected.scores, strict=True):
-            one_T, other_T = np.concatenate(before), np.concatenate(after)
-            np.testing.assert_allclose(one_T, other_T, rtol=10 * tolerance, atol=tolerance / 10)
-    gradients, weights = (
-        [
-            {name: part for name, (_, _, part) in getattr(expected, kind).items()},
-            assembled([getattr(o, kind) for o in found]),
-        ]
-        for kind in ("gradients", "weights")
-    )
-    assert difference(*gradients) < tolerance
-    assert distance(*weights) < tolerance
 
 
 LAYOUTS = [
@@ -391,15 +346,6 @@ def test_a_critic_reads_what_it_holds_of_a_policy(run, tmp_path: Path) -> None:
     assert heads and not any(head.any() for head in heads)
 
 
-def assert_same_bits(one: Loaded, other: Loaded) -> None:
-    assert np.array_equal(one.scores, other.scores)
-    for ours, theirs in ((one.weights, other.weights), (one.after, other.after)):
-        assert ours.keys() == theirs.keys()
-        for name, (_, box, part) in ours.items():
-            assert box == theirs[name][1]
-            assert torch.equal(part, theirs[name][2]), name
-
-
 # Each of the last three takes a process with it, so they come last, the largest first.
 FAULTS = [
     ("raise", {"fsdp": 2}), ("raise", {"fsdp": 2, "tp": 2}), ("raise", {"pp": 2, "fsdp": 2}),
@@ -420,7 +366,7 @@ def test_what_ends_one_rank_ends_all(workers: Workers, make_groups, how: str, si
 
     Of one that does not move any more only the time limit of collectives tells.
     """
-    with rendezvous() as where, workers.take(int(np.prod(list(sizes.values())))) as ranks:
+    with rendezvous() as where, workers.take(num_ranks(sizes)) as ranks:
         groups, last = make_groups(((5, 1, 9), (3, 3), (4, 2))), len(ranks) - 1
         for worker in ranks:
             worker.start(ready)

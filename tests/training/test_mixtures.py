@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from llamarl.models.lora import add_adapters
 from llamarl.models.shape import MoeShape
 from llamarl.sharding.tensor_parallel import is_router
 from llamarl.training.trainer import Trainer
-from tests.distributed.ranks import Workers, rendezvous, results
+from tests.distributed.ranks import rendezvous, results
 from tests.generation.mixtures import MIXTURES, mixture
 from tests.training.layouts import SEQUENCES, assembled, load, parts, preflight, save
 from tests.training.routers import routed
@@ -38,13 +37,6 @@ EXPERTS = "model.layers.1.mlp.experts.gate_proj"
 def trainer_of(**settings: Any) -> Trainer:
     config = TrainerConfig(**{"learning_rate": 1e-2} | settings)
     return Trainer(mixture(NAME), config, Aipo(), GroupMean(), 1.0)
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    workers = Workers()
-    yield workers
-    workers.close()
 
 
 @pytest.mark.parametrize("more", [{}, {"activation_checkpointing": True}, {"train_router": False}], ids=str)

@@ -97,6 +97,7 @@ def trainer_candidates(request: PlanRequest, pool: Pool, rules: Rules) -> Traine
     for tp, cp, pp, ep in _model_parallel(request, pool, rules):
         group = tp * cp * pp
         dp = np.arange(ep, min(pool.count // group, request.prompts_per_step) + 1, ep)
+        dp = dp[[ep == 1 or _shares_experts(request, int(ranks), ep) for ranks in dp]]
         for factor in MICROBATCHES:
             microbatch = factor * request.longest_tokens
             row = (tp, cp, pp, ep, 0, microbatch)
@@ -123,24 +124,22 @@ def _model_parallel(request: PlanRequest, pool: Pool, rules: Rules) -> list[tupl
     heads, moe = request.model.num_heads, request.model.moe
     if not rules.own_parallelism:
         return [(tp, 1, 1, 1) for tp in powers_of_two(min(pool.count, heads))]
-    experts = [ep for ep in powers_of_two(pool.count if moe else 1) if moe is None or moe.num_experts % ep == 0]
+    if moe is not None:  # the other axes are for a run to set
+        return [(1, 1, 1, ep) for ep in powers_of_two(min(pool.count, moe.num_experts))]
     return [
-        (tp, cp, pp, ep)
+        (tp, cp, pp, 1)
         for tp in powers_of_two(min(pool.gpu.node_gpus, heads))
         if not uneven_parts(request.model, tp, repeats_kv_heads=False)
         for cp in CONTEXT_PARALLEL
         for pp in PIPELINE_PARALLEL
         if tp * cp * pp <= pool.count and pp <= request.model.num_layers
-        for ep in experts
-        if _cuts_mixture(request, tp, cp, pp, ep)
     ]
 
 
-def _cuts_mixture(request: PlanRequest, tp: int, cp: int, pp: int, ep: int) -> bool:
-    """A run's trainer cuts the model so, dense or a mixture."""
+def _shares_experts(request: PlanRequest, ranks: int, ep: int) -> bool:
+    """A run's trainer shares a mixture's experts so."""
     try:
-        layout = ParallelismConfig(fsdp=ep, tp=tp, cp=cp, pp=pp, ep=ep)
-        check_mixture_layout(request.model, layout, request.model.path, "trainer")
+        check_mixture_layout(request.model, ParallelismConfig(fsdp=ranks, ep=ep), request.model.path, "trainer")
     except ConfigError:
         return False
     return True

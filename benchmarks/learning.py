@@ -1,0 +1,163 @@
+"""Do asynchronous runs learn what synchronous ones learn? Paired by seed, judged on fresh problems.
+
+    python benchmarks/learning.py [--more RESULT] [--minutes 170]
+
+Fixed before the first run: the demo for 60 steps, and its final weights judged greedily on 4,096 problems that nobody
+trained on; 20 seeds with `rollout.max_staleness` 0 and 1, ten with 2 and 4; at 1, ten seeds each with segments, with
+caches that are computed again for new weights, and with int8 generators; three seeds of the calculator (200 steps,
+1,024 problems) at 0 and 1. A pair is two runs of the same seed, which means the same prompts, of which the first has
+staleness 0. **Equal** means that the interval of 95 % (Student's t) of the mean paired difference in accuracy lies
+within 2 points either way; an interval that reaches beyond is not equal, wherever its middle is.
+
+The result is written after each run, so a stopped one goes on with `--more` of its own file. By time: the share of
+sampled responses that are right, a mean of five steps, beside the seconds since the first step began.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _record import write_result
+
+ROOT = Path(__file__).parents[1]
+FRESH = "{{name = 'running_total', count = {count}, first = 91000{more}}}"
+AT = {f"S={staleness}": ["--rollout.max_staleness", str(staleness)] for staleness in (0, 1, 2, 4)}
+WAYS = AT | {
+    "S=1 segments": [*AT["S=1"], "--rollout.segment_tokens", "16"],
+    "S=1 recompute": [*AT["S=1"], "--generator.kv_on_update", "recompute"],
+    "S=1 int8": [*AT["S=1"], "--generator.dtype", "int8"],
+}
+PLAN = [
+    ("demo", ("S=0", "S=1"), 20), ("demo", ("S=2", "S=4"), 10),
+    ("demo", ("S=1 segments", "S=1 recompute", "S=1 int8"), 10), ("calculator", ("S=0", "S=1"), 3),
+]  # fmt: skip
+"""Task, ways that take turns, seeds."""
+TASKS = {"demo": (60, 4096, ""), "calculator": (200, 1024, ", largest_gain = 99")}
+"""Steps, fresh problems, and what these are beside."""
+BAR_POINTS = 2.0
+NOTES = [
+    "accuracy: greedy, of the final weights, on fresh problems; points: percent of them.",
+    "gap_points: mean over seeds of the accuracy less that of staleness 0 with the same seed; interval: its 95 %.",
+    "equal: the whole interval lies within 2 points either way; a task's way is listed with its number of pairs.",
+    "solve_rate: of sampled responses, means of five steps; seconds: from the first step's begin, beside other work.",
+]  # fmt: skip
+
+
+def planned() -> Iterator[tuple[str, str, int]]:
+    """Task, way and seed of each run, in order."""
+    for task, ways, seeds in PLAN:
+        for seed in range(seeds):
+            for way in ways:
+                yield task, way, seed
+
+
+def run(task: str, way: str, seed: int, output: Path) -> dict[str, Any]:
+    """One run's accuracy on fresh problems, and its course."""
+    (steps, count, more), name = TASKS[task], f"{task}-{way}-{seed}".replace(" ", "-").replace("=", "")
+    command = [
+        sys.executable, "-m", "llamarl", "train", str(ROOT / f"configs/{task}.toml"), "--name", name, "--output",
+        str(output), "--seed", str(seed), "--steps", str(steps), "--eval.every_steps", "0", "--eval.max_prompts",
+        str(count), "--data.eval", FRESH.format(count=count, more=more), "--checkpoint.every_steps", "0",
+        "--screen.kind", "lines", *WAYS[way],
+    ]  # fmt: skip
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=3600)
+    summary = json.loads((output / name / "summary.json").read_text())
+    lines = (output / name / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row["kind"] == "step"]
+    fives = [rows[first : first + 5] for first in range(0, len(rows), 5)]
+    return {
+        "task": task,
+        "way": way,
+        "seed": seed,
+        **{key: summary[key] for key in ("accuracy_before", "accuracy_after", "staleness_max")},
+        "staleness_mean": round(mean_of(rows, "staleness_mean"), 4),
+        "kl_to_behavior": mean_of(rows, "kl_to_behavior"),
+        "solve_rate": [round(mean_of(five, "solve_rate"), 4) for five in fives],
+        "seconds": [round(five[-1]["wall_s"], 2) for five in fives],
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def mean_of(rows: list[dict[str, Any]], key: str) -> float:
+    """Mean over the steps that tell it; one that nothing was to be learnt from does not."""
+    return statistics.mean(row[key] for row in rows if row[key] is not None)
+
+
+def quantile_t(freedom: int) -> float:
+    """97.5 % of Student's t distribution lie below."""
+    x = np.linspace(0.0, 20.0, 400_001)
+    density = (1 + x * x / freedom) ** (-(freedom + 1) / 2)
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
+    below = np.cumsum(density[1:] + density[:-1]) * scale * (x[1] - x[0]) / 2
+    return float(x[1:][np.searchsorted(below, 0.475)])
+
+
+def compared(runs: list[dict[str, Any]], key: str = "accuracy_after") -> dict[str, dict[str, Any]]:
+    """The paired difference to staleness 0 of each task's ways, in points."""
+    by = {(one["task"], one["way"], one["seed"]): 100 * one[key] for one in runs}
+    found = dict[str, dict[str, Any]]()
+    for task, way in dict.fromkeys((one["task"], one["way"]) for one in runs if one["way"] != "S=0"):
+        gaps = [by[task, way, seed] - by[task, "S=0", seed] for t, w, seed in by if (t, w) == (task, way)
+                if (task, "S=0", seed) in by]  # fmt: skip
+        if len(gaps) < 2:
+            continue
+        mean, half = statistics.mean(gaps), quantile_t(len(gaps) - 1) * statistics.stdev(gaps) / math.sqrt(len(gaps))
+        found[f"{task} {way}"] = {
+            "seeds": len(gaps),
+            "gap_points": round(mean, 3),
+            "interval": [round(mean - half, 3), round(mean + half, 3)],
+            "equal": abs(mean) + half <= BAR_POINTS,
+        }
+    return found
+
+
+def by_time(runs: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
+    """Mean course of each task's ways over seeds."""
+    found = dict[str, dict[str, list[float]]]()
+    for task, way in dict.fromkeys((one["task"], one["way"]) for one in runs):
+        own = [one for one in runs if (one["task"], one["way"]) == (task, way)]
+        found[f"{task} {way}"] = {
+            key: [round(statistics.median(one[key][place] for one in own), 4) for place in range(len(own[0][key]))]
+            for key in ("solve_rate", "seconds")
+        }
+    return found
+
+
+def figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the result holds."""
+    return {"pairs": compared(runs), "by_time": by_time(runs), "runs": runs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--more", type=Path, help="a result whose runs are taken over")
+    parser.add_argument("--minutes", type=float, default=170.0, help="no run begins later")
+    options = parser.parse_args()
+    runs: list[dict[str, Any]] = json.loads(options.more.read_text(encoding="utf-8"))["runs"] if options.more else []
+    known, end = {(one["task"], one["way"], one["seed"]) for one in runs}, time.monotonic() + 60 * options.minutes
+    settings = {"ways": WAYS, "plan": PLAN, "tasks": TASKS, "bar_points": BAR_POINTS}
+    with tempfile.TemporaryDirectory() as folder:
+        for task, way, seed in planned():
+            if (task, way, seed) in known or time.monotonic() > end:
+                continue
+            runs.append(run(task, way, seed, Path(folder)))
+            print(json.dumps({key: runs[-1][key] for key in ("task", "way", "seed", "accuracy_after")}), flush=True)
+            write_result("learning", settings, figures(runs), NOTES)
+    print(json.dumps(compared(runs), indent=2))
+    print(write_result("learning", settings, figures(runs), NOTES))
+
+
+if __name__ == "__main__":
+    main()
