@@ -96,8 +96,8 @@ def trainer_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
 
 
 def expert_share(sizes: DecoderSizes, shards: Number, ep: Number) -> Number:
-    """Share of a mixture's experts that the fullest of `shards` ranks holds: FSDP2 gives whole ones, or, where `ep` ranks
-    have them by number, rows of each, which a start wants even."""
+    """Share of a mixture's experts that the fullest of `shards` ranks holds: FSDP2 gives whole ones, or, where `ep`
+    ranks have them by number, rows of each, which a start wants even."""
     if sizes.moe is None:
         return 1 / shards
     whole = np.ceil(sizes.moe.num_experts / shards) / sizes.moe.num_experts

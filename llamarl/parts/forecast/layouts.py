@@ -107,7 +107,9 @@ def trainer_layout(
         if key not in made:
             tensor = None if dim is None else Shard(dim)
             if ep > 1 and is_expert(name):
-                boxes = mesh_boxes(shape, (replicate, fsdp // ep, ep, tp), (None, Shard(1), Shard(0), tensor))
+                boxes = mesh_boxes(
+                    shape, (replicate, fsdp // ep, ep, tp), (None, Shard(1, strided=dim == 1), Shard(0), tensor)
+                )
             else:
                 boxes = mesh_boxes(shape, mesh, (None, Shard(0, strided=dim == 0), tensor))
             made[key] = _on_stages(boxes, where, pp)
