@@ -169,16 +169,18 @@ def _gathered(sizes: DecoderSizes, load: TrainerLoad) -> tuple[Number, Number, N
     layer's gradients as they come and, in float32, as they are sent; and at the end of embedding and head, with their
     gradients, of which there are three where they are one, beside the last layer's."""
     width, experts = 2 if load.half else 4, sizes.layer_expert_parameters
-    # Of experts a rank gathers those of its number, padded to shares as large as the largest.
-    own = experts * expert_share(sizes, load.shards, load.ep) * load.shards / load.ep
-    layer = (sizes.layer_parameters - experts + own) / load.tp
+    # Of experts a rank gathers those of its number, padded to shares as large as the largest. Shared by `ep` ranks they
+    # come by themselves, so a layer's are there without the next one's.
+    own = experts * expert_share(sizes, load.shards, load.ep) * load.shards / load.ep / load.tp
+    layer = (sizes.layer_parameters - experts) / load.tp + own
+    two = 2 * layer - own * (np.asarray(load.ep) > 1)
     ends = (1 if load.is_critic else 2 - sizes.tie_embeddings) * sizes.vocab_size * sizes.hidden_size / load.tp
-    gathered = 2 * width * layer + load.weight * ends
+    gathered = width * two + load.weight * ends
     if load.lora:
         return gathered, 0, 4 * ends
     is_one = sizes.tie_embeddings and not load.is_critic
     outer = load.weight * ((4 if is_one else 2) + (load.weight == 2)) * ends  # of bfloat16, a sum beside them
-    return gathered, (width + 4) * layer, outer + 2 * width * layer
+    return gathered, (width + 4) * layer, outer + width * two
 
 
 def _projections(sizes: DecoderSizes, lora: LoraConfig) -> list[tuple[int, int]]:

@@ -237,9 +237,10 @@ class Living(TorchDispatchMode):
 
 
 def sharded(
-    num_ranks: int, config: dict[str, Any], tied: bool, vocab_size: int, moe: MoeShape | None = None
+    num_ranks: int, config: dict[str, Any], tied: bool, vocab_size: int, moe: MoeShape | None = None, ep: int = 1
 ) -> Counted:
-    """A step of one FSDP2 rank on the CPU, of a small model with few tokens, so that weights are what counts."""
+    """A step of one FSDP2 rank on the CPU, of a small model with few tokens, so that weights are what counts. Of `ep`
+    ranks the others send as many rows as they get."""
     from tests.gpu.layouts import rank_of
 
     shape = ModelShape(
@@ -249,7 +250,8 @@ def sharded(
     tile, settings, groups = 1 << 15, TrainerConfig(**config), example_groups(1, vocab_size)
     num_tokens = sum(len(one.prompt_token_ids_T) + sum(len(s.token_ids_T) for s in one.samples) for one in groups)
     tiles = patch.object(logprobs, "TILE_LOGITS", tile), patch.object(memory, "TILE_LOGITS", tile)
-    with tiles[0], tiles[1], rank_of(0, {"fsdp": num_ranks}) as mesh:
+    even = patch.object(memory, "UNEVEN_EXPERTS", 1.0), patch.object(Axis, "spread", lambda _, x, *__: x.clone())
+    with tiles[0], tiles[1], even[0], even[1], rank_of(0, {"fsdp": num_ranks, "ep": ep}) as mesh:
         trainer = Trainer(new_model(shape, 0, 0.05), settings, Aipo(), GroupMean(), 1.0, mesh, CPU)
         finished(trainer.update(groups, 1))
         weights = list(trainer.sharding.weights.values())
@@ -262,7 +264,7 @@ def sharded(
             finished(trainer.accumulate(groups, 1))
         load = TrainerLoad(
             tokens=num_tokens, targets=num_tokens, keys=2 * num_tokens, half=settings.dtype == "bfloat16",
-            checkpointing=settings.activation_checkpointing, flash=False, shards=num_ranks,
+            checkpointing=settings.activation_checkpointing, flash=False, shards=num_ranks, ep=ep,
             weight=memory.WIDTHS[settings.weights], moments=memory.MOMENTS_BYTES[settings.moments],
         )  # fmt: skip
         parts = memory.trainer_bytes(shape, load)

@@ -90,11 +90,11 @@ def test_a_rank_holds_its_part_of_all_weights() -> None:
     parts = trainer_bytes(QWEN_235B, load)
     assert parts["weights"] + parts["gradients"] + parts["moments"] == pytest.approx(16 * rank, rel=1e-9)
     assert rank == pytest.approx(1.8367e9, rel=1e-4)
-    # Two layers in bfloat16, a layer's gradients in bfloat16 and float32; embedding and head are float32.
-    layer = 2 * 4096 * (64 + 4) * 128 + 4096 * 128 + 3 * 4 * 4096 * 1536
-    assert parts["copies"] == pytest.approx((2 * 2 + 6) * layer + 4 * 2 * 151_936 * 4096, rel=1e-6)
+    # Two layers in bfloat16, but a layer's experts once, and its gradients in bfloat16 and float32; ends are float32.
+    layer, own, ends = 2 * 4096 * (64 + 4) * 128 + 4096 * 128, 3 * 4 * 4096 * 1536, 2 * 151_936 * 4096
+    assert parts["copies"] == pytest.approx((2 * 2 + 6) * layer + (2 + 6) * own + 4 * ends, rel=1e-6)
     whole = trainer_bytes(QWEN_235B, replace(load, ep=1))  # an expert for each rank
-    assert whole["copies"] - parts["copies"] == pytest.approx(10 * EXPERTS_235B / 94 * 31 / 32, rel=1e-6)
+    assert whole["copies"] == pytest.approx((2 * 2 + 6) * (layer + 32 * own) + 4 * ends, rel=1e-6)
 
 
 @pytest.mark.parametrize(
