@@ -1,21 +1,30 @@
 """Mixtures of experts: how near decoding comes to what memory gives, what recording each token's experts costs, how
-long a sync of 235B takes to plan, and how long a step of the trainer takes beside that of a dense model.
+long a sync of 235B takes to plan, and how long a step of the trainer takes beside that of a dense model; how far a
+generator is from the trainer with router replay and without, of what causes, and what the demo learns in which time.
 
-    python benchmarks/moe.py
+    python benchmarks/moe.py [--only speed|kl|causes|learning] [--add-to FILE]
 
-writes `benchmarks/results/moe-DATE.json`. One thread, CPU time of this thread, kernels in turns, medians.
+writes `benchmarks/results/moe-DATE.json`, and with `causes` the picture of docs/moe.md. Speed: one thread, CPU time of
+this thread, kernels in turns, medians. The others run the demo and its dense twin (`_moe_runs.py`).
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from _moe_picture import PICTURE, draw
+from _moe_runs import base_kl, causes, learning
 from _record import write_result
 from torch import Tensor
 
@@ -66,6 +75,8 @@ DEMO = ModelShape(
     moe=MoeShape(num_experts=8, experts_per_token=2, expert_size=96, sparse_layers=(0, 1, 2), normalized=True),
 )  # fmt: skip
 """The demo's, whose dense twin is as wide as the experts of a token."""
+RECORD = ("name", "date", "command", "machine", "versions", "settings", "notes")
+"""What `write_result` adds to figures."""
 PROMPTS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 16, 8, 24, 45
 TRAINERS, EXPERT_RANKS, TENSOR_RANKS = 128, 32, 8
 """Ranks of the trainer of 235B, over how many its experts go, and ranks of a generator."""
@@ -79,6 +90,14 @@ less that of one that does not, over the former, without attention, logits and s
 rows over 4) to generators of tensor parallel 8, in bfloat16 and in 8 bits, the larger; nothing is transferred.
 `step_ratio`: CPU time of forward, backward and AdamW of the demo's mixture, with recorded experts, over that of a dense
 model that is as wide as the experts of a token, in turns.
+`kl_ratio`: exact KL(generator || float32 trainer) per response token of the demo's mixture, with recorded experts, over
+that of its dense twin in the same precision, both after their warm starts; `kl_ratio_live`: without.
+`kl_of_runs`: `kl_to_behavior` over the steps of demo runs with router replay and without, one seed. `kl_by_cause`:
+exact KL of what a generator samples to the policy a step later, divided, mean over every 30th step of the runs with
+replay; on and off are of the same tokens and weights.
+`accuracy_after`: greedy, on 2,048 problems that were not trained on, mean over seeds; `demo_time_ratio`: CPU time of
+all processes of the mixture's run over that of the dense demo, median over seeds; `demo_wall_ratio`: by the clock;
+`demo_steps_ratio`: by the clock from the first step on. The former two have start and evaluations in them.
 Other work shared the machine: shares are of calls that took turns, seconds are upper bounds.
 """
 
@@ -93,10 +112,8 @@ class Pair:
     dense_bytes: float
 
 
-def main() -> None:
-    """Measures, and writes the file."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+def speed() -> dict[str, Any]:
+    """Kernels, plans and steps."""
     cases = {
         f"{name}, {kind}, {rows} rows": _compared(_pairs(sizes, kind, rows))
         for name, sizes in SIZES.items() for kind in TYPES for rows in ROWS
@@ -104,23 +121,51 @@ def main() -> None:
     recorded = {kind: _recorded(kind) for kind in ("bfloat16", "int8")}
     plans = {dtype: _plan(dtype) for dtype in ("bfloat16", "float8_e4m3fn")}
     steps = _steps()
-    path = write_result(
-        "moe",
-        {"rows": ROWS, "repeats": REPEATS, "threads": 1},
-        {
-            "decode_share": min(one["share"] for one in cases.values()),
-            "route_share": max(one["share"] for one in recorded.values()),
-            "plan_s": max(one["wall_s"] for one in plans.values()),
-            "step_ratio": steps["mixture"] / steps["dense"],
-            "step_s": steps,
-            "decode": cases,
-            "recorded": recorded,
-            "plans": plans,
-            "paths": {shape: choice.path for shape, choice in paths.record().items()},
-        },
-        NOTES.splitlines(),
-    )
-    print(path.read_text(encoding="utf-8"))
+    return {
+        "decode_share": min(one["share"] for one in cases.values()),
+        "route_share": max(one["share"] for one in recorded.values()),
+        "plan_s": max(one["wall_s"] for one in plans.values()),
+        "step_ratio": steps["mixture"] / steps["dense"],
+        "step_s": steps,
+        "decode": cases,
+        "recorded": recorded,
+        "plans": plans,
+        "paths": {shape: choice.path for shape, choice in paths.record().items()},
+    }
+
+
+def main() -> None:
+    """Measures, and writes the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["speed", "kl", "causes", "learning"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of what is learnt")
+    parser.add_argument("--steps", type=int, default=200, help="of what is learnt")
+    parser.add_argument("--cause-steps", type=int, default=120, help="of the runs whose KL is divided by cause")
+    parser.add_argument("--add-to", type=Path, metavar="FILE", help="a result whose other figures are kept")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    figures, kept = dict[str, Any](), dict[str, Any]()
+    if options.add_to:
+        kept = json.loads(options.add_to.read_text(encoding="utf-8"))
+        figures |= {key: value for key, value in kept.items() if key not in RECORD}
+    with tempfile.TemporaryDirectory() as folder:
+        parts: dict[str, Callable[[], dict[str, Any]]] = {
+            "speed": speed,
+            "kl": base_kl,
+            "causes": lambda: causes(options.cause_steps, Path(folder)),
+            "learning": lambda: learning(options.seeds, options.steps, Path(folder)),
+        }
+        for name in [options.only] if options.only else parts:
+            figures |= parts[name]()
+    if "kl_by_cause" in figures:
+        PICTURE.write_text(draw(figures), encoding="utf-8")
+    settings = {name: value for name, value in vars(options).items() if name != "add_to"}
+    settings |= {"rows": ROWS, "repeats": REPEATS, "threads": 1}
+    if kept:
+        before = {"command": kept["command"], "date": kept["date"], "processor": kept["machine"]["processor"]}
+        settings["kept_of"] = [*kept["settings"].get("kept_of", []), before]
+    print(write_result("moe", settings, figures, NOTES.splitlines()))
 
 
 def _steps() -> dict[str, float]:

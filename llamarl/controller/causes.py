@@ -20,7 +20,8 @@ for others.
 
 A mixture's routers choose for themselves in all of these. Where experts were recorded, training computes with those,
 and `kl_from_routing` is what that takes away: the KL to the behavior policy with the trainer's own choice minus the KL
-with the recorded one, by the trainer's weights after the step, of the same sequences. It is no further part of the sum.
+with the recorded one, of the same sequences, by the weights with which the step began to learn from them. It is no
+further part of the sum.
 
 Shape suffix: N tokens but the first of each of several sequences.
 """

@@ -53,7 +53,8 @@ class Probe:
     """Version of a `CauseProbe`, maybe of an earlier one, its `logprobs_N` by the weights of this version, and the same
     among candidates alone; None: no token is left out."""
     routing: RoutingEffect | None = None
-    """Effect of router replay on what a `CauseProbe` brings; None: not now, or no experts were recorded."""
+    """Effect of router replay on what a `CauseProbe` brings, by the weights with which the step began to learn from it;
+    None: not now, or no experts were recorded."""
     causes_s: float = 0.0
     """Seconds that the trainer took for the last three."""
 
@@ -85,25 +86,30 @@ class Probes:
         self._begun: CauseProbe | None = None
         self._ends = -1
         """Version that scores the tokens of `_begun` once more."""
+        self._routing: RoutingEffect | None = None
+        """Effect on `_groups`."""
+        self._routing_s = 0.0
 
     def step(self, groups: Sequence[RolloutGroup]) -> None:
         """The trainer is about to learn from these."""
-        self._groups = groups[:NUM_SEQUENCES]
+        self._groups, start_s = groups[:NUM_SEQUENCES], time.monotonic()
+        self._routing = self._routed() if self._begins(self._trainer.policy_version + 1) else None
+        self._routing_s = time.monotonic() - start_s
 
     def of(self, version: int) -> Probe | None:
         """The probe by the trainer's weights, which are this version; None where it is not to be probed."""
-        number, between = divmod(version, self._every_steps) if self._every_steps and self._groups else (0, 1)
-        start_s, causes, later, routing = time.monotonic(), None, None, None
-        if self._is_by_cause and not between and number % CAUSES_EVERY == FIRST_CAUSES:
+        between = version % self._every_steps if self._every_steps and self._groups else 1
+        start_s, causes, later, routing, routing_s = time.monotonic(), None, None, None, 0.0
+        if self._begins(version):
             self._begun = causes = self._causes(version)
-            routing = self._routing()
+            routing, routing_s = self._routing, self._routing_s
         if self._begun and version == self._ends:
             now_N = causes.logprobs_N if causes else self._scored(self._begun.sequences, half=True)
             cutoffs_N, kept_N = np.concatenate(self._begun.candidates.cutoffs), None
             if not np.isneginf(cutoffs_N).all():
                 kept_N = self._scored(self._begun.sequences, half=True, cutoffs_N=cutoffs_N)
             later = self._begun.version, now_N, kept_N
-        causes_s = time.monotonic() - start_s
+        causes_s = time.monotonic() - start_s + routing_s
         if between and later is None:
             return None
         sequences = probe_sequences(self._groups)
@@ -112,7 +118,12 @@ class Probes:
             causes_s=causes_s,
         )  # fmt: skip
 
-    def _routing(self) -> RoutingEffect | None:
+    def _begins(self, version: int) -> bool:
+        """Whether a probe by cause begins with this version."""
+        number, between = divmod(version, self._every_steps) if self._every_steps and self._groups else (0, 1)
+        return self._is_by_cause and not between and number % CAUSES_EVERY == FIRST_CAUSES
+
+    def _routed(self) -> RoutingEffect | None:
         if not any(group.rollouts[0].routes_bytes for group in self._groups):
             return None
         from llamarl.training.routing import routing_of  # no torch here

@@ -55,7 +55,8 @@ class RoutingEffect:
     """Effect of router replay on some sequences."""
 
     agreement: float
-    """Share of pairs of token and layer for which the trainer's router chooses the experts on record, 0 to 1."""
+    """Share of pairs of sampled token and layer for which the trainer's router chooses the experts on record where the
+    token is predicted, 0 to 1."""
     live_kl: float
     """Estimate of KL(behavior || policy) per sampled token, in nats, with the trainer's own choice."""
     replayed_kl: float

@@ -1,7 +1,12 @@
 """Effect of router replay: how often the trainer's routers would choose what was recorded, and the KL to the behavior
 policy with their choice and with the recorded one.
 
-Shape suffixes: N packed tokens, R targets, K experts of a token in one layer, W in all.
+Both are told of the same positions, those that predict what was sampled. Other tokens of a prompt, and of what an
+environment wrote, are replayed, too; where a router chooses otherwise for them, log-probabilities of sampled tokens
+change by attention alone, and in the last layer not at all.
+
+Shape suffixes: N packed tokens, P those of them that predict what was sampled, R targets, K experts of a token in one
+layer, W in all.
 """
 
 from __future__ import annotations
@@ -36,11 +41,12 @@ def routing_of(trainer: Trainer, groups: Sequence[RolloutGroup], half: bool) -> 
     (microbatch,) = microbatches
     inputs, shape = trainer.policy.place(microbatch, trainer.device), trainer.policy.hidden_shape(microbatch)
     log_ratios = list[np.ndarray]()
-    with _agreed(trainer.model, inputs) as counts:
+    is_sampled_R = microbatch.loss_mask_R
+    predictors_P = inputs.predictors_O[torch.from_numpy(is_sampled_R).to(trainer.device)[inputs.index_O]]
+    with _agreed(trainer.model, inputs, predictors_P) as counts:
         for one in (replace(inputs, routes_N_W=None), inputs):
             logprobs_R = trainer.pipeline.infer(shape, _forward(trainer, one, half))
             known = trainer.mesh.exchange(logprobs_R.cpu().numpy() if trainer.mesh.pp.is_last else None)[-1]
-            is_sampled_R = microbatch.loss_mask_R
             log_ratios.append((known - microbatch.behavior_logprobs_R)[is_sampled_R].astype(np.float64))
             counts.is_open = False
     trainer.reshard()
@@ -79,23 +85,23 @@ class _Counts:
         self.agreed = self.all = 0
         self.is_open = True
 
-    def add(self, used_N_K: Tensor, recorded_N_K: Tensor) -> None:
+    def add(self, used_P_K: Tensor, recorded_P_K: Tensor) -> None:
         if self.is_open:
-            is_known_N = (recorded_N_K != NOT_RECORDED).all(1)
-            is_same_N = (used_N_K.sort(1).values == recorded_N_K.sort(1).values).all(1)
-            self.all += int(is_known_N.sum())
-            self.agreed += int((is_same_N & is_known_N).sum())
+            is_known_P = (recorded_P_K != NOT_RECORDED).all(1)
+            is_same_P = (used_P_K.sort(1).values == recorded_P_K.sort(1).values).all(1)
+            self.all += int(is_known_P.sum())
+            self.agreed += int((is_same_P & is_known_P).sum())
 
 
 @contextmanager
-def _agreed(model: Transformer, inputs: Inputs) -> Iterator[_Counts]:
+def _agreed(model: Transformer, inputs: Inputs, predictors_P: Tensor) -> Iterator[_Counts]:
     """Counts what the routers choose, until it is closed."""
     assert inputs.routes_N_W is not None
     counts, routes_N_W = _Counts(), inputs.routes_N_W
 
     def counting(columns: slice) -> Any:
-        recorded_N_K = routes_N_W[:, columns]
-        return lambda _module, _inputs, answer: counts.add(answer[0], recorded_N_K)
+        recorded_P_K = routes_N_W[predictors_P, columns]
+        return lambda _module, _inputs, answer: counts.add(answer[0][predictors_P], recorded_P_K)
 
     layers = [layer for layer in map(_layer, model.model.layers.children()) if layer.columns is not None]
     hooks = [cast(nn.Module, one.mlp.gate).register_forward_hook(counting(cast(slice, one.columns))) for one in layers]

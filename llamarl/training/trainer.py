@@ -21,6 +21,7 @@ from llamarl.models.transformer import Transformer
 from llamarl.observability.metrics import UpdateMetrics
 from llamarl.training.cost import step_cost
 from llamarl.training.health import age_sums, split_by_age
+from llamarl.training.load import ExpertLoad
 from llamarl.training.optimization import Optimization, finished
 from llamarl.training.packing import EMPTY, Microbatch, pack, packed_samples, placed, with_advantage
 from llamarl.training.parallel import Read
@@ -67,6 +68,7 @@ class Trainer(Optimization[Transformer]):
         self.temperature = temperature
         self.shaping = shaping
         self.kl_in_loss = kl_in_loss
+        self.load = ExpertLoad(self.model)
 
     def step(self, groups: Sequence[RolloutGroup]) -> PolicyStepResult:
         """Learns from `groups` and completes one policy version.
@@ -81,6 +83,7 @@ class Trainer(Optimization[Transformer]):
         # Samples without gradient still count in the denominator: leaving them out changes nothing but the time.
         needs_all = self.loss.LEARNS_WITHOUT_ADVANTAGE or self.kl_in_loss is not None
         computed = batch.groups if needs_all else with_advantage(batch.groups)
+        self.load.begin()
         taken = finished(self.update(computed, denominator, groups))
         sums, maxima = taken.sums, taken.maxima
         num_inputs = sums.pop("num_input_tokens")
@@ -106,6 +109,7 @@ class Trainer(Optimization[Transformer]):
             "num_flops": cost.flops * taken.num_passes,
             "padding_share": cost.padding_share,
             **ages,
+            **self.load.metrics(self.mesh),
         }
         return PolicyStepResult(
             policy_version=self.policy_version,

@@ -52,6 +52,16 @@ def generation(model: str) -> Callable[[Any], float]:
     return worst
 
 
+def of_routing(kind: str) -> Callable[[Any], float]:
+    """Share of the KL without replay."""
+    return lambda data: (parts := data["kl_by_cause"][kind]["off"])["routing"] / sum(parts.values())
+
+
+def kl_of_runs(kind: str, replay: str) -> Callable[[Any], float]:
+    """Mean over the steps, in millionths."""
+    return lambda data: 1e6 * data["kl_of_runs"][kind][replay]["mean"]
+
+
 def errors_of_steps(data: Any) -> list[float]:
     return [abs(one["simulator"]["error"]["step_s"]) for one in data["settings_predicted"].values()]
 
@@ -112,8 +122,34 @@ FIGURES = (
     Figure("docs/first_run.md", "lower in {} of three seeds", ASYNC, ((lower, ".0f"),)),
     Figure(
         "docs/measures.md", "weights read at {} of the speed of the dense kernels at least, recording experts costs {} "
-        "of a forward, a sync of 235B is planned in {} s", "moe-2026-11-24",
-        (("decode_share", ".2f"), ("route_share", ".1%"), ("plan_s", ".2f")),
+        "of a forward, a sync of 235B is planned in {} s; KL over the dense demo's (AMD EPYC, 2 cores) {} in bfloat16 "
+        "and {} in int8, without replay {} and {}", "moe-2026-11-24",
+        (
+            ("decode_share", ".2f"), ("route_share", ".1%"), ("plan_s", ".2f"), ("kl_ratio/bfloat16", ".2f"),
+            ("kl_ratio/int8", ".2f"), ("kl_ratio_live/bfloat16", ".2f"), ("kl_ratio_live/int8", ".2f"),
+        ),
+    ),
+    Figure(
+        "docs/moe.md", "Without replay routing is {} of it in bfloat16 and {} in int8.", "moe-2026-11-24",
+        ((of_routing("bfloat16"), ".0%"), (of_routing("int8"), ".0%")),
+    ),
+    Figure(
+        "docs/moe.md", "was {}e-6 with it and {}e-6 without in bfloat16, {}e-6 and {}e-6 in int8", "moe-2026-11-24",
+        tuple((kl_of_runs(kind, replay), ".0f") for kind in ("bfloat16", "int8") for replay in ("on", "off")),
+    ),
+    Figure(
+        "docs/moe.md", "{} of the choices in bfloat16 and {} in int8 are others, of which nearly all leave the next "
+        "token as likely as it was; ten of about 145,000 tokens make {} and {} of the KL by routing", "moe-2026-11-24",
+        (
+            *((f"kl/demo_moe/{kind}/routes_differ", ".1%") for kind in ("bfloat16", "int8")),
+            *((f"kl/demo_moe/{kind}/routing_in_ten_tokens", ".0%") for kind in ("bfloat16", "int8")),
+        ),
+    ),
+    Figure(
+        "docs/moe.md", "the KL from the generator to a float32 trainer is {} times that of the dense demo in bfloat16 "
+        "and {} times in int8, with standard errors of a sixth of them; without replay it is {} and {} times",
+        "moe-2026-11-24",
+        tuple((f"{key}/{kind}", ".2f") for key in ("kl_ratio", "kl_ratio_live") for kind in ("bfloat16", "int8")),
     ),
     Figure(
         "docs/checkpoints.md", "stood still for {} of a save's time (median of seven; {} in the first", CHECKPOINT,

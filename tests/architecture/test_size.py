@@ -30,13 +30,13 @@ BUDGETS = {
     "sandbox": 340,  # goal: 300
     "cluster": 1_240,  # goal: 1,080
     "generation": 2_140,  # goal: 1,830
-    "training": 2_000,  # goal: 1,550
-    "executors": 1_045,  # goal: 920
+    "training": 2_030,  # goal: 1,550
+    "executors": 1_050,  # goal: 920
     "controller": 3_540,  # goal: 2,450
     "run": 2_870,  # goal: 1,150
     "cli": 800,  # goal: 600
     "parts/forecast": 4_140,  # goal: 2,900
-    "parts/page": 1_680,  # goal: 1,450
+    "parts/page": 1_715,  # goal: 1,450
     "parts/episodes": 2_690,  # goal: 2,150
     "parts/hosts": 1_530,  # goal: 1,350
     "parts/replay": 880,  # goal: 720

@@ -45,13 +45,20 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_a_mixture_is_trained_saved_resumed_exported_and_replayed(tmp_path: Path, mixture: Path) -> None:
     toml, whole, cut = write_toml(tmp_path, mixture), tmp_path / "whole", tmp_path / "cut"
-    done = llamarl_here("train", toml, "--output", whole, "--steps", 3, *SYNCHRONOUS)
+    done = llamarl_here("train", toml, "--output", whole, "--steps", 4, *SYNCHRONOUS)
     assert done.returncode == 0, done.stderr
     steps = [row for row in rows(whole / "tiny/metrics.jsonl") if row["kind"] == "step"]
     assert all(row["kl_to_behavior"] < 1e-6 for row in steps), "the trainer computes with the generator's experts"
+    told = {name for row in steps for name in row if "expert" in name}
+    assert told == {"extra.expert_load.1", "extra.idle_experts.1"}, "there is one layer with experts"
+    most = GLM4.num_experts / GLM4.experts_per_token
+    assert all(1 <= row["extra.expert_load.1"] <= most and row["extra.idle_experts.1"] < 3 for row in steps)
+    (probed,) = (row for row in steps if "extra.routes_agreement" in row)
+    assert probed["step"] == 4 and probed["extra.routes_agreement"] > 0.99, "by the weights that sampled"
+    assert probed["extra.kl_replayed_routes"] < 1e-6
     shutil.copytree(whole, cut)
-    shutil.rmtree(cut / "tiny/checkpoints/step-00000003")
-    done = llamarl_here("train", toml, "--output", cut, "--steps", 3, "--resume", *SYNCHRONOUS)
+    shutil.rmtree(cut / "tiny/checkpoints/step-00000004")
+    done = llamarl_here("train", toml, "--output", cut, "--steps", 4, "--resume", *SYNCHRONOUS)
     assert done.returncode == 0, done.stderr
     files = [path.relative_to(cut) for path in cut.rglob("*.safetensors")]
     assert len(files) == 2

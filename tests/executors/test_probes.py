@@ -13,6 +13,8 @@ import pytest
 from llamarl.config import RunConfig
 from llamarl.controller.causes import by_cause
 from llamarl.executors.probes import Probe, Probes
+from llamarl.training import routing
+from llamarl.training.result import RoutingEffect
 from llamarl.types import FinishReason, Prompt, Rollout, RolloutGroup
 
 VLLM = {"backend": "vllm", "vllm": {"python": "python"}}
@@ -26,6 +28,10 @@ class Trainer:
     version: int = 0
     calls: int = 0
 
+    @property
+    def policy_version(self) -> int:
+        return self.version
+
     def score(
         self, sequences: list[np.ndarray], temperature: float = 1.0, half: bool = False, cutoffs_N: Any = None
     ) -> list[Any]:
@@ -34,19 +40,26 @@ class Trainer:
         return [np.full(len(sequence) - 1, says, np.float32) for sequence in sequences]
 
 
-def group(version: int, cutoff: float = -np.inf) -> RolloutGroup:
+def group(version: int, cutoff: float = -np.inf, routes: bool = False) -> RolloutGroup:
     ids_T = np.arange(1, 6, dtype=np.int32)
     rollout = Rollout.empty(0, 0, FinishReason.STOP)
     columns = {name: np.ones(5, one.dtype) for name, one in rollout.columns.items()}
     columns["cutoffs"] = np.full(5, cutoff, np.float32)
     columns["policy_versions"] = np.array([version, version, -1, version, version], np.int32)
+    columns |= {"routes": np.zeros((5, 2), np.uint8)} if routes else {}
     prompt = Prompt(prompt_id="p", text="", token_ids_T=ids_T, answer="")
     rollout = replace(rollout, columns=columns)
     return RolloutGroup(group_id=0, prompt=prompt, rollouts=(rollout,), results=(), responses=("",))
 
 
 def probed(
-    age: int, steps: int = 40, every: int = 1, dtype: str = "float32", cutoff: float = -np.inf, **generator: Any
+    age: int,
+    steps: int = 40,
+    every: int = 1,
+    dtype: str = "float32",
+    cutoff: float = -np.inf,
+    routes: bool = False,
+    **generator: Any,
 ) -> dict[int, Probe]:
     """Of a trainer that learns from rollouts of this age."""
     config = RunConfig.model_validate({
@@ -58,7 +71,7 @@ def probed(
     assert probes.of(0) is None, "nothing was learnt from yet"
     found = dict[int, Probe]()
     for version in range(1, steps):
-        probes.step([group(version - 1 - age, cutoff)])
+        probes.step([group(version - 1 - age, cutoff, routes)])
         trainer.version = version
         if probe := probes.of(version):
             found[version] = probe
@@ -100,6 +113,23 @@ def test_how_steps_round_is_told_apart() -> None:
     causes = probed(0, dtype="bfloat16")[4].causes
     assert causes is not None
     assert set(causes.logprobs_N) == {4.5} and set(causes.exact_logprobs_N) == {4.0}
+
+
+def test_routers_are_asked_before_the_step_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the weights that make the importance ratio; of the groups of the versions that are probed by cause alone."""
+    asked = list[tuple[int, int]]()
+
+    def routing_of(trainer: Trainer, groups: list[RolloutGroup], half: bool) -> RoutingEffect:
+        asked.append((trainer.version, int(groups[0].rollouts[0].columns["policy_versions"][0])))
+        return RoutingEffect(agreement=trainer.version / 100, live_kl=0.0, replayed_kl=0.0)
+
+    monkeypatch.setattr(routing, "routing_of", routing_of)
+    assert not any(probe.routing for probe in probed(1).values()) and not asked, "nothing was recorded"
+    found = probed(1, routes=True)
+    assert asked == [(3, 2), (19, 18), (35, 34)]
+    assert {version: one.routing.agreement for version, one in found.items() if one.routing} == {
+        4: 0.03, 20: 0.19, 36: 0.35
+    }  # fmt: skip
 
 
 def test_a_generator_that_was_not_asked_then_has_no_numbers() -> None:

@@ -426,7 +426,7 @@ def assert_same(found: list[Found], expected: Found, tolerance: float) -> None:
         assert one.skipped == expected.skipped
         for step, wanted in zip(one.metrics, expected.metrics, strict=True):
             for name, value in wanted.items():
-                if name != "num_input_tokens":  # packing differs with the shares
+                if not name.startswith(("num_input_tokens", "expert_load")):  # packing differs with the shares
                     near = value if value is None else pytest.approx(value, rel=2 * tolerance, abs=tolerance / 100)
                     assert step[name] == near, name
         for before, after in zip(one.scores, expected.scores, strict=True):

@@ -36,6 +36,11 @@ class Routed:
     """Types of weight and input."""
     scores: list[np.ndarray]
     """Before it."""
+    load: dict[str, float]
+    """Metrics of it."""
+    rows: list[np.ndarray]
+    """Times that each expert was chosen in it, by layer, int64 [E]."""
+    grad_norm: float
 
 
 def routed(
@@ -58,5 +63,14 @@ def routed(
         for router in (one for one in trainer.model.modules() if isinstance(one, Router)):
             router.register_forward_pre_hook(see)
         before, scores = parts(trainer), trainer.score(SEQUENCES, half=True)
-        trainer.step(batch)
-        return Routed(before, parts(trainer), seen, scores)
+        gates = [one for one in trainer.model.modules() if isinstance(one, Router)]
+        rows = [np.zeros(one.moe.num_experts, np.int64) for one in gates]
+
+        def count(router: Router, _: object, answer: tuple[Tensor, ...]) -> None:
+            np.add.at(rows[gates.index(router)], answer[0].flatten().numpy(), 1)
+
+        for router in gates:
+            router.register_forward_hook(count)
+        found = trainer.step(batch)
+        load = {name: value for name, value in found.metrics.items() if "expert" in name}
+        return Routed(before, parts(trainer), seen, scores, load, rows, found.update.grad_norm)

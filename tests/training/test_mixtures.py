@@ -59,6 +59,13 @@ def test_ranks_read_all_and_gather_routers_in_float32(workers, make_groups, tmp_
         assert one.seen == {(torch.float32, torch.float32)}, "weight and input"
         for ours, theirs in zip(one.scores, alone.scores, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=0.15)
+    moe, load = MIXTURES[NAME].moe, found[0].load
+    assert moe is not None
+    for place, number in enumerate(moe.sparse_layers):
+        rows_E = found[0].rows[place] + found[1].rows[place]
+        assert load[f"expert_load.{number}"] == pytest.approx(rows_E.max() / rows_E.mean())
+        assert load[f"idle_experts.{number}"] == (rows_E == 0).sum()
+    assert found[0].load == found[1].load and all(one.rows[0].any() for one in found)
     after, expected = assembled([one.after for one in found]), assembled([alone.after])
     assert after.keys() == expected.keys()
     assert torch.equal(after[BIAS], read[BIAS])
@@ -113,6 +120,30 @@ def test_norms_of_gradients_of_two_types_are_added_up(make_groups) -> None:
     assert trainer.sharding.clip_gradients(1e-3) == pytest.approx(squares**0.5, rel=1e-3)
     clipped = sum(float(one.grad.double().square().sum()) for one in trainer.sharding.weights.values())
     assert clipped**0.5 == pytest.approx(1e-3, rel=0.01)
+
+
+def test_the_norm_of_a_gradient_is_over_all_tensors(workers, make_groups, tmp_path: Path) -> None:
+    """Over routers, experts and all else, of which each would be missed, on one rank and on two."""
+    trainer, squares = trainer_of(max_grad_norm=1e9), dict[str, float]()
+
+    def keep(*_: object) -> None:
+        for name, weight in trainer.model.named_parameters():
+            squares[name] = float(weight.grad.double().square().sum())
+
+    trainer.optimizer.register_step_pre_hook(keep)
+    norm = trainer.step(make_groups()).update.grad_norm
+    total = sum(squares.values())
+    assert norm == pytest.approx(total**0.5, rel=1e-6)
+    kinds = {name: "router" if is_router(name) else "expert" if ".experts." in name else "other" for name in squares}
+    for kind in ("router", "expert", "other"):
+        rest = sum(square for name, square in squares.items() if kinds[name] != kind)
+        assert rest**0.5 < (1 - 2e-5) * norm, kind
+    save_model(mixture(NAME), tmp_path / "model", None)
+    config = TrainerConfig(learning_rate=1e-2, max_grad_norm=1e9)
+    with rendezvous() as where, workers.take(2) as ranks:
+        for number, worker in enumerate(ranks):
+            worker.start(routed, where, number, {"fsdp": 2}, tmp_path / "model", make_groups(), config)
+        assert [one.grad_norm for one in results(ranks)] == pytest.approx([norm, norm], rel=1e-5)
 
 
 def test_routers_that_are_not_trained_have_no_state_and_are_saved(make_groups, tmp_path: Path) -> None:

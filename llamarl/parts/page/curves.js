@@ -14,10 +14,13 @@ const CHARTS = [
   ["staleness", "Staleness and its bound, steps", ["staleness_mean", "staleness_max", "staleness_limit"]],
   ["ratio", "Importance ratio", ["importance_ratio_mean", "extra.importance_ratio_staleness", "extra.importance_ratio_same_version"]],
   ["ratio-max", "Largest importance ratio", ["importance_ratio_max"]],
-  ["kl", "KL to the behavior policy by age of tokens, nats", ["kl_to_behavior", "extra.kl_staleness", "extra.kl_same_version", "extra.probe_kl"]],
+  ["kl", "KL to the behavior policy by age of tokens, nats", ["kl_to_behavior", "extra.kl_staleness", "extra.kl_same_version"]],
   ["kl-causes", "KL by cause, of some sequences, nats", ["extra.kl_from_staleness", "extra.kl_from_quantization", "extra.kl_from_kernels", "extra.kl_from_truncation", "extra.kl_from_precision", "extra.kl_from_routing"]],
-  ["routing", "KL to the behavior policy, of some sequences: with the routers' own choice, with the recorded experts, nats", ["extra.kl_live_routes", "extra.kl_replayed_routes"]],
-  ["agreement", "Share of the recorded experts' choices that the trainer's routers would make, by token and layer", ["extra.routes_agreement"]],
+  ["routing", "KL with the routers' own choice, and with recorded experts, of some sequences, nats", ["extra.kl_live_routes", "extra.kl_replayed_routes"]],
+  ["agreement", "Share of recorded choices of experts that the trainer's routers would make", ["extra.routes_agreement"]],
+  ["load", "Rows of the busiest expert over the mean, by layer", ["extra.expert_load.*"]],
+  ["idle", "Experts without any row, by layer", ["extra.idle_experts.*"]],
+  ["probe", "KL of generators to the trainer by the same weights, of the ends of some sequences, nats", ["extra.probe_kl"]],
   ["entropy", "Entropy, nats per token", ["extra.entropy_mean"]],
   ["grad", "Gradient norm", ["grad_norm"]],
   ["loss", "Loss", ["loss"]],
@@ -32,6 +35,7 @@ const CHARTS = [
   ["memory", "Memory, bytes", ["extra.rss_bytes.*", "extra.peak_memory_bytes"]],
 ];
 const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3]], plots = new Map();
+const MOST_LAYERS = 8; // more curves cannot be told apart
 const FORESEEN = /^(response_tokens|staleness|samples_per_s|generated_tokens|step_s|busy_share|sync_s|waiting_rollouts)/; // rewards and log-probabilities of a simulation are made up
 const EXACT = /_(max|limit|rollouts|groups|segments)$|calls$/;
 
@@ -55,9 +59,17 @@ function smoothed(values, weight) {
   });
 }
 
+// Of many layers those that reach highest.
+function ofLayers(run, names) {
+  const top = (name) => Math.max(...run.series[name].filter((value) => value != null));
+  if (names.length <= MOST_LAYERS || !names.every((name) => /\.\d+$/.test(name))) return names;
+  const kept = new Set(names.map((name) => [top(name), name]).sort(([a], [b]) => b - a).slice(0, MOST_LAYERS).map(([, name]) => name));
+  return names.filter((name) => kept.has(name));
+}
+
 function namesOf(run, patterns) {
   return patterns.flatMap((pattern) => pattern === HELD_OUT ? [...new Set(run.evals.map((one) => HELD_OUT + one.name))]
-    : pattern.endsWith("*") ? Object.keys(run.series).filter((name) => name.startsWith(pattern.slice(0, -1))) : [pattern])
+    : pattern.endsWith("*") ? ofLayers(run, Object.keys(run.series).filter((name) => name.startsWith(pattern.slice(0, -1)))) : [pattern])
     .filter((name) => name.startsWith(HELD_OUT) || run.series[name]?.some((value) => value != null));
 }
 

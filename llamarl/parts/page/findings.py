@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
+from operator import itemgetter
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from llamarl.observability.formats import number, percent, plain
@@ -28,6 +30,11 @@ MISMATCH_KL, TRUNCATED_SHARE, INVALID_SHARE, IDLE_SHARE = 0.05, 0.2, 0.05, 0.5
 COLLAPSED_SHARE, COLLAPSED_NATS = 0.2, 0.05
 """Share of the first entropy, and nats per token, below which little is left to explore."""
 GRADIENT_GROWTH = 20.0
+FAR_LOAD, LEAST_AGREEMENT = 3.0, 0.9
+"""Rows of an expert over the mean, which is where it has three quarters of the tokens if each takes two of eight; and
+share of the recorded choices of experts that routers would make."""
+NUM_AGREEMENTS = 3
+"""Probes that are averaged: each is of a few sequences."""
 _LEARNT_FROM = re.compile(r"data\.eval(?: \((\S+)\))?: all of its prompts are in data\.train")
 """Warning of a run about a set of held-out problems, with its name."""
 Level = Literal["good", "note", "bad"]
@@ -279,7 +286,7 @@ def _wrong(data: RunData) -> Iterator[Claim]:
     if invalid and max(invalid.first, invalid.last) > INVALID_SHARE:
         text = f"{percent(max(invalid.first, invalid.last))} of the rewards are invalid"
         yield Claim(text=text, chart="truncated", level="bad")
-    yield from _sources(data)
+    yield from (*_sources(data), *_experts(data))
     gradient = last("grad_norm")
     if gradient and gradient.last > GRADIENT_GROWTH * gradient.first > 0:
         text = f"gradient norm grew from {number(gradient.first)} to {number(gradient.last)}"
@@ -299,3 +306,31 @@ def _sources(data: RunData) -> Iterator[Claim]:
         elif found and key == f"{SOURCES}invalid" and max(found.first, found.last) > INVALID_SHARE:
             text = f"{percent(max(found.first, found.last))} of the rewards of source {label} are invalid"
             yield Claim(text=text, chart="source-faults", level="bad")
+
+
+def _experts(data: RunData) -> Iterator[Claim]:
+    """Claims about a mixture of experts: the layer with most experts that stay idle, that where one has by far the most
+    to do, and routers that choose otherwise than was recorded."""
+    freeze = "trainer.train_router = false"
+    mend = f"{freeze} from an earlier checkpoint on, or another base model if it began so"
+    if (idle := _worst(data, "extra.idle_experts.", min)) and idle[0] >= 1:
+        what = "expert has no rows, and learns nothing" if idle[0] < 2 else "experts have no rows, and learn nothing"
+        yield Claim(text=f"{idle[0]:.0f} {what}, in layer {idle[1]}: {mend}", chart="idle", level="bad")
+    if (load := _worst(data, "extra.expert_load.", fmean)) and load[0] > FAR_LOAD:
+        text = f"an expert of layer {load[1]} has {number(load[0])} times the mean's rows: {mend}"
+        yield Claim(text=text, chart="load", level="bad")
+    agreed = [share for share in data.columns.get("extra.routes_agreement", ()) if math.isfinite(share)]
+    if agreed and (share := fmean(agreed[-NUM_AGREEMENTS:])) < LEAST_AGREEMENT:
+        text = f"the trainer's routers would make {percent(share)} of the recorded choices: a lower "
+        text += f"rollout.max_staleness or trainer.learning_rate, or {freeze}"
+        yield Claim(text=text, chart="agreement", level="bad")
+
+
+def _worst(data: RunData, prefix: str, of_last: Callable[[list[float]], float]) -> tuple[float, str] | None:
+    """Layer in which a metric is highest over the last steps, and how high. None: too few steps know it."""
+    found = list[tuple[float, str]]()
+    for name, column in data.columns.items():
+        known = [value for value in column if math.isfinite(value)] if name.startswith(prefix) else []
+        if len(known) >= 4:
+            found.append((of_last(known[-max(2, int(PART * len(known))) :]), name.removeprefix(prefix)))
+    return max(found, key=itemgetter(0), default=None)

@@ -217,6 +217,8 @@ def _numbers(view: RunView, inner: int, max_staleness: int) -> list[Text]:
         if rewards := of_sources(view.metrics.extra, "reward"):
             told = [Text.assemble((f"{label} ", DIM), (number(reward), "bold")) for label, reward in rewards.items()]
             lines.append(_row("sources", Text("   ").join(told)))
+        if experts := _expert_cells(view.metrics.extra):
+            lines.append(_row("experts", *(cell.text(cell_width) for cell in experts)))
     lines += _held_out(view.evals, width - LABEL_WIDTH)
     return _beside(lines, _reward_chart(view.rewards, inner - width - 4, len(lines)), width) if wide else lines
 
@@ -244,6 +246,17 @@ def _reward_cells(last: StepMetrics) -> tuple[_Cell, _Cell]:
     if last.invalid_share > 0:
         return reward, _Cell("invalid", percent(last.invalid_share, 1), BAD if last.invalid_share > 0.1 else WARN)
     return reward, _Cell("solved", percent(last.solve_rate), "bold")
+
+
+def _expert_cells(extra: Mapping[str, float]) -> list[_Cell]:
+    """The fullest layer of a mixture of experts, and how many experts of all layers have no rows; none: it is dense."""
+    loads, idle = (
+        [value for name, value in extra.items() if name.startswith(prefix)]
+        for prefix in ("expert_load.", "idle_experts.")
+    )
+    if not loads:
+        return []
+    return [_Cell("busiest", f"{number(max(loads))} x mean"), _Cell("idle", f"{sum(idle):.0f}", WARN * (sum(idle) > 0))]
 
 
 def _metric_rows(last: StepMetrics, max_staleness: int) -> list[tuple[str, _Cell, _Cell, _Cell]]:

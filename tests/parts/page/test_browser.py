@@ -80,6 +80,25 @@ def test_everything_is_drawn_and_fits(visit: Any, files: dict[str, str], width: 
     assert [url for url in one.asked if not url.startswith(("file:", "data:"))] == []
 
 
+def test_a_mixture_of_experts(visit: Any, files: dict[str, str], tmp_path: Path) -> None:
+    """Load by layer, of many layers the fullest, and what routing does to the KL; nothing of it for a dense model."""
+    charts = {"load", "idle", "agreement", "routing", "kl-causes"}
+    names = {"kl_live_routes": 3e-4, "kl_replayed_routes": 1e-4, "kl_from_routing": 2e-4, "routes_agreement": 0.97}
+    names |= {f"expert_load.{layer}": 1.0 + layer / 10 for layer in range(12)}
+    names |= {f"idle_experts.{layer}": layer // 11 for layer in range(12)}
+    folder = make_run(tmp_path / "mixture", 60, **{f"extra.{name}": value for name, value in names.items()})
+    report.main([str(folder), "--output", str(tmp_path / "mixture.html")])
+    one = visit((tmp_path / "mixture.html").as_uri())
+    for chart in charts:
+        assert one.ink(f"#{chart} canvas") > 300, chart
+    told = {chart: one.page.locator(f"#{chart} .key .entry").all_inner_texts() for chart in charts}
+    assert [text.strip() for text in told["load"]] == [f"expert_load.{layer}" for layer in range(4, 12)]
+    assert len(told["idle"]) == 8 and "idle_experts.11" in told["idle"][-1]
+    assert [text.strip() for text in told["kl-causes"]] == ["kl_from_routing"]
+    dense = visit(files["one"])
+    assert not charts & {*dense.page.eval_on_selector_all(".chart", "all => all.map(one => one.id)")}
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_can_be_read(visit: Any, files: dict[str, str], scheme: str) -> None:
     """WCAG's contrast of at least 4.5 for every element with text of its own, tokens of all colorings included."""

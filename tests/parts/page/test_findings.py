@@ -27,6 +27,11 @@ from tests.parts.page.runs import (
 
 PAGE = Path(report.__file__).parents[1]
 
+ASTRAY = (
+    "the trainer's routers would make 80% of the recorded choices: a lower rollout.max_staleness or "
+    "trainer.learning_rate, or trainer.train_router = false"
+)
+
 
 def claims(folder: Path) -> dict[str, str]:
     return {claim["text"]: claim["chart"] for claim in findings(read(folder))}
@@ -84,6 +89,29 @@ class TestClaims:
         write_rows(folder / "metrics.jsonl", [step_row(step, **names) for step in range(21, 41)])
         assert claims(folder)[text] == chart
         assert not any("gsm8k" in one for one in claims(folder))
+
+    @pytest.mark.parametrize(
+        ("metric", "fine", "bad", "text", "chart"),
+        [
+            ("idle_experts.2", [0], [2, 3], "2 experts have no rows, and learn nothing, in layer 2: FREEZE", "idle"),
+            ("idle_experts.2", [0, 3], [1], "1 expert has no rows, and learns nothing, in layer 2: FREEZE", "idle"),
+            ("expert_load.2", [2.9], [3.4, 3.6], "an expert of layer 2 has 3.50 times the mean's rows: FREEZE", "load"),
+            ("routes_agreement", [0.91, None], [0.8, None], ASTRAY, "agreement"),
+        ],
+    )  # fmt: skip
+    def test_a_mixture_whose_routers_went_astray(
+        self, tmp_path: Path, metric: str, fine: list[float | None], bad: list[float | None], text: str, chart: str
+    ) -> None:
+        """In one sentence with what to do; a step or a layer alone does not count, and a dense model has none of it."""
+        folder = make_run(tmp_path / "made", steps=0, end=None)
+        names = {"extra.idle_experts.1": 0, "extra.expert_load.1": 1.5, "extra.idle_experts.2": 0}
+        rows = [step_row(step, **names | {f"extra.{metric}": fine[step % len(fine)]}) for step in range(1, 21)]
+        write_rows(folder / "metrics.jsonl", rows)
+        assert not {*claims(folder).values()} & {"idle", "load", "agreement"}
+        rows = [step_row(step, **names | {f"extra.{metric}": bad[step % len(bad)]}) for step in range(21, 41)]
+        write_rows(folder / "metrics.jsonl", rows)
+        freeze = "trainer.train_router = false from an earlier checkpoint on, or another base model if it began so"
+        assert claims(folder)[text.replace("FREEZE", freeze)] == chart
 
     def test_the_bound_itself_may_be_reached(self, tmp_path: Path) -> None:
         assert not any(

@@ -47,6 +47,14 @@ def test_shows_the_rewards_of_the_sources(info, make_view, make_metrics, now_s):
     assert "sources" not in draw(Board(info=info, started_s=now_s, view=make_view()), 80, 30, now_s)
 
 
+def test_shows_the_load_of_experts(info, make_view, make_metrics, now_s):
+    """The fullest layer, and the idle experts of all."""
+    extra = {"expert_load.0": 1.5, "expert_load.11": 2.25, "idle_experts.0": 1.0, "idle_experts.11": 2.0}
+    board = Board(info=info, started_s=now_s, view=make_view(metrics=make_metrics(1, extra=extra)))
+    assert re.search(r"experts +busiest 2\.25 x mean +idle 3", draw(board, 80, 30, now_s))
+    assert "experts" not in draw(Board(info=info, started_s=now_s, view=make_view()), 80, 30, now_s)
+
+
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (140, 40)])
 def test_shows_the_key_numbers(width, height, info, make_view, now_s):
     screen = draw(Board(info=info, started_s=now_s - 102, view=make_view()), width, height, now_s)

@@ -192,7 +192,7 @@ def test_prometheus_names_and_the_dashboard(make_metrics, make_eval, tmp_path: P
     warnings = list[str]()
     (one,) = Trackers(["prometheus"], subject(tmp_path, port=port, step=2), warnings.append).each
     extra = {"rss_bytes.trainer": 5e8, "kl_same_version": 0.1, "kl_staleness": 0.2, "entropy_mean": 0.3}
-    extra |= {"source_reward.gsm8k": 0.25}
+    extra |= {"source_reward.gsm8k": 0.25, "expert_load.11": 1.5}
     for record in (make_metrics(3, extra=extra), make_metrics(4, extra=extra), make_eval(4, 0.25)):
         one.put(record.to_json())
     text, until_s = "", time.monotonic() + 20
@@ -211,6 +211,7 @@ def test_prometheus_names_and_the_dashboard(make_metrics, make_eval, tmp_path: P
     assert 'llamarl_busy_ratio{executor="trainer",run="made"} 0.58' in text
     assert 'llamarl_rss_bytes{executor="trainer",run="made"} 5e+08' in text
     assert 'llamarl_source_reward{run="made",source="gsm8k"} 0.25' in text
+    assert 'llamarl_expert_load{layer="11",run="made"} 1.5' in text
     assert 'llamarl_step_seconds{run="made"} 1.1' in text
     dashboard = json.loads((ROOT / "examples" / "grafana.json").read_text())
     named = set(re.findall(r"llamarl_\w+", json.dumps(dashboard["panels"])))

@@ -60,8 +60,9 @@ class Prometheus(Tracker):
 
 
 def exposed(key: str) -> tuple[str, dict[str, str]]:
-    """Name and labels: `extra.rss_bytes.trainer` is `llamarl_rss_bytes` of the executor `trainer`, and
-    `eval.math/pass_at.4` is `llamarl_eval_pass_at` of the set `math` with `k` 4."""
+    """Name and labels: `extra.rss_bytes.trainer` is `llamarl_rss_bytes` of the executor `trainer`,
+    `extra.expert_load.3` is `llamarl_expert_load` of the `layer` 3, and `eval.math/pass_at.4` is `llamarl_eval_pass_at`
+    of the set `math` with `k` 4."""
     is_eval = key.startswith("eval.")
     named, _, own = key.removeprefix("eval.").rpartition("/") if is_eval else ("", "", key.removeprefix("extra."))
     name, _, part = own.partition(".")
@@ -69,7 +70,8 @@ def exposed(key: str) -> tuple[str, dict[str, str]]:
         if name.endswith(ending):
             name = name.removesuffix(ending) + unit
             break
-    kind = "k" if is_eval else "source" if own.startswith(SOURCES) else "executor"
+    others = "layer" if part.isdecimal() else "executor"
+    kind = "k" if is_eval else "source" if own.startswith(SOURCES) else others
     labels = {"set": named, kind: part}
     prefix = "llamarl_eval_" if is_eval else "llamarl_"
     return prefix + re.sub(r"\W", "_", name), {label: value for label, value in labels.items() if value}
