@@ -52,7 +52,13 @@ def predict_step(
     generators = Generators(tp_L=ones, replicas_L=ones * replicas, slots_L=slots, weight_bytes_L=ones * BF16)
     one = np.array([1])
     trainer = TrainerLayouts(
-        tp_L=one, cp_L=one, pp_L=one, dp_L=one, microbatch_tokens_L=np.array([microbatch_tokens]), sharded=True
+        tp_L=one,
+        cp_L=one,
+        pp_L=one,
+        ep_L=one,
+        dp_L=one,
+        microbatch_tokens_L=np.array([microbatch_tokens]),
+        sharded=True,
     )
     generate_s = sum_parts(generation_parts(request, pool, generators, rules))
     train_s = float(sum_parts(training_parts(request, pool, trainer))[0])

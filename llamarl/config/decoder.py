@@ -6,12 +6,72 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from llamarl.config.errors import ConfigError
 
 MAX_COUNT = 1 << 27
 """Most tokens, columns or positions: a hundred times what models have, and tables of that size can still be made."""
+MAX_EXPERTS = 1 << 17
+"""Most experts in all layers; models have some 20,000."""
+_BYTE, _TWO_BYTES = 255, 65_535
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoeShape:
+    """Sizes and switches of the mixtures of experts in a decoder. Groups divide the experts evenly."""
+
+    num_experts: int
+    experts_per_token: int
+    expert_size: int
+    """Width of one expert."""
+    sparse_layers: tuple[int, ...]
+    """Numbers of the layers with experts, counted through the whole model, ascending."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """Softmax over all experts, or the sigmoid of each."""
+    normalized: bool = False
+    """Gates are divided by their sum."""
+    scaling: float = 1.0
+    """Factor of the gates."""
+    num_groups: int = 1
+    groups_per_token: int = 1
+    """Groups from which a token's experts are chosen."""
+    shared_size: int = 0
+    """Width of the expert that serves every token; 0: there is none."""
+    has_selection_bias: bool = False
+    """A bias is added to the scores, for the choice alone."""
+
+    def __post_init__(self) -> None:
+        if not self.sparse_layers:
+            raise ConfigError("a mixture of experts without a layer that has experts; use the dense family")
+        if (num := self.num_experts * len(self.sparse_layers)) > MAX_EXPERTS or self.num_experts > _TWO_BYTES:
+            most = f"{MAX_EXPERTS}, and {_TWO_BYTES} in a layer"
+            raise ConfigError(f"{num} experts, {self.num_experts} in a layer; a model may have {most}")
+        if self.num_experts % self.num_groups or not 0 < self.groups_per_token <= self.num_groups:
+            raise ConfigError(
+                f"{self.groups_per_token} of {self.num_groups} groups of {self.num_experts} experts; the groups must "
+                "divide the experts, and a token takes some or all"
+            )
+        most = self.num_experts // self.num_groups * self.groups_per_token
+        if not 0 < self.experts_per_token <= most:
+            raise ConfigError(f"{self.experts_per_token} experts of a token; it can choose among {most}")
+
+    @property
+    def route_width(self) -> int:
+        """Experts of a token in all layers."""
+        return len(self.sparse_layers) * self.experts_per_token
+
+    def columns(self, layer: int) -> slice | None:
+        """Place of a layer's experts among those of all layers; None: it has none."""
+        if layer not in self.sparse_layers:
+            return None
+        start = self.sparse_layers.index(layer) * self.experts_per_token
+        return slice(start, start + self.experts_per_token)
+
+    @property
+    def route_bytes(self) -> int:
+        """Bytes of an expert's number, of which the largest means that it was not recorded."""
+        return 1 if self.num_experts <= _BYTE else 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,28 +85,71 @@ class DecoderSizes(ABC):
     head_dim: int
     """Not always hidden_size / num_heads."""
     intermediate_size: int
-    """Width of one feed-forward block (of one expert in a mixture)."""
+    """Width of the feed-forward of a layer without experts."""
     vocab_size: int
     max_position_embeddings: int
     """Longest context, prompt and response together, in tokens."""
     tie_embeddings: bool = False
     """The output head is the embedding matrix."""
+    moe: MoeShape | None = None
+    """Mixtures of experts in some or all layers."""
+
+    @property
+    def num_sparse_layers(self) -> int:
+        """Layers with experts."""
+        return 0 if self.moe is None else len(self.moe.sparse_layers)
+
+    def is_sparse(self, layer: int) -> bool:
+        """The layer has experts."""
+        return self.moe is not None and layer in self.moe.sparse_layers
+
+    @property
+    def routed_width(self) -> int:
+        """Columns of the experts that a router chooses for a token; 0 without experts."""
+        return 0 if self.moe is None else self.moe.experts_per_token * self.moe.expert_size
 
     @property
     def active_width(self) -> int:
         """Columns of feed-forward that a token goes through in one layer, the widest; of a mixture those of its
         experts."""
-        return self.intermediate_size
+        if self.moe is None:
+            return self.intermediate_size
+        dense = self.intermediate_size * (self.num_sparse_layers < self.num_layers)
+        return max(self.routed_width + self.moe.shared_size, dense)
 
     @property
     def rows_per_token(self) -> int:
         """Rows of the residual stream that a layer copies for a token's experts; 0 without experts."""
-        return 0
+        return 0 if self.moe is None else 2 * self.moe.experts_per_token  # on their way in, and out
+
+    @property
+    def routed_scalars(self) -> int:
+        """Weights of the experts that a router chooses for a token, in all layers."""
+        return 3 * self.hidden_size * self.routed_width * self.num_sparse_layers
+
+    @property
+    def feed_forward_scalars(self) -> int:
+        """Weights of all layers' feed-forwards that a token is multiplied by, routers included."""
+        dense = 3 * self.hidden_size * self.intermediate_size * (self.num_layers - self.num_sparse_layers)
+        if self.moe is None:
+            return dense
+        beside = self.hidden_size * (3 * self.moe.shared_size + self.moe.num_experts)
+        return dense + beside * self.num_sparse_layers + self.routed_scalars
+
+    @property
+    def layer_expert_parameters(self) -> int:
+        """Scalars in all experts among which a layer's router chooses; 0 without experts."""
+        return 0 if self.moe is None else 3 * self.hidden_size * self.moe.expert_size * self.moe.num_experts
+
+    @property
+    def expert_parameters(self) -> int:
+        """Scalars in the experts of all layers, without shared ones."""
+        return self.layer_expert_parameters * self.num_sparse_layers
 
     @property
     @abstractmethod
     def layer_parameters(self) -> int:
-        """Scalars in all weights of one layer."""
+        """Scalars in all weights of one layer; in a mixture of one with experts."""
 
     @property
     @abstractmethod

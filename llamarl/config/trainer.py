@@ -41,6 +41,9 @@ class ParallelismConfig(Section):
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
+ATTENTION: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""Projections that can have an adapter in a mixture of experts."""
+
 
 class LoraConfig(Section):
     """Low-rank adapters (arXiv 2106.09685) beside a frozen model: its own weights have no gradients, no moments and no

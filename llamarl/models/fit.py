@@ -10,7 +10,7 @@ from typing import Any
 from llamarl.config import RunConfig
 from llamarl.config.decoder import DecoderSizes
 from llamarl.config.roles import CriticConfig, ReferenceConfig, RewardModelConfig
-from llamarl.config.trainer import ParallelismConfig
+from llamarl.config.trainer import ATTENTION, ParallelismConfig
 from llamarl.models import memory
 from llamarl.models.memory import WIDTHS, GeneratorLoad, Parts, TrainerLoad, total
 
@@ -157,7 +157,8 @@ def trainer_load(
         tokens=tokens, targets=tokens * responses / group,
         keys=tokens * (prompt + rollout.group_size * (prompt + response)) / group,
         half=half, checkpointing=settings.activation_checkpointing, flash=on_gpu and half and layout.cp == 1,
-        tp=layout.tp, cp=layout.cp, pp=layout.pp, shards=layout.fsdp * layout.cp, is_critic=critic is not None,
+        tp=layout.tp, cp=layout.cp, pp=layout.pp, shards=layout.fsdp * layout.cp, ep=layout.ep,
+        is_critic=critic is not None,
         weight=WIDTHS[settings.weights], moments=memory.MOMENTS_BYTES[settings.moments],
         lora=None if critic else settings.lora,
     )  # fmt: skip
@@ -255,6 +256,7 @@ def levers(config: RunConfig, shape: DecoderSizes) -> Iterator[tuple[str, list[A
         yield "generator.kv_cache_bytes", _halves(generator.kv_cache_bytes, int(one))
     yield "generator.max_running", _halves(generator.max_running, config.rollout.group_size)
     yield "trainer.moments_on", ["host"] if trainer.device != "cpu" and trainer.moments_on == "device" else []
+    yield "trainer.parallelism.ep", _shared(shape, layout)
     yield "generator.dtype", [name for name in ("bfloat16", "int8") if WIDTHS[name] < WIDTHS[generator.dtype]]
     yield "reference.dtype", [name for name in ("bfloat16", "int8") if WIDTHS[name] < WIDTHS[config.reference.dtype]]
     yield "trainer.dtype", ["bfloat16"]
@@ -264,9 +266,20 @@ def levers(config: RunConfig, shape: DecoderSizes) -> Iterator[tuple[str, list[A
     yield "trainer.moments", ["8bit"] if trainer.moments == "float32" and not is_cut else []
     yield "generator.replicas", _halves(generator.replicas, 1)
     yield "checkpoint.mirror", [False]
-    yield "trainer.lora", [] if trainer.lora else [{"rank": 16}]
+    targets = {"targets": [*ATTENTION]} if shape.moe else {}
+    yield "trainer.lora", [] if trainer.lora else [{"rank": 16} | targets]
     yield "trainer.parallelism.fsdp", [layout.fsdp << power for power in range(1, 8)]
     yield "generator.tensor_parallel", [generator.tensor_parallel << power for power in range(1, 4)]
+
+
+def _shared(shape: DecoderSizes, layout: ParallelismConfig) -> list[int]:
+    """More ranks of a trainer that can share a mixture's experts evenly, and the others each expert."""
+    if (moe := shape.moe) is None:
+        return []
+    ranks, found = layout.fsdp * layout.cp, [layout.ep << power for power in range(1, moe.num_experts.bit_length())]
+    sizes = moe.expert_size // layout.tp, shape.hidden_size
+    evenly = [ep for ep in found if moe.num_experts % ep == ranks % ep == 0]
+    return [ep for ep in evenly if not any(size % (ranks // ep) for size in sizes)]
 
 
 def _halves(size: int, least: int) -> list[int]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from llamarl.config.decoder import DecoderSizes
 from llamarl.config.trainer import LoraConfig
+from llamarl.sharding.tensor_parallel import cuts_by_expert
 
 Number = Any
 """A number, or an array with one for each of many layouts."""
@@ -30,6 +31,11 @@ BLOCK_COLUMNS = 256
 """Columns of a row of an 8-bit moment that share a scale."""
 MOMENTS_BYTES = {"float32": 8.0, "8bit": 2 + 8 / BLOCK_COLUMNS}
 """Bytes per trained weight of both moments of AdamW, by `trainer.moments`."""
+
+
+UNEVEN_EXPERTS = 1.3
+"""Rows of the fullest of the ranks that share the experts of a mixture, over their mean. Assumed: routers were trained
+to be even, over far more tokens than a microbatch has, and a rank has several experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +59,8 @@ class TrainerLoad:
     pp: Number = 1
     shards: Number = 1
     """Ranks that share one tensor-parallel part of all weights (FSDP2)."""
+    ep: Number = 1
+    """Ranks among them that share the experts of a mixture by number; `shards / ep` ranks share the rows of those."""
     is_critic: bool = False
     """One output per token instead of a vocabulary."""
     weight: int = 4
@@ -71,6 +79,8 @@ def trainer_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
     held = np.ceil(sizes.num_layers / load.pp) * sizes.layer_parameters
     rest = whole - sizes.num_layers * sizes.layer_parameters
     held = held + np.where(load.pp > 1, np.minimum(rest, vocabulary), rest)
+    # Whole experts are not always as many for each rank.
+    held = held + sizes.expert_parameters / load.pp * (load.shards * expert_share(sizes, load.shards, load.ep) - 1)
     ranks, trained = load.tp * load.shards, held
     parts: Parts = {}
     if load.lora is None:
@@ -85,6 +95,15 @@ def trainer_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
     return parts | _peak(sizes, load)
 
 
+def expert_share(sizes: DecoderSizes, shards: Number, ep: Number) -> Number:
+    """Share of a mixture's experts that the fullest of `shards` ranks holds: FSDP2 gives whole ones, or, where `ep`
+    ranks have them by number, rows of each, which a start wants even."""
+    if sizes.moe is None:
+        return 1 / shards
+    whole = np.ceil(sizes.moe.num_experts / shards) / sizes.moe.num_experts
+    return np.where(np.asarray(ep) > 1, 1 / shards, whole)[()]
+
+
 def _peak(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
     """Bytes that a microbatch takes at the worst moment: when the layers' forward ends, in the backward of the head, in
     that of a layer, or in that of the embedding (with FSDP2, when the gradients of both ends are shared out)."""
@@ -95,9 +114,11 @@ def _peak(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
     ends = 2 * 4 * hidden * rows + table
     # A pipeline's first stage holds its part of the layers for as many microbatches as there are stages.
     kept = sizes.num_layers * (4 * hidden * rows if load.checkpointing else layer)
-    # Gradients of gate, up and their product, and of the residual stream; recomputed, the layer itself.
-    work = (3 * width * sizes.active_width + 12 * hidden) * rows + (layer if load.checkpointing else 0)
-    last = 4 * width * sizes.active_width * rows if load.checkpointing else 0
+    # Gradients of gate, up and their product, of experts' rows, and of the residual stream; recomputed, also the layer.
+    active = _active_width(sizes, load)
+    copied = hidden * sizes.rows_per_token * _uneven(load)
+    work = (width * (3 * active + copied) + 12 * hidden) * rows + (layer if load.checkpointing else 0)
+    last = 4 * width * active * rows if load.checkpointing else 0
     gradient = load.weight * vocabulary if load.lora is None else 0  # comes whole; a frozen head has none
     # The embedding's comes whole, too; where it is the head, both of them and their sum are there at once.
     is_one = sizes.tie_embeddings and not load.is_critic
@@ -125,6 +146,16 @@ def _peak(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
     return {name: np.choose(worst, [moment[name] for moment in moments])[()] for name in moments[0]}
 
 
+def _uneven(load: TrainerLoad) -> Number:
+    """Rows of a rank's experts over its own rows."""
+    return np.where(np.asarray(load.ep) > 1, UNEVEN_EXPERTS, 1)[()]
+
+
+def _active_width(sizes: DecoderSizes, load: TrainerLoad) -> Number:
+    """Columns of feed-forward that a layer computes for each of a rank's tokens."""
+    return sizes.active_width + (_uneven(load) - 1) * sizes.routed_width
+
+
 def _cast(sizes: DecoderSizes, load: TrainerLoad) -> tuple[Number, Number]:
     """Bytes of the copies of all layers' matrices that autocast makes, which live until the forward ends, and longer
     where activations are kept; and of one layer's."""
@@ -137,14 +168,19 @@ def _gathered(sizes: DecoderSizes, load: TrainerLoad) -> tuple[Number, Number, N
     """Bytes that FSDP2 has whole: of a layer in use and the next one ahead, with embedding and head in float32; of a
     layer's gradients as they come and, in float32, as they are sent; and at the end of embedding and head, with their
     gradients, of which there are three where they are one, beside the last layer's."""
-    width, layer = 2 if load.half else 4, sizes.layer_parameters / load.tp
+    width, experts = 2 if load.half else 4, sizes.layer_expert_parameters
+    # Of experts a rank gathers those of its number, padded to shares as large as the largest. Shared by `ep` ranks they
+    # come by themselves, so a layer's are there without the next one's.
+    own = experts * expert_share(sizes, load.shards, load.ep) * load.shards / load.ep / load.tp
+    layer = (sizes.layer_parameters - experts) / load.tp + own
+    two = 2 * layer - own * (np.asarray(load.ep) > 1)
     ends = (1 if load.is_critic else 2 - sizes.tie_embeddings) * sizes.vocab_size * sizes.hidden_size / load.tp
-    gathered = 2 * width * layer + load.weight * ends
+    gathered = width * two + load.weight * ends
     if load.lora:
         return gathered, 0, 4 * ends
     is_one = sizes.tie_embeddings and not load.is_critic
     outer = load.weight * ((4 if is_one else 2) + (load.weight == 2)) * ends  # of bfloat16, a sum beside them
-    return gathered, (width + 4) * layer, outer + 2 * width * layer
+    return gathered, (width + 4) * layer, outer + width * two
 
 
 def _projections(sizes: DecoderSizes, lora: LoraConfig) -> list[tuple[int, int]]:
@@ -164,7 +200,7 @@ def adapter_parameters(sizes: DecoderSizes, lora: LoraConfig) -> int:
 def activation_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Number:
     """Bytes that one layer keeps of a microbatch from forward to backward, where it is not computed again."""
     query, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    hidden, inner, tokens = sizes.hidden_size, sizes.active_width, load.tokens / load.cp
+    hidden, inner, tokens = sizes.hidden_size, _active_width(sizes, load), load.tokens / load.cp
     width, lora = (2 if load.half else 4), load.lora
     # Residual stream at two places, and both normed before their weights are applied (which frozen ones do not need).
     # Tensor ranks have rows of their own there; what goes into blocks is gathered, and cast for each of its products.
@@ -175,7 +211,7 @@ def activation_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Number:
     else:
         gathered = 4 * hidden * 2
     # Gate, up, silu of gate, and their product; of a mixture also its experts' rows.
-    heads = width * (4 * inner + hidden * sizes.rows_per_token)
+    heads = width * (4 * inner + hidden * sizes.rows_per_token * _uneven(load))
     # Queries, keys, values, outputs, and the logarithm of each query's sum; without flash attention queries and outputs
     # twice, as they also have an order of its own.
     heads += width * (2 * query + 2 * kv) + 4 * sizes.num_heads if load.flash else width * 4 * query
@@ -193,16 +229,30 @@ def kv_token_bytes(sizes: DecoderSizes, tp: Number, width: int) -> Number:
 
 def served_bytes(sizes: DecoderSizes, width: Number, tp: Number = 1) -> Number:
     """Bytes of one copy of a generator's weights on a rank: projections in `width` bytes each (8-bit ones with a
-    float32 scale per row), embedding and head in 16 bits unless those have 32."""
-    hidden, inner = sizes.hidden_size, sizes.intermediate_size
+    float32 scale per row), embedding and head in 16 bits unless those have 32, routers whole in 32."""
+    hidden, ends = sizes.hidden_size, (2 - sizes.tie_embeddings) * sizes.vocab_size * sizes.hidden_size
     query, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     kv_part = np.maximum(kv / tp, sizes.head_dim)
     projections = 2 * hidden * query / tp + 2 * hidden * kv_part
-    experts = sizes.layer_parameters - 2 * hidden * (query + kv)  # of a mixture all; of a dense model also the norms
-    rows = query / tp + 2 * kv_part + 2 * inner / tp + 2 * hidden
-    layer = (projections + experts / tp) * width + np.where(np.asarray(width) == 1, 4 * rows, 0)
-    ends = (2 - sizes.tie_embeddings) * sizes.vocab_size * hidden / tp
-    return sizes.num_layers * layer + ends * np.maximum(width, 2)
+    routers = sizes.num_sparse_layers * hidden * (sizes.moe.num_experts if sizes.moe else 0)
+    # Feed-forwards and experts, and the norms, which are few.
+    others = sizes.num_parameters - ends - sizes.num_layers * 2 * hidden * (query + kv) - routers
+    rows = sizes.num_layers * (query / tp + 2 * kv_part + hidden) + _feed_forward_rows(sizes, tp)
+    layers = (sizes.num_layers * projections + others / tp) * width + np.where(np.asarray(width) == 1, 4 * rows, 0)
+    return layers + ends / tp * np.maximum(width, 2) + 4 * routers
+
+
+def _feed_forward_rows(sizes: DecoderSizes, tp: Number) -> Number:
+    """Rows of all feed-forwards on one rank of a generator, each with a scale where weights have 8 bits."""
+    hidden, dense = sizes.hidden_size, sizes.num_layers - sizes.num_sparse_layers
+    rows = dense * (2 * sizes.intermediate_size / tp + hidden)
+    if (moe := sizes.moe) is None:
+        return rows
+    by_number = np.vectorize(cuts_by_expert, otypes=[bool])(moe.num_experts, moe.expert_size, tp)
+    down = moe.num_experts * hidden / np.where(by_number, tp, 1)[()]
+    experts = 2 * moe.num_experts * moe.expert_size / tp + down
+    shared = 2 * moe.shared_size / tp + hidden * (moe.shared_size > 0)
+    return rows + sizes.num_sparse_layers * (experts + shared)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,7 +284,8 @@ def generator_bytes(sizes: DecoderSizes, load: GeneratorLoad) -> Parts:
     parts["keys and values"] = load.kv_tokens * kv_token_bytes(sizes, load.tp, load.kv_width)
     query = (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim
     inner = 3 * sizes.active_width + 2 * query
-    work = np.maximum(load.rows, load.prefill_tokens) * (2 * inner / load.tp + 3 * 4 * sizes.hidden_size)
+    copied = 2 * sizes.hidden_size * sizes.rows_per_token
+    work = np.maximum(load.rows, load.prefill_tokens) * (2 * inner / load.tp + 3 * 4 * sizes.hidden_size + copied)
     # Logits, their probabilities, and the running sum.
     parts["work"] = work + 3 * 4 * load.rows * sizes.vocab_size + 8 * sizes.head_dim * sizes.max_position_embeddings
     return parts

@@ -6,10 +6,10 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from llamarl.config import ConfigError
-from llamarl.config.decoder import DecoderSizes, original_context, positive, rope_of, sizes_from_hf
+from llamarl.config.decoder import DecoderSizes, MoeShape, original_context, positive, rope_of, sizes_from_hf
 from llamarl.models.mixture import flag, mixture_from_hf, mixture_to_hf
 from llamarl.models.refused import refusal
 
@@ -53,9 +53,6 @@ _ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 """Keys that a rope's dictionary has beside those of its kind."""
 
 MAX_LAYERS = 4096
-MAX_EXPERTS = 1 << 17
-"""Most experts in all layers; models have some 20,000."""
-_BYTE, _TWO_BYTES = 255, 65_535
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,70 +113,11 @@ SCALINGS: dict[str, type[RopeScaling]] = {"llama3": Llama3Scaling, "yarn": YarnS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MoeShape:
-    """Sizes and switches of the mixtures of experts in a decoder. Groups divide the experts evenly."""
-
-    num_experts: int
-    experts_per_token: int
-    expert_size: int
-    """Width of one expert."""
-    sparse_layers: tuple[int, ...]
-    """Numbers of the layers with experts, counted through the whole model, ascending."""
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """Softmax over all experts, or the sigmoid of each."""
-    normalized: bool = False
-    """Gates are divided by their sum."""
-    scaling: float = 1.0
-    """Factor of the gates."""
-    num_groups: int = 1
-    groups_per_token: int = 1
-    """Groups from which a token's experts are chosen."""
-    shared_size: int = 0
-    """Width of the expert that serves every token; 0: there is none."""
-    has_selection_bias: bool = False
-    """A bias is added to the scores, for the choice alone."""
-
-    def __post_init__(self) -> None:
-        if not self.sparse_layers:
-            raise ConfigError("a mixture of experts without a layer that has experts; use the dense family")
-        if (num := self.num_experts * len(self.sparse_layers)) > MAX_EXPERTS or self.num_experts > _TWO_BYTES:
-            most = f"{MAX_EXPERTS}, and {_TWO_BYTES} in a layer"
-            raise ConfigError(f"{num} experts, {self.num_experts} in a layer; a model may have {most}")
-        if self.num_experts % self.num_groups or not 0 < self.groups_per_token <= self.num_groups:
-            raise ConfigError(
-                f"{self.groups_per_token} of {self.num_groups} groups of {self.num_experts} experts; the groups must "
-                "divide the experts, and a token takes some or all"
-            )
-        most = self.num_experts // self.num_groups * self.groups_per_token
-        if not 0 < self.experts_per_token <= most:
-            raise ConfigError(f"{self.experts_per_token} experts of a token; it can choose among {most}")
-
-    @property
-    def route_width(self) -> int:
-        """Experts of a token in all layers."""
-        return len(self.sparse_layers) * self.experts_per_token
-
-    def columns(self, layer: int) -> slice | None:
-        """Place of a layer's experts among those of all layers; None: it has none."""
-        if layer not in self.sparse_layers:
-            return None
-        start = self.sparse_layers.index(layer) * self.experts_per_token
-        return slice(start, start + self.experts_per_token)
-
-    @property
-    def route_bytes(self) -> int:
-        """Bytes of an expert's number, of which the largest means that it was not recorded."""
-        return 1 if self.num_experts <= _BYTE else 2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape(DecoderSizes):
     """Sizes and switches of one decoder. Heads divide evenly among key/value heads; `head_dim` is even."""
 
     family: str
     """A key of `ARCHITECTURES`."""
-    moe: MoeShape | None = None
-    """Mixtures of experts in some or all layers; `intermediate_size` is then the width of the others."""
     partial_rotary_factor: float = 1.0
     """Share of a head's channels, the first, that is rotated."""
     attention_bias: bool = False
@@ -242,30 +180,6 @@ class ModelShape(DecoderSizes):
         return self.moe is not None and layer in self.moe.sparse_layers
 
     @property
-    def active_width(self) -> int:
-        if self.moe is None:
-            return self.intermediate_size
-        return max(self._sparse_width, self.intermediate_size * (len(self.moe.sparse_layers) < self.num_layers))
-
-    @property
-    def _sparse_width(self) -> int:
-        assert self.moe is not None
-        return self.moe.experts_per_token * self.moe.expert_size + self.moe.shared_size
-
-    @property
-    def rows_per_token(self) -> int:
-        return 0 if self.moe is None else 2 * self.moe.experts_per_token  # on their way in, and out
-
-    @property
-    def feed_forward_scalars(self) -> int:
-        """Weights of all layers' feed-forwards that a token is multiplied by, routers included."""
-        if self.moe is None:
-            return 3 * self.hidden_size * self.intermediate_size * self.num_layers
-        num_sparse = len(self.moe.sparse_layers)
-        dense = 3 * self.intermediate_size * (self.num_layers - num_sparse)
-        return self.hidden_size * (dense + (3 * self._sparse_width + self.moe.num_experts) * num_sparse)
-
-    @property
     def layer_parameters(self) -> int:
         """Scalars in all weights of one layer; in a mixture of one with experts."""
         experts = 0
@@ -285,7 +199,7 @@ class ModelShape(DecoderSizes):
     def num_parameters(self) -> int:
         """Scalars in all weights; a tied head counts once."""
         ends = (2 - self.tie_embeddings) * self.vocab_size * self.hidden_size
-        num_sparse = len(self.moe.sparse_layers) if self.moe is not None else 0
+        num_sparse = self.num_sparse_layers
         layers = num_sparse * self.layer_parameters + (self.num_layers - num_sparse) * self._dense_parameters
         return layers + self.hidden_size + ends
 

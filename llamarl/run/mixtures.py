@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from llamarl.config import ConfigError, RunConfig
-from llamarl.config.trainer import ParallelismConfig, Projection
+from llamarl.config.decoder import DecoderSizes
+from llamarl.config.trainer import ATTENTION, ParallelismConfig
 from llamarl.models.shape import ModelShape
-
-ATTENTION: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""Projections of a mixture that adapters can have."""
 
 
 def check_mixture(config: RunConfig, shape: ModelShape) -> None:
@@ -45,7 +43,7 @@ def check_training(config: RunConfig, shape: ModelShape) -> None:
         )
 
 
-def check_mixture_layout(shape: ModelShape, parallelism: ParallelismConfig, path: str, executor: str) -> None:
+def check_mixture_layout(shape: DecoderSizes, parallelism: ParallelismConfig, path: str, executor: str) -> None:
     """Raises ConfigError: the experts of the model cannot be cut so, or it has none."""
     moe, ep, tp, option = shape.moe, parallelism.ep, parallelism.tp, f"{executor}.parallelism"
     if moe is None:

@@ -13,7 +13,7 @@ FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 KERNEL_LINES = 1_500
 BUDGETS = {
     "top": 360,  # goal: 250
-    "config": 1_260,  # goal: 820
+    "config": 1_335,  # goal: 820
     "hub": 700,  # goal: 650
     "net": 100,  # goal: 70
     "kernels": 1_560,  # goal: 1,200
@@ -35,7 +35,7 @@ BUDGETS = {
     "controller": 3_540,  # goal: 2,450
     "run": 2_870,  # goal: 1,150
     "cli": 800,  # goal: 600
-    "parts/forecast": 4_045,  # goal: 2,900
+    "parts/forecast": 4_140,  # goal: 2,900
     "parts/page": 1_715,  # goal: 1,450
     "parts/episodes": 2_690,  # goal: 2,150
     "parts/hosts": 1_530,  # goal: 1,350

@@ -14,7 +14,7 @@ from weakref import ReferenceType, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,9 +24,9 @@ from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.checkpoint.checkpoint import writers
 from llamarl.config.trainer import TrainerConfig
-from llamarl.distributed.mesh import AXES, CPU, Axis, RankMesh
+from llamarl.distributed.mesh import AXES, CPU, Axis, RankMesh, _expert_groups
 from llamarl.models.hf import new_model
-from llamarl.models.shape import ModelShape
+from llamarl.models.shape import ModelShape, MoeShape
 from llamarl.models.transformer import Transformer
 from llamarl.parts.forecast.layouts import generator_layout, trainer_layout
 from llamarl.sharding.parallel_layout import ShardLayout
@@ -45,12 +45,16 @@ MODELS = {
     "8B": {"hidden_size": 4096, "num_layers": 32, "num_heads": 32, "intermediate_size": 14_336},
     "70B": {"hidden_size": 8192, "num_layers": 80, "num_heads": 64, "intermediate_size": 28_672},
     "405B": {"hidden_size": 16_384, "num_layers": 126, "num_heads": 128, "intermediate_size": 53_248},
+    "experts": {
+        "family": "qwen3_moe", "hidden_size": 2048, "num_layers": 2, "num_heads": 32, "intermediate_size": 6144,
+        "moe": MoeShape(num_experts=128, experts_per_token=8, expert_size=768, sparse_layers=(0, 1)),
+    },
 }  # fmt: skip
-"""Llama 3's."""
+"""Llama 3's, and two layers of Qwen3-30B-A3B."""
 
 
 def shape_of(model: str) -> ModelShape:
-    return ModelShape(**COMMON, **MODELS[model], tie_embeddings=False)
+    return ModelShape(**COMMON | MODELS[model], tie_embeddings=False)
 
 
 @contextmanager
@@ -67,15 +71,23 @@ def rank_of(rank: int, sizes: dict[str, int]) -> Iterator[RankMesh]:
             **{axis: Axis(place, size, mesh.get_group(axis)) for axis, place, size in places},
             world=Axis(rank, dist.get_world_size(), dist.group.WORLD),
             shards=joined["shards"],
+            **_experts(_expert_groups(shape, sizes.get("ep", 1), CPU, 60.0)),
         )
     finally:
         dist.destroy_process_group()
 
 
+def _experts(groups: DeviceMesh | None) -> dict[str, Any]:
+    if groups is None:
+        return {}
+    axis = Axis(groups.get_local_rank("ep"), groups["ep"].size(), groups.get_group("ep"))
+    return {"ep": axis, "expert_shards": groups["shards"]}
+
+
 def planned(model: str, sizes: dict[str, int]) -> ShardLayout:
     """What the ranks of a trainer should hold."""
     pp, fsdp, cp, tp = (sizes.get(axis, 1) for axis in AXES)
-    return trainer_layout(_shapes(model), fsdp=fsdp * cp, tp=tp, pp=pp, dtype="float32")
+    return trainer_layout(_shapes(model), fsdp=fsdp * cp, tp=tp, pp=pp, ep=sizes.get("ep", 1), dtype="float32")
 
 
 def _shapes(model: str) -> dict[str, tuple[int, ...]]:

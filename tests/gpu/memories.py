@@ -29,7 +29,7 @@ from llamarl.models import fit, memory
 from llamarl.models.hf import new_model
 from llamarl.models.lora import add_adapters
 from llamarl.models.memory import GeneratorLoad, Parts, TrainerLoad
-from llamarl.models.shape import ModelShape
+from llamarl.models.shape import ModelShape, MoeShape
 from llamarl.models.transformer import Transformer
 from llamarl.sharding.box import Box
 from llamarl.training import logprobs
@@ -51,6 +51,11 @@ SHAPES = {
     "qwen3 8B": ModelShape(
         family="qwen3", hidden_size=4096, num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128,
         intermediate_size=12_288, vocab_size=151_936, max_position_embeddings=40_960,
+    ),
+    "3B with experts": ModelShape(
+        family="qwen3_moe", hidden_size=2048, num_layers=4, num_heads=32, num_kv_heads=4, head_dim=128,
+        intermediate_size=6144, vocab_size=151_936, max_position_embeddings=40_960,
+        moe=MoeShape(num_experts=128, experts_per_token=8, expert_size=768, sparse_layers=tuple(range(4))),
     ),
 }  # fmt: skip
 PROMPT, RESPONSES = 512, (512,) * 8
@@ -231,18 +236,22 @@ class Living(TorchDispatchMode):
         return result
 
 
-def sharded(num_ranks: int, config: dict[str, Any], tied: bool, vocab_size: int) -> Counted:
-    """A step of one FSDP2 rank on the CPU, of a small model with few tokens, so that weights are what counts."""
+def sharded(
+    num_ranks: int, config: dict[str, Any], tied: bool, vocab_size: int, moe: MoeShape | None = None, ep: int = 1
+) -> Counted:
+    """A step of one FSDP2 rank on the CPU, of a small model with few tokens, so that weights are what counts. Of `ep`
+    ranks the others send as many rows as they get."""
     from tests.gpu.layouts import rank_of
 
     shape = ModelShape(
-        family="llama", hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=2, head_dim=64, intermediate_size=1536,
-        vocab_size=vocab_size, max_position_embeddings=256, tie_embeddings=tied,
+        family="qwen3_moe" if moe else "llama", hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=2, head_dim=64,
+        intermediate_size=1536, vocab_size=vocab_size, max_position_embeddings=256, tie_embeddings=tied, moe=moe,
     )  # fmt: skip
     tile, settings, groups = 1 << 15, TrainerConfig(**config), example_groups(1, vocab_size)
     num_tokens = sum(len(one.prompt_token_ids_T) + sum(len(s.token_ids_T) for s in one.samples) for one in groups)
     tiles = patch.object(logprobs, "TILE_LOGITS", tile), patch.object(memory, "TILE_LOGITS", tile)
-    with tiles[0], tiles[1], rank_of(0, {"fsdp": num_ranks}) as mesh:
+    even = patch.object(memory, "UNEVEN_EXPERTS", 1.0), patch.object(Axis, "spread", lambda _, x, *__: x.clone())
+    with tiles[0], tiles[1], even[0], even[1], rank_of(0, {"fsdp": num_ranks, "ep": ep}) as mesh:
         trainer = Trainer(new_model(shape, 0, 0.05), settings, Aipo(), GroupMean(), 1.0, mesh, CPU)
         finished(trainer.update(groups, 1))
         weights = list(trainer.sharding.weights.values())
@@ -255,7 +264,7 @@ def sharded(num_ranks: int, config: dict[str, Any], tied: bool, vocab_size: int)
             finished(trainer.accumulate(groups, 1))
         load = TrainerLoad(
             tokens=num_tokens, targets=num_tokens, keys=2 * num_tokens, half=settings.dtype == "bfloat16",
-            checkpointing=settings.activation_checkpointing, flash=False, shards=num_ranks,
+            checkpointing=settings.activation_checkpointing, flash=False, shards=num_ranks, ep=ep,
             weight=memory.WIDTHS[settings.weights], moments=memory.MOMENTS_BYTES[settings.moments],
         )  # fmt: skip
         parts = memory.trainer_bytes(shape, load)

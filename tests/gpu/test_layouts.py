@@ -5,6 +5,8 @@ Not covered: what goes over the wire; the process groups here move nothing.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from tests.gpu import layouts
@@ -21,6 +23,15 @@ LAYOUTS = {
 def test_ranks_hold_what_is_planned(elsewhere: Run, model: str, num_ranks: int) -> None:
     """A few ranks: the first, one in the middle, and the last."""
     assert elsewhere(layouts.misplaced, model, LAYOUTS[model], (0, num_ranks // 2 - 3, num_ranks - 1)) == []
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"fsdp": 8}, {"fsdp": 8, "ep": 2}, {"fsdp": 4, "ep": 4}, {"pp": 2, "fsdp": 4, "cp": 2, "tp": 2, "ep": 4}],
+    ids=str,
+)  # fmt: skip
+def test_ranks_of_a_mixture_do_too(elsewhere: Run, sizes: dict[str, int]) -> None:
+    num_ranks = math.prod(size for axis, size in sizes.items() if axis != "ep")
+    assert elsewhere(layouts.misplaced, "experts", sizes, range(num_ranks)) == []
 
 
 def test_a_plan_for_another_mesh_is_seen(elsewhere: Run) -> None:

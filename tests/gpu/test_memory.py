@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from llamarl.config import RunConfig
+from llamarl.models.shape import MoeShape
 from tests.gpu import memories
 from tests.gpu.conftest import Run
 from tests.gpu.memories import Counted
@@ -55,6 +56,12 @@ def test_a_light_trainer(on_gpu: Run, model: str, recompute: bool) -> None:
     assert found.parts["gradients"] == found.parts["weights"] < found.parts["moments"]
 
 
+@pytest.mark.parametrize(("num_groups", "recompute"), [(2, True), *also((1, False))])
+def test_a_mixture(on_gpu: Run, num_groups: int, recompute: bool) -> None:
+    settings = LIGHT | {"activation_checkpointing": recompute}
+    _check(on_gpu(memories.trained, "3B with experts", num_groups, settings))
+
+
 def test_a_float32_trainer_has_no_second_copy(on_gpu: Run) -> None:
     """16 bytes a weight; attention, which has no kernel on the pretended device, is not compared."""
     found = on_gpu(memories.trained, "1B", 1, {"dtype": "float32"})
@@ -77,6 +84,17 @@ def test_what_fsdp_gathers(elsewhere: Run, config: dict[str, Any], tied: bool, v
     found = elsewhere(memories.sharded, 4, config, tied, vocab_size)
     assert sum(found.parts[kind] for kind in STATE) == pytest.approx(found.held, rel=0.01)
     assert 0.97 < sum(found.parts[kind] for kind in STEP) / found.peak < 1.2
+
+
+@pytest.mark.parametrize("config", [{"dtype": "bfloat16"}, LIGHT])
+@pytest.mark.parametrize(("num_experts", "ep"), [(16, 1), (6, 1), (16, 2), (16, 4)])
+def test_what_fsdp_gathers_of_a_mixture(elsewhere: Run, config: dict[str, Any], num_experts: int, ep: int) -> None:
+    """Experts are cut by number; of six, the first of four ranks has two. Where ranks share them, each gathers less;
+    then the sum is within a quarter."""
+    moe = MoeShape(num_experts=num_experts, experts_per_token=2, expert_size=256, sparse_layers=tuple(range(8)))
+    found = elsewhere(memories.sharded, 4, config, False, 4096, moe, ep)
+    assert sum(found.parts[kind] for kind in STATE) == pytest.approx(found.held, rel=0.01)
+    assert 0.97 < sum(found.parts[kind] for kind in STEP) / found.peak < (1.2 if ep == 1 else 1.25)
 
 
 ONE_CARD = {

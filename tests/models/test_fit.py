@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from llamarl.config.roles import CriticConfig, ReferenceConfig, RewardModelConfi
 from llamarl.models import fit, memory
 from llamarl.models.fit import GIB, holdings, taken, way_out
 from llamarl.models.memory import total
-from llamarl.models.shape import ModelShape
+from llamarl.models.shape import ModelShape, MoeShape
 
 SHAPE = ModelShape(
     family="llama", hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
@@ -200,6 +201,25 @@ def test_adapters_come_before_more_devices(weights: str, more: str) -> None:
     run = run_of(trainer={"device": "cuda", "dtype": "bfloat16", "microbatch_tokens": 16_384, "weights": weights})
     found = way_out(run, SHAPE, lacking)
     assert found.endswith(f"microbatch_tokens = 8192 and trainer.lora = {{rank = 16}}{more}, with which it fits")
+
+
+def test_a_mixture_shares_its_experts_and_adapts_its_attention() -> None:
+    """48 layers of 128 experts: over 32 ranks what a layer gathers is most, and a rank can gather a half of it."""
+    moe = MoeShape(num_experts=128, experts_per_token=8, expert_size=1536, sparse_layers=tuple(range(48)))
+    shape = replace(SHAPE, family="qwen3_moe", num_layers=48, moe=moe)
+    trainer = {"parallelism": {"fsdp": 32}, "activation_checkpointing": True, "microbatch_tokens": 1536}
+    config = run_of(trainer=trainer | {"moments_on": "host"}, generator={"tensor_parallel": 8})
+
+    def needed(one: RunConfig) -> float:
+        return float(total(next(holdings(one, shape, {})).parts))
+
+    for less, ep in ((1, 2), (19, 8)):
+        there = needed(config) - less * GIB
+        found = way_out(config, shape, lambda one, there=there: needed(one) - there)
+        assert found == f"set trainer.parallelism.ep = {ep}, with which it fits"
+    options, dense = dict(fit.levers(config, shape)), dict(fit.levers(config, SHAPE))
+    assert options["trainer.parallelism.ep"] == [2, 4, 8, 16, 32] and dense["trainer.parallelism.ep"] == []
+    assert options["trainer.lora"] == [{"rank": 16, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}]
 
 
 def test_moments_elsewhere_and_smaller() -> None:

@@ -26,7 +26,7 @@ from llamarl.models.memory import (
     total,
     trainer_bytes,
 )
-from llamarl.models.shape import ModelShape
+from llamarl.models.shape import ModelShape, MoeShape
 from llamarl.parts.forecast.shapes import MODELS
 
 SHAPE = ModelShape(
@@ -116,6 +116,20 @@ def test_a_generator_s_weights_are_those_it_asks_for(dtype: str, tp: int, tied: 
     assert served_bytes(shape, {"float32": 4, "bfloat16": 2, "int8": 1}[dtype], tp) == pytest.approx(asked, rel=3e-3)
     block = KVCache.block_bytes(16, model.shape.num_kv_heads, 64, model.kv_dtype)
     assert 16 * kv_token_bytes(shape, tp, model.kv_dtype.itemsize) == block
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize(("tp", "expert_size"), [(1, 512), (2, 512), (4, 512), (4, 1024)])
+def test_a_mixture_s_are_too(dtype: str, tp: int, expert_size: int) -> None:
+    """A dense layer first, and a shared expert; over four ranks experts of 512 columns go by number, others do not."""
+    moe = MoeShape(
+        num_experts=16, experts_per_token=2, expert_size=expert_size, sparse_layers=(1, 2, 3), shared_size=1024
+    )
+    shape = replace(SHAPE, family="glm4_moe", num_layers=4, vocab_size=1024, moe=moe)
+    ranks = SimpleNamespace(size=tp, rank=0)
+    model = GeneratorModel(shape, dtype, "cpu", ranks)  # pyrefly: ignore[bad-argument-type]
+    asked = sum(spec.num_bytes for spec in model.specs())
+    assert served_bytes(shape, {"bfloat16": 2, "int8": 1}[dtype], tp) == pytest.approx(asked, rel=3e-3)
 
 
 def test_what_a_generator_holds() -> None:

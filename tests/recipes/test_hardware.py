@@ -21,7 +21,8 @@ from llamarl.data.tokenizer import Tokenizer
 from llamarl.models.folder import load_shape
 from llamarl.models.hf import new_model, save_model
 from llamarl.models.memory import total
-from llamarl.models.shape import ModelShape
+from llamarl.models.shape import MIXTURES, ModelShape, MoeShape
+from llamarl.parts.forecast.cli import plan
 from llamarl.parts.sft.bpe import train_byte_bpe
 from llamarl.run.memory import MachineMemory, check_memory, run_holdings
 from llamarl.run.placement import models_in_use
@@ -41,7 +42,8 @@ GB = {"card24": (24, 22), "card140": (140, 130), "hosts2_70b": (140, 130)}
 RECIPES = sorted(one.stem for one in PACKAGED.glob("*.toml") if one.stem.split("_")[0] in CARDS)
 PUBLISHED = {
     one["name"]: one["config"]
-    for one in json.loads((Path(__file__).parents[1] / "models/published.json").read_text())["loads"]
+    for kind in ("loads", "mixtures")
+    for one in json.loads((Path(__file__).parents[1] / "models/published.json").read_text())[kind]
 }
 NO_THOUGHTS = "{%- if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
 TEXTS = ["Tom has 3 apples and buys 4. How many are there? #### 7", "def add(a, b):\n    return a + b", "\\boxed{7}"]
@@ -139,6 +141,24 @@ def test_a_dry_run_for_its_machine(stocked: HubServer, tokenizer: Path, tmp_path
         check_expectation(recipe, dry.stdout)
 
 
+def test_a_plan_of_a_mixture_passes_a_dry_run(stocked: HubServer, tokenizer: Path, tmp_path: Path) -> None:
+    """235B on 32 hosts, by its name: all that a start checks but the weights, which are empty here."""
+    name, run, data = "Qwen/Qwen3-235B-A22B", tmp_path / "run.toml", tmp_path / "train.jsonl"
+    shape_file = {"config.json": json.dumps(PUBLISHED[name]).encode()}
+    stocked.add(name, contents(tokenizer) | shape_file | {"model.safetensors": b""})
+    data.write_text("".join(f"{json.dumps(SUM)}\n" for _ in range(8)))
+    words = ("--model", "qwen3-235b-a22b", "--gpus", 256, "--rollout.max_staleness", 2, "--data", data)
+    assert plan.main([*map(str, words), "--output", str(run)]) == 0
+    there = ("--output", tmp_path, *of_controller(tmp_path))
+    dry = llamarl_here("train", run, "--dry-run", *there)
+    assert dry.returncode == 0, dry.stderr
+    assert f'path = "{name}"' in dry.stdout
+    layout = load_config(run).trainer.parallelism
+    assert layout.fsdp == 128 and layout.fsdp % layout.ep == 0 and layout.ep > 1
+    each = [float(gib) for gib in re.findall(r"\d+  gpu +([\d.]+) GiB", dry.stdout)]
+    assert len(each) == 17 and max(each) < 80e9 / GIB, "a trainer and 16 replicas"
+
+
 def size_of(recipe: str) -> tuple[int, int]:
     """GB of a recipe's card, and GiB of it that a run can have."""
     return GB.get(recipe) or GB.get(recipe.partition("_")[0], (80, 79))
@@ -165,6 +185,11 @@ def of_hosts(recipe: str, folder: Path) -> list[str]:
         return []
     launched = llamarl_here("launch", "slurm", recipe, "--dry-run")
     assert launched.returncode == 0 and "#SBATCH --gpus-per-node=8" in launched.stdout, launched.stderr
+    return of_controller(folder)
+
+
+def of_controller(folder: Path) -> list[str]:
+    """Options of a controller that listens here, with a certificate."""
     assert llamarl_here("certs", folder / "pki", "--hosts", "b=10.0.0.2", "--controller", "a=10.0.0.1").returncode == 0
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -174,13 +199,16 @@ def of_hosts(recipe: str, folder: Path) -> list[str]:
 @nightly("a run of two steps for each")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_it_runs_with_a_small_model(stocked: HubServer, tokenizer: Path, tmp_path: Path, recipe: str) -> None:
-    """Model, devices and sizes change, and nothing else; axes of a layout and replicas are two where they were more."""
+    """Model, devices and sizes change, and nothing else; axes of a layout and replicas are two where they were more.
+    A mixture stays one."""
     on_one = ["--cluster", "{kind = 'monarch'}"] if recipe.startswith("hosts") else []
     config = load_config(recipe, on_one)
+    family = PUBLISHED[config.model.path]["model_type"]
+    moe = MoeShape(num_experts=4, experts_per_token=2, expert_size=16, sparse_layers=(0, 1), normalized=True)
     shape = ModelShape(
-        family=PUBLISHED[config.model.path]["model_type"], hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2,
-        head_dim=8, intermediate_size=48, vocab_size=300, max_position_embeddings=2048, tie_embeddings=True,
-        stop_token_ids=Tokenizer(str(tokenizer)).eos_token_ids,
+        family=family, moe=moe if family in MIXTURES else None, hidden_size=32, num_layers=2, num_heads=4,
+        num_kv_heads=2, head_dim=8, intermediate_size=48, vocab_size=300, max_position_embeddings=2048,
+        tie_embeddings=True, stop_token_ids=Tokenizer(str(tokenizer)).eos_token_ids,
     )  # fmt: skip
     save_model(new_model(shape, seed=1, std=0.1), tmp_path / "model", tokenizer)
     stocked.add(config.model.path, contents(tmp_path / "model"))

@@ -8,9 +8,13 @@ from typing import Self
 
 import numpy as np
 
+from llamarl.config import ConfigError
 from llamarl.config.decoder import uneven_parts
+from llamarl.config.trainer import ParallelismConfig
 from llamarl.parts.forecast.hardware import Pool
 from llamarl.parts.forecast.request import PlanRequest, Rules, precisions
+from llamarl.run.mixtures import check_mixture_layout
+from llamarl.run.prepare import uneven_experts
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 """Tokens of a microbatch, in longest samples."""
@@ -41,6 +45,8 @@ class TrainerLayouts(Candidates):
     tp_L: np.ndarray
     cp_L: np.ndarray
     pp_L: np.ndarray
+    ep_L: np.ndarray
+    """Ranks, among the data-parallel ones, that share the experts of a mixture by their numbers."""
     dp_L: np.ndarray
     microbatch_tokens_L: np.ndarray
     """Tokens of one microbatch per data-parallel rank."""
@@ -88,41 +94,55 @@ def trainer_candidates(request: PlanRequest, pool: Pool, rules: Rules) -> Traine
     """Layouts of the trainer on at most `pool.count` GPUs that a run accepts; a data-parallel rank has whole groups, at
     least one."""
     rows: list[np.ndarray] = []
-    for tp, cp, pp in _model_parallel(request, pool, rules):
+    for tp, cp, pp, ep in _model_parallel(request, pool, rules):
         group = tp * cp * pp
-        dp = np.arange(1, min(pool.count // group, request.prompts_per_step) + 1)
+        dp = np.arange(ep, min(pool.count // group, request.prompts_per_step) + 1, ep)
+        dp = dp[[ep == 1 or _shares_experts(request, int(ranks), ep) for ranks in dp]]
         for factor in MICROBATCHES:
             microbatch = factor * request.longest_tokens
-            row = (tp, cp, pp, 0, microbatch)
+            row = (tp, cp, pp, ep, 0, microbatch)
             block = np.repeat(np.array([row], dtype=np.int64), len(dp), axis=0)
-            block[:, 3] = dp
+            block[:, 4] = dp
             # More than a rank's whole share is the same as its whole share.
             fits = request.rank_samples(dp) * request.longest_tokens > microbatch // 2
             rows.append(block[fits | (factor == 1)])
-    table = np.concatenate(rows) if rows else np.zeros((0, 5), dtype=np.int64)
+    table = np.concatenate(rows) if rows else np.zeros((0, 6), dtype=np.int64)
     return TrainerLayouts(
         tp_L=table[:, 0],
         cp_L=table[:, 1],
         pp_L=table[:, 2],
-        dp_L=table[:, 3],
-        microbatch_tokens_L=table[:, 4],
+        ep_L=table[:, 3],
+        dp_L=table[:, 4],
+        microbatch_tokens_L=table[:, 5],
         sharded=rules.own_parallelism,
     )
 
 
-def _model_parallel(request: PlanRequest, pool: Pool, rules: Rules) -> list[tuple[int, int, int]]:
-    """(tp, cp, pp) that fit the pool. Tensor parallelism leaves a node only where one size must serve both phases."""
-    heads = request.model.num_heads
+def _model_parallel(request: PlanRequest, pool: Pool, rules: Rules) -> list[tuple[int, int, int, int]]:
+    """(tp, cp, pp, ep) that fit the pool. Tensor parallelism leaves a node only where one size must serve both
+    phases."""
+    heads, moe = request.model.num_heads, request.model.moe
     if not rules.own_parallelism:
-        return [(tp, 1, 1) for tp in powers_of_two(min(pool.count, heads))]
+        return [(tp, 1, 1, 1) for tp in powers_of_two(min(pool.count, heads))]
+    if moe is not None:  # the other axes are for a run to set
+        return [(1, 1, 1, ep) for ep in powers_of_two(min(pool.count, moe.num_experts))]
     return [
-        (tp, cp, pp)
+        (tp, cp, pp, 1)
         for tp in powers_of_two(min(pool.gpu.node_gpus, heads))
         if not uneven_parts(request.model, tp, repeats_kv_heads=False)
         for cp in CONTEXT_PARALLEL
         for pp in PIPELINE_PARALLEL
         if tp * cp * pp <= pool.count and pp <= request.model.num_layers
     ]
+
+
+def _shares_experts(request: PlanRequest, ranks: int, ep: int) -> bool:
+    """A run's trainer shares a mixture's experts so."""
+    try:
+        check_mixture_layout(request.model, ParallelismConfig(fsdp=ranks, ep=ep), request.model.path, "trainer")
+    except ConfigError:
+        return False
+    return True
 
 
 def slot_candidates(limit: int) -> np.ndarray:
@@ -150,7 +170,8 @@ def generator_candidates(request: PlanRequest, pool: Pool, rules: Rules, stalene
     blocks: list[np.ndarray] = []
     grid = slot_candidates(admitted(request, 1, staleness, rules))
     for tp in powers_of_two(largest):
-        if rules.own_parallelism and uneven_parts(request.model, tp, repeats_kv_heads=True):
+        uneven = uneven_parts(request.model, tp, repeats_kv_heads=True) + uneven_experts(request.model.moe, tp)
+        if rules.own_parallelism and uneven:
             continue
         for replicas in range(1, min(pool.count // tp, request.num_samples) + 1):
             limit = admitted(request, replicas, staleness, rules)

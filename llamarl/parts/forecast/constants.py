@@ -24,6 +24,9 @@ class Constants:
     half_efficiency_tokens: ZeroOrMore = 128.0
     """Tokens per GPU and microbatch at which matrix products reach half of `train_efficiency`: the ridge point of an
     H100 is 295 FLOPs per byte, so products of fewer tokens are bound by reading the weights."""
+    half_efficiency_rows: ZeroOrMore = 128.0
+    """Rows of one expert in a microbatch at which a mixture's grouped products reach half of `train_efficiency`:
+    assumed to be as with tokens above, as an expert's weights are read for its rows alone."""
     bandwidth_efficiency: Positive = 0.75
     """Share of memory bandwidth that decode reaches: vLLM's CPU build was measured at 68-89 % of it with
     100M parameters; GPU kernels are assumed to do as well."""

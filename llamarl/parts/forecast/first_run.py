@@ -9,7 +9,7 @@ from typing import Any
 
 from llamarl.config import ConfigError, RunConfig, validated
 from llamarl.config.decoder import DecoderSizes
-from llamarl.config.trainer import LoraConfig, TrainerConfig
+from llamarl.config.trainer import ATTENTION, LoraConfig, TrainerConfig
 from llamarl.models.fit import GIB, RankMemory, holdings
 from llamarl.models.shape import ModelShape
 from llamarl.observability.usage import available_bytes
@@ -23,7 +23,6 @@ from llamarl.parts.forecast.room import CACHE_SHARE, room_for_cache, with_cache,
 from llamarl.parts.forecast.run_file import on_hosts, planned_settings
 from llamarl.parts.forecast.shapes import smaller
 
-ADAPTERS = LoraConfig(rank=16)
 LIGHT = {"weights": "bfloat16", "moments": "8bit"}
 """Settings of a trainer that keeps least of each weight."""
 LEARNING_RATES = 1e-6, 1e-5
@@ -59,7 +58,8 @@ def first_run(request: PlanRequest, shape: ModelShape, given: dict[str, Any], ad
     Raises:
         ConfigError: it fits in no way; what comes nearest and fits is named.
     """
-    ways = {"auto": (None, ADAPTERS), "always": (ADAPTERS,), "never": (None,)}[adapters]
+    beside = _adapters(request)
+    ways = {"auto": (None, beside), "always": (beside,), "never": (None,)}[adapters]
     reason = own = ""
     for lora in ways:
         try:
@@ -73,6 +73,11 @@ def first_run(request: PlanRequest, shape: ModelShape, given: dict[str, Any], ad
     reason += " (nor with adapters)" * (len(ways) > 1)
     nearest = ", or ".join(_nearest(request, shape, given, ways))
     raise ConfigError(f"{reason}; {nearest or own or 'use fewer tokens, or a machine with more memory'}")
+
+
+def _adapters(request: PlanRequest) -> LoraConfig:
+    """Adapters of all projections that can have one."""
+    return LoraConfig(rank=16, targets=[*ATTENTION]) if request.model.moe else LoraConfig(rank=16)
 
 
 def _lightly(request: PlanRequest, shape: DecoderSizes, given: dict[str, Any]) -> str:
@@ -102,7 +107,7 @@ def _nearest(
 
     if None in ways and (lightly := _lightly(request, shape, given)):
         yield f"train all weights {lightly}"
-    if ADAPTERS not in ways and works(request, shape, ADAPTERS):
+    if (beside := _adapters(request)) not in ways and works(request, shape, beside):
         yield "train adapters (leave out --adapters never)"
     way, pool = ways[-1], request.pools[0]
     with_them = " with adapters" if way else ""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from llamarl.models.memory import GeneratorLoad, generator_bytes
+from llamarl.models.memory import UNEVEN_EXPERTS, GeneratorLoad, generator_bytes
 from llamarl.parts.forecast.candidates import Generators, sum_parts
 from llamarl.parts.forecast.hardware import BF16, FP32, Pool
 from llamarl.parts.forecast.links import collective_bandwidth, small_reduction_s
 from llamarl.parts.forecast.request import PlanRequest, Rules
+from llamarl.sharding.tensor_parallel import cuts_by_expert
 
 
 def token_flops(request: PlanRequest, context_tokens: float) -> float:
@@ -19,6 +20,15 @@ def token_flops(request: PlanRequest, context_tokens: float) -> float:
 def prompt_flops(request: PlanRequest) -> float:
     """FLOPs to prefill one prompt."""
     return request.prompt_tokens * token_flops(request, request.prompt_tokens / 2)
+
+
+def expert_flops(request: PlanRequest, tp: np.ndarray) -> np.ndarray:
+    """FLOPs by which the fullest rank of a replica is behind the others for one token, all ranks' together: where each
+    has some experts of a mixture whole, and not columns of all."""
+    if (moe := request.model.moe) is None:
+        return np.zeros(len(tp))
+    by_number = np.array([cuts_by_expert(moe.num_experts, moe.expert_size, int(ranks)) for ranks in tp])
+    return 2.0 * (UNEVEN_EXPERTS - 1) * request.model.routed_scalars * by_number
 
 
 def decode_parts(
@@ -33,15 +43,17 @@ def decode_parts(
     """
     model, constants, gpu = request.model, request.constants, pool.gpu
     tp, weight_bytes = generators.tp_L, generators.weight_bytes_L
+    scalars: float | np.ndarray = model.matmul_parameters
+    if model.moe is not None:
+        share = model.moe.experts_per_token / model.moe.num_experts
+        scalars = scalars - model.routed_scalars + model.expert_parameters * (1 - (1 - share) ** active)
     bandwidth = gpu.memory_bandwidth * constants.bandwidth_efficiency
-    share = model.experts_per_token / model.num_experts
-    touched = model.num_experts * (1 - (1 - share) ** active) if model.num_experts > 1 else 1
-    layer = model.attention_parameters + touched * model.expert_parameters
-    weights = (model.num_layers * layer + model.vocab_size * model.hidden_size) * weight_bytes / tp / bandwidth
+    weights = scalars * weight_bytes / tp / bandwidth
     kv_bytes = model.num_layers * model.kv_width * BF16 / np.minimum(tp, model.num_kv_heads)
     kv = active * context_tokens * kv_bytes / bandwidth
     peak = np.where(weight_bytes == BF16, gpu.bf16_flops, gpu.fp8_flops or gpu.bf16_flops)
-    compute = active * token_flops(request, context_tokens) / tp / (peak * constants.prefill_efficiency)
+    flops = token_flops(request, context_tokens) + expert_flops(request, tp)
+    compute = active * flops / tp / (peak * constants.prefill_efficiency)
     bytes_moved = 2 * (tp - 1) / tp * active * model.hidden_size * BF16
     reduction = small_reduction_s(gpu, constants, tp) + bytes_moved / collective_bandwidth(gpu, constants, tp, inner=1)
     return {
@@ -105,6 +117,7 @@ def generation_parts(request: PlanRequest, pool: Pool, generators: Generators, r
     prompts = (
         request.prompts_per_step / replicas if rules.partial_rollouts else np.ceil(request.prompts_per_step / replicas)
     )
+    prompt = prompt_flops(request) + request.prompt_tokens * expert_flops(request, tp)
     network = gpu.network_bandwidth * constants.link_efficiency
     through_node = 0.0 if rules.direct_sync else 1 / (network * gpu.node_gpus)
     weights, merge = request.model.num_parameters * generators.weight_bytes_L, 0.0
@@ -115,7 +128,7 @@ def generation_parts(request: PlanRequest, pool: Pool, generators: Generators, r
     return {
         "decode": decode,
         "stragglers": stragglers,
-        "prefill": prompts * prompt_flops(request) / tp / (peak * constants.prefill_efficiency),
+        "prefill": prompts * prompt / tp / (peak * constants.prefill_efficiency),
         "sync": weights * (1 / (tp * network) + through_node) + merge,
     }
 

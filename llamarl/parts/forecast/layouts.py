@@ -12,8 +12,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import QUANTIZED, Held, RankBoxes, ShardLayout, rank_boxes, stage_layers
-from llamarl.sharding.tensor_parallel import is_quantizable, sharded_dim, tensor_parallel_box
+from llamarl.sharding.tensor_parallel import (
+    cuts_by_expert,
+    expert_box,
+    is_expert,
+    is_quantizable,
+    is_router,
+    sharded_dim,
+    tensor_parallel_box,
+)
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -63,17 +72,19 @@ def trainer_layout(
     tp: int = 1,
     pp: int = 1,
     replicate: int = 1,
+    ep: int = 1,
     dtype: str = "bfloat16",
     first_device: int = 0,
     host_size: int = 8,
 ) -> ShardLayout:
-    """Ranks of a mesh (pp, replicate, fsdp, tp): FSDP2 cuts the rows of what tensor parallelism leaves.
+    """Ranks of a mesh (pp, replicate, fsdp, tp): FSDP2 cuts the rows of what tensor parallelism leaves. With `ep` the
+    experts of a mixture go by number to as many neighbors, and FSDP2 cuts the rows of each over the others.
 
     The embedding is on the first pipeline stage, what follows the layers on the last, a tied embedding on both.
 
     Args:
         parameters: name (Hugging Face) and shape.
-        dtype: what unquantized weights travel as.
+        dtype: what unquantized weights travel as; routers are float32.
     """
     mesh = (replicate, fsdp, tp)
     each = math.prod(mesh)
@@ -92,12 +103,17 @@ def trainer_layout(
     held: dict[str, Held] = {}
     for name, sizes in parameters.items():
         shape, dim, where = tuple(sizes), sharded_dim(name), stages(name)
-        key = (shape, dim, where)
+        key = (shape, dim, where, is_expert(name))
         if key not in made:
             tensor = None if dim is None else Shard(dim)
-            boxes = mesh_boxes(shape, mesh, (None, Shard(0, strided=dim == 0), tensor))
+            if ep > 1 and is_expert(name):
+                boxes = mesh_boxes(
+                    shape, (replicate, fsdp // ep, ep, tp), (None, Shard(1, strided=dim == 1), Shard(0), tensor)
+                )
+            else:
+                boxes = mesh_boxes(shape, mesh, (None, Shard(0, strided=dim == 0), tensor))
             made[key] = _on_stages(boxes, where, pp)
-        held[name] = Held(shape, dtype, made[key])
+        held[name] = Held(shape, "float32" if is_router(name) else dtype, made[key])
     return ShardLayout(parameters=held, devices_R=first_device + np.arange(pp * each), host_size=host_size)
 
 
@@ -117,11 +133,11 @@ def generator_layout(
     first_device: int = 0,
     host_size: int = 8,
 ) -> ShardLayout:
-    """Replicas of tensor-parallel ranks, the ranks of a replica next to each other.
+    """Replicas of tensor-parallel ranks, the ranks of a replica next to each other; experts as the engine has them.
 
     Args:
         parameters: name (Hugging Face) and shape.
-        dtype: of what `is_quantizable`; if that is 8 bits wide the rest is bfloat16.
+        dtype: of what `is_quantizable`; if that is 8 bits wide the rest is bfloat16, and routers are float32 always.
 
     Raises:
         ValueError: a parameter cannot be cut evenly.
@@ -132,8 +148,17 @@ def generator_layout(
         shape = tuple(sizes)
         key = (shape, *name.split(".")[-2:])
         if key not in made:
-            boxes = [tensor_parallel_box(name, shape, tp, rank, num_kv_heads) for rank in range(tp)]
+            boxes = [_served_box(name, shape, tp, rank, num_kv_heads) for rank in range(tp)]
             made[key] = alike.setdefault((shape, *boxes), rank_boxes(boxes * replicas, shape))
         is_float = dtype in QUANTIZED and not is_quantizable(name)
-        held[name] = Held(shape, "bfloat16" if is_float else dtype, made[key])
+        kind = "float32" if is_router(name) else "bfloat16" if is_float else dtype
+        held[name] = Held(shape, kind, made[key])
     return ShardLayout(parameters=held, devices_R=first_device + np.arange(replicas * tp), host_size=host_size)
+
+
+def _served_box(name: str, shape: tuple[int, ...], tp: int, rank: int, num_kv_heads: int) -> Box:
+    """Part of a rank of a generator. Raises ValueError: it cannot be cut evenly."""
+    dim = sharded_dim(name)
+    if is_expert(name) and dim is not None and cuts_by_expert(shape[0], shape[dim], tp):
+        return expert_box(shape, tp, rank)
+    return tensor_parallel_box(name, shape, tp, rank, num_kv_heads)

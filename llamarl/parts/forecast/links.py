@@ -20,6 +20,15 @@ def collective_bandwidth(gpu: Gpu, constants: Constants, size: np.ndarray, inner
     return np.where(is_inside, gpu.node_bandwidth, across) * constants.link_efficiency
 
 
+def exchange_s(gpu: Gpu, constants: Constants, size: np.ndarray, sent_bytes: np.ndarray) -> np.ndarray:
+    """Seconds in which each of `size` neighbors sends so many bytes, as many to each other one. What stays in a node
+    goes over its link, beside what leaves it over the GPU's own adapter."""
+    others = np.maximum(size - 1, 1)
+    inside = np.minimum(size, gpu.node_gpus) - 1
+    slower = np.maximum(inside / gpu.node_bandwidth, (size - 1 - inside) / gpu.network_bandwidth)
+    return sent_bytes / others * slower / constants.link_efficiency
+
+
 def small_reduction_s(gpu: Gpu, constants: Constants, size: np.ndarray) -> np.ndarray:
     """Seconds before the first byte of an all-reduce over `size` neighbors: a hop in the node, then a tree of nodes.
 

@@ -14,6 +14,7 @@ CAUSES = {
     "tensor": "interconnect (tensor parallel)",
     "fsdp": "interconnect (weight gathers)",
     "context": "interconnect (context parallel)",
+    "exchange": "interconnect (rows to their experts)",
     "pipeline": "pipeline bubble",
     "optimizer": "memory bandwidth (optimizer)",
     "overhead": "host overhead",
@@ -54,6 +55,7 @@ class TrainerPlan(ExecutorPlan):
     cp: int
     pp: int
     dp: int
+    ep: int
     microbatch_tokens: int
 
     @property

@@ -123,9 +123,9 @@ def render_plans(request: PlanRequest, synchronous: Plan | None, asynchronous: P
     model, lengths = request.model, request.lengths
     pools = " + ".join(f"{pool.count} x {pool.gpu.name}" for pool in request.pools)
     lora = f", adapters of rank {request.lora.rank} trained," if request.lora else ""
-    of_experts = ", a mixture of experts," if model.num_experts > 1 else ""
+    met = f", of which a token meets {size(model.matmul_parameters)}," if model.moe else ""
     head = (
-        f"{model.name}: {size(model.num_parameters)} parameters{lora}{of_experts} on {pools}\n"
+        f"{model.name}: {size(model.num_parameters)} parameters{met}{lora} on {pools}\n"
         f"step: {request.prompts_per_step} prompts x {request.group_size} responses, prompt {request.prompt_tokens} "
         f"tokens, response {lengths.mean_tokens:.0f} on average, {lengths.limit_tokens} at most\n\n"
         f"{'':<20}{'synchronous':>14}{'asynchronous':>14}"
@@ -166,6 +166,7 @@ def _column(plan: Plan) -> dict[str, str]:
 def _details(name: str, plan: Plan) -> list[str]:
     trainer, generator = plan.trainer, plan.generator
     trained = f"tp {trainer.tp}, cp {trainer.cp}, pp {trainer.pp}, dp {trainer.dp}"
+    trained += f", ep {trainer.ep}" if plan.request.model.moe else ""
     trained += f", microbatch {trainer.microbatch_tokens} tokens, bfloat16"
     replicas = f"{generator.replicas} replica{'s' * (generator.replicas > 1)} of tp {generator.tp}"
     generated = f"{replicas}, {generator.slots} responses at once each, "

@@ -9,7 +9,7 @@ import numpy as np
 
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import DataConfig, RolloutConfig
-from llamarl.config.trainer import LoraConfig, TrainerConfig
+from llamarl.config.trainer import ATTENTION, LoraConfig, TrainerConfig
 from llamarl.models.memory import MOMENTS_BYTES, WIDTHS, adapter_parameters
 from llamarl.parts.forecast.constants import Constants
 from llamarl.parts.forecast.hardware import BF16, Pool
@@ -123,10 +123,10 @@ class PlanRequest:
         for pool in self.pools:
             if pool.count < 1:
                 raise ConfigError(f"{pool.count} GPUs of kind {pool.gpu.name} is no cluster; use --gpus 1 or more")
-        if self.lora and self.model.num_experts > 1:
+        if self.model.moe and self.lora and not {*self.lora.targets} <= {*ATTENTION}:
             raise ConfigError(
-                f"trainer.lora with {self.model.name}: adapters of a mixture's experts are not planned; leave it out, "
-                "or plan for a dense model"
+                f"trainer.lora with {self.model.name}: experts get no adapters; use trainer.lora.targets = "
+                f"{[*ATTENTION]}"
             )
         context = self.model.max_position_embeddings
         over = self.longest_tokens - context

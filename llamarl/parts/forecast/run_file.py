@@ -11,6 +11,7 @@ from llamarl.parts.forecast.hardware import CPU, Pool
 from llamarl.parts.forecast.plan import Plan
 from llamarl.parts.forecast.room import CACHE_SHARE, room_for_cache, with_cache, with_room
 
+AXES = {"fsdp": "dp", "tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep"}
 LISTEN = "controller:6700"
 """`cluster.listen` of a planned run on several hosts until it has an address of its own."""
 
@@ -97,7 +98,7 @@ def planned_settings(plan: Plan) -> dict[str, dict[str, Any]]:
             **_device(generator.pool, generator.precision),
         },
         "trainer": {
-            "parallelism": {"fsdp": trainer.dp, "tp": trainer.tp, "pp": trainer.pp, "cp": trainer.cp},
+            "parallelism": {axis: getattr(trainer, name) for axis, name in AXES.items()},
             "microbatch_tokens": trainer.microbatch_tokens,
             "activation_checkpointing": request.constants.recompute > 0,
             "lora": request.lora.model_dump() if request.lora else None,
@@ -109,9 +110,6 @@ def planned_settings(plan: Plan) -> dict[str, dict[str, Any]]:
 
 def _check(plan: Plan) -> None:
     """Raises ConfigError: no run can be so."""
-    if plan.request.model.num_experts > 1:
-        cause = f"{plan.request.model.name} is a mixture of experts, for which no run file is written here"
-        raise ConfigError(f"{cause}; begin with configs/demo_moe.toml and set trainer.parallelism.fsdp")
     if not plan.is_runnable:
         most = plan.trainer.pool.gpu.node_gpus
         cause = f"shares {plan.gpus} GPUs, and cluster.placement = 'colocated' is for one machine of {most}"

@@ -9,24 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import ConfigError, did_you_mean, read_json
-from llamarl.config.decoder import DecoderSizes, count, sizes_from_hf
+from llamarl.config.decoder import DecoderSizes, MoeShape, sizes_from_hf
 from llamarl.hub.fetch import cached
 from llamarl.hub.names import hub_name
 from llamarl.models.refused import OTHERS, refusal
 from llamarl.models.shape import ModelShape
 
-MIXTURES = ("mixtral", "qwen3_moe")
-"""Families (`model_type`) of mixtures of experts that are planned."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderShape(DecoderSizes):
-    """Sizes of a model that the planner uses, dense or a mixture of experts."""
+    """Sizes of a model that the planner uses. Norms and biases are left out of all counts (under 0.01 %)."""
 
     name: str
-    num_experts: int = 1
-    """Feed-forward blocks per layer; 1 is dense."""
-    experts_per_token: int = 1
     path: str = ""
     """`model.path` of a run: a folder, or a name of the Hub."""
 
@@ -36,51 +30,63 @@ class DecoderShape(DecoderSizes):
         return 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
 
     @property
-    def expert_parameters(self) -> int:
-        """Gate, up and down projections of one expert in one layer."""
-        return 3 * self.hidden_size * self.intermediate_size
-
-    @property
     def layer_parameters(self) -> int:
-        """All weights of one layer; the norms are left out (under 0.01 %)."""
-        router = self.hidden_size * self.num_experts if self.num_experts > 1 else 0
-        return self.attention_parameters + self.num_experts * self.expert_parameters + router
+        """All weights of one layer, in a mixture of one with experts."""
+        dense = self.attention_parameters + 3 * self.hidden_size * self.intermediate_size
+        if self.moe is None:
+            return dense
+        beside = self.hidden_size * (3 * self.moe.shared_size + self.moe.num_experts)
+        return self.attention_parameters + beside + self.layer_expert_parameters
 
     @property
     def num_parameters(self) -> int:
-        """Scalars in all weights, norms left out; a tied head counts once."""
-        return self.num_layers * self.layer_parameters + (2 - self.tie_embeddings) * self.vocab_size * self.hidden_size
+        """Scalars in all weights; a tied head counts once."""
+        experts = self.expert_parameters - self.routed_scalars  # those that a token does not meet
+        return self.matmul_parameters + experts + (not self.tie_embeddings) * self.vocab_size * self.hidden_size
 
     @property
     def matmul_parameters(self) -> int:
         """Weights that one token is multiplied with: active experts and the output head, not the embedding look-up."""
-        layer = self.attention_parameters + self.experts_per_token * self.expert_parameters
-        return self.num_layers * layer + self.vocab_size * self.hidden_size
+        head = self.vocab_size * self.hidden_size
+        return self.num_layers * self.attention_parameters + self.feed_forward_scalars + head
 
     def weights(self, *, norms: bool) -> dict[str, tuple[int, ...]]:
-        """Name (Hugging Face) and shape of every weight. The experts of a mixture stand below each other in one matrix.
+        """Name (Hugging Face) and shape of every weight; the experts of a layer are one for each projection.
 
         Args:
-            norms: list them too; `num_parameters` leaves them out.
+            norms: list them too, and routers' biases; `num_parameters` leaves them out.
         """
         hidden, query, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        wide, narrow = self.num_experts * self.intermediate_size, self.num_experts * hidden
-        layer: dict[str, tuple[int, ...]] = {
-            "self_attn.q_proj": (query, hidden),
-            "self_attn.k_proj": (kv, hidden),
-            "self_attn.v_proj": (kv, hidden),
-            "self_attn.o_proj": (hidden, query),
-            "mlp.gate_proj": (wide, hidden),
-            "mlp.up_proj": (wide, hidden),
-            "mlp.down_proj": (narrow, self.intermediate_size),
+        same: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj.weight": (query, hidden),
+            "self_attn.k_proj.weight": (kv, hidden),
+            "self_attn.v_proj.weight": (kv, hidden),
+            "self_attn.o_proj.weight": (hidden, query),
         }
-        layer |= {"mlp.gate": (self.num_experts, hidden)} if self.num_experts > 1 else {}
-        layer |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)} if norms else {}
         found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
         for number in range(self.num_layers):
-            found |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
+            own = self._experts(norms) if self.is_sparse(number) else self._feed_forward("mlp", self.intermediate_size)
+            found |= {f"model.layers.{number}.{name}": shape for name, shape in (same | own).items()}
+            of_layer = ("input_layernorm", "post_attention_layernorm") if norms else ()
+            found |= {f"model.layers.{number}.{name}.weight": (hidden,) for name in of_layer}
         found |= {"model.norm.weight": (hidden,)} if norms else {}
         return found | ({} if self.tie_embeddings else {"lm_head.weight": (self.vocab_size, hidden)})
+
+    def _feed_forward(self, name: str, width: int) -> dict[str, tuple[int, ...]]:
+        into: dict[str, tuple[int, ...]] = {
+            f"{name}.{kind}_proj.weight": (width, self.hidden_size) for kind in ("gate", "up")
+        }
+        return into | {f"{name}.down_proj.weight": (self.hidden_size, width)}
+
+    def _experts(self, norms: bool) -> dict[str, tuple[int, ...]]:
+        """Weights of a layer's mixture."""
+        assert self.moe is not None
+        num, width = self.moe.num_experts, self.moe.expert_size
+        found: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (num, self.hidden_size)}
+        found |= {"mlp.gate.e_score_correction_bias": (num,)} if norms and self.moe.has_selection_bias else {}
+        found |= {f"mlp.experts.{kind}_proj": (num, width, self.hidden_size) for kind in ("gate", "up")}
+        found["mlp.experts.down_proj"] = (num, self.hidden_size, width)
+        return found | (self._feed_forward("mlp.shared_experts", shared) if (shared := self.moe.shared_size) else {})
 
     @property
     def kv_width(self) -> int:
@@ -96,31 +102,27 @@ class DecoderShape(DecoderSizes):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], name: str = "config.json") -> DecoderShape:
-        """The decoder that a parsed `config.json` describes. Raises ConfigError: a key is missing, or the model is
-        neither computed here nor a mixture whose layers are all alike."""
-        family = config.get("model_type")
-        shape = ModelShape.from_hf(config)  # refuses what is not computed
-        if shape.moe is None:
-            return cls(name=name, path=name, **sizes_from_hf(config))
-        if family not in MIXTURES or len(shape.moe.sparse_layers) < shape.num_layers:
-            raise ConfigError(
-                f"config.json: `model_type` = {family!r} with dense layers or shared experts is not planned; a mixture "
-                "whose layers are all alike is, as Qwen/Qwen3-30B-A3B"
-            )
-        width = count(config, "moe_intermediate_size", "intermediate_size")
-        return cls(
-            name=name,
-            path=name,
-            num_experts=count(config, "num_local_experts", "num_experts"),
-            experts_per_token=count(config, "num_experts_per_tok"),
-            **sizes_from_hf({**config, "intermediate_size": width}),
-        )
+        """The decoder that a parsed `config.json` describes. Raises ConfigError: a key is missing, or the model is not
+        computed here."""
+        return cls(name=name, path=name, moe=ModelShape.from_hf(config).moe, **sizes_from_hf(config))
 
 
 _COLUMNS = (
     *("name", "path", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"),
-    *("vocab_size", "max_position_embeddings", "tie_embeddings", "num_experts", "experts_per_token"),
+    *("vocab_size", "max_position_embeddings", "tie_embeddings", "moe"),
 )
+
+
+def _moe(num_layers: int, num_experts: int, experts_per_token: int, expert_size: int, **others: Any) -> MoeShape:
+    """Mixtures in the last `num_layers` layers behind `dense` ones."""
+    first = others.pop("dense", 0)
+    return MoeShape(
+        num_experts=num_experts, experts_per_token=experts_per_token, expert_size=expert_size,
+        sparse_layers=tuple(range(first, first + num_layers)), normalized=True, **others,
+    )  # fmt: skip
+
+
+_SIGMOID: dict[str, Any] = {"scoring": "sigmoid", "has_selection_bias": True}
 _TABLE: tuple[tuple[Any, ...], ...] = (
     # Llama 3.1 (arXiv 2407.21783, table 3); of 3.2 config.json on the Hub
     ("llama3-1b", "meta-llama/Llama-3.2-1B-Instruct", 2048, 16, 32, 8, 64, 8192, 128_256, 131_072, True),
@@ -144,9 +146,15 @@ _TABLE: tuple[tuple[Any, ...], ...] = (
     ("qwen3-14b", "Qwen/Qwen3-14B", 5120, 40, 40, 8, 128, 17_408, 151_936, 40_960),
     ("qwen3-32b", "Qwen/Qwen3-32B", 5120, 64, 64, 8, 128, 25_600, 151_936, 40_960),
     # config.json on the Hub
-    ("mixtral-8x7b", "mistralai/Mixtral-8x7B-v0.1", 4096, 32, 32, 8, 128, 14_336, 32_000, 32_768, False, 8, 2),
-    ("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B", 4096, 94, 64, 4, 128, 1536, 151_936, 40_960, False, 128, 8),
-)
+    ("mixtral-8x7b", "mistralai/Mixtral-8x7B-v0.1", 4096, 32, 32, 8, 128, 14_336, 32_000, 32_768, False,
+     _moe(32, 8, 2, 14_336)),
+    ("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", 2048, 48, 32, 4, 128, 6144, 151_936, 40_960, False,
+     _moe(48, 128, 8, 768)),
+    ("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B", 4096, 94, 64, 4, 128, 12_288, 151_936, 40_960, False,
+     _moe(94, 128, 8, 1536)),
+    ("glm-4.5-air", "zai-org/GLM-4.5-Air", 4096, 46, 96, 8, 128, 10_944, 151_552, 131_072, False,
+     _moe(45, 128, 8, 1408, dense=1, shared_size=1408, **_SIGMOID)),
+)  # fmt: skip
 MODELS = {row[0]: DecoderShape(**dict(zip(_COLUMNS, row, strict=False))) for row in _TABLE}
 """Built-in shapes."""
 _LLAMA = re.compile(r"(meta-)?llama-?3(\.[123])?-")
@@ -159,11 +167,12 @@ def built_in(name: str) -> DecoderShape | None:
 
 
 def smaller(model: DecoderShape, model_type: str) -> list[DecoderShape]:
-    """Built-in dense shapes of the same family with fewer parameters, the largest first; of no known family, of all."""
-    family = {"llama": "llama3", "qwen2": "qwen2.5", "qwen3": "qwen3"}.get(model_type, "")
+    """Built-in shapes of the same family with fewer parameters, the largest first; of no known family, of all. Mixtures
+    are among those of a mixture only."""
+    family = {"llama": "llama3", "qwen2": "qwen2.5", "qwen3": "qwen3", "qwen3_moe": "qwen3"}.get(model_type, "")
     found = [
         one for one in MODELS.values()
-        if one.name.startswith(family) and one.num_experts == 1 and one.num_parameters < model.num_parameters
+        if one.name.startswith(family) and (one.moe is None or model.moe) and one.num_parameters < model.num_parameters
     ]  # fmt: skip
     return sorted(found, key=lambda one: one.num_parameters, reverse=True)
 
@@ -196,7 +205,8 @@ def _unknown(name: str) -> str:
     """End of a sentence about a model that is nowhere: what its name says is not computed, else how to get it."""
     for family in sorted(OTHERS, key=len, reverse=True):
         words = "[-_.]?".join(re.findall("[a-z]+|[0-9]+", family))
-        if family not in MIXTURES and re.search(rf"(?<![a-z0-9]){words}(?![a-z0-9])", name.lower()):
+        words += r"(?!\.[5-9])" * (family == "glm4")  # from 4.5 on it is another family, which is computed
+        if re.search(rf"(?<![a-z0-9]){words}(?![a-z0-9])", name.lower()):
             return refusal(family)
     if of_hub := hub_name(name):
         fetch = f"fetch its config: hf download {of_hub.repo} config.json"

@@ -15,13 +15,14 @@ from llamarl.parts.forecast.layouts import generator_layout, trainer_layout
 from llamarl.parts.forecast.plan import Plan
 from llamarl.parts.forecast.shapes import DecoderShape
 from llamarl.parts.forecast.transfer_time import LinkSpeeds, Transfer, fastest
+from llamarl.sharding.tensor_parallel import is_expert
 
 
 @lru_cache(maxsize=64)
 def weight_transfer(
     model: DecoderShape,
     links: LinkSpeeds,
-    trainer: tuple[int, int, int, int],
+    trainer: tuple[int, int, int, int, int],
     generator: tuple[int, int, int],
     first_device: int,
     host_size: int,
@@ -29,18 +30,19 @@ def weight_transfer(
     """The estimate of one sync, and why it goes that way.
 
     Args:
-        trainer: pipeline stages, copies, FSDP shards, tensor-parallel ranks.
+        trainer: pipeline stages, copies, FSDP shards, tensor-parallel ranks, ranks that share experts by number.
         generator: replicas, tensor-parallel ranks, bytes per weight.
         first_device: of the generators; the trainer's is 0.
     """
-    pp, copies, shards, trainer_tp = trainer
+    pp, copies, shards, trainer_tp, ep = trainer
     replicas, tp, weight_bytes = generator
-    # A size that the ranks cannot share evenly counts as padded.
+    # A size that the ranks cannot share evenly counts as padded. Experts are those of a run, which shares them evenly.
     parameters = {
-        name: tuple(-(-size // tp) * tp for size in shape) for name, shape in model.weights(norms=False).items()
+        name: shape if is_expert(name) else tuple(-(-size // tp) * tp for size in shape)
+        for name, shape in model.weights(norms=False).items()
     }
     source = trainer_layout(
-        parameters, fsdp=shards, tp=trainer_tp, pp=pp, replicate=copies, dtype="bfloat16", host_size=host_size
+        parameters, fsdp=shards, tp=trainer_tp, pp=pp, replicate=copies, ep=ep, dtype="bfloat16", host_size=host_size
     )
     heads = model.num_kv_heads if tp <= model.num_kv_heads else math.gcd(tp, model.num_kv_heads)
     destination = generator_layout(
@@ -78,7 +80,7 @@ def priced(plan: Plan) -> Plan:
             network=share * min(gpu.network_bandwidth for gpu in gpus),
             host=share * min(gpu.node_bandwidth for gpu in gpus),
         ),
-        (trainer.pp, *((1, shards) if plan.rules.own_parallelism else (shards, 1)), trainer.tp),
+        (trainer.pp, *((1, shards) if plan.rules.own_parallelism else (shards, 1)), trainer.tp, trainer.ep),
         (generator.replicas, generator.tp, generator.weight_bytes),
         first,
         host_size,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from llamarl.models.memory import TrainerLoad, trainer_bytes
+from llamarl.models.memory import UNEVEN_EXPERTS, TrainerLoad, expert_share, trainer_bytes
 from llamarl.parts.forecast.candidates import TrainerLayouts
 from llamarl.parts.forecast.hardware import BF16, FP32, Pool
-from llamarl.parts.forecast.links import collective_bandwidth
+from llamarl.parts.forecast.links import collective_bandwidth, exchange_s
 from llamarl.parts.forecast.request import PlanRequest
 
 PASSES = 3
-"""Weight gathers and activation reductions of one microbatch: forward, recomputed forward, backward."""
+"""Weight gathers, activation reductions and exchanges of one microbatch: forward, recomputed forward, backward."""
 
 
 def step_flops(request: PlanRequest) -> float:
@@ -31,39 +31,63 @@ def step_flops(request: PlanRequest) -> float:
     return request.num_samples * (frozen + (trained + attention) * passes)
 
 
+def routed_flops(request: PlanRequest) -> float:
+    """FLOPs of one optimizer step, recompute included, in the experts that routers choose."""
+    passes = 3 + request.constants.recompute - (request.lora is not None)
+    return 2.0 * request.model.routed_scalars * request.num_samples * request.sample_tokens * passes
+
+
+def inverse_efficiency(request: PlanRequest, ep: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Time of the products of microbatches of so many tokens on a rank, over their time at the peak.
+
+    Half of `train_efficiency` is reached with few tokens, by a mixture's experts with few rows of each expert. Where
+    ranks share them by number, a rank has all ranks' rows of its own, and the fullest is waited for.
+    """
+    model, constants = request.model, request.constants
+    dense = 1 + constants.half_efficiency_tokens / tokens
+    if model.moe is None:
+        return dense / constants.train_efficiency
+    rows = tokens * ep * model.moe.experts_per_token / model.moe.num_experts
+    grouped = np.where(ep > 1, UNEVEN_EXPERTS, 1) * (1 + constants.half_efficiency_rows / rows)
+    share = routed_flops(request) / step_flops(request)
+    return ((1 - share) * dense + share * grouped) / constants.train_efficiency
+
+
+def exchanged_bytes(request: PlanRequest, ep: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Bytes that a rank sends in one pass through a layer with experts, on average: the rows of its tokens to the ranks
+    of their experts, and what is made of others' rows back, in bfloat16; 1 / ep of them stays."""
+    per_token = request.model.rows_per_token * request.model.hidden_size * BF16
+    return tokens * per_token * (ep - 1) / ep
+
+
 def training_parts(
     request: PlanRequest, pool: Pool, layouts: TrainerLayouts, *, publishes: bool = False
 ) -> dict[str, np.ndarray]:
     """Seconds of one optimizer step on `pool`, by cause; they add up.
 
     compute: FLOPs / (GPUs x peak x efficiency), efficiency falling with few tokens per GPU, for the rank with the most
-    groups. tensor: `PASSES` x 2 reductions of the activations per layer, ring cost 2 (tp-1)/tp (arXiv 1909.08053).
-    fsdp: gathers in forward and backward and a reduce-scatter, (s-1)/s of the weights each plus one network hop per
-    node and layer; what `fsdp_overlap` of compute cannot hide counts (arXiv 2304.11277). context: keys and values of
-    the other ranks, `PASSES` + 1 times. pipeline: bubble (pp-1)/microbatches of the work (arXiv 2104.04473), and
-    activations between stages.
+    groups; of a mixture's experts by the rows of each, on the fullest rank. tensor: `PASSES` x 2 reductions of the
+    activations per layer, ring cost 2 (tp-1)/tp (arXiv 1909.08053). fsdp: gathers in forward and backward and a
+    reduce-scatter, (s-1)/s of the weights each plus one network hop per node and layer; what `fsdp_overlap` of compute
+    cannot hide counts (arXiv 2304.11277); experts come from the ranks with the same ones alone. context: keys and
+    values of the other ranks, `PASSES` + 1 times. exchange: rows to their experts and back, in each pass, to and from
+    the fullest rank. pipeline: bubble (pp-1)/microbatches of the work (arXiv 2104.04473), and activations between
+    stages.
     overhead: host time per microbatch and per step. optimizer: bytes of AdamW / memory bandwidth. publish: the rank's
     own shard is copied to where generators fetch it from.
     """
     model, constants, gpu = request.model, request.constants, pool.gpu
-    tp, cp, pp, dp = layouts.tp_L, layouts.cp_L, layouts.pp_L, layouts.dp_L
+    tp, cp, pp, dp, ep = layouts.tp_L, layouts.cp_L, layouts.pp_L, layouts.dp_L, layouts.ep_L
     rank_samples = request.rank_samples(dp)
     rank_tokens = rank_samples * request.sample_tokens
     microbatches = np.ceil(rank_tokens / layouts.microbatch_tokens_L)
     tokens = rank_tokens / microbatches / cp
-    efficiency = constants.train_efficiency * tokens / (tokens + constants.half_efficiency_tokens)
     stage_layers = np.ceil(model.num_layers / pp)
     flops = step_flops(request) * rank_samples / request.num_samples * (stage_layers * pp / model.num_layers)
-    compute = flops / (tp * cp * pp) / (gpu.bf16_flops * efficiency)
-    shards, weights = layouts.shards_L, model.num_parameters / (tp * pp)
+    compute = flops / (tp * cp * pp) / gpu.bf16_flops * inverse_efficiency(request, ep, tokens)
     activation_bytes = rank_tokens / cp * model.hidden_size * BF16
-    # Above one shard gathers repeat per microbatch; plain replicas reduce gradients once per step.
-    trained = request.trained_parameters / (tp * pp)
-    gathered = BF16 * ((PASSES - 1) * weights + trained) * (shards - 1) / shards * microbatches
-    reduced = 2 * BF16 * trained * (dp * cp - 1) / (dp * cp) if not layouts.sharded else 0.0
-    outer = collective_bandwidth(gpu, constants, shards if layouts.sharded else dp * cp, inner=tp)
-    hops = (shards > 1) * np.ceil(shards * tp / gpu.node_gpus) * constants.network_latency_s
-    fsdp = (gathered + reduced) / outer + PASSES * stage_layers * microbatches * hops
+    fsdp = _gathering_s(request, pool, layouts, microbatches)
+    sent = UNEVEN_EXPERTS * exchanged_bytes(request, ep, rank_tokens / cp) * model.num_sparse_layers / pp
     tensor = PASSES * 2 * stage_layers * 2 * (tp - 1) / tp * activation_bytes
     tensor = tensor / collective_bandwidth(gpu, constants, tp, inner=1)
     kv_bytes = rank_tokens * model.kv_width * BF16 / np.minimum(tp, model.num_kv_heads)
@@ -71,19 +95,42 @@ def training_parts(
     context = context / collective_bandwidth(gpu, constants, cp, inner=tp)
     between_stages = 2 * (pp > 1) * activation_bytes / tp / (gpu.network_bandwidth * constants.link_efficiency)
     overhead = constants.step_overhead_s + microbatches * constants.microbatch_overhead_s
-    state = trained / shards
+    learnt = 0 if request.lora else model.expert_parameters
+    state = (request.trained_parameters - learnt) / layouts.shards_L
+    state = (state + learnt * expert_share(model, layouts.shards_L, ep)) / (tp * pp)
     memory_bandwidth = gpu.memory_bandwidth * constants.bandwidth_efficiency
     parts = {
         "compute": compute,
         "fsdp": np.maximum(0.0, fsdp - constants.fsdp_overlap * compute),
         "tensor": tensor,
         "context": context,
+        "exchange": PASSES * exchange_s(gpu, constants, ep, sent),
         "pipeline": (pp - 1) / microbatches * (compute + tensor + context) + between_stages,
         "overhead": overhead,
         "optimizer": constants.optimizer_traffic_bytes * state / memory_bandwidth,
     }
     published = {"publish": request.trained_parameters * (FP32 + BF16) / layouts.gpus_L / memory_bandwidth}
     return parts | (published if publishes else {})
+
+
+def _gathering_s(request: PlanRequest, pool: Pool, layouts: TrainerLayouts, microbatches: np.ndarray) -> np.ndarray:
+    """Seconds in which weights are gathered and gradients scattered, hidden or not. Above one shard this repeats with
+    each microbatch; plain replicas reduce gradients once per step."""
+    model, constants, gpu = request.model, request.constants, pool.gpu
+    tp, ep, shards, copies = layouts.tp_L, layouts.ep_L, layouts.shards_L, layouts.dp_L * layouts.cp_L
+    learnt = 0 if request.lora else model.expert_parameters
+    others = (PASSES - 1) * (model.num_parameters - model.expert_parameters) + request.trained_parameters - learnt
+    gathered = BF16 * others / (tp * layouts.pp_L) * (shards - 1) / shards * microbatches
+    reduced = 0.0
+    if not layouts.sharded:
+        reduced = 2 * BF16 * request.trained_parameters / (tp * layouts.pp_L) * (copies - 1) / copies
+    outer = collective_bandwidth(gpu, constants, shards if layouts.sharded else copies, inner=tp)
+    fewer = shards / ep  # ranks that share the experts of the same numbers
+    held = ((PASSES - 1) * model.expert_parameters + learnt) * expert_share(model, shards, ep) / (tp * layouts.pp_L)
+    of_experts = BF16 * held * (fewer - 1) * microbatches / collective_bandwidth(gpu, constants, fewer, inner=tp * ep)
+    hops = ((shards > 1) + 1.0 * ((ep > 1) & (fewer > 1))) * np.ceil(shards * tp / gpu.node_gpus)
+    latency = PASSES * np.ceil(model.num_layers / layouts.pp_L) * microbatches * hops * constants.network_latency_s
+    return (gathered + reduced) / outer + of_experts + latency
 
 
 def training_memory(request: PlanRequest, layouts: TrainerLayouts) -> dict[str, np.ndarray]:
@@ -97,7 +144,7 @@ def training_memory(request: PlanRequest, layouts: TrainerLayouts) -> dict[str, 
     load = TrainerLoad(
         tokens=tokens, targets=tokens * request.lengths.limit_tokens / request.longest_tokens, keys=0 * tokens,
         half=True, checkpointing=request.constants.recompute > 0, flash=True, tp=layouts.tp_L, cp=layouts.cp_L,
-        pp=layouts.pp_L, shards=layouts.shards_L, lora=request.lora, weight=request.weight_bytes,
+        pp=layouts.pp_L, shards=layouts.shards_L, ep=layouts.ep_L, lora=request.lora, weight=request.weight_bytes,
         moments=request.moment_bytes,
     )  # fmt: skip
     parts = trainer_bytes(request.model, load)

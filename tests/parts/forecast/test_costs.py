@@ -36,8 +36,8 @@ PERFECT = Constants(
 """Peaks without losses: results can be worked out by hand."""
 
 
-def _layouts(sharded: bool = True, **sizes: int) -> TrainerLayouts:
-    values = {"tp": 1, "cp": 1, "pp": 1, "dp": 1, "microbatch_tokens": 1 << 20} | sizes
+def layouts_of(sharded: bool = True, **sizes: int) -> TrainerLayouts:
+    values = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "dp": 1, "microbatch_tokens": 1 << 20} | sizes
     return TrainerLayouts(**{f"{name}_L": np.array([value]) for name, value in values.items()}, sharded=sharded)
 
 
@@ -81,7 +81,7 @@ def test_a_mixture_reads_more_experts_in_a_larger_batch() -> None:
 def test_training_flops_and_time() -> None:
     """8 FLOPs per parameter and token with recompute, at the peak."""
     request = make_request("llama3-8b", 8, constants=PERFECT, prompt_tokens=1)
-    parts = training_parts(request, request.pools[0], _layouts(dp=8))
+    parts = training_parts(request, request.pools[0], layouts_of(dp=8))
     tokens = request.num_samples * request.sample_tokens
     least_s = 8 * 7.504e9 * tokens / (8 * 989e12)
     assert parts["compute"][0] == pytest.approx(least_s, rel=0.02)  # attention adds under 2 % at this length
@@ -91,7 +91,7 @@ def test_training_flops_and_time() -> None:
 def test_gathers_repeat_with_each_microbatch() -> None:
     request = make_request("llama3-8b", 64, constants=PERFECT)
     one, four = (
-        training_parts(request, request.pools[0], _layouts(dp=64, microbatch_tokens=tokens))["fsdp"][0]
+        training_parts(request, request.pools[0], layouts_of(dp=64, microbatch_tokens=tokens))["fsdp"][0]
         for tokens in (1 << 20, 1024)
     )
     assert one == pytest.approx(3 * 2 * request.model.num_parameters * 63 / 64 / 400e9)
@@ -101,7 +101,7 @@ def test_gathers_repeat_with_each_microbatch() -> None:
 def test_a_pipeline_has_a_bubble_of_stages_less_one() -> None:
     request = make_request("llama3-8b", 8, constants=PERFECT, prompts_per_step=8, group_size=1)
     longest = request.longest_tokens
-    parts = training_parts(request, request.pools[0], _layouts(pp=4, microbatch_tokens=longest))
+    parts = training_parts(request, request.pools[0], layouts_of(pp=4, microbatch_tokens=longest))
     microbatches = np.ceil(8 * request.sample_tokens / longest)
     activations_s = 2 * 8 * request.sample_tokens * 4096 * 2 / 50e9
     assert parts["pipeline"][0] == pytest.approx(3 / microbatches * parts["compute"][0] + activations_s)
@@ -109,8 +109,8 @@ def test_a_pipeline_has_a_bubble_of_stages_less_one() -> None:
 
 def test_trainer_state_is_sharded() -> None:
     request = make_request("llama3-8b", 64)
-    whole = training_memory(request, _layouts(sharded=False, tp=8, dp=8))["state"][0]
-    split = training_memory(request, _layouts(tp=8, dp=8))["state"][0]
+    whole = training_memory(request, layouts_of(sharded=False, tp=8, dp=8))["state"][0]
+    split = training_memory(request, layouts_of(tp=8, dp=8))["state"][0]
     assert whole == pytest.approx(16 * request.model.num_parameters / 8)
     assert split == pytest.approx(whole / 8)
 
@@ -126,7 +126,7 @@ def test_a_plan_takes_what_a_start_does() -> None:
             "parallelism": {"fsdp": 8, "tp": 2},
         },
     })  # fmt: skip
-    planned = training_memory(request, _layouts(dp=8, tp=2, microbatch_tokens=4096))
+    planned = training_memory(request, layouts_of(dp=8, tp=2, microbatch_tokens=4096))
     started = trainer_parts(config, request.model)
     assert sum(part[0] for part in planned.values()) == pytest.approx(float(total(started)), rel=0.005)
 

@@ -40,8 +40,11 @@ def config_json(name: str) -> dict[str, Any]:
     """As published, of a built-in shape."""
     shape = MODELS[name]
     fields = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size",
-              "max_position_embeddings", "tie_embeddings")  # fmt: skip
-    family = {"qwen3": "qwen3", "qwen2.5": "qwen2", "llama3": "llama"}[name.split("-", maxsplit=1)[0]]
+              "max_position_embeddings", "tie_embeddings", "moe")  # fmt: skip
+    family = {"qwen3": "qwen3", "qwen2.5": "qwen2", "llama3": "llama", "glm": "glm4_moe"}[
+        name.split("-", maxsplit=1)[0]
+    ]
+    family += "_moe" * (family == "qwen3" and shape.moe is not None)
     return ModelShape(family=family, **{field: getattr(shape, field) for field in fields}).to_hf()
 
 
@@ -67,7 +70,8 @@ def written(tmp_path: Path, model: Path | str, data: Path | str, *words: object)
 CLUSTERS = [
     ("qwen3-1.7b", 1, "rtx4090-24g", True), ("qwen3-0.6b", 1, "l4-24g", False), ("qwen3-8b", 8, "h100-80g", False),
     ("qwen3-8b", 1, "h100-80g", True), ("qwen2.5-7b", 8, "a100-40g", False), ("llama3-70b", 8, "h100-80g", True),
-    ("llama3-3b", 2, "a6000-48g", False), ("qwen2.5-0.5b", 2, "a10-24g", False),
+    ("llama3-3b", 2, "a6000-48g", False), ("qwen2.5-0.5b", 2, "a10-24g", False), ("qwen3-30b-a3b", 8, "h100-80g", True),
+    ("qwen3-30b-a3b", 8, "h200-141g", False),
 ]  # fmt: skip
 
 
@@ -149,7 +153,7 @@ def test_what_does_not_fit_gets_what_does(tmp_path: Path, data: Path) -> None:
     count = said.split("use --gpus ")[1].split(",", maxsplit=1)[0].split(" ", maxsplit=1)[0]
     name = next(name for name, shape in MODELS.items() if shape.path == other)
     written(tmp_path, write_model(tmp_path / "n", name), data, "--gpus", 1, "--adapters", "never")
-    larger = [shape.name for shape in MODELS.values() if shape.name.startswith("qwen3-") and shape.num_experts == 1
+    larger = [shape.name for shape in MODELS.values() if shape.name.startswith("qwen3-") and shape.moe is None
               and MODELS[name].num_parameters < shape.num_parameters < MODELS["qwen3-8b"].num_parameters]  # fmt: skip
     for one in larger:
         with pytest.raises(ConfigError):

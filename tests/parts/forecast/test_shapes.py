@@ -50,7 +50,18 @@ def test_a_folder_with_a_config(tmp_path: Path) -> None:
 def test_a_mixture() -> None:
     extra = {"model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     model = DecoderShape.from_hf(HF | extra)
-    assert (model.num_experts, model.experts_per_token, model.intermediate_size) == (16, 2, 32)
+    assert model.moe and (model.moe.num_experts, model.moe.experts_per_token, model.moe.expert_size) == (16, 2, 32)
+    assert model.intermediate_size == 128 and model.num_sparse_layers == 2
+    assert DecoderShape.from_hf(HF | extra | {"decoder_sparse_step": 2}).num_sparse_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("zai-org/GLM-4.6", "nothing is fetched here"), ("THUDM/glm-4-9b", "behind")]
+)
+def test_a_name_with_a_number_of_another_family(name: str, said: str) -> None:
+    """GLM-4's norms are not computed, those of 4.5 and later are."""
+    with pytest.raises(ConfigError, match=said):
+        find_model(name)
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size"])
@@ -117,26 +128,6 @@ QWEN3_MOE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok":
         ({"model_type": "gemma3_text"}, "sliding windows"),
         ({"model_type": "qwen2_moe", "num_experts": 8, "num_experts_per_tok": 2}, "gated shared expert is not"),
         ({"model_type": "mistral", "sliding_window": 64}, "sliding_window"),
-        (
-            {
-                "model_type": "qwen3_moe",
-                "num_experts": 8,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 9,
-                "mlp_only_layers": [0],
-            },
-            "dense layers",
-        ),
-        (
-            {
-                "model_type": "qwen3_moe",
-                "num_experts": 8,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 9,
-                "decoder_sparse_step": 2,
-            },
-            "dense layers",
-        ),
         (
             {
                 "model_type": "qwen3_moe",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -23,9 +24,9 @@ LINKS = LinkSpeeds(network=50e9, host=450e9)
 def test_the_list_of_weights_holds_every_parameter(name: str) -> None:
     model = MODELS[name]
     for one in (model, replace(model, tie_embeddings=True)):
-        sizes = [rows * columns for rows, columns in one.weights(norms=False).values()]
-        assert sum(sizes) == one.num_parameters
-    assert len(model.weights(norms=True)) == len(model.weights(norms=False)) + 2 * model.num_layers + 1
+        assert sum(map(math.prod, one.weights(norms=False).values())) == one.num_parameters
+    biases = model.num_sparse_layers if model.moe and model.moe.has_selection_bias else 0
+    assert len(model.weights(norms=True)) == len(model.weights(norms=False)) + 2 * model.num_layers + 1 + biases
 
 
 def test_a_plan_is_priced_by_its_own_copies() -> None:
@@ -37,7 +38,7 @@ def test_a_plan_is_priced_by_its_own_copies() -> None:
     transfer, reason = weight_transfer(
         request.model,
         LinkSpeeds(network=50e9 * share, host=450e9 * share),
-        (trainer.pp, 1, trainer.dp * trainer.cp, trainer.tp),
+        (trainer.pp, 1, trainer.dp * trainer.cp, trainer.tp, trainer.ep),
         (generator.replicas, generator.tp, generator.weight_bytes),
         trainer.gpus,
         8,
@@ -70,7 +71,7 @@ def test_without_direct_sync_there_is_nothing_to_price() -> None:
 def test_sizes_that_ranks_cannot_share_evenly_count_as_padded() -> None:
     odd = replace(SMALL, vocab_size=64_003, num_kv_heads=6, num_heads=24)
     even = replace(odd, vocab_size=64_016)
-    times = [weight_transfer(model, LINKS, (1, 1, 4, 1), (2, 16, 2), 8, 8)[0].seconds for model in (odd, even)]
+    times = [weight_transfer(model, LINKS, (1, 1, 4, 1, 1), (2, 16, 2), 8, 8)[0].seconds for model in (odd, even)]
     assert times[0] == times[1]
 
 

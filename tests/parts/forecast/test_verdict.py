@@ -123,5 +123,5 @@ def test_adapters_save_state_and_products() -> None:
         with_them and without and with_them.trainer.time_parts["publish"] < 0.02 * without.trainer.time_parts["publish"]
     )
     assert "adapters alone" in priced(with_them).sync
-    with pytest.raises(ConfigError, match="adapters of a mixture's experts are not planned"):
+    with pytest.raises(ConfigError, match="experts get no adapters; use trainer"):
         plans(replace(request, model=MODELS["mixtral-8x7b"]))
