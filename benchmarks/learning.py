@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _learning_picture import PICTURE, draw
 from _record import write_result
 
 ROOT = Path(__file__).parents[1]
@@ -143,6 +144,7 @@ def figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--more", type=Path, help="a result whose runs are taken over")
+    parser.add_argument("--picture", action="store_true", help="draw docs/pictures/learning.svg, too")
     parser.add_argument("--minutes", type=float, default=170.0, help="no run begins later")
     options = parser.parse_args()
     runs: list[dict[str, Any]] = json.loads(options.more.read_text(encoding="utf-8"))["runs"] if options.more else []
@@ -157,6 +159,8 @@ def main() -> None:
             write_result("learning", settings, figures(runs), NOTES)
     print(json.dumps(compared(runs), indent=2))
     print(write_result("learning", settings, figures(runs), NOTES))
+    if options.picture:
+        PICTURE.write_text(draw(figures(runs)), encoding="utf-8")
 
 
 if __name__ == "__main__":
