@@ -21,10 +21,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llamarl.cluster.deaths import kill_group
+from llamarl.cluster.deaths import cause_of_reaped, kill_group, killed_by
 from llamarl.cluster.engine_files import log_env
 from llamarl.cluster.start_up import LIFELINE
 from llamarl.config.errors import ConfigError
@@ -49,6 +50,8 @@ LOG_BYTES = 64 << 10
 LOG_BEHIND_BYTES = 4 << 20
 LOG_TOTAL_BYTES = MAX_LINE_BYTES // 8
 """Bytes of all logs with one beat; JSON takes up to six characters for a byte."""
+REAPED_S, REAPED_LOOK_S = 0.5, 0.02
+"""Longest wait for the engine to reap a process that has ended, as then the system says how, and between two looks."""
 END_S = 3.0
 """Longest wait in seconds for killed processes to be gone."""
 PR_SET_CHILD_SUBREAPER = 36
@@ -234,6 +237,7 @@ class HostAgent:
 
     async def _answer(self, line: Line, number: int, what: str, arguments: dict[str, Any]) -> None:
         orders = {"fetch": _fetch, "kill": _kill, "look": _look, "receive": self._receive, "send": _send}
+        orders["watch"] = partial(_watch, line)
         try:
             found = await orders[what](**arguments)
         except (*BROKEN, KeyError, TypeError, ValueError) as error:
@@ -303,6 +307,40 @@ async def _kill(pids: list[int]) -> dict[str, Any]:
     for pid in own.intersection(pids):
         kill_group(pid)
     return {}
+
+
+async def _watch(line: Line, pid: int) -> dict[str, Any]:
+    """Tells the registry how a process has ended, as soon as it has, and ends what it has left behind."""
+    cause = ""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        line.tell(ended=pid, cause=cause)
+        return {}
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+        loop.remove_reader(descriptor)
+        deadline_s = loop.time() + REAPED_S
+        while not (cause := _cause_of(pid) or cause_of_reaped(descriptor) or "") and loop.time() < deadline_s:
+            await asyncio.sleep(REAPED_LOOK_S)
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    kill_group(pid)
+    line.tell(ended=pid, cause=cause)
+    return {}
+
+
+def _cause_of(pid: int) -> str | None:
+    """Cause of death of a process that nobody has waited for yet; None: it has been reaped."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    code = os.waitstatus_to_exitcode(int(fields[-1])) if state == "Z" else None
+    return code if code is None else killed_by(-code) if code < 0 else f"ended with exit code {code}"
 
 
 async def _fetch(names: list[str]) -> dict[str, Any]:

@@ -35,8 +35,8 @@ START_S = 40.0
 
 DRIFT = 1e-4
 """Seconds per second by which clocks part at most: what is known of them gets worse with time."""
-SAY_S = 10.0
-"""Seconds between two lines about who is here, while others are waited for."""
+SAY_S = 5.0
+"""Seconds between two lines about who has come and who is missing, while others are waited for."""
 BYE_S = 1.0
 """Longest wait in seconds for hosts to hear that the run has ended."""
 
@@ -66,6 +66,8 @@ class Host:
         self._line = line
         self._numbers = itertools.count(1)
         self._asked = dict[int, tuple[float, asyncio.Future[dict[str, Any]]]]()
+        self._watched = dict[int, Callable[[str], None]]()
+        """Who hears of the end of a process there."""
 
     @property
     def lost(self) -> str:
@@ -80,6 +82,16 @@ class Host:
     def lose(self, reason: str) -> None:
         """Marks the host as gone, once; called in the registry's thread."""
         self._lost.set_result(reason)
+
+    def when_ended(self, pid: int, call: Callable[[str], None]) -> None:
+        """`call` hears how a process of the host ended, on the event loop that asks for it; empty: nobody knows."""
+        self._watched[pid] = partial(_call_in, asyncio.get_running_loop(), call)
+        self.tell("watch", pid=pid)
+
+    def process_ended(self, pid: int, cause: str) -> None:
+        """The host's agent says so; called in the registry's thread."""
+        if call := self._watched.pop(pid, None):
+            call(cause)
 
     async def ask(self, what: str, timeout_s: float = SILENT_S, **arguments: Any) -> dict[str, Any]:
         """Answer of the host's agent. Raises HostLost, TimeoutError, or ConfigError with the agent's own reason."""
@@ -146,7 +158,7 @@ class Registry:
         Raises:
             ConfigError: this process has no certificate.
         """
-        self._context = server_context(pki, CONTROLLER)
+        self._pki, self._context = pki, server_context(pki, CONTROLLER)
         self._own = own_inventory(CONTROLLER, "", "", 0)
         self._run = secrets.token_hex(8)
         self._logs, self._tell = logs, tell
@@ -182,7 +194,9 @@ class Registry:
         come = asyncio.create_task(_in(self._loop, asyncio.wait_for(self._come(num_hosts), timeout_s)))
         try:
             while not (await asyncio.wait({come}, timeout=SAY_S))[0]:
-                self._tell(f"{len(self.hosts)} of {num_hosts} hosts have called: {self._here()}")
+                self._tell(
+                    f"{len(self.hosts)} of {num_hosts} hosts have called: {self._here()}; {self._missing(num_hosts)}"
+                )
             await come
         except TimeoutError:
             refused = "".join(
@@ -199,6 +213,14 @@ class Registry:
 
     def _here(self) -> str:
         return ", ".join(sorted(self.hosts)) or "none"
+
+    def _missing(self, num_hosts: int) -> str:
+        """Who has not called of those whose certificates are here, too."""
+        names = {path.stem for path in self._pki.glob("*.crt")} - {"ca", CONTROLLER, *self.hosts}
+        number = num_hosts - len(self.hosts)
+        which = f": {', '.join(sorted(names))}" if len(names) == number else f", of {', '.join(sorted(names))}"
+        refused = f"; refused: {', '.join(sorted(self._said))}" if self._said else ""
+        return f"{number} missing{which if names else ''}{refused}"
 
     def dismiss(self, host: Host, reason: str) -> None:
         """Lets a host go in order, which ends its agent when it was to leave."""
@@ -342,10 +364,7 @@ class Registry:
                         host.is_known = True
                         self._changed.set()
                         self._call(lambda: self.joined(host))
-                for piece in message.get("logs", ()):
-                    self._keep(host, str(piece["file"]), int(piece["upto"]), str(piece["data"]).encode("latin-1"))
-                if message.get("leaving"):
-                    self._asks_to_leave(host)
+                self._heard(host, message)
         except TimeoutError:
             reason = f"it has been silent for {SILENT_S:g} s"
             self._look_for_all()
@@ -356,6 +375,15 @@ class Registry:
             if not host.lost:
                 self._lose(host, f"host {host.name} ({host.inventory.address}) is lost: {reason}")
                 self._say(host.lost)
+
+    def _heard(self, host: Host, message: Mapping[str, Any]) -> None:
+        """A host has said something, asked or unasked."""
+        for piece in message.get("logs", ()):
+            self._keep(host, str(piece["file"]), int(piece["upto"]), str(piece["data"]).encode("latin-1"))
+        if "ended" in message:
+            host.process_ended(int(message["ended"]), str(message["cause"]))
+        if message.get("leaving"):
+            self._asks_to_leave(host)
 
     def _look_for_all(self) -> None:
         """A host is silent: if nobody else is heard either, it is this machine that is lost, and so it says."""
