@@ -119,6 +119,11 @@ class Placer(ABC):
         """Place for one that has died; elsewhere, if its host is lost. Raises ConfigError: there is no room."""
         return self.place(executor)
 
+    def keepers(self) -> Sequence[tuple[str, str]]:
+        """Address and secret of those on all hosts that keep states of trainer and critic for others; none: nobody
+        does."""
+        return ()
+
     def of_role(self, role: str) -> list[str]:
         """Executors that have been placed."""
         return [name for name, one in self._assigned.items() if one.wanted.role == role]

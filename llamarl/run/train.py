@@ -143,7 +143,9 @@ class _TrainingRun:
 
     async def _with_executors(self, screen: Screen, telemetry: Telemetry, journal: Journal) -> None:
         folder = self._folder
-        machines = open_machines(self._config, folder.logs, folder.path, self._placer, screen.phase)
+        machines = open_machines(
+            self._config, folder.logs, folder.path, self._placer, screen.phase, resume=self._resume
+        )
         cluster = machines.open()
         copying = CheckpointCopier(self._config, self._folder, telemetry.warn)
         async with assembled(

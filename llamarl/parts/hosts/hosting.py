@@ -14,6 +14,8 @@ from llamarl.parts.hosts.registry import Host
 from llamarl.run.placement import Assignment, Placer, WantedExecutor
 
 MAX_REPLICAS = 10_000
+TRAINED = ("trainer", "critic")
+"""Roles whose state is saved in the run's folder."""
 
 
 class NoRoom(ConfigError):
@@ -42,15 +44,22 @@ class HostPlacer(Placer):
         """Models of the Hub that a host has to have, so that executors may be there."""
         self.ready = set[Host]()
         """Hosts that have them."""
+        self.trainable = set[Host]()
+        """Hosts that have the model and the run's folder, so that trainer and critic may be started again there."""
         self._here = dict[str, Host]()
         """Hosts at one moment, by name: they come and go in another thread."""
+        is_short = len(hosts) < config.cluster.num_hosts
         for wanted in self._wanted:
             if wanted.device not in ("cpu", "cuda"):
                 raise ConfigError(
                     f"{wanted.option} = {wanted.device!r} names devices, which are counted out on several hosts; use "
                     "'cuda', and cluster.place for the hosts"
                 )
-            self.take(wanted)
+            try:
+                self.take(wanted)
+            except NoRoom:
+                if not (is_short and wanted.number):  # one generator is enough, until others have room
+                    raise
         if not config.generator.replicas and not only:
             self.take_generator(0)
             for number in range(1, 1 + self.free_generator_slots()):
@@ -60,12 +69,24 @@ class HostPlacer(Placer):
         one = self._assigned[executor]
         if self._usable().keys() >= one.ranks.keys():
             return self.place(executor)
+        if one.wanted.role in TRAINED and len(self._hosts) < (fewest := self._config.cluster.fewest_hosts):
+            setting = "min_hosts" if self._config.cluster.min_hosts else "num_hosts"
+            raise NoRoom(f"{len(self._hosts)} hosts are left, and the run needs {fewest} (cluster.{setting})")
         self.leave(executor)
         return self.take(one.wanted)
 
     def _usable(self) -> dict[str, Host]:
         """Hosts where executors may be, by name."""
         return {name: host for name, host in dict(self._hosts).items() if not self.models or host in self.ready}
+
+    def keepers(self) -> list[tuple[str, str]]:
+        """Hosts without trainer and critic come first; none, where the run does not go on with fewer."""
+        cluster = self._config.cluster
+        if not self._config.checkpoint.mirror or cluster.fewest_hosts == cluster.num_hosts:
+            return []
+        learning = self.hosts_of(*TRAINED)
+        here = sorted(dict(self._hosts).items(), key=lambda item: (item[0] in learning, item[0]))
+        return [host.keeper for _, host in here if not host.is_leaving]
 
     def on_host(self, name: str) -> list[str]:
         """Executors that are there."""
@@ -94,7 +115,7 @@ class HostPlacer(Placer):
         """Raises NoRoom."""
         self._here = self._usable()
         names, num_ranks = list(self._candidates(wanted)), wanted.num_ranks
-        spreads = wanted.role in ("trainer", "critic")
+        spreads = wanted.role in TRAINED
         if wanted.device == "cpu":
             hosts = names if spreads and self._patterns("trainer", wanted.role) else names[:1]
             ends = [num_ranks * i // len(hosts) for i in range(len(hosts) + 1)]
@@ -127,6 +148,8 @@ class HostPlacer(Placer):
     def _candidates(self, wanted: WantedExecutor) -> Iterator[str]:
         """Hosts for an executor, the first the best. Raises NoRoom: there are none."""
         role, here = wanted.role, sorted(name for name, host in self._here.items() if not host.is_leaving)
+        if role in TRAINED and self.trainable:
+            here = [name for name in here if self._here[name] in self.trainable]
         with_trainer = self.hosts_of("trainer", "critic")
         patterns = self._patterns("trainer", role) if role == "critic" else self._patterns(role)
         names = [name for name in here if not patterns or any(fnmatchcase(name, one) for one in patterns)]
@@ -137,8 +160,10 @@ class HostPlacer(Placer):
                 names = [name for name in names if self._has_cores(name, wanted.num_ranks)]
             beside = with_trainer if not patterns else set[str]()
             names.sort(key=lambda name: (name in beside, len(self._generators_at(name)), name))
-        elif not patterns and role != "trainer":
-            names.sort(key=lambda name: (name not in with_trainer, name))
+        elif not patterns:
+            crowd = len if role in TRAINED else lambda _: 0  # which starts again first where nobody is
+            beside = (lambda _: False) if role == "trainer" else (lambda name: name not in with_trainer)
+            names.sort(key=lambda name: (beside(name), crowd(self.on_host(name)), name))
         if not names:
             matching = f" that match cluster.place.{role} = {patterns}" if patterns else ""
             raise NoRoom(f"{wanted.executor} finds no host{matching}; these are here: {', '.join(here) or 'none'}")

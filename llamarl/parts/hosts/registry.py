@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import secrets
 import socket
 import ssl
@@ -25,6 +26,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from llamarl.checkpoint.keeper import Place
 from llamarl.config.errors import ConfigError
 from llamarl.net.entrance import Entrance, Proved, listen
 from llamarl.parts.hosts.certificates import CONTROLLER, mismatch, server_context
@@ -51,8 +53,9 @@ class HostLost(ConnectionError):
 class Host:
     """One machine that is here, and what it was asked."""
 
-    def __init__(self, inventory: Inventory, url: str, line: Line) -> None:
-        self.inventory, self.name, self.url = inventory, inventory.name, url
+    def __init__(self, inventory: Inventory, url: str, keeper: Place, line: Line) -> None:
+        """`keeper`: of states, in this host's memory, for others."""
+        self.inventory, self.name, self.url, self.keeper = inventory, inventory.name, url, keeper
         self.offset_s = self.error_s = float("inf")
         """Seconds that the host's clock is ahead of ours, and how wrong that can be: half of the shortest way there and
         back."""
@@ -189,9 +192,19 @@ class Registry:
         except OSError as error:
             raise ConfigError(f"cluster.listen = {place!r}: {error.strerror}; name a free port here") from None
 
-    async def until(self, num_hosts: int, timeout_s: float) -> None:
-        """Waits until so many hosts are here. Raises ConfigError."""
-        come = asyncio.create_task(_in(self._loop, asyncio.wait_for(self._come(num_hosts), timeout_s)))
+    async def until(
+        self, num_hosts: int, timeout_s: float, fewest: int | None = None, patience_s: float = math.inf
+    ) -> None:
+        """Waits until so many hosts are here.
+
+        Args:
+            fewest: so many do when the time is over, or nobody has come for `patience_s`; None: all have to.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        fewest = num_hosts if fewest is None else fewest
+        come = asyncio.create_task(_in(self._loop, self._come(num_hosts, fewest, timeout_s, patience_s)))
         try:
             while not (await asyncio.wait({come}, timeout=SAY_S))[0]:
                 self._tell(
@@ -204,9 +217,11 @@ class Registry:
                 for peer, reasons in list(self._said.items())
                 for reason, number in list(reasons.items())
             )
+            wanted = f"cluster.num_hosts = {num_hosts}" if fewest == num_hosts else f"cluster.min_hosts = {fewest}"
             raise ConfigError(
-                f"cluster.num_hosts = {num_hosts}, but after {timeout_s:g} s (cluster.host_timeout_s) these have "
-                f"called: {self._here()}{refused}; start `llamarl host` on the others, or lower num_hosts"
+                f"{wanted}, but after {timeout_s:g} s (cluster.host_timeout_s) these have "
+                f"called: {self._here()}{refused}; start `llamarl host` on the others, or lower "
+                f"{wanted.partition(' ')[0]}"
             ) from None
         finally:
             come.cancel()
@@ -240,10 +255,19 @@ class Registry:
         self._entrance = Entrance(listener, on_loop(self._serve))
         return listener.getsockname()[1]
 
-    async def _come(self, num_hosts: int) -> None:
-        while sum(host.is_known for host in self.hosts.values()) < num_hosts:
+    async def _come(self, num_hosts: int, fewest: int, timeout_s: float, patience_s: float) -> None:
+        """Raises TimeoutError: not even the fewest are here."""
+        clock = asyncio.get_running_loop()
+        deadline_s = clock.time() + timeout_s
+        while (number := sum(host.is_known for host in self.hosts.values())) < num_hosts:
             self._changed.clear()
-            await self._changed.wait()
+            rest_s = max(0.0, deadline_s - clock.time())
+            try:
+                await asyncio.wait_for(self._changed.wait(), rest_s if number < fewest else min(rest_s, patience_s))
+            except TimeoutError:
+                if number < fewest:
+                    raise
+                return
 
     async def _close(self) -> None:
         if self._entrance is not None:
@@ -317,7 +341,9 @@ class Registry:
         self._starting.add(name)
         try:
             line.tell(logs={file: size for (host, file), size in self._received.items() if host == name})
-            host = Host(inventory, str((await line.hear(START_S))["url"]), line)
+            served = await line.hear(START_S)
+            address, secret = served["keeper"]
+            host = Host(inventory, str(served["url"]), (str(address), str(secret)), line)
             self.hosts[name] = host
         finally:
             self._starting.remove(name)

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.distributed.links import BROKEN, own_address
+from llamarl.distributed.links import BROKEN, notice_loss, own_address
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.distributed.streams import receive, send
 from llamarl.weight_sync.base import Superseded, TransferFailed
@@ -214,6 +214,7 @@ class P2pSubscriber(CopyingSubscriber):
         key = rank, number
         if key not in self._streams:
             connection = place.connect(self.layout.digest, self._timeout_s)
+            notice_loss(connection)
             cut = into_buckets(self.layout, connection.recv(), P2pPublisher.BUCKET_BYTES)
             size = max((bucket.num_bytes for bucket in cut), default=0)
             self._streams[key] = _IncomingStream(connection, cut, torch.empty(size, dtype=torch.uint8))

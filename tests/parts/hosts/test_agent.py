@@ -25,7 +25,7 @@ from tests.cluster.harness import is_alive
 def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostAgent:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     make_certificates(tmp_path / "pki", {"b": ("b", "127.0.0.3")}, days=2)
-    return HostAgent("127.0.0.2:1", tmp_path / "pki", "b", "127.0.0.3", once=False, tell=print)
+    return HostAgent(["127.0.0.2:1"], tmp_path / "pki", "b", "127.0.0.3", once=False, tell=print)
 
 
 def test_logs_go_on_where_the_registry_has_them_and_begin_anew_with_a_new_agent(one: HostAgent) -> None:

@@ -17,7 +17,7 @@ class Machine:
     """What `HostPlacer` looks at of a host."""
 
     def __init__(self, name: str, gpus: int = 0, cores: int = 4) -> None:
-        self.is_leaving = False
+        self.name, self.is_leaving = name, False
         self.inventory = Inventory(
             name=name, address="10.0.0.1", logs="", cores=cores, memory_bytes=1, gpus=gpus, code="", python="",
             packages={}, pid=1,
@@ -170,6 +170,52 @@ def test_no_device_is_given_twice(data: st.DataObject) -> None:
     assert len(set(used)) == len(used)
     replicas = generator["replicas"]
     assert replicas == "auto" or len(hosting.of_role("generator")) <= replicas
+
+
+def test_a_trainer_whose_host_is_lost_goes_where_nobody_is_then_to_others() -> None:
+    """With as many hosts as the run needs, that see its folder, and within cluster.place."""
+    place, sections = {"generator": ["c"]}, {"generator": {"replicas": 1}}
+    config = config_of(place, **sections)
+    cluster = config.cluster.model_copy(update={"num_hosts": 3, "min_hosts": 1})
+    hosts: dict[str, Any] = machines(b=0, c=0, d=0)
+    hosting = HostPlacer(config.model_copy(update={"cluster": cluster}), hosts)
+    hosting.trainable.update(hosts.values())
+    assert where(hosting) == {"trainer": ("b",), "generator-0": ("c",), "reward": ("b",)}
+    del hosts["b"]
+    assert hosting.again("trainer")[0].name == "d"
+    assert hosting.again("reward")[0].name == "d", "as it is with the trainer"
+    hosting.trainable.remove(hosts.pop("d"))
+    hosts["e"] = Machine("e")
+    assert hosting.again("trainer")[0].name == "c", "e has another folder"
+    del hosts["c"]
+    with pytest.raises(NoRoom, match="trainer finds no host; these are here: none"):
+        hosting.again("trainer")
+    del hosts["e"]
+
+
+def test_fewer_hosts_than_the_run_needs_start_no_trainer() -> None:
+    for min_hosts, setting in ((0, "num_hosts"), (2, "min_hosts")):
+        config = config_of(generator={"replicas": 1})
+        cluster = config.cluster.model_copy(update={"num_hosts": 2, "min_hosts": min_hosts})
+        hosts: dict[str, Any] = machines(b=0, c=0)
+        hosting = HostPlacer(config.model_copy(update={"cluster": cluster}), hosts)
+        del hosts["b"]
+        with pytest.raises(NoRoom, match=rf"^1 hosts are left, and the run needs 2 \(cluster.{setting}\)$"):
+            hosting.again("trainer")
+        assert hosting.again("reward")[0].name == "c"
+        hosts["d"] = Machine("d")
+        assert hosting.again("trainer")[0].name == "d"
+
+
+def test_a_run_that_goes_on_with_fewer_hosts_has_fewer_generators() -> None:
+    config = config_of(**GPUS)
+    cluster = config.cluster.model_copy(update={"num_hosts": 2, "min_hosts": 1})
+    hosting = HostPlacer(config.model_copy(update={"cluster": cluster}), machines(a=8))
+    assert hosting.of_role("generator") == ["generator-0", "generator-1"]
+    with pytest.raises(NoRoom, match="generator-0 needs 2 GPUs"):
+        HostPlacer(config.model_copy(update={"cluster": cluster}), machines(a=5))
+    with pytest.raises(NoRoom, match="generator-2 needs 2 GPUs"):
+        HostPlacer(config, machines(a=8))
 
 
 def test_threads_are_counted_on_each_host() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from llamarl.cluster.api import ExecutorHandle, HostFailed
+from llamarl.config.cluster import ClusterConfig
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.parts.hosts.hosting import HostPlacer
 from llamarl.parts.hosts.hosts import Elastic
@@ -71,6 +72,9 @@ class HostedRun(Run):
         handle.failed.add_done_callback(lambda _: self.hosting.leave(name))
         return handle
 
+    async def look(self, host: Any) -> None:
+        """Trainer and critic stay where they are."""
+
     def new_generators(self) -> dict[str, Any]:
         return {
             "spawn_generator": self.spawn,
@@ -82,7 +86,8 @@ class HostedRun(Run):
         for name, generator in zip(self.names, self.generators, strict=True):
             self._placed(name, self.hosting.place(name)[0].name, generator)
         registry: Any = self.registry
-        Elastic(registry, self.hosting, self.controller, telemetry, self.supervisor, 5.0)
+        wanted = ClusterConfig(shutdown_timeout_s=5.0)
+        Elastic(registry, self.hosting, self.controller, telemetry, self.supervisor, self.look, wanted)
         await super()._main(telemetry)
 
     def comes(self, host_name: str, **more: Any) -> None:
