@@ -86,6 +86,9 @@ class RunSpecs:
         if name == "environment":
             return part("episodes", "spec")(config, place)
         settings, options, num_ranks = config.trainer if name == "trainer" else self._models[name], dict[str, Any](), 1
+        if layout := self._places.layout(name):
+            settings = settings.model_copy(update={"parallelism": layout})
+            config = config.model_copy(update={name: settings})
         if isinstance(settings, TrainerConfig | CriticConfig):
             num_ranks = settings.parallelism.num_ranks
             rendezvous = open_rendezvous(num_ranks, config.cluster.start_timeout_s)

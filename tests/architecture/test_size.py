@@ -31,14 +31,14 @@ BUDGETS = {
     "cluster": 1_240,  # goal: 1,080
     "generation": 2_140,  # goal: 1,830
     "training": 1_990,  # goal: 1,550
-    "executors": 1_065,  # goal: 920
-    "controller": 3_545,  # goal: 2,450
-    "run": 2_875,  # goal: 1,150
+    "executors": 1_055,  # goal: 920
+    "controller": 3_540,  # goal: 2,450
+    "run": 2_910,  # goal: 1,150
     "cli": 800,  # goal: 600
     "parts/forecast": 4_045,  # goal: 2,900
     "parts/page": 1_680,  # goal: 1,450
     "parts/episodes": 2_690,  # goal: 2,150
-    "parts/hosts": 1_680,  # goal: 1,350
+    "parts/hosts": 1_765,  # goal: 1,350
     "parts/replay": 880,  # goal: 720
     "parts/vllm": 620,  # goal: 600
     "parts/sft": 670,  # goal: 480

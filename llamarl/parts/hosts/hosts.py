@@ -242,9 +242,11 @@ class Elastic:
         checkpoint."""
         recovery, executors = self._controller.recovery, self._hosting.on_host(host.name)
         fixed = [name for name in executors if not name.startswith("generator-")]
-        if fixed:
-            self._supervisor.fail(Interrupted(f"ended, as host {host.name} leaves, which runs {', '.join(fixed)}"))
+        if fixed and (reason := self._hosting.can_not_move(fixed)):
+            ended = f"ended, as host {host.name} leaves, which runs {', '.join(fixed)}: {reason}"
+            self._supervisor.fail(Interrupted(ended))
             return
+        executors = [name for name in executors if name not in fixed]  # these start elsewhere as the host goes
         for name in executors:
             self._hosting.leave(name)
         recovery.fill(len(executors))
@@ -258,5 +260,5 @@ class Elastic:
                 return
             except ExecutorError as error:
                 self._telemetry.warn(f"host {host.name} leaves without order: {error}")
-        self._telemetry.warn(f"host {host.name} has left; {', '.join(executors) or 'nothing'} ran there")
-        self._registry.dismiss(host, "it has left the run")
+        self._telemetry.warn(f"host {host.name} has left; {', '.join([*fixed, *executors]) or 'nothing'} ran there")
+        self._registry.dismiss(host, f"host {host.name} has left the run")

@@ -57,7 +57,8 @@ class Agents:
         self.processes = {name: self.start(name) for name in ADDRESSES}
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "llamarl", "host", self.place, "--pki", str(self.pki), "--name", name]
+        places = f"127.0.0.2:1,{self.place}"  # nobody is at the first
+        command = [sys.executable, "-m", "llamarl", "host", places, "--pki", str(self.pki), "--name", name]
         with (self.folder / f"{name}.txt").open("ab") as output:
             return subprocess.Popen(
                 [*command, "--address", ADDRESSES[name]], env=ENV, stdout=output, stderr=subprocess.STDOUT
