@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import queue
 import socket
@@ -46,10 +47,11 @@ class RanksLost(RuntimeError):
     """Ranks of this executor died, failed or stayed silent; the message says who waited for what."""
 
 
-def connect(place: str, secret: str, timeout_s: float) -> Connection:
-    """Connection to the process that listens at `host:port`. Raises OSError, EOFError or AuthenticationError."""
+def connect(place: str, secret: str, timeout_s: float, reach_s: float = math.inf) -> Connection:
+    """Connection to the process that listens at `host:port`, whose system answers within `reach_s`. Raises OSError,
+    EOFError or AuthenticationError."""
     host, port = place.rsplit(":", 1)
-    made = socket.create_connection((host, int(port)), timeout_s)
+    made = socket.create_connection((host, int(port)), min(timeout_s, reach_s))
     made.sendall(GREETING)
     connection = _bounded(made, timeout_s)
     made.detach()
