@@ -1,12 +1,15 @@
 """What several hosts cost a run, and what it does when they are lost.
 
-    python benchmarks/hosts/runs.py [--agents 64] [--pairs 3] [--losses 30] [--only attach registry demo losses]
+    python benchmarks/hosts/runs.py [--agents 64] [--pairs 3] [--losses 30] [--trainers 6]
+        [--only attach registry demo losses trainers]
 
 Hosts are network namespaces on this machine (`namespaces.py`), as root or in a user namespace. `attach`: three hosts
 that are there get an executor each, from the attachment to its first answer, without torch; and a small call against
 one to a process on this machine. `registry`: what so many agents, each with its engine, cost the controller.
 `demo`: the demo over three hosts against the same executors on one, in pairs. `losses`: hosts that hold generators are
 killed, frozen and cut off at random moments of the demo, three times in each run, and come back after some seconds.
+`trainers`: the host of the trainer is killed or cut off in turn, and stays away: seconds to the end of the next step,
+which the trainer takes on another host, from a mirror in a third host's memory.
 The demo's base model must be there (`make demo` makes it).
 """
 
@@ -21,6 +24,7 @@ import asyncio
 import datetime
 import json
 import random
+import re
 import resource
 import signal
 import statistics
@@ -50,16 +54,20 @@ PORT = 6700
 CALLS = 400
 WAIT_S = 400.0
 LOSSES_PER_RUN = 3
+SETTLED_S = 0.5
+"""Seconds after a loss in which the last step before it comes on record."""
 STEPS, LOSS_STEPS, SLOW_STEPS = 60, 90, 45
 FIGURES = (
     *("attach_s", "call_ratio", "call_ratios", "registry_share", "num_agents", "demo_ratio", "demo_ratios"),
     *("losses_tried", "losses_failed", "losses", "failures", "accuracies", "longest_step_s"),
     *("share_of_wire", "share_of_wire_proved", "relay_ratio"),
+    *("trainer_host_s", "trainer_host_all_s", "trainer_host_origins"),
 )
 """Of the result; those of parts that are not asked for stay as they were found earlier on the day."""
 DELAY_MS, LOSS_PERCENT = 100.0, 5.0
 """Of each way of the generators' cables, in every third run."""
 KINDS = ("kill", "freeze", "cut")
+PARTS = ("attach", "registry", "demo", "losses", "trainers")
 
 
 def certificates(folder: Path, hosts: Namespaces) -> Path:
@@ -218,9 +226,16 @@ class Demo:
 
 def over_hosts(hosts: Namespaces, pki: Path, replicas: int) -> tuple[object, ...]:
     return (
-        *("--cluster.kind", "hosts", "--cluster.listen", f"{hosts.addresses[hosts.names[0]]}:{PORT}"),
-        *("--cluster.pki", pki, "--cluster.num_hosts", len(hosts.names), "--generator.replicas", replicas),
+        *called(hosts, pki, len(hosts.names), replicas),
         *("--cluster.place.trainer", f'["{hosts.names[0]}"]'),
+    )
+
+
+def called(hosts: Namespaces, pki: Path, number: int, replicas: int) -> tuple[object, ...]:
+    """The controller is the first host's, and so many call it."""
+    return (
+        *("--cluster.kind", "hosts", "--cluster.listen", f"{hosts.addresses[hosts.names[0]]}:{PORT}"),
+        *("--cluster.pki", pki, "--cluster.num_hosts", number, "--generator.replicas", replicas),
     )
 
 
@@ -308,6 +323,35 @@ def one_run(place: Path, draw: random.Random, *, slow: bool) -> tuple[list[dict[
         return events, summary["accuracy_after"]
 
 
+def trainers(folder: Path, number: int) -> dict[str, Any]:
+    """Runs that lose the trainer's host."""
+    times, origins = list[float](), list[str]()
+    for i in range(number):
+        place = Path(tempfile.mkdtemp(dir=folder))
+        with Namespaces(4) as hosts:
+            pki = certificates(place, hosts)
+            agents = {host: agent(hosts, host, pki) for host in hosts.names[1:]}
+            goes_on = ("--cluster.min_hosts", 2, "--checkpoint.mirror", "true")
+            run = Demo(hosts, place, STEPS, "--seed", i, *called(hosts, pki, 3, 1), *goes_on)
+            run.until(10)
+            start_s = time.monotonic()
+            if i % 2:
+                agents[hosts.names[1]].kill()
+            else:
+                hosts.cut(hosts.names[1])
+            time.sleep(SETTLED_S)
+            run.until(len(run.steps()) + 1)
+            times.append(time.monotonic() - start_s)
+            run.end()
+            assert [row["step"] for row in run.steps()] == list(range(1, STEPS + 1))
+            assert_trained_once(run.folder)
+            found = re.search(r"trainer goes on from (step \d+, \d+ steps)", Path(run.out.name).read_text())
+            origins.append(found[1] if found else "")
+    return {
+        "trainer_host_s": statistics.median(times), "trainer_host_all_s": times, "trainer_host_origins": origins,
+    }  # fmt: skip
+
+
 def assert_trained_once(run: Path) -> None:
     """Every group of every step is of a prompt of its own."""
     rows = [*rollout_rows(run)]
@@ -332,7 +376,8 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=64)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--losses", type=int, default=30)
-    parser.add_argument("--only", nargs="+", choices=("attach", "registry", "demo", "losses"))
+    parser.add_argument("--trainers", type=int, default=6)
+    parser.add_argument("--only", nargs="+", choices=PARTS)
     parser.add_argument("--output", type=Path, help="folder of the result; default: benchmarks/results")
     parser.add_argument("--inside", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -348,7 +393,7 @@ def main() -> None:
     if reason := available():
         sys.exit(f"no network namespaces: {reason}")
     figures = earlier(options.output or RESULTS)
-    only = options.only or ("attach", "registry", "demo", "losses")
+    only = options.only or PARTS
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         if "attach" in only:
@@ -359,6 +404,8 @@ def main() -> None:
             figures |= demo(folder, options.pairs)
         if "losses" in only:
             figures |= losses(folder, options.losses)
+        if "trainers" in only:
+            figures |= trainers(folder, options.trainers)
     notes = ["hosts are network namespaces on one machine, whose processors all of them share"]
     settings = {"agents": options.agents, "pairs": options.pairs, "steps": STEPS, "loss_steps": LOSS_STEPS}
     where = {"folder": options.output} if options.output else {}

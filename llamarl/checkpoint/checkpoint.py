@@ -18,7 +18,7 @@ from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import LayoutError
 from llamarl.weight_sync.layout import TensorSpec
 
-_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +94,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         tensors = {
             name: Saved(
                 shape=tuple(shape),
-                dtype=_DTYPES[dtype],
+                dtype=TORCH_DTYPES[dtype],
                 pieces=tuple((files[at], Box(tuple(starts), tuple(stops))) for at, starts, stops in pieces),
             )
             for name, (shape, dtype, pieces) in manifest.pop("tensors").items()

@@ -1,8 +1,11 @@
-"""`Mirror`: the newest states of one rank in this host's memory, which its process does not take along when it dies.
+"""`Mirror`: the newest states of one rank in this host's memory, which its process does not take along when it dies,
+and in another host's, which is there when this one is lost.
 
-A checkpoint is for the loss of machines and is as far away as `checkpoint.every_steps`; this is for the loss of a
-process, and at most a step away. A file of each state lies in a folder in memory, which belongs to whoever started the
-process and goes with that one. New processes with the same layout go on from the newest state that all of them find.
+A checkpoint is for the loss of all machines and is as far away as `checkpoint.every_steps`; this is for the loss of a
+process or a host, and at most a step away. A file of each state lies in a folder in memory, which belongs to whoever
+started the process and goes with that one; a copy goes to a keeper (`keeper.py`) elsewhere, where there are some. New
+processes go on from the newest state that all of them can have whole: each from its own part, or, in another layout,
+from all parts.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -19,37 +23,69 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
+from llamarl.checkpoint import keeper
+from llamarl.checkpoint.checkpoint import TORCH_DTYPES, Checkpoint, Saved
 from llamarl.checkpoint.files import TensorBuffers, write_safetensors
 from llamarl.checkpoint.folder import aside, describe
+from llamarl.checkpoint.keeper import KEPT, Place
 from llamarl.config.errors import ConfigError
+from llamarl.distributed.links import BROKEN, own_address
 from llamarl.sharding.box import Box
 from llamarl.weight_sync.base import Exchange
 from llamarl.weight_sync.layout import TensorSpec
 
-KEPT = 2
-"""Newest states: the step of the newest one may have to be taken again."""
 Shards = Mapping[str, tuple[TensorSpec, Tensor]]
+Elsewhere = Sequence[tuple[Place, Mapping[str, Sequence[int]]]]
+"""Keepers, each with the steps that it has of each part."""
 
 
 class Mirror:
-    """One rank's end; `load` is a call of all ranks."""
+    """One rank's end; all but `save` are calls of all ranks."""
 
-    def __init__(self, folder: Path, rank: int, num_ranks: int, exchange: Exchange) -> None:
-        """`folder` is the executor's, in memory."""
+    def __init__(
+        self, folder: Path, rank: int, num_ranks: int, exchange: Exchange, keepers: Iterable[Place] = ()
+    ) -> None:
+        """
+        Args:
+            folder: the executor's, in memory.
+            keepers: of hosts, this one among them; the first are asked first to keep states for this one.
+        """
+        self._executor, self._rank, self._num_ranks = folder, rank, num_ranks
         self._folder = folder / f"{rank}-of-{num_ranks}"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._exchange = exchange
         self._copied = TensorBuffers()
         self._written: Future[None] | None = None
+        self.keep_at(keepers)
+
+    def keep_at(self, keepers: Iterable[Place]) -> None:
+        """From now on, those on other hosts keep states for this one: best where no rank of the executor is."""
+        everywhere, own = self._exchange(own_address()), own_address()
+        self._keepers = [(address, secret) for address, secret in keepers]
+        others = [one for one in self._keepers if _host(one) != own]
+        able = [one for one in others if _host(one) not in everywhere] or others
+        self._away = deque(able)
+        self._away.rotate(-self._rank)
 
     def check_room(self, num_bytes: int) -> None:
-        """Raises ConfigError when there is no room for states of so many bytes."""
+        """Raises ConfigError when there is no room for states of so many bytes of this rank, here or at its keeper."""
+        wanted = self._exchange((self._away[0] if self._away else None, num_bytes))
         needed, free = (KEPT + 1) * num_bytes, shutil.disk_usage(self._folder).free
         if needed > free:
             raise ConfigError(
-                f"checkpoint.mirror = true needs {needed / 2**30:.2g} GiB in {self._folder.parent}, and "
+                f"checkpoint.mirror = true needs {needed / 2**30:.2g} GiB in {self._executor}, and "
                 f"{free / 2**30:.2g} GiB are free; make it larger, or leave the mirror out"
             )
+        if self._away:
+            needed = (KEPT + 1) * sum(size for place, size in wanted if place == self._away[0])
+            with suppress(*BROKEN):  # who is gone is left when states are sent
+                free = keeper.ask(self._away[0], "free")
+                if needed > free:
+                    raise ConfigError(
+                        f"checkpoint.mirror = true needs {needed / 2**30:.2g} GiB on {_host(self._away[0])}, which "
+                        f"keeps the state of {self._executor.name}, and {free / 2**30:.2g} GiB are free in its "
+                        "memory; make /dev/shm there larger, or leave the mirror out"
+                    )
 
     def save(self, step: int, shards: Shards, state: Mapping[str, Any]) -> None:
         """Copies what this rank holds, and writes it beside what comes next; nothing, while the last is still written.
@@ -63,40 +99,119 @@ class Mirror:
             if error := self._written.exception():
                 sys.stdout.write(f"no mirror of this step: {error}\n")
         own = self._copied({name: tensor for name, (_, tensor) in shards.items()})
-        about = {"shapes": {name: spec.global_shape for name, (spec, _) in shards.items()}, "state": state}
+        about = {
+            "shapes": {name: spec.global_shape for name, (spec, _) in shards.items()},
+            "boxes": {name: (spec.box.starts, spec.box.stops) for name, (spec, _) in shards.items()},
+            "state": state,
+        }
         self._written = aside(lambda: self._write(step, own, json.dumps(about)))
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], about: str) -> None:
-        """Raises OSError: there is no memory left."""
-        path = self._folder / f"step-{step:08d}"
+        """Raises OSError: there is no memory left here, or nobody keeps it elsewhere."""
+        path = _state(self._folder, step)
         written = write_safetensors(path.with_suffix(".tensors"), tensors, is_kept=False)
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(written | {"about": about}))
-        unfinished.rename(path)  # which makes it count
-        for old in self._steps()[:-KEPT]:
-            for left in self._folder.glob(f"step-{old:08d}*"):
-                left.unlink()
+        keeper.complete(path, json.dumps(written | {"about": about}))
+        reasons, away = list[str](), self._away
+        for _ in range(len(away)):
+            try:
+                keeper.entrust(away[0], path)
+                return
+            except BROKEN as error:
+                reasons.append(f"{_host(away[0])}: {error}")
+                away.rotate(-1)
+        if reasons:
+            raise keeper.NotKept(f"no other host keeps it ({'; '.join(reasons)})")
 
-    def _steps(self) -> list[int]:
-        return sorted(int(path.name[5:]) for path in self._folder.glob("step-" + "[0-9]" * 8))
-
-    def load(self, newest: int) -> State | None:
-        """The newest state up to step `newest` that all ranks have whole."""
-        held = self._exchange([step for step in self._steps() if step <= newest])
-        for step in sorted(set(held[0]).intersection(*held), reverse=True):
-            state = self._read(step)
+    def load(self, newest: int) -> State | Checkpoint | None:
+        """The newest state up to step `newest` that all ranks can have whole, and best in this layout."""
+        elsewhere: Elsewhere = self._exchange(list(self._ask_all()) if self._rank == 0 else [])[0]
+        can = [one for one in self._candidates(elsewhere) if one[0] <= newest]
+        everyones = self._exchange(can)
+        common = set(everyones[0]).intersection(*everyones)
+        for step, num in sorted(common, key=lambda one: (one[0], one[1] == self._num_ranks), reverse=True):
+            self._bring(step, num, elsewhere)
+            self._exchange(None)  # another rank of this host may bring what is read here
+            state = self._read(step) if num == self._num_ranks else self._read_all(step, num)
             if all(self._exchange(state is not None)):
                 return state
         return None
 
+    def _ask_all(self) -> Iterable[tuple[Place, dict[str, list[int]]]]:
+        for one in self._keepers:
+            with suppress(*BROKEN):  # it is gone
+                yield one, keeper.ask(one, "held", "/".join(self._executor.parts[-2:]))
+
+    def _candidates(self, elsewhere: Elsewhere) -> list[tuple[int, int]]:
+        """Steps, and numbers of the ranks that had them, of which this rank can have what it needs."""
+        steps = dict[str, set[int]]()
+        for there in (keeper.held(self._executor), *(there for _, there in elsewhere)):
+            for part, found in there.items():
+                steps.setdefault(part, set()).update(found)
+        layouts = {int(part.partition("-of-")[2]) for part in steps}
+        wanted = {num: [steps.get(part, set()) for part in self._parts(num)] for num in layouts}
+        return sorted((step, num) for num, held in wanted.items() for step in set.intersection(*held))
+
+    def _parts(self, num: int) -> list[str]:
+        """Parts that this rank needs of a state that so many ranks had."""
+        return [self._folder.name] if num == self._num_ranks else [f"{rank}-of-{num}" for rank in range(num)]
+
+    def _bring(self, step: int, num: int, elsewhere: Elsewhere) -> None:
+        """Brings what is not here; of what all need, the first rank of each host does."""
+        hosts = self._exchange(own_address())
+        if num != self._num_ranks and hosts.index(own_address()) != self._rank:
+            return
+        for part in self._parts(num):
+            path = _state(self._executor / part, step)
+            for one in [] if path.exists() else [one for one, there in elsewhere if step in there.get(part, ())]:
+                with suppress(*BROKEN):
+                    keeper.fetch(one, path)
+                    break
+
     def _read(self, step: int) -> State | None:
-        path = self._folder / f"step-{step:08d}"
-        with suppress(OSError, ValueError, KeyError):
-            written = json.loads(path.read_text())
-            about = json.loads(written.pop("about"))
-            if describe(path.with_suffix(".tensors")) == written:
-                return State(step, path.with_suffix(".tensors"), about["shapes"], about["state"])
-        return None
+        path = _state(self._folder, step)
+        if (about := _about(path)) is None:
+            return None
+        return State(step, path.with_suffix(".tensors"), about["shapes"], about["state"])
+
+    def _read_all(self, step: int, num: int) -> Checkpoint | None:
+        """A state of ranks in another layout, as if it were on the disk; None: it is not whole."""
+        pieces, shapes, dtypes = dict[str, dict[Box, str]](), dict[str, tuple[int, ...]](), dict[str, Any]()
+        state = dict[str, Any]()
+        for part in self._parts(num):
+            path = _state(self._executor / part, step)
+            if (about := _about(path)) is None:
+                return None
+            state, file = about["state"], f"{part}/{path.with_suffix('.tensors').name}"
+            with safe_open(self._executor / file, framework="pt") as data:
+                for name, (starts, stops) in about["boxes"].items():
+                    shapes[name] = tuple(about["shapes"][name])
+                    dtypes[name] = TORCH_DTYPES[data.get_slice(name).get_dtype()]
+                    pieces.setdefault(name, {}).setdefault(Box(tuple(starts), tuple(stops)), file)
+        tensors = {
+            name: Saved(shape=shapes[name], dtype=dtypes[name], pieces=tuple((file, box) for box, file in of.items()))
+            for name, of in pieces.items()
+        }
+        return Checkpoint(
+            folder=self._executor, step=step, parent=None, state=state, files={}, tensors=tensors, digest=""
+        )
+
+
+def _host(place: Place) -> str:
+    return place[0].rpartition(":")[0]
+
+
+def _state(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def _about(path: Path) -> dict[str, Any] | None:
+    """Text of a state; None: it is not whole."""
+    with suppress(OSError, ValueError, KeyError):
+        written = json.loads(path.read_text())
+        about = json.loads(written.pop("about"))
+        if describe(path.with_suffix(".tensors")) == written:
+            return about
+    return None
 
 
 class State:

@@ -175,7 +175,11 @@ class MonarchHandle(BaseHandle):
     def _exited(self, rank: int, cause: str | None) -> None:
         self._exits[rank].set_result(None)
         kill_group(self.pids[rank])
-        error = MeshFailed(self.name, (rank,), f"pid {self.pids[rank]} {cause or 'has ended'}")
+        self._dead(rank, cause)
+
+    def _dead(self, rank: int, cause: str | None) -> None:
+        """Without a cause, Monarch is given time to tell it."""
+        error = MeshFailed(self.name, (rank,), f"pid {self.pids[rank]}{self._where(rank)} {cause or 'has ended'}")
         if cause is not None:
             self._fail(error)
         elif not self._ended.done():

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from llamarl.config.section import Section
 
-OF_HOSTS = ("kind", "listen", "pki", "num_hosts", "host_timeout_s", "place")
+OF_HOSTS = ("kind", "listen", "pki", "num_hosts", "min_hosts", "host_timeout_s", "place")
 """Settings of several hosts."""
 MAX_PORT = 65_535
 MONARCH = ("0.7", "0.8")
@@ -112,6 +112,9 @@ class ClusterConfig(Section):
     """Folder of the certificates that `llamarl certs` makes; only with `hosts`."""
     num_hosts: int = Field(default=1, ge=1)
     """Hosts that must have called before the run starts; only with `hosts`."""
+    min_hosts: int = Field(default=0, ge=0)
+    """Hosts with which the run goes on when it has lost those of trainer or critic, and with which `--resume` begins;
+    0: `num_hosts`; only with `hosts`."""
     host_timeout_s: float = Field(default=300, gt=0)
     """Longest wait for the hosts to call, in seconds; only with `hosts`."""
     place: PlaceConfig = PlaceConfig()
@@ -133,6 +136,11 @@ class ClusterConfig(Section):
     """No rollout, reward or train step finished for so long: the run says who waits for whom, and ends."""
     shutdown_timeout_s: float = Field(default=8, gt=0)
     """Longest wait for executors to end by themselves; then they are killed."""
+
+    @property
+    def fewest_hosts(self) -> int:
+        """Hosts without which the run does not go on."""
+        return self.min_hosts or self.num_hosts
 
     @model_validator(mode="before")
     @classmethod
@@ -159,6 +167,11 @@ class ClusterConfig(Section):
                 )
             if int(self.listen.rpartition(":")[2]) > MAX_PORT:
                 raise ValueError(f"cluster.listen = {self.listen!r}: ports end at {MAX_PORT}; choose a free one below")
+            if self.min_hosts > self.num_hosts:
+                raise ValueError(
+                    f"cluster.min_hosts = {self.min_hosts} is more than cluster.num_hosts = {self.num_hosts}, with "
+                    "which the run begins; lower it"
+                )
             if self.placement == "colocated":
                 raise ValueError(
                     "cluster.placement = 'colocated' shares the devices of one machine; with cluster.kind = 'hosts' "

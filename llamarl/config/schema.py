@@ -211,7 +211,8 @@ class CheckpointConfig(Section):
     """Newest checkpoints kept."""
     mirror: bool = False
     """Trainer and critic copy their state into this host's memory (/dev/shm, two copies) after each step, beside the
-    next one: when their processes die, new ones go on from there."""
+    next one: when their processes die, new ones go on from there. With `cluster.min_hosts` below `num_hosts` also into
+    another host's."""
     keep_every: int = Field(default=0, ge=0)
     """The checkpoint of every multiple of so many steps is never removed, or the first after it where none is due
     then; 0: only the newest are kept."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Literal, get_args
 
 from pydantic import Field, model_validator
@@ -37,6 +38,18 @@ class ParallelismConfig(Section):
     def num_ranks(self) -> int:
         """Processes."""
         return self.fsdp * self.tp * self.pp * self.cp
+
+    def smaller(self) -> list[ParallelismConfig]:
+        """Layouts of fewer processes that what fits this one fits, too: sizes that divide these. The first have the
+        most processes, and of as many cut the model most alike."""
+        each = [[size for size in range(1, most + 1) if most % size == 0] for most in self.model_dump().values()]
+        names = list(type(self).model_fields)
+        found = [ParallelismConfig(**dict(zip(names, sizes, strict=True))) for sizes in product(*each)]
+        fewer = [one for one in found if one.num_ranks < self.num_ranks]
+        return sorted(fewer, key=lambda one: (one.num_ranks, one.tp, one.pp, one.cp), reverse=True)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {size}" for name, size in self.model_dump().items())
 
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -24,6 +24,7 @@ from llamarl.cluster.api import (
     RemoteError,
 )
 from llamarl.config.cluster import ClusterConfig
+from llamarl.config.errors import ConfigError
 from llamarl.controller.ports import Executors, SpawnAgain
 from llamarl.controller.supervision import Supervisor
 from llamarl.distributed.links import RanksLost
@@ -106,8 +107,6 @@ class RestartableHandle(ExecutorHandle):
         """Hears of each death, at once."""
         self.restore: Callable[[ExecutorHandle], Awaitable[str]] | None = None
         """Brings a new life to where the last one was; where from, for people."""
-        self.needs_host = False
-        """Whether what it is restored from may be on its host alone."""
         self._spawn, self._supervisor, self._deaths = spawn, supervisor, deaths
         self._is_up = True
         self._saver: ExecutorHandle | None = None
@@ -191,9 +190,6 @@ class RestartableHandle(ExecutorHandle):
         pause_s = 0.0
         while True:
             error = await self._cleared(error)
-            if self.needs_host and isinstance(error, HostFailed):
-                self._fail(error)
-                return
             try:
                 self._deaths.count(error)
                 self._deaths.tell(f"{_sentence(error)}; it is started again")
@@ -204,6 +200,9 @@ class RestartableHandle(ExecutorHandle):
                 break
             except TooManyDeaths as last:
                 self._fail(last)
+                return
+            except ConfigError as refused:  # there is no place for it any more
+                self._fail(HostFailed(self.name, (0,), f"{_cause(error)}; {refused}"))
                 return
             except ExecutorError as again:
                 if not _is_death(again):

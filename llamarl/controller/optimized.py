@@ -156,10 +156,10 @@ class OptimizedExecutors:
         """
         trainer, critic = self._handles
         if isinstance(trainer, RestartableHandle):
-            trainer.died, trainer.restore, trainer.needs_host = died, self._restore_trainer, True
+            trainer.died, trainer.restore = died, self._restore_trainer
             self._again = again
         if isinstance(critic, RestartableHandle):
-            critic.restore, critic.needs_host = self._restore_critic, True
+            critic.restore = self._restore_critic
 
     async def _restore_trainer(self, life: ExecutorHandle) -> str:
         """Brings a new trainer to the version of the old one, with the groups that it had; what it began from."""

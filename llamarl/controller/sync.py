@@ -101,7 +101,7 @@ class Transports:
         """
         self._pinned, self._is_inline = config.weight_sync.transport, config.cluster.kind == "inline"
         self._trainer, self._tell = trainer, tell
-        self._host = trainer_hosts[0] if len(trainer_hosts) == 1 else None
+        self._host = _only(trainer_hosts)
         self._chosen = dict[bool, str]()
         """Transports to replicas on the trainer's host (True), and to others (False)."""
         self._choosing = asyncio.Lock()
@@ -117,8 +117,12 @@ class Transports:
             await self._trainer.set_layout(rank, specs)
         await self.choose(replicas)
 
-    async def restore(self, trainer: TrainerPort) -> None:
-        """A new trainer, in the place of the old one, publishes as that one did."""
+    async def restore(self, trainer: TrainerPort, hosts: Sequence[str]) -> None:
+        """A new trainer, in the place of the old one, publishes as that one did; who shared a host with that one is
+        lost with it, if the new one is on another."""
+        if (host := _only(hosts)) != self._host:
+            self._host = host
+            self._chosen.pop(True, None)
         for rank, specs in enumerate(self._layouts):
             await trainer.set_layout(rank, specs)
         for same_host, transport in self._chosen.items():
@@ -157,6 +161,10 @@ class Transports:
         await self._trainer.choose(found.transport, same_host)
         self._tell(replace(found, same_host=same_host))
         return found.transport
+
+
+def _only(hosts: Sequence[str]) -> str | None:
+    return hosts[0] if len(hosts) == 1 else None
 
 
 async def adopted_and_probed(

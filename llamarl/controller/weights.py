@@ -109,7 +109,7 @@ class WeightSync:
 
     async def restore(self, trainer: TrainerPort) -> None:
         """A new trainer has what the old one had; what is to be published next is asked for by others."""
-        await self._transports.restore(trainer)
+        await self._transports.restore(trainer, self._optimized.trainer_hosts)
         if self._lost is not None and self._lost.version == self._optimized.version:
             await self._publish(self._lost.version, trainer)
 

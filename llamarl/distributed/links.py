@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import queue
 import socket
@@ -21,6 +22,8 @@ BROKEN = (OSError, EOFError, AuthenticationError)
 """Errors of a connection whose other end is gone, silent, or none of ours."""
 GREETING = b"\n"
 """Who connects says it first: nobody hears of one that is silent."""
+LOST_S = 4
+"""Seconds after which the system ends a connection to a host that does not answer, where `notice_loss` asks for it."""
 _SIOCGIFADDR = 0x8915
 
 
@@ -44,10 +47,11 @@ class RanksLost(RuntimeError):
     """Ranks of this executor died, failed or stayed silent; the message says who waited for what."""
 
 
-def connect(place: str, secret: str, timeout_s: float) -> Connection:
-    """Connection to the process that listens at `host:port`. Raises OSError, EOFError or AuthenticationError."""
+def connect(place: str, secret: str, timeout_s: float, reach_s: float = math.inf) -> Connection:
+    """Connection to the process that listens at `host:port`, whose system answers within `reach_s`. Raises OSError,
+    EOFError or AuthenticationError."""
     host, port = place.rsplit(":", 1)
-    made = socket.create_connection((host, int(port)), timeout_s)
+    made = socket.create_connection((host, int(port)), min(timeout_s, reach_s))
     made.sendall(GREETING)
     connection = _bounded(made, timeout_s)
     made.detach()
@@ -92,6 +96,15 @@ def open_entrance(
 
     listener = listen(host)
     return Entrance(listener, begin, wait_s), f"{host}:{listener.getsockname()[1]}"
+
+
+def notice_loss(connection: Connection) -> None:
+    """The connection fails when the other host is gone, whose system says nothing then. This end must send little: one
+    that does not read for so long counts as gone, too."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as one:
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_S * 1000)
 
 
 def local_host(connection: Connection) -> str:

@@ -7,6 +7,7 @@ address. Others need nothing but the address and the secret, so they may be on o
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -27,13 +28,15 @@ class Rendezvous(NamedTuple):
     """`host:port` of the store."""
     secret: str
 
-    def connect(self, purpose: int | str | None = None, timeout_s: float = ANSWER_S) -> Connection:
+    def connect(
+        self, purpose: int | str | None = None, timeout_s: float = ANSWER_S, reach_s: float = math.inf
+    ) -> Connection:
         """Connection to the store: for values, to hear and tell notes as a rank, or for what else is served there, by a
         name.
 
         Raises what is in `BROKEN`.
         """
-        connection = connect(self.address, self.secret, timeout_s)
+        connection = connect(self.address, self.secret, timeout_s, reach_s)
         connection.send(purpose)
         return connection
 

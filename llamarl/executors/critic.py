@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from llamarl.checkpoint.folder import CRITIC
+from llamarl.checkpoint.keeper import MirrorPlace
 from llamarl.config import RunConfig, build
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.executors.optimizing import OptimizingExecutor
@@ -40,7 +41,11 @@ class CriticExecutor(OptimizingExecutor):
     }
 
     def __init__(
-        self, config: RunConfig, checkpoint_folder: str, rendezvous: Rendezvous | None = None, mirror: str = ""
+        self,
+        config: RunConfig,
+        checkpoint_folder: str,
+        rendezvous: Rendezvous | None = None,
+        mirror: MirrorPlace | None = None,
     ) -> None:
         """
         Args:

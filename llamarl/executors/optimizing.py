@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from llamarl.checkpoint.folder import CRITIC
+from llamarl.checkpoint.keeper import MirrorPlace, Place
 from llamarl.checkpoint.mirror import Mirror
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.cluster.engine_files import mirror_folder
@@ -49,12 +50,12 @@ class OptimizingExecutor(Executor):
         rendezvous: Rendezvous | None,
         start_timeout_s: float,
         *,
-        mirror: str = "",
+        mirror: MirrorPlace | None = None,
     ) -> None:
         """
         Args:
             name: of the settings' section.
-            mirror: name of the run's copies of its state in memory; empty: none are kept.
+            mirror: of copies of its state in memory; None: none are kept.
             rendezvous: where several ranks meet.
         """
         self._device = set_up_device(settings.device, settings.threads, f"{name}.device")
@@ -68,7 +69,8 @@ class OptimizingExecutor(Executor):
         )
         self._mirror = None
         if mirror:
-            self._mirror = Mirror(mirror_folder(mirror) / name, world.rank, world.size, self._mesh.exchange)
+            folder = mirror_folder(mirror.run) / name
+            self._mirror = Mirror(folder, world.rank, world.size, self._mesh.exchange, mirror.keepers)
 
     def _built(self, optimization: Optimization[Any]) -> None:
         """Says in the log what multiplies. Raises ConfigError when there is no room for the mirror of weights and both
@@ -94,6 +96,11 @@ class OptimizingExecutor(Executor):
         for group in groups:
             held = self._groups.get(group.group_id)
             self._groups[group.group_id] = group if held is None else held.with_more(group)
+
+    def keep_at(self, keepers: Sequence[Place]) -> None:
+        """Other hosts are here that may keep copies of the state."""
+        if self._mirror:
+            self._mirror.keep_at(keepers)
 
     def commit(self) -> Future[str] | None:
         """Makes what was saved last the newest checkpoint; its folder. Raises OSError when the disk is full."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.algorithms.kl import penalty
 from llamarl.checkpoint.folder import CRITIC
+from llamarl.checkpoint.keeper import MirrorPlace
 from llamarl.config import ConfigError, RunConfig, build
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.executors.optimizing import OptimizingExecutor
@@ -44,7 +45,7 @@ class TrainerExecutor(OptimizingExecutor):
         checkpoint_folder: str,
         resume: bool,
         rendezvous: Rendezvous | None = None,
-        mirror: str = "",
+        mirror: MirrorPlace | None = None,
     ) -> None:
         settings, folder = config.trainer, Path(checkpoint_folder)
         timeout_s = config.cluster.start_timeout_s
@@ -170,7 +171,6 @@ class TrainerExecutor(OptimizingExecutor):
 
     def publish(self, version: int, in_use: tuple[int, ...]) -> Published:
         """Makes the current weights available as `version`, in the generators' types; versions `in_use` stay."""
-        assert self._publishers, "`choose` comes first"
         with self._mesh.together():
             addresses = {name: one.publish(version, self._weights, in_use) for name, one in self._publishers.items()}
             if self._sleeps:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llamarl.checkpoint.keeper import MirrorPlace
 from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, HostShare, RemoteError
 from llamarl.cluster.engine_files import MEMORY, mirror_folder
 from llamarl.config import ConfigError
@@ -85,10 +86,15 @@ class RunSpecs:
         if name == "environment":
             return part("episodes", "spec")(config, place)
         settings, options, num_ranks = config.trainer if name == "trainer" else self._models[name], dict[str, Any](), 1
+        if layout := self._places.layout(name):
+            settings = settings.model_copy(update={"parallelism": layout})
+            config = config.model_copy(update={name: settings})
         if isinstance(settings, TrainerConfig | CriticConfig):
             num_ranks = settings.parallelism.num_ranks
             rendezvous = open_rendezvous(num_ranks, config.cluster.start_timeout_s)
-            options.update(checkpoint_folder=self._checkpoints, rendezvous=rendezvous, mirror=self._mirror)
+            options.update(checkpoint_folder=self._checkpoints, rendezvous=rendezvous)
+            if self._mirror:
+                options["mirror"] = MirrorPlace(self._mirror, self._places.keepers())
         if name == "trainer":
             options["resume"] = self._resume
         return executor_spec(name, TARGETS[name], settings.threads, num_ranks, place=place, config=config, **options)

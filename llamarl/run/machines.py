@@ -65,6 +65,8 @@ def open_machines(
     placer: LocalPlacer | None,
     tell: Callable[[str], None],
     only: str = "",
+    *,
+    resume: bool = False,
 ) -> Machines:
     """
     Args:
@@ -72,10 +74,11 @@ def open_machines(
         placer: of this machine; None with several hosts.
         tell: gets a sentence for people: who came, was refused, left.
         only: the one role that there is; empty: all that the config asks for.
+        resume: the run goes on, with as few hosts as it may.
 
     Raises:
         ConfigError: hosts cannot call here.
     """
     if placer is None:
-        return part("hosts", "HostMachines")(config, logs, folder, tell, only)
+        return part("hosts", "HostMachines")(config, logs, folder, tell, only, resume=resume)
     return ThisMachine(config, logs, placer)

@@ -23,6 +23,7 @@ from llamarl.cluster.api import HostShare
 from llamarl.config import ConfigError, RunConfig, build
 from llamarl.config.device import ALONE, PLACED, named_devices
 from llamarl.config.schema import CriticConfig, ReferenceConfig, RewardModelConfig, TrainerConfig
+from llamarl.config.trainer import ParallelismConfig
 
 COUNT_S = 120.0
 """Seconds for a process that imports torch and counts devices."""
@@ -118,6 +119,19 @@ class Placer(ABC):
     def again(self, executor: str) -> tuple[HostShare, ...]:
         """Place for one that has died; elsewhere, if its host is lost. Raises ConfigError: there is no room."""
         return self.place(executor)
+
+    def layout(self, executor: str) -> ParallelismConfig | None:
+        """Layout of trainer or critic where it is not that of the settings, for which there are too few devices."""
+        return None
+
+    def displaced(self) -> list[str]:
+        """Generators whose devices have been given to others, which are about to start there; each is told once."""
+        return []
+
+    def keepers(self) -> Sequence[tuple[str, str]]:
+        """Address and secret of those on all hosts that keep states of trainer and critic for others; none: nobody
+        does."""
+        return ()
 
     def of_role(self, role: str) -> list[str]:
         """Executors that have been placed."""

@@ -39,6 +39,7 @@ from llamarl.run.folder import RunFolder
 from llamarl.run.journal import open_journal
 from llamarl.run.machines import Machines, open_machines
 from llamarl.run.prepare import Prepared
+from llamarl.run.started import StartedGenerators
 from llamarl.training.result import PolicyStepResult
 from llamarl.types import RolloutGroup
 
@@ -143,7 +144,9 @@ class _TrainingRun:
 
     async def _with_executors(self, screen: Screen, telemetry: Telemetry, journal: Journal) -> None:
         folder = self._folder
-        machines = open_machines(self._config, folder.logs, folder.path, self._placer, screen.phase)
+        machines = open_machines(
+            self._config, folder.logs, folder.path, self._placer, screen.phase, resume=self._resume
+        )
         cluster = machines.open()
         copying = CheckpointCopier(self._config, self._folder, telemetry.warn)
         async with assembled(
@@ -216,28 +219,25 @@ class _TrainingRun:
 
         specs += (generator(int(name.split("-")[1]), places.place(name)) for name in places.of_role("generator"))
         trainer, reward, *models = (handles := await spawn_all(cluster, specs, timeout_s, tell))[:num_others]
+        fleet = StartedGenerators(cluster, generator, places, timeout_s, config.cluster.shutdown_timeout_s)
         for handle in (generators := handles[num_others:]):
-            handle.failed.add_done_callback(lambda _, name=handle.name: places.leave(name))
+            fleet.add(handle)
 
-        async def spawn_generator(number: int) -> ExecutorHandle:
-            """Starts one more generator, where there is room."""
-            name = f"generator-{number}"
-            spec = generator(number, places.take_generator(number))
-            try:
-                handle = await cluster.spawn(spec, timeout_s)
-            except BaseException:
-                places.leave(name)
-                raise
-            handle.failed.add_done_callback(lambda _: places.leave(name))
-            return handle
+        async def spawn_again(name: str) -> ExecutorHandle:
+            """Starts another executor once more, where there is room."""
+            spec = others.again(name)
+            if layout := places.layout(name):
+                screen.warn(f"{name} starts in another layout, as too few devices are left: {layout}")
+            await fleet.make_way(name)
+            return await cluster.spawn(spec, timeout_s)
 
         return Executors(
             trainer=trainer,
             reward=reward,
             models={handle.name: handle for handle in models},
             generators=generators,
-            spawn_generator=spawn_generator,
-            spawn_again=lambda name: cluster.spawn(others.again(name), timeout_s),
+            spawn_generator=fleet.spawn,
+            spawn_again=spawn_again,
             free_generator_slots=places.free_generator_slots,
             hosts_may_join=machines.hosts_may_join,
         )

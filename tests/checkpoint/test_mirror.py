@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import AuthenticationError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from llamarl.checkpoint import mirror
+from llamarl.checkpoint import keeper, mirror
+from llamarl.checkpoint.keeper import MirrorKeeper, Place
 from llamarl.checkpoint.mirror import Mirror, Shards
 from llamarl.config import ConfigError
 from llamarl.sharding.box import Box
@@ -69,39 +75,144 @@ def test_a_torn_state_is_none(tmp_path: Path, how: str) -> None:
     assert state is not None and state.step == 4
 
 
-def test_ranks_agree(tmp_path: Path) -> None:
-    """The second was killed before it had written the last step, and its other state is damaged."""
-    ranks = [Mirror(tmp_path, rank, 2, lambda value: [value]) for rank in range(2)]
-    for step in (1, 2):
-        save(ranks[0], step)
-    save(ranks[1], 1, rank=1)
+class Ranks:
+    """Mirrors of ranks, in threads, on hosts with a folder each; `keepers` of some hosts."""
 
-    def loads(newest: int) -> list[int | None]:
-        answers = list[list[Any]]()
+    def __init__(self, folders: Sequence[Path], keepers: Sequence[Place] = ()) -> None:
+        self._values: list[Any] = [None] * len(folders)
+        self._barrier = threading.Barrier(len(folders), timeout=20)
+        self.all = self.each(
+            lambda rank: Mirror(folders[rank], rank, len(folders), lambda value: self._exchange(rank, value), keepers)
+        )
 
-        def exchange(rank: int):
-            calls = iter(range(9))
-
-            def both(value: Any) -> Sequence[Any]:
-                n = next(calls)
-                if rank == 0:  # what the other will say is found by asking it alone
-                    other = [[1], ranks[1]._read(1) is not None][min(n, 1)]
-                    answers.append([value, other])
-                return answers[n]
-
-            return both
-
-        found = []
-        for rank, one in enumerate(ranks):
-            one._exchange = exchange(rank)
-            state = one.load(newest)
-            found.append(state and state.step)
+    def _exchange(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
+        self._barrier.wait()
+        found = list(self._values)
+        self._barrier.wait()
         return found
 
-    assert loads(2) == [1, 1]
+    def each(self, call: Callable[[int], Any]) -> list[Any]:
+        """Results of all ranks at once."""
+        with ThreadPoolExecutor(len(self._values)) as pool:
+            return list(pool.map(call, range(len(self._values))))
+
+    def load(self, newest: int) -> list[Any]:
+        return self.each(lambda rank: self.all[rank].load(newest))
+
+
+def test_ranks_agree(tmp_path: Path) -> None:
+    """The second was killed before it had written the last step, and its other state is damaged."""
+    ranks = Ranks([tmp_path, tmp_path])
+    for step in (1, 2):
+        save(ranks.all[0], step)
+    save(ranks.all[1], 1, rank=1)
+    assert [state.step for state in ranks.load(2)] == [1, 1]
     path = tmp_path / "1-of-2/step-00000001.tensors"
     path.write_bytes(path.read_bytes()[:-1])
-    assert loads(2) == [None, None]
+    assert ranks.load(2) == [None, None]
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], MirrorKeeper]]:
+    """Hosts by name, each with a keeper and memory of its own; this thread's is the one that was asked for last."""
+    found, now = dict[str, MirrorKeeper](), [""]
+
+    def host(name: str) -> MirrorKeeper:
+        now[0] = name
+        if name not in found:
+            found[name] = MirrorKeeper(tmp_path / name, name)
+        return found[name]
+
+    monkeypatch.setattr(mirror, "own_address", lambda: now[0])
+    yield host
+    for one in found.values():
+        one.close()
+
+
+A, B, C = "127.0.0.2", "127.0.0.3", "127.0.0.4"
+
+
+def test_what_was_on_a_lost_host_comes_from_another(tmp_path: Path, hosts: Any) -> None:
+    """In the same layout or another; and from the next one that is asked, if the first is gone."""
+    places = [hosts(name).place for name in (A, B, C)]
+    hosts(A)
+    ranks = Ranks([tmp_path / A / "run/trainer"] * 2, places)
+    for step in (1, 2, 3):
+        for rank, one in enumerate(ranks.all):
+            save(one, step, rank)
+    assert {part.name for part in tmp_path.glob("*/run/trainer/*")} == {"0-of-2", "1-of-2"}
+    assert len(list(tmp_path.glob("127.0.0.[34]/run/trainer/*/step-0000000[23]"))) == 4, "two, of each, elsewhere"
+    hosts(A).close()
+    shutil.rmtree(tmp_path / A)
+
+    hosts(B)
+    again = Ranks([tmp_path / B / "run/trainer"] * 2, places)
+    states = again.load(9)
+    assert [state.step for state in states] == [3, 3]
+    assert torch.equal(states[1].read("w", Box((2, 0), (4, 3))), torch.full((2, 3), 3.0))
+
+    hosts(C)
+    alone = Ranks([tmp_path / C / "run/trainer"], places)
+    (state,) = alone.load(2)
+    assert (state.step, state.state, state.shapes) == (2, {"policy_version": 2}, {"w": (4, 3), "w:step": ()})
+    assert torch.equal(state.read("w", Box.whole((4, 3))), torch.full((4, 3), 2.0))
+    assert torch.equal(state.read("w", Box((1, 1), (4, 2))), torch.full((3, 1), 2.0))
+    assert state.read("w:step", Box.whole(())).item() == 2.0
+    for step in (3, 4, 5):
+        alone.all[0].save(step, whole(float(step)), {})
+        wait(alone.all[0])
+    assert {part.parent.name for part in tmp_path.glob("127.0.0.[34]/run/trainer/*/*")} == {"0-of-1"}, "what was before"
+
+
+def whole(value: float) -> Shards:
+    box = Box.whole((4, 3))
+    return {"w": (TensorSpec(name="w", global_shape=(4, 3), dtype="F32", box=box), torch.full((4, 3), value))}
+
+
+def test_a_part_that_is_nowhere_makes_no_state(tmp_path: Path, hosts: Any) -> None:
+    places = [hosts(name).place for name in (A, B)]
+    hosts(A)
+    ranks = Ranks([tmp_path / A / "run/trainer"] * 2, places)
+    save(ranks.all[0], 1)
+    save(ranks.all[1], 1, rank=1)
+    shutil.rmtree(tmp_path / A)
+    shutil.rmtree(tmp_path / B / "run/trainer/0-of-2")
+    hosts(B)
+    assert Ranks([tmp_path / B / "run/trainer"], places).load(9) == [None]
+
+
+def test_nobody_elsewhere_keeps_it(tmp_path: Path, hosts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is here, and said; who comes later is asked."""
+    places = [hosts(name).place for name in (A, B)]
+    hosts(A)
+    (one,) = Ranks([tmp_path / A / "run/trainer"], places).all
+    one.check_room(1000)
+    free = shutil.disk_usage(tmp_path).free
+    there = f"{tmp_path}/{B}"
+    monkeypatch.setattr(shutil, "disk_usage", lambda at: SimpleNamespace(free=free * (1 if f"{at}" == there else 9)))
+    with pytest.raises(ConfigError, match=r"checkpoint.mirror = true needs .* on 127.0.0.3, which keeps the state of"):
+        one.check_room(free // 2)
+    monkeypatch.undo()
+    monkeypatch.setattr(mirror, "own_address", lambda: A)
+    hosts(B).close()
+    one.save(1, shards(1.0), {})
+    assert one._written is not None
+    assert str(one._written.exception(timeout=10)).startswith(f"no other host keeps it ({B}: ")
+    one.keep_at([hosts(C).place])
+    save(one, 2)
+    assert (tmp_path / C / "run/trainer/0-of-1/step-00000002").exists()
+
+
+def test_a_keeper_gives_and_takes_states_alone(tmp_path: Path, hosts: Any) -> None:
+    place = hosts(A).place
+    (tmp_path / "secret").write_text("x")
+    for name in ("../secret", "run/trainer/../../secret", "/etc/passwd", "run/0-of-1/step-00000001/../x"):
+        with pytest.raises((EOFError, OSError)):
+            keeper.ask(place, "give", name)
+    assert keeper.ask(place, "held", "..") == {}
+    with pytest.raises((EOFError, OSError, AuthenticationError)):
+        keeper.ask((place[0], "another"), "free")
 
 
 def test_a_slow_memory_skips_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

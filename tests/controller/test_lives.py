@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llamarl.cluster.api import CallTimeout, ExecutorHandle, HostFailed, MeshFailed, RemoteError
+from llamarl.config import ConfigError
 from llamarl.config.cluster import ClusterConfig
 from llamarl.controller.lives import Deaths, RestartableHandle, TooManyDeaths
 from llamarl.controller.optimized import StepsLost
@@ -202,8 +203,9 @@ def test_who_is_to_stop_the_run_does(tmp_path: Path) -> None:
         run.train(strike=kills(("reference", 3.0)))
 
 
-def test_a_lost_host_takes_trainer_and_checkpoints_along(tmp_path: Path) -> None:
-    """A reward has nothing there."""
+@pytest.mark.parametrize("mirror", [False, True])
+def test_a_lost_host_is_a_death_unless_there_is_no_place_any_more(tmp_path: Path, mirror: bool) -> None:
+    """Whatever ran there."""
 
     def loses(name: str) -> Strike:
         async def strike(run: Run) -> None:
@@ -212,10 +214,15 @@ def test_a_lost_host_takes_trainer_and_checkpoints_along(tmp_path: Path) -> None
 
         return strike
 
-    for name in ("trainer", "critic"):
-        with pytest.raises(HostFailed, match="host a is lost"):
-            run_of(tmp_path).train(strike=loses(name))
-    audit(run_of(tmp_path).train(strike=loses("reward")))
+    async def refuses(name: str) -> Ledgered:
+        raise ConfigError("1 hosts are left, and the run needs 2")
+
+    for name in ("trainer", "critic", "reward"):
+        audit(run_of(tmp_path, mirror=mirror).train(strike=loses(name)))
+        run = run_of(tmp_path)
+        run._again = refuses
+        with pytest.raises(HostFailed, match="host a is lost; 1 hosts are left, and the run needs 2"):
+            run.train(strike=loses(name))
 
 
 def test_steps_that_are_nowhere_are_not_taken_as_if_they_were(tmp_path: Path) -> None:

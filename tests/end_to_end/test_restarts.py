@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llamarl.checkpoint.store import CheckpointStore
+from tests.end_to_end import tiny
 from tests.end_to_end.tiny import Command, descendants, gone, llamarl_here, rows
 from tests.nightly import nightly
 
@@ -115,6 +117,41 @@ def test_a_rank_that_is_killed_or_stopped(tmp_path: Path, toml: Path) -> None:
     assert re.search(r"trainer \(rank 1\): pid \d+ ", said), said
     assert f"rank 0 (pid {stopped}) is stopped" in said, said
     assert said.count("trainer goes on") == 2
+
+
+FEWER = """
+from llamarl.cli.main import main
+from llamarl.config.trainer import ParallelismConfig
+from llamarl.run.placement import LocalPlacer
+
+again = set()
+LocalPlacer.again = lambda self, name: again.add(name) or self.place(name)
+LocalPlacer.layout = lambda self, name: ParallelismConfig() if name in again else None
+main()
+"""
+"""A machine that has less room than before for those that start again."""
+
+
+@pytest.mark.parametrize(
+    "mirror", ["true", pytest.param("false", marks=nightly("states on disk move in test_layouts"))]
+)
+def test_a_trainer_that_goes_on_in_another_layout_learns_the_same(
+    tmp_path: Path, toml: Path, whole: Path, mirror: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks become one, from the mirror or the checkpoint of both: steps are as before, but for rounding."""
+    monkeypatch.setattr(tiny, "LLAMARL", (sys.executable, "-c", FEWER))
+    run = Faulty(
+        tmp_path, toml, "--trainer.parallelism.fsdp", 2, "--checkpoint.mirror", mirror, "--checkpoint.every_steps", 4
+    )
+    run.strike("trainer.1", 6)
+    said = run.end()
+    assert "trainer starts in another layout, as too few devices are left: fsdp 1, tp 1, pp 1, cp 1" in said
+    found = re.search(r"trainer goes on from step (\d+), (\d+) steps were taken again", said)
+    assert found and (int(found[1]) >= 5 if mirror == "true" else int(found[1]) == 4), said
+    last = int(found[1]) + int(found[2]) + 2
+    for step, other in zip(steps(tmp_path)[:last], steps(whole), strict=False):
+        assert step == {name: pytest.approx(value, rel=1e-5, abs=1e-5) for name, value in other.items()}
+    assert [step["step"] for step in steps(tmp_path)] == list(range(1, STEPS + 1))
 
 
 SLEEPY = ("--cluster.placement", "colocated")

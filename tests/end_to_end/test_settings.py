@@ -98,7 +98,7 @@ REFUSED = {
     "cluster.kind": ("hosts", "cluster."),
     **{
         f"cluster.{one}": (value, f"cluster.{one} is for several hosts")
-        for one, value in (("listen", "localhost:6700"), ("pki", "elsewhere"), ("host_timeout_s", 3))
+        for one, value in (("listen", "localhost:6700"), ("pki", "elsewhere"), ("host_timeout_s", 3), ("min_hosts", 1))
     },
 }
 """Value, what the refusal says, and other settings."""

@@ -450,3 +450,35 @@ def assert_same_bits(one: Loaded, other: Loaded) -> None:
         for name, (_, box, part) in ours.items():
             assert box == theirs[name][1]
             assert torch.equal(part, theirs[name][2]), name
+
+
+def in_mirror(
+    where: Rendezvous,
+    number: int,
+    sizes: Mapping[str, int],
+    shape: Mapping[str, Any],
+    batches: Sequence[list[RolloutGroup]],
+    config: dict[str, Any],
+    folder: Path,
+) -> dict[str, Any]:
+    """Weights and moments after all batches, which are mirrored then; without any, of a trainer that went on from
+    there."""
+    mesh = join(where, number, sizes)
+    try:
+        mirror, trainer = (
+            Mirror(folder, mesh.world.rank, mesh.world.size, mesh.exchange),
+            new_trainer(mesh, shape, config),
+        )
+        if not batches:
+            state = mirror.load(99)
+            assert state is not None
+            load_training_state(trainer, state.shapes, state.read, state.state)
+        for batch in batches:
+            trainer.step(batch)
+        if batches:
+            mirror.save(trainer.policy_version, trainer.shards(), training_state(trainer))
+            assert mirror._written is not None
+            mirror._written.result(30)
+        return parts(trainer)
+    finally:
+        mesh.close()

@@ -39,6 +39,7 @@ from tests.training.layouts import (
     distance,
     failing,
     half_of_head,
+    in_mirror,
     loaded,
     mirrored,
     preflight,
@@ -217,6 +218,19 @@ def test_what_goes_on_from_mirrors_learns_the_same(run, tmp_path, make_groups, s
         assert whole.keys() == again.keys()
         for name, (*where, part) in whole.items():
             assert where == list(again[name][:2]) and torch.equal(part, again[name][2]), name
+
+
+@pytest.mark.parametrize("config", [{}, {"moments": "8bit"}], ids=str)
+def test_a_mirror_moves_between_layouts_bit_for_bit(run, tmp_path, make_groups, config: dict) -> None:
+    """A host less: what four ranks had goes to two, and to one."""
+    batches = [make_groups(seed=seed) for seed in range(2)]
+    saved = assembled(run({"fsdp": 2, "tp": 2}, WIDE, batches, config, tmp_path, function=in_mirror))
+    assert sum(":exp_avg" in name for name in saved) > 10
+    for sizes in ({"tp": 2}, {"pp": 2}, {"fsdp": 1}):
+        again = assembled(run(sizes, WIDE, [], config, tmp_path, function=in_mirror))
+        assert again.keys() == saved.keys()
+        for name, tensor in saved.items():
+            assert torch.equal(tensor, again[name]), name
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}], ids=str)

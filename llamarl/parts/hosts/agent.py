@@ -19,13 +19,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llamarl.cluster.deaths import kill_group
-from llamarl.cluster.engine_files import log_env
+from llamarl.checkpoint.keeper import MirrorKeeper
+from llamarl.cluster.deaths import cause_of_reaped, kill_group, killed_by
+from llamarl.cluster.engine_files import MEMORY, log_env, mirror_folder
 from llamarl.cluster.start_up import LIFELINE
 from llamarl.config.errors import ConfigError
 from llamarl.hub.fetch import fetched
@@ -49,6 +52,8 @@ LOG_BYTES = 64 << 10
 LOG_BEHIND_BYTES = 4 << 20
 LOG_TOTAL_BYTES = MAX_LINE_BYTES // 8
 """Bytes of all logs with one beat; JSON takes up to six characters for a byte."""
+REAPED_S, REAPED_LOOK_S = 0.5, 0.02
+"""Longest wait for the engine to reap a process that has ended, as then the system says how, and between two looks."""
 END_S = 3.0
 """Longest wait in seconds for killed processes to be gone."""
 PR_SET_CHILD_SUBREAPER = 36
@@ -103,11 +108,11 @@ class HostAgent:
     """`run` is all that it does."""
 
     def __init__(
-        self, controller: str, pki: Path, name: str, address: str, once: bool, tell: Callable[[str], None]
+        self, controllers: Sequence[str], pki: Path, name: str, address: str, once: bool, tell: Callable[[str], None]
     ) -> None:
         """
         Args:
-            controller: `host:port` of the registry.
+            controllers: `host:port` of each registry that may answer.
             address: of this host, on its certificate.
             once: it ends with the first run that it took part in.
             tell: gets a sentence for people.
@@ -115,7 +120,7 @@ class HostAgent:
         Raises:
             ConfigError: there is no certificate for it.
         """
-        self._host, _, self._port = controller.rpartition(":")
+        self._controllers = deque(controllers)
         self._context, self._env = client_context(pki, name), monarch_env(pki, name)
         self._address, self._once, self._tell = address, once, tell
         self._logs = Path(tempfile.mkdtemp(prefix="llamarl-host-"))
@@ -142,20 +147,28 @@ class HostAgent:
             shutil.rmtree(self._logs, ignore_errors=True)
         return 0
 
+    @property
+    def _place(self) -> str:
+        """`host:port` of the registry that is called, or answers."""
+        return self._controllers[0]
+
     async def _stay(self) -> None:
-        """Calls until it is let go for good."""
-        pause_s, said = BACK_OFF_S[0], ""
+        """Calls one registry after the other until it is let go for good."""
+        pause_s, said = BACK_OFF_S[0], set[str]()
         while not self._is_done:
             started_s = time.monotonic()
             try:
                 await self._take_part()
             except BROKEN as error:
-                if said != (said := str(error) or "no answer"):
-                    self._tell(f"{self._host}:{self._port}: {said}; calls again")
+                text = f"{self._place}: {str(error) or 'no answer'}; calls again"
+                if text not in said:
+                    self._tell(text)
+                said.add(text)
+                self._controllers.rotate(-1)
             if self._is_leaving:
                 return
             if time.monotonic() - started_s > 2 * BACK_OFF_S[1]:
-                pause_s, said = BACK_OFF_S[0], ""
+                pause_s, said = BACK_OFF_S[0], set()
             if not self._is_done:
                 await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, BACK_OFF_S[1])
@@ -172,21 +185,23 @@ class HostAgent:
 
     async def _take_part(self) -> None:
         """One stay: from the call to the end of the connection. Raises HostRefused, and what is in `BROKEN`."""
-        line = await call(self._host, self._port, self._context, self._address)
+        line = await call(self._place, self._context, self._address)
         try:
             run = await self._run_of(line)
             inventory = self._inventory.model_copy(update={"code": code_fingerprint()})  # the engine runs what is there
             line.tell(**inventory.model_dump())
             self._welcomed(run, await line.hear(CONTROLLER_SILENT_S))
+            keeper = MirrorKeeper(mirror_folder(""), self._address)
             engine = WorkerLoop(self._address, self._env, self._logs / f"host-{self._inventory.name}.log")
             try:
                 url = await asyncio.wait_for(asyncio.to_thread(engine.url), ENGINE_S)
-                line.tell(url=url)
+                line.tell(url=url, keeper=keeper.place)
                 self._line = line
-                self._tell(f"{self._inventory.name} serves {self._host}:{self._port}")
+                self._tell(f"{self._inventory.name} serves {self._place}")
                 await self._serve(line, engine)
             finally:
                 self._line = None
+                keeper.close()
                 engine.end()
         finally:
             line.close()
@@ -196,16 +211,19 @@ class HostAgent:
         try:
             return str((await line.hear(CONTROLLER_SILENT_S))["run"])
         except ssl.SSLError as error:
-            name, where = self._inventory.name, f"{self._host}:{self._port}"
-            raise HostRefused(f"{where} does not accept {name}.crt: {error.reason or error}; it says more") from None
+            name = self._inventory.name
+            raise HostRefused(
+                f"{self._place} does not accept {name}.crt: {error.reason or error}; it says more"
+            ) from None
 
     def _welcomed(self, run: str, message: dict[str, Any]) -> None:
         if reason := message.get("refused"):
-            raise HostRefused(f"{self._host}:{self._port} refuses this host: {reason}")
+            raise HostRefused(f"{self._place} refuses this host: {reason}")
         if reason := message.get("busy"):
             raise ConnectionRefusedError(reason)
         if self._run != run:
             self._run, self._sent = run, {}
+            _forget_states()
             for old in self._logs.iterdir():
                 old.unlink()
         else:
@@ -220,8 +238,9 @@ class HostAgent:
                 message = await line.hear(CONTROLLER_SILENT_S)
                 what, number = message.pop("what"), int(message.pop("ask"))
                 if what == "bye":
-                    self._tell(f"let go by {self._host}:{self._port}: {message['reason']}")
+                    self._tell(f"let go by {self._place}: {message['reason']}")
                     self._is_done |= self._once or bool(message["is_final"])
+                    _forget_states()
                     return
                 if what == "beat":
                     line.tell(answer=number, time=time.time(), logs=list(self._new_logs()))
@@ -234,6 +253,7 @@ class HostAgent:
 
     async def _answer(self, line: Line, number: int, what: str, arguments: dict[str, Any]) -> None:
         orders = {"fetch": _fetch, "kill": _kill, "look": _look, "receive": self._receive, "send": _send}
+        orders["watch"] = partial(_watch, line)
         try:
             found = await orders[what](**arguments)
         except (*BROKEN, KeyError, TypeError, ValueError) as error:
@@ -305,6 +325,46 @@ async def _kill(pids: list[int]) -> dict[str, Any]:
     return {}
 
 
+def _forget_states() -> None:
+    """The run is over whose trainer or critic had them in this host's memory."""
+    if MEMORY in os.environ:
+        shutil.rmtree(mirror_folder(""), ignore_errors=True)
+
+
+async def _watch(line: Line, pid: int) -> dict[str, Any]:
+    """Tells the registry how a process has ended, as soon as it has, and ends what it has left behind."""
+    cause = ""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        line.tell(ended=pid, cause=cause)
+        return {}
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+        loop.remove_reader(descriptor)
+        deadline_s = loop.time() + REAPED_S
+        while not (cause := _cause_of(pid) or cause_of_reaped(descriptor) or "") and loop.time() < deadline_s:
+            await asyncio.sleep(REAPED_LOOK_S)
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    kill_group(pid)
+    line.tell(ended=pid, cause=cause)
+    return {}
+
+
+def _cause_of(pid: int) -> str | None:
+    """Cause of death of a process that nobody has waited for yet; None: it has been reaped."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    code = os.waitstatus_to_exitcode(int(fields[-1])) if state == "Z" else None
+    return code if code is None else killed_by(-code) if code < 0 else f"ended with exit code {code}"
+
+
 async def _fetch(names: list[str]) -> dict[str, Any]:
     """Fetches models of the Hub, in a thread; the process that does it is one of those that end with a stay."""
 
@@ -360,8 +420,9 @@ def _reap() -> None:
             pass
 
 
-async def call(host: str, port: str, context: ssl.SSLContext, address: str) -> Line:
-    """The registry at `host:port`, from this host's `address`. Raises HostRefused, and what is in `BROKEN`."""
+async def call(place: str, context: ssl.SSLContext, address: str) -> Line:
+    """The registry at a place, `host:port`, from this host's `address`. Raises HostRefused, and what is in `BROKEN`."""
+    host, _, port = place.rpartition(":")
     try:
         source = (str(ipaddress.ip_address(address)), 0)
     except ValueError:  # a name: the system chooses
@@ -372,9 +433,7 @@ async def call(host: str, port: str, context: ssl.SSLContext, address: str) -> L
         await line.secure()
     except ssl.SSLCertVerificationError as error:
         line.close()
-        raise HostRefused(
-            f"who answers at {host}:{port} is not the controller by ca.crt: {error.verify_message}"
-        ) from None
+        raise HostRefused(f"who answers at {place} is not the controller by ca.crt: {error.verify_message}") from None
     except BaseException:
         line.close()
         raise
@@ -383,8 +442,7 @@ async def call(host: str, port: str, context: ssl.SSLContext, address: str) -> L
 
 async def ask_to_leave(controller: str, pki: Path, name: str, address: str) -> None:
     """Asks the registry to let a host go in order. Raises HostRefused, and what is in `BROKEN`."""
-    host, _, port = controller.rpartition(":")
-    line = await call(host, port, client_context(pki, name), address)
+    line = await call(controller, client_context(pki, name), address)
     try:
         await line.hear()
         line.tell(drain=name)

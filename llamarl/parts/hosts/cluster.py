@@ -53,8 +53,13 @@ class HostedHandle(MonarchHandle):
         return ()
 
     def _watch(self) -> None:
-        for rank, (_, number, local) in enumerate(self._places):
+        for rank, (host, number, local) in enumerate(self._places):
             self._watch_work(rank, number, local)
+            host.when_ended(self.pids[rank], partial(self._process_told, rank))
+
+    def _process_told(self, rank: int, cause: str) -> None:
+        """The agent there says that a process has ended; Monarch may know better how."""
+        self._dead(rank, cause or None)
 
     async def _statuses(self, method: str, timeout_s: float) -> list[HostStatus]:
         """Statuses of all ranks, with spans by this machine's clock."""

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from types import SimpleNamespace
 from typing import cast
 
 from llamarl.cluster.api import HostShare
 from llamarl.config import ConfigError, RunConfig
+from llamarl.config.roles import CriticConfig
+from llamarl.config.trainer import ParallelismConfig, TrainerConfig
 from llamarl.parts.hosts.registry import Host
 from llamarl.run.placement import Assignment, Placer, WantedExecutor
 
 MAX_REPLICAS = 10_000
+TRAINED = ("trainer", "critic")
+"""Roles whose state is saved in the run's folder."""
 
 
 class NoRoom(ConfigError):
@@ -42,15 +47,21 @@ class HostPlacer(Placer):
         """Models of the Hub that a host has to have, so that executors may be there."""
         self.ready = set[Host]()
         """Hosts that have them."""
+        self.trainable = set[Host]()
+        """Hosts that have the model and the run's folder, so that trainer and critic may be started again there."""
         self._here = dict[str, Host]()
         """Hosts at one moment, by name: they come and go in another thread."""
+        self._layouts = dict[str, ParallelismConfig]()
+        """Layouts of trainer and critic that are not those of the settings."""
+        self._displaced = list[str]()
+        """Generators that nobody has been told of yet."""
         for wanted in self._wanted:
             if wanted.device not in ("cpu", "cuda"):
                 raise ConfigError(
                     f"{wanted.option} = {wanted.device!r} names devices, which are counted out on several hosts; use "
                     "'cuda', and cluster.place for the hosts"
                 )
-            self.take(wanted)
+        self._begin(is_short=len(hosts) < config.cluster.num_hosts)
         if not config.generator.replicas and not only:
             self.take_generator(0)
             for number in range(1, 1 + self.free_generator_slots()):
@@ -61,11 +72,125 @@ class HostPlacer(Placer):
         if self._usable().keys() >= one.ranks.keys():
             return self.place(executor)
         self.leave(executor)
-        return self.take(one.wanted)
+        try:
+            return self._train_again(executor) if one.wanted.role in TRAINED else self.take(one.wanted)
+        except NoRoom:
+            self._assigned[executor] = one
+            raise
+
+    def can_not_move(self, executors: Sequence[str]) -> str:
+        """Why some executors could not start again, all of them, on hosts that stay; empty: they could."""
+        before = dict(self._assigned), dict(self._layouts), list(self._displaced)
+        try:
+            for executor in executors:
+                one = self._assigned.pop(executor)
+                _ = self._train_again(executor) if one.wanted.role in TRAINED else self.take(one.wanted)
+        except NoRoom as error:
+            return str(error)
+        finally:
+            self._assigned, self._layouts, self._displaced = before
+        return ""
+
+    def layout(self, executor: str) -> ParallelismConfig | None:
+        return self._layouts.get(executor)
+
+    def displaced(self) -> list[str]:
+        told, self._displaced = self._displaced, []
+        return told
+
+    def _begin(self, *, is_short: bool) -> None:
+        """Places all executors. With fewer hosts than there were, trainer and critic may have smaller layouts, and one
+        generator is enough. Raises NoRoom."""
+        reason: NoRoom | None = None
+        for share in self._shares("trainer") if is_short else [1.0]:
+            self._assigned.clear()
+            self._layouts = {name: one for name in TRAINED if (one := self._at_most(name, share))}
+            try:
+                for wanted in self._wanted:
+                    self._take_first(wanted, is_short=is_short)
+                return
+            except NoRoom as error:
+                reason = reason or error
+        assert reason is not None
+        raise reason
+
+    def _take_first(self, wanted: WantedExecutor, *, is_short: bool) -> None:
+        """Raises NoRoom."""
+        if layout := self._layouts.get(wanted.executor):
+            wanted = wanted._replace(num_ranks=layout.num_ranks)
+        try:
+            self.take(wanted)
+        except NoRoom:
+            if not (is_short and wanted.number):
+                raise
+
+    def _shares(self, executor: str) -> list[float]:
+        """Ranks that an executor may have, of those that it should have; the most first."""
+        layout = self._settings(executor).parallelism
+        return list(dict.fromkeys(one.num_ranks / layout.num_ranks for one in (layout, *layout.smaller())))
+
+    def _at_most(self, executor: str, share: float) -> ParallelismConfig | None:
+        """Layout of a share of the ranks, of one at least; None: that of the settings."""
+        layout = self._settings(executor).parallelism
+        able = (one for one in layout.smaller() if one.num_ranks <= max(1.0, share * layout.num_ranks))
+        return None if share >= 1 else next(able, None)
+
+    def _settings(self, executor: str) -> TrainerConfig | CriticConfig:
+        return self._config.trainer if executor == "trainer" else self._config.critic
+
+    def _train_again(self, executor: str) -> tuple[HostShare, ...]:
+        """Place for trainer or critic: in the layout of the settings or else the nearest, on free devices or else on
+        those of generators, of which one stays. Raises NoRoom."""
+        number = sum(not host.is_leaving for host in dict(self._hosts).values())
+        if number < (fewest := self._config.cluster.fewest_hosts):
+            setting = "min_hosts" if self._config.cluster.min_hosts else "num_hosts"
+            raise NoRoom(f"{number} hosts are left, and the run needs {fewest} (cluster.{setting})")
+        usable, reason = self._usable(), None
+        for lost in [name for name in self.of_role("generator") if self._assigned[name].ranks.keys() - usable.keys()]:
+            self.leave(lost)  # nobody may have said so yet
+        wanted = next(one for one in self._wanted if one.executor == executor)
+        for share in self._shares(executor):
+            layout = self._at_most(executor, share)
+            one = wanted._replace(num_ranks=layout.num_ranks) if layout else wanted
+            try:
+                return self._displacing(one, layout)
+            except NoRoom as error:
+                reason = reason or error
+        assert reason is not None
+        raise reason
+
+    def _displacing(self, wanted: WantedExecutor, layout: ParallelismConfig | None) -> tuple[HostShare, ...]:
+        """Takes a place with as few generators displaced as it needs. Raises NoRoom."""
+        before, generators = dict(self._assigned), self.of_role("generator")
+        for first in range(len(generators), min(len(generators), 1) - 1, -1):
+            self._assigned = {name: one for name, one in before.items() if name not in generators[first:]}
+            with suppress(NoRoom):
+                place = self.take(wanted)
+                taken = self._assigned[wanted.executor].devices
+                for name in generators[first:]:
+                    if not any(set(taken.get(host, ())) & set(own) for host, own in before[name].devices.items()):
+                        self._assigned[name] = before[name]
+                if self.of_role("generator") or self.free_generator_slots():
+                    self._displaced += [name for name in generators if name not in self._assigned]
+                    self._layouts.pop(wanted.executor, None)
+                    self._layouts |= {wanted.executor: layout} if layout else {}
+                    return place
+        self._assigned = before
+        self._assign(wanted)  # which says why, if devices are too few
+        raise NoRoom(f"{wanted.executor} would leave no device to a generator")
 
     def _usable(self) -> dict[str, Host]:
         """Hosts where executors may be, by name."""
         return {name: host for name, host in dict(self._hosts).items() if not self.models or host in self.ready}
+
+    def keepers(self) -> list[tuple[str, str]]:
+        """Hosts without trainer and critic come first; none, where the run does not go on with fewer."""
+        cluster = self._config.cluster
+        if not self._config.checkpoint.mirror or cluster.fewest_hosts == cluster.num_hosts:
+            return []
+        learning = self.hosts_of(*TRAINED)
+        here = sorted(dict(self._hosts).items(), key=lambda item: (item[0] in learning, item[0]))
+        return [host.keeper for _, host in here if not host.is_leaving]
 
     def on_host(self, name: str) -> list[str]:
         """Executors that are there."""
@@ -94,7 +219,7 @@ class HostPlacer(Placer):
         """Raises NoRoom."""
         self._here = self._usable()
         names, num_ranks = list(self._candidates(wanted)), wanted.num_ranks
-        spreads = wanted.role in ("trainer", "critic")
+        spreads = wanted.role in TRAINED
         if wanted.device == "cpu":
             hosts = names if spreads and self._patterns("trainer", wanted.role) else names[:1]
             ends = [num_ranks * i // len(hosts) for i in range(len(hosts) + 1)]
@@ -127,6 +252,8 @@ class HostPlacer(Placer):
     def _candidates(self, wanted: WantedExecutor) -> Iterator[str]:
         """Hosts for an executor, the first the best. Raises NoRoom: there are none."""
         role, here = wanted.role, sorted(name for name, host in self._here.items() if not host.is_leaving)
+        if role in TRAINED and self.trainable:
+            here = [name for name in here if self._here[name] in self.trainable]
         with_trainer = self.hosts_of("trainer", "critic")
         patterns = self._patterns("trainer", role) if role == "critic" else self._patterns(role)
         names = [name for name in here if not patterns or any(fnmatchcase(name, one) for one in patterns)]
@@ -137,8 +264,10 @@ class HostPlacer(Placer):
                 names = [name for name in names if self._has_cores(name, wanted.num_ranks)]
             beside = with_trainer if not patterns else set[str]()
             names.sort(key=lambda name: (name in beside, len(self._generators_at(name)), name))
-        elif not patterns and role != "trainer":
-            names.sort(key=lambda name: (name not in with_trainer, name))
+        elif not patterns:
+            crowd = len if role in TRAINED else lambda _: 0  # which starts again first where nobody is
+            beside = (lambda _: False) if role == "trainer" else (lambda name: name not in with_trainer)
+            names.sort(key=lambda name: (beside(name), crowd(self.on_host(name)), name))
         if not names:
             matching = f" that match cluster.place.{role} = {patterns}" if patterns else ""
             raise NoRoom(f"{wanted.executor} finds no host{matching}; these are here: {', '.join(here) or 'none'}")

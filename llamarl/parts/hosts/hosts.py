@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from llamarl.cluster.api import ExecutorError
+from llamarl.cluster.port import port
 from llamarl.config import ConfigError, RunConfig
+from llamarl.config.cluster import ClusterConfig
 from llamarl.controller.controller import Controller
+from llamarl.controller.ports import OptimizingPort
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.parts.hosts.home import BLAST_S, BROKEN
@@ -27,12 +30,21 @@ WIRE_BYTES = 256 << 20
 FETCH_S = 6 * 3600.0
 """Longest wait in seconds for a host to fetch the models of the Hub: a terabyte at 50 MB/s. It gives up much earlier
 when nothing comes."""
+RETURN_S = 10.0
+"""Seconds without another host after which a run that goes on has waited enough, once `cluster.min_hosts` are here: one
+that has lost the controller calls again within them."""
 LOOK_S = 10.0
 """Longest wait in seconds for a host to look for files; a network file system may be slow."""
 
 
 async def gathered(
-    config: RunConfig, registry: Registry, folder: Path, tell: Callable[[str], None], only: str = ""
+    config: RunConfig,
+    registry: Registry,
+    folder: Path,
+    tell: Callable[[str], None],
+    only: str = "",
+    *,
+    resume: bool = False,
 ) -> HostPlacer:
     """Waits for the hosts; who runs where, once each has been found to see the files that it needs.
 
@@ -40,19 +52,21 @@ async def gathered(
         folder: of the run, which trainer and critic write checkpoints to.
         tell: gets a line for people, for each host and each executor.
         only: as for `HostPlacer`.
+        resume: the run goes on; with `cluster.min_hosts`, soon.
 
     Raises:
         ConfigError: too few came, one lacks a file, or an executor has no place.
     """
     settings = config.cluster
     place = await registry.open(settings.listen)
-    tell(f"waiting at {place} for hosts to call, {settings.num_hosts} in all")
-    await registry.until(settings.num_hosts, settings.host_timeout_s)
+    fewest, patience_s = settings.fewest_hosts, RETURN_S if resume else settings.host_timeout_s
+    least = f", and going on with {fewest}" if fewest < settings.num_hosts else ""
+    tell(f"waiting at {place} for hosts to call, {settings.num_hosts} in all{least}")
+    await registry.until(settings.num_hosts, settings.host_timeout_s, fewest, patience_s)
     registry.leaves = lambda host: None  # what is about to start there decides
     hosting = HostPlacer(config, registry.hosts, only)
-    with _token(folder) as token:
-        hosts = list(registry.hosts.values())
-        await asyncio.gather(*(_look(config, hosting, host, folder, token) for host in hosts))
+    hosts = list(registry.hosts.values())
+    await asyncio.gather(*(look_at(config, hosting, folder, host) for host in hosts))
     if models := of_hub(config):
         tell(f"hosts fetch {', '.join(models)}, unless they have it")
         await asyncio.gather(*(fetch(host, models) for host in hosts))
@@ -102,24 +116,30 @@ async def _speed(sender: Host, receiver: Host) -> float:
         raise ConfigError(f"from host {sender.name} to {receiver.name} ({address}): {error}") from None
 
 
-async def _look(config: RunConfig, hosting: HostPlacer, host: Host, folder: Path, token: str) -> None:
-    """Raises ConfigError: a file is not there, or the folder of the run is another one."""
+async def look_at(config: RunConfig, hosting: HostPlacer, folder: Path, host: Host) -> None:
+    """Looks whether a host has what those need that are there, and what trainer and critic would need that come there.
+
+    Raises:
+        ConfigError: a file is not there, or the folder of the run is another one, for an executor that is there.
+    """
     executors = hosting.on_host(host.name)
     models = [config.model.path, *(one.path for one in models_in_use(config).values() if one.path)]
     here = [Path(path).absolute() for path in models if Path(path).exists()]  # a warm start may be to come
-    paths = [str(path) for path in here if executors]
     writers = [name for name in executors if name in ("trainer", "critic")]
-    shared = str(folder.absolute()) if writers else ""
+    shared = str(folder.absolute())
     try:
-        found = await host.ask("look", LOOK_S, paths=paths, folder=shared, token=token)
+        with _token(folder) as token:
+            found = await host.ask("look", LOOK_S, paths=list(map(str, here)), folder=shared, token=token)
     except BROKEN as error:
         raise ConfigError(f"host {host.name} could not be looked at: {error}") from None
-    if found["missing"]:
+    if not found["missing"] and not found["folder"]:
+        hosting.trainable.add(host)
+    if found["missing"] and executors:
         raise ConfigError(
             f"host {host.name} has no {', '.join(found['missing'])}; all hosts need the same paths: use a folder that "
             "they share, or the same image"
         )
-    if found["folder"]:
+    if found["folder"] and writers:
         raise ConfigError(
             f"host {host.name} runs {', '.join(writers)}, which writes checkpoints, but "
             f"{shared} there is not the run's folder ({found['folder']}); share it, choose "
@@ -164,12 +184,16 @@ class Elastic:
         controller: Controller,
         telemetry: Telemetry,
         supervisor: Supervisor,
-        timeout_s: float,
+        look: Callable[[Host], Awaitable[None]],
+        settings: ClusterConfig,
     ) -> None:
-        self._registry, self._hosting, self._timeout_s = registry, hosting, timeout_s
+        """`look`s whether trainer and critic may come to a host."""
+        self._registry, self._hosting, self._look, self._settings = registry, hosting, look, settings
         self._controller, self._telemetry, self._supervisor = controller, telemetry, supervisor
         registry.joined, registry.leaves = self._joined, self._leaves
         for host in list(registry.hosts.values()):
+            if host not in hosting.trainable:
+                supervisor.start(self._looked(host), f"look at host {host.name}")
             if host.is_leaving:
                 self._leaves(host)
             elif hosting.models and host not in hosting.ready:
@@ -177,10 +201,23 @@ class Elastic:
         controller.recovery.fill(sys.maxsize)  # on hosts that came meanwhile
 
     def _joined(self, host: Host) -> None:
+        self._supervisor.start(self._looked(host), f"look at host {host.name}")
         if self._hosting.models:
             self._supervisor.start(self._supply(host), f"models for host {host.name}")
         else:
             self._fill(host)
+
+    async def _looked(self, host: Host) -> None:
+        """Trainer and critic hear of a host that may keep their states, and start there if it has what they need."""
+        try:
+            await self._look(host)
+        except ConfigError as error:
+            self._telemetry.warn(f"trainer and critic would not start on host {host.name}: {error}")
+        executors = self._controller.executors
+        if keepers := self._hosting.keepers():
+            for one in (executors.trainer, executors.models.get("critic")):
+                if one is not None:
+                    await port(OptimizingPort, one, self._settings.call_timeout_s).keep_at(keepers)
 
     async def _supply(self, host: Host) -> None:
         """Executors may be there once it has the models."""
@@ -205,9 +242,11 @@ class Elastic:
         checkpoint."""
         recovery, executors = self._controller.recovery, self._hosting.on_host(host.name)
         fixed = [name for name in executors if not name.startswith("generator-")]
-        if fixed:
-            self._supervisor.fail(Interrupted(f"ended, as host {host.name} leaves, which runs {', '.join(fixed)}"))
+        if fixed and (reason := self._hosting.can_not_move(fixed)):
+            ended = f"ended, as host {host.name} leaves, which runs {', '.join(fixed)}: {reason}"
+            self._supervisor.fail(Interrupted(ended))
             return
+        executors = [name for name in executors if name not in fixed]  # these start elsewhere as the host goes
         for name in executors:
             self._hosting.leave(name)
         recovery.fill(len(executors))
@@ -215,11 +254,11 @@ class Elastic:
         # What still starts there ends as the host goes; it may have come up while another one left.
         while here := [one.name for one in recovery.staying if one.name in executors]:
             try:
-                await recovery.remove(here[0], self._timeout_s)
+                await recovery.remove(here[0], self._settings.shutdown_timeout_s)
             except ValueError as error:
                 self._supervisor.fail(Interrupted(f"ended, as host {host.name} leaves: {error}"))
                 return
             except ExecutorError as error:
                 self._telemetry.warn(f"host {host.name} leaves without order: {error}")
-        self._telemetry.warn(f"host {host.name} has left; {', '.join(executors) or 'nothing'} ran there")
-        self._registry.dismiss(host, "it has left the run")
+        self._telemetry.warn(f"host {host.name} has left; {', '.join([*fixed, *executors]) or 'nothing'} ran there")
+        self._registry.dismiss(host, f"host {host.name} has left the run")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from llamarl.cluster.api import Cluster, ExecutorHandle
@@ -15,7 +16,7 @@ from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.parts.hosts.certificates import CONTROLLER, monarch_env, server_context
 from llamarl.parts.hosts.hosting import HostPlacer
-from llamarl.parts.hosts.hosts import Elastic, gathered
+from llamarl.parts.hosts.hosts import Elastic, gathered, look_at
 from llamarl.parts.hosts.registry import Host, Registry
 
 
@@ -53,9 +54,12 @@ class HostMachines:
 
     hosts_may_join = True
 
-    def __init__(self, config: RunConfig, logs: Path, folder: Path, tell: Callable[[str], None], only: str) -> None:
+    def __init__(
+        self, config: RunConfig, logs: Path, folder: Path, tell: Callable[[str], None], only: str, *, resume: bool
+    ) -> None:
         """Raises ConfigError."""
         self._config, self._logs, self._folder, self._only = config, logs, folder, only
+        self._resume = resume
         self._registry = open_registry(config.cluster, logs, tell)
         self._hosting: HostPlacer | None = None
 
@@ -68,13 +72,15 @@ class HostMachines:
         return HostsCluster(self._registry, settings.listen.rpartition(":")[0], env)
 
     async def places(self, tell: Callable[[str], None]) -> HostPlacer:
-        self._hosting = await gathered(self._config, self._registry, self._folder, tell, self._only)
+        self._hosting = await gathered(
+            self._config, self._registry, self._folder, tell, self._only, resume=self._resume
+        )
         return self._hosting
 
     def follow(self, controller: Controller, telemetry: Telemetry, supervisor: Supervisor) -> None:
         assert self._hosting is not None, "places come first"
-        timeout_s = self._config.cluster.shutdown_timeout_s
-        Elastic(self._registry, self._hosting, controller, telemetry, supervisor, timeout_s)
+        look = partial(look_at, self._config, self._hosting, self._folder)
+        Elastic(self._registry, self._hosting, controller, telemetry, supervisor, look, self._config.cluster)
 
     def end_with(self, handle: ExecutorHandle, supervisor: Supervisor) -> None:
         let_leave(self._registry, handle, supervisor)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import secrets
 import socket
 import ssl
@@ -25,6 +26,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from llamarl.checkpoint.keeper import Place
 from llamarl.config.errors import ConfigError
 from llamarl.net.entrance import Entrance, Proved, listen
 from llamarl.parts.hosts.certificates import CONTROLLER, mismatch, server_context
@@ -35,8 +37,8 @@ START_S = 40.0
 
 DRIFT = 1e-4
 """Seconds per second by which clocks part at most: what is known of them gets worse with time."""
-SAY_S = 10.0
-"""Seconds between two lines about who is here, while others are waited for."""
+SAY_S = 5.0
+"""Seconds between two lines about who has come and who is missing, while others are waited for."""
 BYE_S = 1.0
 """Longest wait in seconds for hosts to hear that the run has ended."""
 
@@ -51,8 +53,9 @@ class HostLost(ConnectionError):
 class Host:
     """One machine that is here, and what it was asked."""
 
-    def __init__(self, inventory: Inventory, url: str, line: Line) -> None:
-        self.inventory, self.name, self.url = inventory, inventory.name, url
+    def __init__(self, inventory: Inventory, url: str, keeper: Place, line: Line) -> None:
+        """`keeper`: of states, in this host's memory, for others."""
+        self.inventory, self.name, self.url, self.keeper = inventory, inventory.name, url, keeper
         self.offset_s = self.error_s = float("inf")
         """Seconds that the host's clock is ahead of ours, and how wrong that can be: half of the shortest way there and
         back."""
@@ -66,6 +69,8 @@ class Host:
         self._line = line
         self._numbers = itertools.count(1)
         self._asked = dict[int, tuple[float, asyncio.Future[dict[str, Any]]]]()
+        self._watched = dict[int, Callable[[str], None]]()
+        """Who hears of the end of a process there."""
 
     @property
     def lost(self) -> str:
@@ -80,6 +85,16 @@ class Host:
     def lose(self, reason: str) -> None:
         """Marks the host as gone, once; called in the registry's thread."""
         self._lost.set_result(reason)
+
+    def when_ended(self, pid: int, call: Callable[[str], None]) -> None:
+        """`call` hears how a process of the host ended, on the event loop that asks for it; empty: nobody knows."""
+        self._watched[pid] = partial(_call_in, asyncio.get_running_loop(), call)
+        self.tell("watch", pid=pid)
+
+    def process_ended(self, pid: int, cause: str) -> None:
+        """The host's agent says so; called in the registry's thread."""
+        if call := self._watched.pop(pid, None):
+            call(cause)
 
     async def ask(self, what: str, timeout_s: float = SILENT_S, **arguments: Any) -> dict[str, Any]:
         """Answer of the host's agent. Raises HostLost, TimeoutError, or ConfigError with the agent's own reason."""
@@ -146,7 +161,7 @@ class Registry:
         Raises:
             ConfigError: this process has no certificate.
         """
-        self._context = server_context(pki, CONTROLLER)
+        self._pki, self._context = pki, server_context(pki, CONTROLLER)
         self._own = own_inventory(CONTROLLER, "", "", 0)
         self._run = secrets.token_hex(8)
         self._logs, self._tell = logs, tell
@@ -177,12 +192,24 @@ class Registry:
         except OSError as error:
             raise ConfigError(f"cluster.listen = {place!r}: {error.strerror}; name a free port here") from None
 
-    async def until(self, num_hosts: int, timeout_s: float) -> None:
-        """Waits until so many hosts are here. Raises ConfigError."""
-        come = asyncio.create_task(_in(self._loop, asyncio.wait_for(self._come(num_hosts), timeout_s)))
+    async def until(
+        self, num_hosts: int, timeout_s: float, fewest: int | None = None, patience_s: float = math.inf
+    ) -> None:
+        """Waits until so many hosts are here.
+
+        Args:
+            fewest: so many do when the time is over, or nobody has come for `patience_s`; None: all have to.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        fewest = num_hosts if fewest is None else fewest
+        come = asyncio.create_task(_in(self._loop, self._come(num_hosts, fewest, timeout_s, patience_s)))
         try:
             while not (await asyncio.wait({come}, timeout=SAY_S))[0]:
-                self._tell(f"{len(self.hosts)} of {num_hosts} hosts have called: {self._here()}")
+                self._tell(
+                    f"{len(self.hosts)} of {num_hosts} hosts have called: {self._here()}; {self._missing(num_hosts)}"
+                )
             await come
         except TimeoutError:
             refused = "".join(
@@ -190,15 +217,25 @@ class Registry:
                 for peer, reasons in list(self._said.items())
                 for reason, number in list(reasons.items())
             )
+            wanted = f"cluster.num_hosts = {num_hosts}" if fewest == num_hosts else f"cluster.min_hosts = {fewest}"
             raise ConfigError(
-                f"cluster.num_hosts = {num_hosts}, but after {timeout_s:g} s (cluster.host_timeout_s) these have "
-                f"called: {self._here()}{refused}; start `llamarl host` on the others, or lower num_hosts"
+                f"{wanted}, but after {timeout_s:g} s (cluster.host_timeout_s) these have "
+                f"called: {self._here()}{refused}; start `llamarl host` on the others, or lower "
+                f"{wanted.partition(' ')[0]}"
             ) from None
         finally:
             come.cancel()
 
     def _here(self) -> str:
         return ", ".join(sorted(self.hosts)) or "none"
+
+    def _missing(self, num_hosts: int) -> str:
+        """Who has not called of those whose certificates are here, too."""
+        names = {path.stem for path in self._pki.glob("*.crt")} - {"ca", CONTROLLER, *self.hosts}
+        number = num_hosts - len(self.hosts)
+        which = f": {', '.join(sorted(names))}" if len(names) == number else f", of {', '.join(sorted(names))}"
+        refused = f"; refused: {', '.join(sorted(self._said))}" if self._said else ""
+        return f"{number} missing{which if names else ''}{refused}"
 
     def dismiss(self, host: Host, reason: str) -> None:
         """Lets a host go in order, which ends its agent when it was to leave."""
@@ -218,10 +255,19 @@ class Registry:
         self._entrance = Entrance(listener, on_loop(self._serve))
         return listener.getsockname()[1]
 
-    async def _come(self, num_hosts: int) -> None:
-        while sum(host.is_known for host in self.hosts.values()) < num_hosts:
+    async def _come(self, num_hosts: int, fewest: int, timeout_s: float, patience_s: float) -> None:
+        """Raises TimeoutError: not even the fewest are here."""
+        clock = asyncio.get_running_loop()
+        deadline_s = clock.time() + timeout_s
+        while (number := sum(host.is_known for host in self.hosts.values())) < num_hosts:
             self._changed.clear()
-            await self._changed.wait()
+            rest_s = max(0.0, deadline_s - clock.time())
+            try:
+                await asyncio.wait_for(self._changed.wait(), rest_s if number < fewest else min(rest_s, patience_s))
+            except TimeoutError:
+                if number < fewest:
+                    raise
+                return
 
     async def _close(self) -> None:
         if self._entrance is not None:
@@ -295,7 +341,9 @@ class Registry:
         self._starting.add(name)
         try:
             line.tell(logs={file: size for (host, file), size in self._received.items() if host == name})
-            host = Host(inventory, str((await line.hear(START_S))["url"]), line)
+            served = await line.hear(START_S)
+            address, secret = served["keeper"]
+            host = Host(inventory, str(served["url"]), (str(address), str(secret)), line)
             self.hosts[name] = host
         finally:
             self._starting.remove(name)
@@ -342,10 +390,7 @@ class Registry:
                         host.is_known = True
                         self._changed.set()
                         self._call(lambda: self.joined(host))
-                for piece in message.get("logs", ()):
-                    self._keep(host, str(piece["file"]), int(piece["upto"]), str(piece["data"]).encode("latin-1"))
-                if message.get("leaving"):
-                    self._asks_to_leave(host)
+                self._heard(host, message)
         except TimeoutError:
             reason = f"it has been silent for {SILENT_S:g} s"
             self._look_for_all()
@@ -356,6 +401,15 @@ class Registry:
             if not host.lost:
                 self._lose(host, f"host {host.name} ({host.inventory.address}) is lost: {reason}")
                 self._say(host.lost)
+
+    def _heard(self, host: Host, message: Mapping[str, Any]) -> None:
+        """A host has said something, asked or unasked."""
+        for piece in message.get("logs", ()):
+            self._keep(host, str(piece["file"]), int(piece["upto"]), str(piece["data"]).encode("latin-1"))
+        if "ended" in message:
+            host.process_ended(int(message["ended"]), str(message["cause"]))
+        if message.get("leaving"):
+            self._asks_to_leave(host)
 
     def _look_for_all(self) -> None:
         """A host is silent: if nobody else is heard either, it is this machine that is lost, and so it says."""

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.distributed.links import BROKEN, own_address
+from llamarl.distributed.links import BROKEN, LOST_S, notice_loss, own_address
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.distributed.streams import receive, send
 from llamarl.weight_sync.base import Superseded, TransferFailed
@@ -213,7 +213,8 @@ class P2pSubscriber(CopyingSubscriber):
     ) -> tuple[np.ndarray, int]:
         key = rank, number
         if key not in self._streams:
-            connection = place.connect(self.layout.digest, self._timeout_s)
+            connection = place.connect(self.layout.digest, self._timeout_s, LOST_S)
+            notice_loss(connection)
             cut = into_buckets(self.layout, connection.recv(), P2pPublisher.BUCKET_BYTES)
             size = max((bucket.num_bytes for bucket in cut), default=0)
             self._streams[key] = _IncomingStream(connection, cut, torch.empty(size, dtype=torch.uint8))

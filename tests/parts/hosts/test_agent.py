@@ -9,12 +9,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from llamarl.parts.hosts import agent
-from llamarl.parts.hosts.agent import HostAgent, _kill, _seen, _send
+from llamarl.parts.hosts.agent import HostAgent, _kill, _seen, _send, _watch
 from llamarl.parts.hosts.certificates import make_certificates
 from llamarl.parts.hosts.home import MAX_LINE_BYTES, Line
 from tests.cluster.harness import is_alive
@@ -24,7 +25,7 @@ from tests.cluster.harness import is_alive
 def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostAgent:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     make_certificates(tmp_path / "pki", {"b": ("b", "127.0.0.3")}, days=2)
-    return HostAgent("127.0.0.2:1", tmp_path / "pki", "b", "127.0.0.3", once=False, tell=print)
+    return HostAgent(["127.0.0.2:1"], tmp_path / "pki", "b", "127.0.0.3", once=False, tell=print)
 
 
 def test_logs_go_on_where_the_registry_has_them_and_begin_anew_with_a_new_agent(one: HostAgent) -> None:
@@ -61,6 +62,32 @@ def test_processes_that_have_not_come_from_the_agent_are_not_killed() -> None:
         assert is_alive(stranger)
     finally:
         os.kill(stranger, 9)
+
+
+@pytest.mark.parametrize("is_reaped", [False, True])
+@pytest.mark.parametrize(
+    ("how", "cause"), [("kill -9 $$", "was killed by SIGKILL"), ("exit 3", "ended with exit code 3")]
+)
+def test_the_end_of_a_process_is_told_with_its_status(how: str, cause: str, is_reaped: bool) -> None:
+    """Whether or not its parent has waited for it."""
+    told = list[dict[str, Any]]()
+    child = subprocess.Popen(["sh", "-c", f"read _; {how}"], stdin=subprocess.PIPE, start_new_session=True)
+
+    async def main() -> None:
+        watching = asyncio.create_task(_watch(SimpleNamespace(tell=lambda **message: told.append(message)), child.pid))  # pyrefly: ignore[bad-argument-type]
+        await asyncio.sleep(0)
+        assert child.stdin is not None
+        child.stdin.close()
+        if is_reaped:
+            child.wait(10)
+        await asyncio.wait_for(watching, 10)
+
+    asyncio.run(main())
+    child.wait(10)
+    assert told == [{"ended": child.pid, "cause": cause}]
+    told.clear()
+    asyncio.run(_watch(SimpleNamespace(tell=lambda **message: told.append(message)), child.pid))  # pyrefly: ignore[bad-argument-type]
+    assert told == [{"ended": child.pid, "cause": ""}], "it had gone before"
 
 
 def test_the_run_s_folder_is_known_by_what_is_written_there(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.config import ConfigError, RunConfig
+from llamarl.config.trainer import ParallelismConfig
 from llamarl.parts.hosts.home import Inventory
 from llamarl.parts.hosts.hosting import HostPlacer, NoRoom
 
@@ -17,7 +18,7 @@ class Machine:
     """What `HostPlacer` looks at of a host."""
 
     def __init__(self, name: str, gpus: int = 0, cores: int = 4) -> None:
-        self.is_leaving = False
+        self.name, self.is_leaving = name, False
         self.inventory = Inventory(
             name=name, address="10.0.0.1", logs="", cores=cores, memory_bytes=1, gpus=gpus, code="", python="",
             packages={}, pid=1,
@@ -170,6 +171,99 @@ def test_no_device_is_given_twice(data: st.DataObject) -> None:
     assert len(set(used)) == len(used)
     replicas = generator["replicas"]
     assert replicas == "auto" or len(hosting.of_role("generator")) <= replicas
+
+
+def test_a_trainer_whose_host_is_lost_goes_where_nobody_is_then_to_others() -> None:
+    """With as many hosts as the run needs, that see its folder, and within cluster.place."""
+    place, sections = {"generator": ["c"]}, {"generator": {"replicas": 1}}
+    config = config_of(place, **sections)
+    cluster = config.cluster.model_copy(update={"num_hosts": 3, "min_hosts": 1})
+    hosts: dict[str, Any] = machines(b=0, c=0, d=0)
+    hosting = HostPlacer(config.model_copy(update={"cluster": cluster}), hosts)
+    hosting.trainable.update(hosts.values())
+    assert where(hosting) == {"trainer": ("b",), "generator-0": ("c",), "reward": ("b",)}
+    del hosts["b"]
+    assert hosting.again("trainer")[0].name == "d"
+    assert hosting.again("reward")[0].name == "d", "as it is with the trainer"
+    hosting.trainable.remove(hosts.pop("d"))
+    hosts["e"] = Machine("e")
+    assert hosting.again("trainer")[0].name == "c", "e has another folder"
+    del hosts["c"]
+    with pytest.raises(NoRoom, match="trainer finds no host; these are here: none"):
+        hosting.again("trainer")
+    del hosts["e"]
+
+
+def test_fewer_hosts_than_the_run_needs_start_no_trainer() -> None:
+    for min_hosts, setting in ((0, "num_hosts"), (2, "min_hosts")):
+        config = config_of(generator={"replicas": 1})
+        cluster = config.cluster.model_copy(update={"num_hosts": 2, "min_hosts": min_hosts})
+        hosts: dict[str, Any] = machines(b=0, c=0)
+        hosting = HostPlacer(config.model_copy(update={"cluster": cluster}), hosts)
+        del hosts["b"]
+        with pytest.raises(NoRoom, match=rf"^1 hosts are left, and the run needs 2 \(cluster.{setting}\)$"):
+            hosting.again("trainer")
+        assert hosting.again("reward")[0].name == "c"
+        hosts["d"] = Machine("d")
+        assert hosting.again("trainer")[0].name == "d"
+
+
+def going_on(num_hosts: int, **sections: dict[str, Any]) -> RunConfig:
+    """With a host at least."""
+    config = config_of(**sections)
+    cluster = config.cluster.model_copy(update={"num_hosts": num_hosts, "min_hosts": 1})
+    return config.model_copy(update={"cluster": cluster})
+
+
+def test_a_run_that_goes_on_with_fewer_hosts_has_fewer_generators_and_trainer_ranks() -> None:
+    hosting = HostPlacer(going_on(2, **GPUS), machines(a=8))
+    assert hosting.of_role("generator") == ["generator-0", "generator-1"] and hosting.layout("trainer") is None
+    hosting = HostPlacer(going_on(2, **GPUS), machines(a=5))
+    assert hosting.of_role("generator") == ["generator-0"]
+    assert str(hosting.layout("trainer")) == "fsdp 2, tp 1, pp 1, cp 1" and hosting.place("trainer")[0].num_ranks == 2
+    with pytest.raises(NoRoom, match="trainer needs 4 GPUs, and of those that are free a has 2"):
+        HostPlacer(going_on(2, **GPUS), machines(a=2))
+    with pytest.raises(NoRoom, match="generator-2 needs 2 GPUs"):
+        HostPlacer(config_of(**GPUS), machines(a=8))
+
+
+def test_a_trainer_that_starts_again_takes_free_devices_then_those_of_generators_then_fewer() -> None:
+    hosts: dict[str, Any] = machines(a=4, b=8, c=8)
+    hosting = HostPlacer(going_on(3, **GPUS), hosts)
+    assert [where(hosting)[f"generator-{i}"] for i in range(6)] == [("b",), ("c",)] * 3
+    del hosts["a"]
+    hosting.again("trainer")
+    assert hosting.devices("trainer") == [("b", 6), ("b", 7), ("c", 6), ("c", 7)] and hosting.displaced() == []
+    del hosts["c"]
+    hosting.again("trainer")
+    assert hosting.devices("trainer") == [("b", 4), ("b", 5), ("b", 6), ("b", 7)] and hosting.layout("trainer") is None
+    assert hosting.displaced() == ["generator-4"] and hosting.displaced() == []
+    assert hosting.of_role("generator") == ["generator-0", "generator-2"] and hosting.free_generator_slots() == 0
+
+
+def test_where_too_few_devices_are_left_a_trainer_has_the_nearest_layout() -> None:
+    sections = GPUS | {"trainer": {"device": "cuda", "parallelism": {"fsdp": 3, "tp": 2}}}
+    sections["generator"] = GPUS["generator"] | {"replicas": 3}
+    hosts: dict[str, Any] = machines(a=6, b=6)
+    hosting = HostPlacer(going_on(2, **sections), hosts)
+    del hosts["a"]
+    (share,) = hosting.again("trainer")
+    assert share.num_ranks == 3 and str(hosting.layout("trainer")) == "fsdp 3, tp 1, pp 1, cp 1"
+    assert len(hosting.of_role("generator")) == 1 and len(hosting.displaced()) == 2
+    hosts["a"], hosts["c"] = machines(a=6, c=6).values()
+    del hosts["b"]
+    assert hosting.again("trainer")[0].num_ranks == 6 and hosting.layout("trainer") is None, "as the settings say"
+    del hosts["a"], hosts["c"]
+    hosts["d"] = Machine("d", 2)
+    with pytest.raises(NoRoom, match="trainer needs 6 GPUs, and of those that are free d has 2"):
+        hosting.again("trainer")
+
+
+def test_smaller_layouts_divide_and_keep_the_model_s_cuts_longest() -> None:
+    layout = ParallelismConfig(fsdp=4, tp=2)
+    assert [str(one)[:-12] for one in layout.smaller()] == [
+        "fsdp 2, tp 2", "fsdp 4, tp 1", "fsdp 1, tp 2", "fsdp 2, tp 1", "fsdp 1, tp 1",
+    ]  # fmt: skip
 
 
 def test_threads_are_counted_on_each_host() -> None:

@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 
-from llamarl.cluster.api import ExecutorHandle, HostFailed
+from llamarl.cluster.api import ExecutorHandle, ExecutorSpec, HostFailed, MeshFailed
+from llamarl.config.cluster import ClusterConfig
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.parts.hosts.hosting import HostPlacer
 from llamarl.parts.hosts.hosts import Elastic
 from llamarl.parts.hosts.machines import let_leave
+from llamarl.run.executors import GeneratorSpecs
+from llamarl.run.started import StartedGenerators
 from tests.controller.fakes import Run, config
 from tests.executors.ledger import Generator
-from tests.parts.hosts.test_hosting import Machine, config_of
+from tests.parts.hosts.test_hosting import Machine, config_of, going_on, machines
 
 START_S = 5.0
 """For a generator."""
@@ -32,11 +35,12 @@ class Registry:
         self.running: dict[str, tuple[str, Generator]] = {}
         """Host and handle of each generator."""
 
-    def lose(self, name: str, reason: str = "is lost") -> None:
+    def lose(self, name: str, reason: str = "") -> None:
+        reason = reason or f"host {name} is lost"
         del self.hosts[name]
         for host, handle in self.running.values():
             if host == name:
-                handle.die(HostFailed(handle.name, (0,), f"host {name} {reason}"))
+                handle.die(HostFailed(handle.name, (0,), reason))
 
     def dismiss(self, host: Any, reason: str) -> None:
         self.dismissed.append(host.inventory.name)
@@ -71,6 +75,9 @@ class HostedRun(Run):
         handle.failed.add_done_callback(lambda _: self.hosting.leave(name))
         return handle
 
+    async def look(self, host: Any) -> None:
+        """Trainer and critic stay where they are."""
+
     def new_generators(self) -> dict[str, Any]:
         return {
             "spawn_generator": self.spawn,
@@ -82,7 +89,8 @@ class HostedRun(Run):
         for name, generator in zip(self.names, self.generators, strict=True):
             self._placed(name, self.hosting.place(name)[0].name, generator)
         registry: Any = self.registry
-        Elastic(registry, self.hosting, self.controller, telemetry, self.supervisor, 5.0)
+        wanted = ClusterConfig(shutdown_timeout_s=5.0)
+        Elastic(registry, self.hosting, self.controller, telemetry, self.supervisor, self.look, wanted)
         await super()._main(telemetry)
 
     def comes(self, host_name: str, **more: Any) -> None:
@@ -210,6 +218,95 @@ def test_without_respawn_the_loss_of_the_last_host_ends_the_run(tmp_path: Path) 
         run = HostedRun(tmp_path, "bc", 1, policy=policy)
         with pytest.raises(HostFailed, match="host c is lost"):
             run.train(strike=at((5.0, lambda run: run.registry.lose("c"))))
+
+
+class GpuRun(HostedRun):
+    """The trainer on two GPUs of host b, three generators on those of c; processes start as in a run."""
+
+    def __init__(self, folder: Path, policy: str = "respawn") -> None:
+        super().__init__(folder, "bc", 1, policy)
+        self.registry.hosts.update(machines(b=2, c=3))
+        trainer, generator = {"device": "cuda", "parallelism": {"fsdp": 2}}, {"device": "cuda", "replicas": 3}
+        asked = going_on(2, trainer=trainer, generator=generator)
+        self.hosting = HostPlacer(asked, self.registry.hosts)
+        self.names, self.generators = self.hosting.of_role("generator"), [Generator() for _ in range(3)]
+        self.start_s = 1.0
+        cluster: Any = SimpleNamespace(spawn=self.start)
+        self.started = StartedGenerators(cluster, GeneratorSpecs(config=asked), self.hosting, 60.0, 5.0)
+
+    async def start(self, spec: ExecutorSpec, timeout_s: float) -> Generator:
+        generator = Generator()
+        handle = generator.start(spec.name)
+        self.generators.append(generator)
+        self._feed()
+        await asyncio.sleep(START_S)
+        return handle
+
+    def _placed(self, name: str, host: str, handle: Generator) -> Generator:
+        self.started.add(super()._placed(name, host, handle))
+        return handle
+
+    def new_generators(self) -> dict[str, Any]:
+        return super().new_generators() | {"spawn_generator": self.started.spawn, "spawn_again": self._again}
+
+    async def _again(self, name: str) -> Any:
+        self.hosting.again(name)
+        await self.started.make_way(name)
+        return await super()._again(name)
+
+    def loses_trainer(self) -> None:
+        del self.registry.hosts["b"]
+        self.handles["trainer"].die(HostFailed("trainer", (0, 1), "host b is lost"))
+
+
+@pytest.mark.parametrize("policy", ["respawn", "drop"])
+def test_generators_make_way_for_a_trainer_whose_host_is_lost(tmp_path: Path, policy: str) -> None:
+    """Their rollouts go on elsewhere, and others come when there is a host again."""
+    seen = list[int]()
+    run = GpuRun(tmp_path, policy)
+
+    def comes(run: Any) -> None:
+        seen.append(len(run.controller.recovery.staying))
+        run.comes("d", **vars(Machine("d", 2)))
+
+    def counts(run: Any) -> None:
+        seen.append(len(run.controller.recovery.staying))
+
+    lost = (5.0, lambda run: run.loses_trainer())
+    audited(run.train(strike=at((1.0, counts), lost, (9.0, comes), (9.5 + 2 * START_S, counts))))
+    assert seen == [3, 1, 3] and run.lives["trainer"] == 1
+    told = "its devices go to trainer, which has lost its own"
+    assert sum(told in text for text in run.warnings) == 2
+    assert run.hosting.devices("trainer") == [("c", 1), ("c", 2)] and run.hosting.layout("trainer") is None
+
+
+def test_a_host_that_leaves_gives_the_trainer_to_others_or_ends_the_run(tmp_path: Path) -> None:
+    """Where it could start again; a run that ends has a checkpoint."""
+    run = GpuRun(tmp_path)
+    run.registry.running["trainer"] = "b", run.trainer
+    audited(run.train(strike=at((5.0, lambda run: run.leaves("b")))))
+    assert run.registry.dismissed == ["b"] and run.lives["trainer"] == 1
+    assert any("host b has left the run; it is started again" in text for text in run.warnings)
+    assert run.hosting.devices("trainer") == [("c", 1), ("c", 2)]
+    (tmp_path / "other").mkdir()
+    run = GpuRun(tmp_path / "other")
+    run.registry.hosts.pop("c")
+    with pytest.raises(Interrupted, match="b leaves, which runs trainer, reward: 0 hosts are left, and the run"):
+        run.train(strike=at((5.0, lambda run: run.leaves("b"))))
+
+
+def test_a_generator_that_starts_where_the_trainer_goes_ends(tmp_path: Path) -> None:
+    """It is not there yet when the trainer takes its device."""
+    run = GpuRun(tmp_path)
+
+    def dies(run: Any) -> None:
+        run.handles["generator-2"].die(MeshFailed("generator-2", (0,), "boom"))
+
+    audited(run.train(strike=at((5.0, dies), (6.0, lambda run: run.loses_trainer()))))
+    assert any("generator-3 (rank 0): its devices go to another executor" in text for text in run.warnings)
+    assert run.hosting.devices("trainer") == [("c", 1), ("c", 2)] and run.hosting.of_role("generator") == [
+        "generator-0"
+    ]
 
 
 def test_a_host_of_fine_tuning_goes_at_once_or_ends_it_with_a_checkpoint() -> None:

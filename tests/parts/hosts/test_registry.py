@@ -45,8 +45,7 @@ class Bench:
         self.place = ""
 
     async def call(self, name: str, address: str | None = None, context: ssl.SSLContext | None = None) -> Line:
-        host, _, port = self.place.rpartition(":")
-        return await call(host, port, context or client_context(self.pki, name), address or ADDRESSES[name])
+        return await call(self.place, context or client_context(self.pki, name), address or ADDRESSES[name])
 
     def inventory(self, name: str) -> dict[str, Any]:
         return own_inventory(name, ADDRESSES[name], "/tmp", 2).model_dump()
@@ -57,7 +56,7 @@ class Bench:
         assert "run" in await line.hear()
         line.tell(**self.inventory(name))
         assert "logs" in await line.hear()
-        line.tell(url="tls://nowhere")
+        line.tell(url="tls://nowhere", keeper=["127.0.0.3:1", "secret"])
         await answer(line, ahead_s)
         while self.joined.count(name) == times:
             await asyncio.sleep(0.001)
@@ -335,7 +334,59 @@ def test_too_few_hosts_are_named_with_what_was_refused(pki: Path, tmp_path: Path
             await bench.registry.until(3, 0.2)
         beats.cancel()
 
-    assert "1 of 3 hosts have called: b" in run(pki, tmp_path, main).told
+    told = run(pki, tmp_path, main).told
+    assert any(re.fullmatch(r"1 of 3 hosts have called: b; 2 missing.*; refused: 127\.0\.0\.4", text) for text in told)
+
+
+def test_who_is_missing_is_named_by_the_certificates(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(registry, "SAY_S", 0.05)
+    make_certificates(tmp_path / "pki", MEMBERS, days=2)
+
+    async def main(bench: Bench) -> None:
+        for number in (1, 2, 3):
+            with pytest.raises(ConfigError, match="called: none"):
+                await bench.registry.until(number, 0.2)
+
+    told = run(tmp_path / "pki", tmp_path, main).told
+    assert set(told) == {
+        "0 of 1 hosts have called: none; 1 missing, of b, c",
+        "0 of 2 hosts have called: none; 2 missing: b, c",
+        "0 of 3 hosts have called: none; 3 missing, of b, c",
+    }
+
+
+def test_fewer_hosts_are_enough_after_the_time_or_when_nobody_else_comes(pki: Path, tmp_path: Path) -> None:
+    async def main(bench: Bench) -> None:
+        line, _ = await bench.come()
+        beats = asyncio.create_task(_beats(line))
+        clock = asyncio.get_running_loop()
+        for timeout_s, patience_s in ((0.3, 9.0), (9.0, 0.3)):
+            start_s = clock.time()
+            await bench.registry.until(2, timeout_s, 1, patience_s)
+            assert 0.3 <= clock.time() - start_s < 3.0
+        with pytest.raises(ConfigError, match=r"^cluster.min_hosts = 2, but after 0.2 s .* lower cluster.min_hosts$"):
+            await bench.registry.until(3, 0.2, 2, 0.1)
+        beats.cancel()
+
+    run(pki, tmp_path, main)
+
+
+def test_the_end_of_a_process_comes_to_who_asked_for_it(pki: Path, tmp_path: Path) -> None:
+    async def main(bench: Bench) -> None:
+        line, host = await bench.come()
+        causes = list[str]()
+        host.when_ended(7, causes.append)
+        while (question := await line.hear())["what"] == "beat":
+            line.tell(answer=question["ask"], time=time.time())
+        assert (question["what"], question["pid"]) == ("watch", 7)
+        for pid in (8, 7, 7):
+            line.tell(ended=pid, cause="was killed")
+        await answer(line)
+        while not causes:
+            await asyncio.sleep(0.001)
+        assert causes == ["was killed"]
+
+    run(pki, tmp_path, main)
 
 
 def test_logs_are_brought_together_and_go_on_where_they_ended(pki: Path, tmp_path: Path) -> None:

@@ -25,7 +25,11 @@ Exit codes: 0 let go, 1 nobody to ask, 2 refused, with the reason."""
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
     parser = command_parser("host", "Lend this machine to a run with cluster.kind = 'hosts'.", EPILOG)
-    parser.add_argument("controller", metavar="ADDRESS", help="where the run listens: its cluster.listen")
+    parser.add_argument(
+        "controller",
+        metavar="ADDRESS",
+        help="where the run listens: its cluster.listen, or several with commas between",
+    )
     parser.add_argument("--pki", default="pki", help="folder with ca.crt, NAME.crt and NAME.key; default: pki")
     parser.add_argument("--name", default=socket.gethostname().split(".")[0], help="default: the name of this machine")
     parser.add_argument(
@@ -34,32 +38,36 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--once", action="store_true", help="end with the first run that it took part in")
     parser.add_argument("--drain", action="store_true", help="let the host of this name, which runs already, leave")
     options = parser.parse_args(arguments)
-    host, _, port = options.controller.rpartition(":")
-    if not host or not port.isdigit() or int(port) > MAX_PORT:
-        raise ConfigError(f"ADDRESS {options.controller!r} is no address:port; give the run's cluster.listen")
-    address = options.address or _own_address(host, int(port))
+    controllers = options.controller.split(",")
+    for place in controllers:
+        host, _, port = place.rpartition(":")
+        if not host or not port.isdigit() or int(port) > MAX_PORT:
+            raise ConfigError(f"ADDRESS {place!r} is no address:port; give the run's cluster.listen")
+    address = options.address or _own_address(controllers[0])
     check_member(options.name, address)
     if ":" in address:
         raise ConfigError(f"--address {address}: hosts meet at IPv4 addresses or names alone; give one of this machine")
     pki = Path(options.pki)
     if options.drain:
-        try:
-            asyncio.run(ask_to_leave(options.controller, pki, options.name, address))
-        except BROKEN as error:
-            print(f"llamarl host: {options.controller}: {error or 'no answer'}", file=sys.stderr)
-            return FAILURE
-        return 0
+        for place in controllers:
+            try:
+                asyncio.run(ask_to_leave(place, pki, options.name, address))
+                return 0
+            except BROKEN as error:
+                print(f"llamarl host: {place}: {error or 'no answer'}", file=sys.stderr)
+        return FAILURE
     own_temporary_folder()
-    agent = HostAgent(options.controller, pki, options.name, address, options.once, _say)
+    agent = HostAgent(controllers, pki, options.name, address, options.once, _say)
     return asyncio.run(agent.run())
 
 
-def _own_address(host: str, port: int) -> str:
+def _own_address(place: str) -> str:
     """The one from which the system reaches the controller. Raises ConfigError."""
+    host, _, port = place.rpartition(":")
     try:
-        return address_towards(host, port)
+        return address_towards(host, int(port))
     except OSError as error:
-        raise ConfigError(f"ADDRESS {host}:{port}: {error.strerror}; name one that can be reached") from None
+        raise ConfigError(f"ADDRESS {place}: {error.strerror}; name one that can be reached") from None
 
 
 def _say(text: str) -> None:

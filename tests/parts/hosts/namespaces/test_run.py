@@ -96,7 +96,7 @@ def test_a_trainer_on_two_hosts_and_generators_that_come_and_go(tmp_path: Path) 
     assert run.returncode == 130, told
     assert "has come; 1 generators start" in told
     assert "host host-c has left; generator-0 ran there" in told
-    assert "ended, as host host-b leaves, which runs trainer; go on with --resume" in told
+    assert "ended, as host host-b leaves, which runs trainer: 2 hosts are left, and the run needs 3" in told
     assert "is lost" not in told
     done = [row["step"] for row in steps(tmp_path)]
     assert done == list(range(1, len(done) + 1))
