@@ -13,11 +13,11 @@ FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 KERNEL_LINES = 1_500
 BUDGETS = {
     "top": 360,  # goal: 250
-    "config": 1_335,  # goal: 820
+    "config": 1_350,  # goal: 820
     "hub": 700,  # goal: 650
     "net": 100,  # goal: 70
     "kernels": 1_560,  # goal: 1,200
-    "distributed": 670,  # goal: 600
+    "distributed": 680,  # goal: 600
     "sharding": 360,  # goal: 530
     "algorithms": 460,  # goal: 500
     "models": 1_860,  # goal: 900
@@ -31,9 +31,9 @@ BUDGETS = {
     "cluster": 1_240,  # goal: 1,080
     "generation": 2_140,  # goal: 1,830
     "training": 2_040,  # goal: 1,550
-    "executors": 1_055,  # goal: 920
-    "controller": 3_540,  # goal: 2,450
-    "run": 2_910,  # goal: 1,150
+    "executors": 1_065,  # goal: 920
+    "controller": 3_545,  # goal: 2,450
+    "run": 2_925,  # goal: 1,150
     "cli": 800,  # goal: 600
     "parts/forecast": 4_140,  # goal: 2,900
     "parts/page": 1_715,  # goal: 1,450
