@@ -18,7 +18,8 @@ GAPS, ZERO, POINT = 420, 650, 11
 
 def draw(figures: dict[str, Any]) -> str:
     """SVG of a result: left the courses by step, right the paired differences with their intervals."""
-    pairs = {way: one for way, one in figures["pairs"].items() if way.startswith("demo ")}
+    keys = "seeds", "gap_points", "interval", "equal"
+    pairs = {way: {key: figures[key][way] for key in keys} for way in figures["seeds"] if way.startswith("demo ")}
     title = "Accuracy less that of staleness 0, points: " + "; ".join(
         f"{way} {one['gap_points']:+.1f} ({one['interval'][0]:+.1f} to {one['interval'][1]:+.1f})"
         for way, one in pairs.items()

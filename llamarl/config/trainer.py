@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import Literal, get_args
 
@@ -24,7 +25,8 @@ class ParallelismConfig(Section):
     cp: int = Field(default=1, ge=1)
     """Parts of every sequence, for contexts whose activations do not fit; cuts weights as fsdp does."""
     ep: int = Field(default=1, ge=1)
-    """Ranks, of those of fsdp and cp, that share the experts of a mixture; tokens travel to theirs. Within a host."""
+    """Ranks, of those of fsdp and cp, that share the experts of a mixture; tokens travel to theirs, fastest where
+    ep times tp ranks are on one host."""
 
     @model_validator(mode="after")
     def _check_experts(self) -> ParallelismConfig:
@@ -40,16 +42,19 @@ class ParallelismConfig(Section):
         return self.fsdp * self.tp * self.pp * self.cp
 
     def smaller(self) -> list[ParallelismConfig]:
-        """Layouts of fewer processes that what fits this one fits, too: sizes that divide these. The first have the
-        most processes, and of as many cut the model most alike."""
-        each = [[size for size in range(1, most + 1) if most % size == 0] for most in self.model_dump().values()]
-        names = list(type(self).model_fields)
-        found = [ParallelismConfig(**dict(zip(names, sizes, strict=True))) for sizes in product(*each)]
+        """Layouts of fewer processes that what fits this one fits, too: sizes that divide these, with experts shared
+        by as many ranks as there can be. The first have the most processes, and of as many cut the model most alike."""
+        axes = (self.fsdp, self.tp, self.pp, self.cp)
+        each = [[size for size in range(1, most + 1) if most % size == 0] for most in axes]
+        found = [
+            ParallelismConfig(fsdp=fsdp, tp=tp, pp=pp, cp=cp, ep=math.gcd(self.ep, fsdp * cp))
+            for fsdp, tp, pp, cp in product(*each)
+        ]
         fewer = [one for one in found if one.num_ranks < self.num_ranks]
         return sorted(fewer, key=lambda one: (one.num_ranks, one.tp, one.pp, one.cp), reverse=True)
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {size}" for name, size in self.model_dump().items())
+        return ", ".join(f"{name} {size}" for name, size in self.model_dump().items() if name != "ep" or size > 1)
 
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -58,11 +58,15 @@ def groups_of(groups: Iterable[RolloutGroup]) -> Iterator[list[RolloutGroup]]:
 
 
 def _some(group: RolloutGroup) -> Iterator[RolloutGroup]:
-    if group_bytes(group) <= PARCEL_BYTES:
+    if group_bytes(group) <= PARCEL_BYTES or not group.rollouts:
         yield group
         return
-    for places in parcels(range(len(group.rollouts)), lambda place: routes_bytes([group.rollouts[place]])):
+    for places in parcels(range(len(group.rollouts)), lambda place: _rollout_bytes(group.rollouts[place])):
         yield group.some(places)
+
+
+def _rollout_bytes(rollout: Rollout) -> int:
+    return routes_bytes([rollout]) + TOKEN_BYTES * rollout.num_tokens
 
 
 def group_bytes(group: RolloutGroup) -> int:

@@ -103,10 +103,10 @@ class TrainerExecutor(OptimizingExecutor):
         """
         self.add_groups(groups)
         device = self._device
-        start_s = device_seconds(device)
         taken = self._take(group_ids)
-        self._probes.step(taken)
         with self._mesh.together(NonFiniteStep):
+            self._probes.step(taken)
+            start_s = device_seconds(device)
             result = self._trainer.step(taken)
             result.metrics["mirror_s"] = self._mirrored(self._trainer)
             result.metrics["peak_memory_bytes"] = max(self._mesh.exchange(peak_memory_bytes(device)))

@@ -268,7 +268,8 @@ def levers(config: RunConfig, shape: DecoderSizes) -> Iterator[tuple[str, list[A
     yield "checkpoint.mirror", [False]
     targets = {"targets": [*ATTENTION]} if shape.moe else {}
     yield "trainer.lora", [] if trainer.lora else [{"rank": 16} | targets]
-    yield "trainer.parallelism.fsdp", [layout.fsdp << power for power in range(1, 8)]
+    doubled = [layout.fsdp << power for power in range(1, 8)]
+    yield "trainer.parallelism.fsdp", [fsdp for fsdp in doubled if _is_even(shape, layout, fsdp, layout.ep)]
     yield "generator.tensor_parallel", [generator.tensor_parallel << power for power in range(1, 4)]
 
 
@@ -277,9 +278,15 @@ def _shared(shape: DecoderSizes, layout: ParallelismConfig) -> list[int]:
     if (moe := shape.moe) is None:
         return []
     ranks, found = layout.fsdp * layout.cp, [layout.ep << power for power in range(1, moe.num_experts.bit_length())]
-    sizes = moe.expert_size // layout.tp, shape.hidden_size
     evenly = [ep for ep in found if moe.num_experts % ep == ranks % ep == 0]
-    return [ep for ep in evenly if not any(size % (ranks // ep) for size in sizes)]
+    return [ep for ep in evenly if _is_even(shape, layout, layout.fsdp, ep)]
+
+
+def _is_even(shape: DecoderSizes, layout: ParallelismConfig, fsdp: int, ep: int) -> bool:
+    """Ranks with the same experts can share each evenly (`run/mixtures.py: check_mixture_layout`)."""
+    if (moe := shape.moe) is None or ep == 1:
+        return True
+    return not any(size % (fsdp * layout.cp // ep) for size in (moe.expert_size // layout.tp, shape.hidden_size))
 
 
 def _halves(size: int, least: int) -> list[int]:

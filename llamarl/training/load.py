@@ -1,14 +1,15 @@
 """Load of a mixture's experts: how many rows each of them computes in a step.
 
-Shape suffixes: L sparse layers of this rank, E experts.
+Shape suffixes: N packed tokens of this rank, K experts of a token, L sparse layers, E experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,38 +21,44 @@ class ExpertLoad:
     """Counts on the device, without waiting for it, whatever the routers of this rank's layers choose or are given."""
 
     def __init__(self, model: Transformer) -> None:
-        self._moe, self._counts = model.shape.moe, dict[int, Tensor]()
-        self.is_on = True
-        """False while a microbatch of nothing is computed, which has rows all the same."""
+        self._moe, self._num_tokens = model.shape.moe, 0
+        sizes = (len(self._moe.sparse_layers), self._moe.num_experts) if self._moe else (0, 0)
+        self._counts_L_E = torch.zeros(sizes, dtype=torch.int64)
         for layer in cast(list[Layer], [*model.model.layers.children()]):
             if self._moe and layer.columns is not None:
-                number = self._moe.sparse_layers[layer.columns.start // self._moe.experts_per_token]
                 gate = cast(nn.Module, layer.mlp.gate)
-                gate.register_forward_hook(partial(self._add, number, self._moe.num_experts))
+                gate.register_forward_hook(partial(self._add, layer.columns.start // self._moe.experts_per_token))
 
-    def _add(self, number: int, num_experts: int, _router: nn.Module, _given: Any, answer: tuple[Tensor, ...]) -> None:
-        if not self.is_on:
+    @contextmanager
+    def counting(self, num_tokens: int) -> Iterator[None]:
+        """A forward whose first so many rows are tokens; one that is computed again for backward does not count."""
+        self._num_tokens = num_tokens
+        try:
+            yield
+        finally:
+            self._num_tokens = 0
+
+    def _add(self, place: int, _router: nn.Module, _given: Any, answer: tuple[Tensor, ...]) -> None:
+        if not self._num_tokens or answer[0].device != self._counts_L_E.device:  # before the first step
             return
-        ids = answer[0].detach().flatten()
-        counts_E = self._counts.setdefault(number, ids.new_zeros(num_experts))
-        counts_E.scatter_add_(0, ids, torch.ones_like(ids))
+        ids_N_K = answer[0].detach()[: self._num_tokens]
+        self._counts_L_E[place].scatter_add_(0, ids_N_K.flatten(), torch.ones_like(ids_N_K).flatten())
 
-    def begin(self) -> None:
+    def begin(self, device: torch.device) -> None:
         """Forgets what was computed so far."""
-        self._counts.clear()
+        self._counts_L_E = torch.zeros_like(self._counts_L_E, device=device)
 
     def metrics(self, mesh: RankMesh) -> dict[str, float]:
         """Rows of the busiest expert over the mean of all, and how many have none, by the number of the layer, over all
-        ranks; nothing of a dense model. Waits for the device, once."""
+        ranks, which are all in this; nothing of a dense model. Waits for the device, once."""
         if self._moe is None:
             return {}
-        counts_L_E = torch.stack([*self._counts.values()]).cpu().numpy() if self._counts else ()
-        sums = dict[int, np.ndarray]()
-        for own in mesh.exchange(dict(zip(self._counts, counts_L_E, strict=True))):
-            for number, counts_E in own.items():
-                sums[number] = sums.get(number, 0) + counts_E
+        counts_L_E = self._counts_L_E
+        for axis in (mesh.fsdp, mesh.cp, mesh.pp):  # those of tp have the same rows
+            counts_L_E = axis.sum(counts_L_E)
         found = dict[str, float]()
-        for number, counts_E in sorted(sums.items()):
-            found[f"expert_load.{number}"] = float(counts_E.max() / counts_E.mean())
-            found[f"idle_experts.{number}"] = float((counts_E == 0).sum())
+        for number, counts_E in zip(self._moe.sparse_layers, counts_L_E.cpu().double(), strict=True):
+            if total := float(counts_E.sum()):
+                found[f"expert_load.{number}"] = float(counts_E.max()) * len(counts_E) / total
+                found[f"idle_experts.{number}"] = float((counts_E == 0).sum())
         return found

@@ -38,6 +38,8 @@ class Inputs:
     index_O: Tensor
     """Index in R."""
     num_targets: int
+    num_tokens: int
+    """Rows of N that are tokens; those behind them fill up what ranks share."""
     routes_N_W: Tensor | None = None
     """Recorded experts, int64, -1 where there are none; None: each router chooses itself."""
     cutoffs_O: Tensor | None = None
@@ -80,6 +82,7 @@ class RankModel(nn.Module, Generic[Model]):
             targets_O=torch.from_numpy(whole.targets_R)[index_O].to(device, non_blocking=True),
             index_O=index_O.to(device, non_blocking=True),
             num_targets=len(whole.targets_R),
+            num_tokens=int((rows_N < len(microbatch.token_ids_N)).sum()),
             routes_N_W=self._routes(whole, rows_N, device),
             cutoffs_O=torch.from_numpy(cutoffs_R)[index_O].to(device, non_blocking=True) if is_cut else None,
         )

@@ -83,7 +83,7 @@ class Trainer(Optimization[Transformer]):
         # Samples without gradient still count in the denominator: leaving them out changes nothing but the time.
         needs_all = self.loss.LEARNS_WITHOUT_ADVANTAGE or self.kl_in_loss is not None
         computed = batch.groups if needs_all else with_advantage(batch.groups)
-        self.load.begin()
+        self.load.begin(self.device)
         taken = finished(self.update(computed, denominator, groups))
         sums, maxima = taken.sums, taken.maxima
         num_inputs = sums.pop("num_input_tokens")
@@ -155,9 +155,9 @@ class Trainer(Optimization[Transformer]):
         return batch, means, differ
 
     def _forward(self, microbatch: Microbatch, hidden_M_D: Tensor | None) -> Tensor:
-        self.load.is_on = len(microbatch.token_ids_N) > 0
         inputs = self.policy.place(microbatch, self.device)
-        return self.policy(inputs, hidden_M_D, self.temperature, self.config.dtype == "bfloat16")
+        with self.load.counting(inputs.num_tokens):
+            return self.policy(inputs, hidden_M_D, self.temperature, self.config.dtype == "bfloat16")
 
     def _loss(self, microbatch: Microbatch, output_R: Tensor, first_R: Tensor | None, totals: Totals) -> Tensor:
         """Sum over one microbatch."""

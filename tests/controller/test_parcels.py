@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from functools import reduce
 from itertools import permutations
 
@@ -85,6 +86,16 @@ def test_a_large_group_goes_by_its_rollouts_and_is_whole_again(monkeypatch, envi
         for name in ("rollouts", "results", "responses", "environment_s"):
             found, expected = getattr(whole, name), getattr(one, name)
             assert len(found) == len(expected) and all(map(operator.is_, found, expected)), name
+
+
+def test_a_group_of_many_tokens_or_of_no_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PARCEL_BYTES", 400)
+    ids = {"token_ids": np.zeros(20, np.int32)}
+    long = replace(
+        group(0, 0, 0), rollouts=tuple(replace(one, columns=one.columns | ids) for one in group(0, 0, 0).rollouts)
+    )
+    empty = replace(group(1), prompt=replace(long.prompt, text=500 * "x"))
+    assert [[len(part.rollouts) for part in call] for call in groups_of([long, empty])] == [[1], [1], [0]]
 
 
 def test_small_groups_go_whole() -> None:

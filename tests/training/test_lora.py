@@ -20,16 +20,16 @@ from tests.training.layouts import (
     QWEN2,
     alone,
     assembled,
+    assert_same,
     difference,
     distance,
     learnt_adapters,
     parts,
     preflight,
 )
-from tests.training.test_layouts import LAYOUTS, TOLERANCE, assert_same, run, workers
+from tests.training.test_layouts import LAYOUTS, TOLERANCE
 from tests.training.test_trainer import step_with_gradient
 
-__all__ = ["run", "workers"]  # fixtures
 LORA = LoraConfig(rank=3, alpha=5.0)
 
 

@@ -318,7 +318,7 @@ def _experts(data: RunData) -> Iterator[Claim]:
         yield Claim(text=f"{idle[0]:.0f} {what}, in layer {idle[1]}: {mend}", chart="idle", level="bad")
     if (load := _worst(data, "extra.expert_load.", fmean)) and load[0] > FAR_LOAD:
         text = f"an expert of layer {load[1]} has {number(load[0])} times the mean's rows: {mend}"
-        yield Claim(text=text, chart="load", level="bad")
+        yield Claim(text=text, chart="load")
     agreed = [share for share in data.columns.get("extra.routes_agreement", ()) if math.isfinite(share)]
     if agreed and (share := fmean(agreed[-NUM_AGREEMENTS:])) < LEAST_AGREEMENT:
         text = f"the trainer's routers would make {percent(share)} of the recorded choices: a lower "

@@ -264,6 +264,9 @@ def test_smaller_layouts_divide_and_keep_the_model_s_cuts_longest() -> None:
     assert [str(one)[:-12] for one in layout.smaller()] == [
         "fsdp 2, tp 2", "fsdp 4, tp 1", "fsdp 1, tp 2", "fsdp 2, tp 1", "fsdp 1, tp 1",
     ]  # fmt: skip
+    assert [(one.fsdp, one.ep) for one in ParallelismConfig(fsdp=12, ep=4).smaller()] == [
+        (6, 2), (4, 4), (3, 1), (2, 2), (1, 1),
+    ]  # fmt: skip
 
 
 def test_threads_are_counted_on_each_host() -> None:
