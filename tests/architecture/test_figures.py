@@ -66,6 +66,10 @@ def errors_of_steps(data: Any) -> list[float]:
     return [abs(one["simulator"]["error"]["step_s"]) for one in data["settings_predicted"].values()]
 
 
+def kl_of_staleness_4(data: Any) -> float:
+    return statistics.fmean(run["kl_to_behavior"] for run in data["runs"] if run["way"] == "S=4")
+
+
 def of_pairs(staleness: int) -> tuple[tuple[Value, str], ...]:
     """Difference to staleness 0, both ends of its interval, and pairs."""
     way = f"demo S={staleness}"
@@ -91,6 +95,7 @@ FIGURES = (
     ),
     Figure("docs/paper.md", "{} points above its accuracy, {} to {} in {} pairs", LEARNING, of_pairs(1)),
     Figure("docs/staleness.md", "With the default, {} to {} points in {} pairs", LEARNING, of_pairs(1)[1:]),
+    Figure("docs/staleness.md", "the KL to the policy that sampled it is {}", LEARNING, ((kl_of_staleness_4, ".3f"),)),
     Figure("docs/paper.md", "with staleness 4 it is {} points", LEARNING, of_pairs(4)[:1]),
     *(
         Figure("docs/staleness.md", row, LEARNING, tuple(of_pairs(staleness)[place] for place in (3, 0, 1, 2)))
