@@ -24,7 +24,7 @@ from tests.end_to_end.learning import write_task
 from tests.end_to_end.tiny import Command, descendants, environment, gone, is_alive, llamarl, llamarl_here, rows
 from tests.nightly import NIGHTLY
 
-END_S = 10.0
+END_S = 30.0
 """A run that was asked to end, or that has lost a process, ends within this time."""
 EXECUTORS = {"generator-0", "reward", "trainer"}
 FOR_EVER = ("--steps", 100_000, "--checkpoint.every_steps", 5, "--cluster.on_failure", "stop")
