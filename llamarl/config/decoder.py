@@ -238,3 +238,12 @@ def uneven_parts(sizes: DecoderSizes, num_ranks: int, *, repeats_kv_heads: bool)
         "key/value heads": num_ranks if repeats_kv_heads and num_ranks % kv_heads == 0 else kv_heads,
     }
     return [f"{size} {what}" for what, size in parts.items() if size % num_ranks]
+
+
+def uneven_shares(sizes: DecoderSizes, num_ranks: int, tp: int) -> list[str]:
+    """Texts that name what so many ranks of a trainer with the same experts cannot share evenly of each, with its
+    number, where tensor parallelism leaves each expert 1 / `tp` of its columns; none of a dense model."""
+    if sizes.moe is None:
+        return []
+    parts = {"columns": sizes.moe.expert_size // tp, "inputs": sizes.hidden_size}
+    return [f"{size} {what}" for what, size in parts.items() if size % num_ranks]

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from llamarl.config import RunConfig
-from llamarl.config.decoder import DecoderSizes
+from llamarl.config.decoder import DecoderSizes, uneven_shares
 from llamarl.config.roles import CriticConfig, ReferenceConfig, RewardModelConfig
 from llamarl.config.trainer import ATTENTION, ParallelismConfig
 from llamarl.models import memory
@@ -283,10 +283,8 @@ def _shared(shape: DecoderSizes, layout: ParallelismConfig) -> list[int]:
 
 
 def _is_even(shape: DecoderSizes, layout: ParallelismConfig, fsdp: int, ep: int) -> bool:
-    """Ranks with the same experts can share each evenly (`run/mixtures.py: check_mixture_layout`)."""
-    if (moe := shape.moe) is None or ep == 1:
-        return True
-    return not any(size % (fsdp * layout.cp // ep) for size in (moe.expert_size // layout.tp, shape.hidden_size))
+    """Ranks with the same experts can share each evenly."""
+    return ep == 1 or not uneven_shares(shape, fsdp * layout.cp // ep, layout.tp)
 
 
 def _halves(size: int, least: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llamarl.config import ConfigError, RunConfig
-from llamarl.config.decoder import DecoderSizes
+from llamarl.config.decoder import DecoderSizes, uneven_shares
 from llamarl.config.trainer import ATTENTION, ParallelismConfig
 from llamarl.models.shape import ModelShape
 
@@ -58,9 +58,8 @@ def check_mixture_layout(shape: DecoderSizes, parallelism: ParallelismConfig, pa
         if columns % tp:
             raise ConfigError(f"{option}.tp = {tp} cannot share the {columns} columns of the {what} of {path} evenly")
     ranks = parallelism.fsdp * parallelism.cp // ep if ep > 1 else 1
-    for what, size in (("columns", moe.expert_size // tp), ("inputs", shape.hidden_size)):
-        if size % ranks:
-            raise ConfigError(
-                f"{option}: {ranks} ranks of fsdp and cp have the same experts of {path} with ep = {ep}, and cannot "
-                f"share the {size} {what} of each evenly; raise ep, or change fsdp"
-            )
+    if found := uneven_shares(shape, ranks, tp):
+        raise ConfigError(
+            f"{option}: {ranks} ranks of fsdp and cp have the same experts of {path} with ep = {ep}, and cannot "
+            f"share the {found[0]} of each evenly; raise ep, or change fsdp"
+        )

@@ -20,10 +20,10 @@ from llamarl.models.transformer import Layer, Transformer
 class ExpertLoad:
     """Counts on the device, without waiting for it, whatever the routers of this rank's layers choose or are given."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: Transformer, device: torch.device) -> None:
         self._moe, self._num_tokens = model.shape.moe, 0
         sizes = (len(self._moe.sparse_layers), self._moe.num_experts) if self._moe else (0, 0)
-        self._counts_L_E = torch.zeros(sizes, dtype=torch.int64)
+        self._counts_L_E = torch.zeros(sizes, dtype=torch.int64, device=device)
         for layer in cast(list[Layer], [*model.model.layers.children()]):
             if self._moe and layer.columns is not None:
                 gate = cast(nn.Module, layer.mlp.gate)
@@ -39,14 +39,12 @@ class ExpertLoad:
             self._num_tokens = 0
 
     def _add(self, place: int, _router: nn.Module, _given: Any, answer: tuple[Tensor, ...]) -> None:
-        if not self._num_tokens or answer[0].device != self._counts_L_E.device:  # before the first step
-            return
         ids_N_K = answer[0].detach()[: self._num_tokens]
         self._counts_L_E[place].scatter_add_(0, ids_N_K.flatten(), torch.ones_like(ids_N_K).flatten())
 
-    def begin(self, device: torch.device) -> None:
+    def begin(self) -> None:
         """Forgets what was computed so far."""
-        self._counts_L_E = torch.zeros_like(self._counts_L_E, device=device)
+        self._counts_L_E.zero_()
 
     def metrics(self, mesh: RankMesh) -> dict[str, float]:
         """Rows of the busiest expert over the mean of all, and how many have none, by the number of the layer, over all

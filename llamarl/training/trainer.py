@@ -68,7 +68,7 @@ class Trainer(Optimization[Transformer]):
         self.temperature = temperature
         self.shaping = shaping
         self.kl_in_loss = kl_in_loss
-        self.load = ExpertLoad(self.model)
+        self.load = ExpertLoad(self.model, self.device)
 
     def step(self, groups: Sequence[RolloutGroup]) -> PolicyStepResult:
         """Learns from `groups` and completes one policy version.
@@ -83,7 +83,7 @@ class Trainer(Optimization[Transformer]):
         # Samples without gradient still count in the denominator: leaving them out changes nothing but the time.
         needs_all = self.loss.LEARNS_WITHOUT_ADVANTAGE or self.kl_in_loss is not None
         computed = batch.groups if needs_all else with_advantage(batch.groups)
-        self.load.begin(self.device)
+        self.load.begin()
         taken = finished(self.update(computed, denominator, groups))
         sums, maxima = taken.sums, taken.maxima
         num_inputs = sums.pop("num_input_tokens")

@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from llamarl.models.hf import load_model, save_model
 from llamarl.models.shape import MoeShape
-from llamarl.run.rollouts import rollout_rows
 from tests.end_to_end.learning import write_task
-from tests.end_to_end.test_layouts import SYNCHRONOUS as LEARNING
+from tests.end_to_end.test_layouts import learn_alike
 from tests.end_to_end.test_restarts import Faulty, steps
 from tests.end_to_end.test_resume import SYNCHRONOUS
 from tests.end_to_end.tiny import llamarl, llamarl_here, make_model, rows, write_toml
@@ -79,27 +78,10 @@ def test_a_mixture_is_trained_saved_resumed_exported_and_replayed(tmp_path: Path
 
 def test_experts_are_shared_out_and_then_cut_otherwise(tmp_path: Path, mixture: Path) -> None:
     """Between two ranks, of which each has half of them, and after three steps by their columns, to a generator that is
-    cut itself: the same rollouts, losses and norms as of one process; all weights arrive."""
-    toml = write_toml(tmp_path, mixture)
-    first = ("--steps", 3, "--trainer.parallelism.fsdp", 2, "--trainer.parallelism.ep", 2)
-    then = ("--steps", 6, "--resume", "--trainer.parallelism.tp", 2, "--generator.tensor_parallel", 2)
-    for layout in (first, then):
-        done = llamarl("train", toml, "--output", tmp_path / "many", *LEARNING, *layout, timeout_s=240)
-        assert done.returncode == 0, done.stderr
-    done = llamarl_here(
-        "train", toml, "--output", tmp_path / "one", *LEARNING, "--steps", 6, "--cluster.kind", "inline"
-    )
-    assert done.returncode == 0, done.stderr
-    many, one = ([row for row in rows(tmp_path / name / "tiny/metrics.jsonl") if row["kind"] == "step"]
-                 for name in ("many", "one"))  # fmt: skip
-    assert [row["step"] for row in many] == [row["step"] for row in one] == [1, 2, 3, 4, 5, 6]
-    assert max(row["grad_norm"] for row in one) > 0.01, "nothing was learnt, so nothing was compared"
-    for row, expected in zip(many, one, strict=True):
-        for name in ("loss", "grad_norm", "reward_mean", "num_loss_tokens", "importance_ratio_mean"):
-            assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
-        assert row["extra.mismatch_max"] < 1e-4
-    texts = [[row["token_ids"] for row in rollout_rows(tmp_path / name / "tiny")] for name in ("many", "one")]
-    assert texts[0] == texts[1]
+    cut itself."""
+    first = ("--trainer.parallelism.fsdp", 2, "--trainer.parallelism.ep", 2)
+    then = ("--trainer.parallelism.tp", 2, "--generator.tensor_parallel", 2)
+    learn_alike(tmp_path, write_toml(tmp_path, mixture), first, then)
 
 
 @nightly("two runs of two ranks; deaths of one rank, and what ranks share, have tests of their own")

@@ -25,18 +25,18 @@ SYNCHRONOUS = (
 )  # fmt: skip
 
 
-def test_a_run_changes_its_layout(tmp_path: Path, toml: Path) -> None:
-    """FSDP, and after three steps tensor parallel: same rollouts, losses and gradients; all weights arrive."""
-    first = ("--steps", 3, "--trainer.parallelism.fsdp", 2)
-    then = ("--steps", 6, "--resume", "--trainer.parallelism.tp", 2)
-    for layout in (first, then):
-        done = llamarl("train", toml, "--output", tmp_path / "many", *SYNCHRONOUS, *layout, timeout_s=240)
+def learn_alike(folder: Path, toml: Path, *layouts: tuple[object, ...]) -> tuple[list[dict[str, Any]], ...]:
+    """Three steps in one layout and three more in another have the rollouts, losses and norms of one process, and all
+    weights arrive; the steps of both runs."""
+    for number, layout in enumerate(layouts):
+        steps = ("--steps", 3 * (number + 1), *(["--resume"] if number else []))
+        done = llamarl("train", toml, "--output", folder / "many", *SYNCHRONOUS, *steps, *layout, timeout_s=240)
         assert done.returncode == 0, done.stderr
     done = llamarl_here(
-        "train", toml, "--output", tmp_path / "one", *SYNCHRONOUS, "--steps", 6, "--cluster.kind", "inline"
+        "train", toml, "--output", folder / "one", *SYNCHRONOUS, "--steps", 6, "--cluster.kind", "inline"
     )
     assert done.returncode == 0, done.stderr
-    many, one = ([row for row in rows(tmp_path / name / "tiny/metrics.jsonl") if row["kind"] == "step"]
+    many, one = ([row for row in rows(folder / name / "tiny/metrics.jsonl") if row["kind"] == "step"]
                  for name in ("many", "one"))  # fmt: skip
     assert [row["step"] for row in many] == [row["step"] for row in one] == [1, 2, 3, 4, 5, 6]
     assert max(row["grad_norm"] for row in one) > 0.01, "nothing was learnt, so nothing was compared"
@@ -44,9 +44,16 @@ def test_a_run_changes_its_layout(tmp_path: Path, toml: Path) -> None:
         for name in ("loss", "grad_norm", "reward_mean", "num_loss_tokens", "importance_ratio_mean"):
             assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
         assert row["extra.mismatch_max"] < 1e-4
-        assert row["extra.sync_bytes"] == expected["extra.sync_bytes"]
-    texts = [[row["token_ids"] for row in rows(tmp_path / name / "tiny/rollouts.jsonl")] for name in ("many", "one")]
+    texts = [[row["token_ids"] for row in rows(folder / name / "tiny/rollouts.jsonl")] for name in ("many", "one")]
     assert texts[0] == texts[1]
+    return many, one
+
+
+def test_a_run_changes_its_layout(tmp_path: Path, toml: Path) -> None:
+    """FSDP, and after three steps tensor parallel."""
+    many, one = learn_alike(tmp_path, toml, ("--trainer.parallelism.fsdp", 2), ("--trainer.parallelism.tp", 2))
+    for row, expected in zip(many, one, strict=True):
+        assert row["extra.sync_bytes"] == expected["extra.sync_bytes"]
     preflights = [path.read_text() for path in sorted((tmp_path / "many/tiny/logs").glob("trainer.*.log"))]
     assert len(preflights) == 2
     assert all("preflight of fsdp 1, tp 2, pp 1, cp 1: " in text for text in preflights)
