@@ -40,7 +40,7 @@ def silu_mul(gate_N_F: Tensor, up_N_F: Tensor) -> Tensor:
 def describe() -> str:
     """Line for the log: what serves in float32 on a CPU."""
     reason = ops.kernels().reason
-    return f"norms, rotations and activations: torch ({reason})" if reason else "norms, rotations and activations: fused"
+    return f"norms, rotations and activations: {f'torch ({reason})' if reason else 'fused'}"
 
 
 def _are_served(*given: Tensor) -> bool:

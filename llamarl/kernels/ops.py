@@ -217,7 +217,7 @@ def _wrong(library: ctypes.CDLL) -> str:
 
 
 def _wrong_gradient(library: ctypes.CDLL, grad: Tensor, x: Tensor, up: Tensor, weight: Tensor) -> str:
-    """As `_wrong`; by the formulas, as gradients are none of inference's."""
+    """The first gradient that is not that of its formula; autograd has none in inference mode."""
     found = torch.empty_like(x), torch.empty_like(x), torch.empty_like(weight)
     grad_x, grad_up, grad_weight = (one.data_ptr() for one in found)
     pointers = [one.data_ptr() for one in (grad, x, weight)]

@@ -13,10 +13,10 @@ FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 KERNEL_LINES = 1_500
 BUDGETS = {
     "top": 360,  # goal: 250
-    "config": 1_350,  # goal: 820
+    "config": 1_355,  # goal: 820
     "hub": 700,  # goal: 650
     "net": 100,  # goal: 70
-    "kernels": 1_560,  # goal: 1,200
+    "kernels": 1_655,  # goal: 1,200
     "distributed": 680,  # goal: 600
     "sharding": 360,  # goal: 530
     "algorithms": 460,  # goal: 500
