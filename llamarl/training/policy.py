@@ -58,7 +58,7 @@ class RankModel(nn.Module, Generic[Model]):
         self.mesh = mesh
         self.hidden_size = transformer.shape.hidden_size
         self.multiple = mesh.tp.size * (2 * mesh.cp.size if mesh.cp.size > 1 else 1)
-        """Number of tokens of which the ranks can share every multiple evenly."""
+        """Number of tokens of which a microbatch is a multiple: ranks share these evenly."""
 
     def hidden_shape(self, microbatch: Microbatch) -> tuple[int, int]:
         """Shape of the hidden states between pipeline stages, [M, D]."""

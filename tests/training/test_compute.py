@@ -42,7 +42,8 @@ def computing_in(trainer: Trainer, dtype: str) -> Trainer:
 
 
 def by_torch(trainer: Trainer) -> Trainer:
-    """With torch's small operations, which GPUs have, too."""
+    """With torch's operations, as on GPUs, and no padding."""
+    trainer.policy.multiple = 1
     for module in trainer.model.modules():
         for name in ("normalize", "rotate", "activate"):
             module.__dict__.pop(name, None)
@@ -93,6 +94,7 @@ def test_estimate_of_activations(make_trainer, make_groups, shape: dict, recompu
     shape = {"hidden_size": 64, "num_layers": 4, "head_dim": 16} | shape
     groups = make_groups(((20, 40, 30), (25, 40, 40)))
     trainer, fused_trainer = by_torch(make_trainer(shape=shape)), make_trainer(shape=shape)
+    fused_trainer.policy.multiple = 1
     assert kept_bytes(fused_trainer, groups) < kept_bytes(trainer, groups) or ops.kernels().library is None
     model_shape = ModelShape(**SHAPE | shape)
     num_tokens = sum(len(g.prompt.token_ids_T) + sum(r.num_tokens - 1 for r in g.rollouts) for g in groups)
@@ -133,7 +135,7 @@ def test_compiled_is_equal(make_trainer, make_groups, monkeypatch: pytest.Monkey
 def test_flops(make_trainer, make_groups) -> None:
     """Matrix products as torch counts them; attention by counting pairs; three times the forward."""
     groups = make_groups()
-    trainer = make_trainer(shape={"tie_embeddings": False})
+    trainer = by_torch(make_trainer(shape={"tie_embeddings": False}))
     samples = list(trainer._batch(groups)[0].groups)
     (batch,) = pack(samples, 1000)
     with FlopCounterMode(display=False) as counter, torch.no_grad(), serving("torch"):  # it knows no others
