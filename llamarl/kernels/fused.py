@@ -1,7 +1,8 @@
 """The small operations of training on CPUs, in float32 with their gradients: one pass over memory each.
 
 Torch makes several passes of a norm and twice as many of its gradient: on small models a fifth of a step. For all but
-plain float32 tensors of a CPU, inside of `torch.compile`, and where there is no compiled `ops.cpp`, torch serves.
+plain float32 tensors of a CPU, with several threads, inside of `torch.compile`, and where there is no compiled
+`ops.cpp`, torch serves.
 
 Shape suffixes: N packed tokens, D model dim, H heads, K head dim, F feed-forward dim, R rotated channels of a head.
 """
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from llamarl.kernels import ops
+from llamarl.kernels import ops, train_attention
 
 
 def rms_norm(x: Tensor, shape: tuple[int, ...], weight_D: Tensor, eps: float) -> Tensor:
@@ -39,15 +40,20 @@ def silu_mul(gate_N_F: Tensor, up_N_F: Tensor) -> Tensor:
 
 def describe() -> str:
     """Line for the log: what serves in float32 on a CPU."""
-    reason = ops.kernels().reason
-    return f"norms, rotations and activations: {f'torch ({reason})' if reason else 'fused'}"
+    threads = "it takes one thread" if torch.get_num_threads() > 1 else ""
+    reasons = {
+        "norms, rotations and activations": threads or ops.kernels().reason,
+        "attention": threads or train_attention.kernels().reason,
+    }
+    return "; ".join(f"{what}: {f'torch ({reason})' if reason else 'fused'}" for what, reason in reasons.items())
 
 
 def _are_served(*given: Tensor) -> bool:
     plain = all(
         type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu" for x in given
     )
-    return plain and not torch.compiler.is_compiling() and ops.kernels().library is not None
+    alone = torch.get_num_threads() == 1 and not torch.compiler.is_compiling()
+    return plain and alone and ops.kernels().library is not None
 
 
 class _NormFunction(torch.autograd.Function):

@@ -85,7 +85,7 @@ class Optimization(ABC, Generic[Model]):
         self.model, self.config, self.mesh, self.device = module.transformer, config, mesh, device
         set_compute(self.model, config, device)
         if device.type == "cpu" and config.dtype == "float32":
-            module.multiple *= products.even()
+            module.even, module.fused = products.even(), True
         self.module = module
         for name, weight in module.named_parameters() if not config.train_router else ():
             weight.requires_grad_(weight.requires_grad and not is_router(name))

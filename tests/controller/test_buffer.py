@@ -24,8 +24,8 @@ def group(group_id: int) -> RolloutGroup:
 class Model:
     """Trainer and generators around a buffer. Every event that could happen next is a choice of the driver.
 
-    A group's age counts from the oldest version that may serve it: the worst case, as if a generator that has not adopted
-    anything newer sampled its first token at once.
+    A group's age counts from the oldest version that may serve it: the worst case, as if a generator that has
+    adopted nothing newer sampled its first token at once.
     """
 
     def __init__(

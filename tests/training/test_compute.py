@@ -42,8 +42,8 @@ def computing_in(trainer: Trainer, dtype: str) -> Trainer:
 
 
 def by_torch(trainer: Trainer) -> Trainer:
-    """With torch's operations, as on GPUs, and no padding."""
-    trainer.policy.multiple = 1
+    """With torch's operations, as on GPUs."""
+    trainer.policy.fused = False
     for module in trainer.model.modules():
         for name in ("normalize", "rotate", "activate"):
             module.__dict__.pop(name, None)
@@ -94,7 +94,6 @@ def test_estimate_of_activations(make_trainer, make_groups, shape: dict, recompu
     shape = {"hidden_size": 64, "num_layers": 4, "head_dim": 16} | shape
     groups = make_groups(((20, 40, 30), (25, 40, 40)))
     trainer, fused_trainer = by_torch(make_trainer(shape=shape)), make_trainer(shape=shape)
-    fused_trainer.policy.multiple = 1
     assert kept_bytes(fused_trainer, groups) < kept_bytes(trainer, groups) or ops.kernels().library is None
     model_shape = ModelShape(**SHAPE | shape)
     num_tokens = sum(len(g.prompt.token_ids_T) + sum(r.num_tokens - 1 for r in g.rollouts) for g in groups)
@@ -259,3 +258,15 @@ class TestProducts:
         linear = 7 * SHAPE["num_layers"]
         counts = {product: served.count(product) for product in products.PRODUCTS}
         assert counts == {products.OUTPUT: linear + 2, products.INPUT: linear + 1, products.WEIGHT: linear + 1}
+
+
+@pytest.mark.parametrize(("length", "num_inputs"), [(100, 101), (1019, 1020), (1030, 1152)])
+def test_large_microbatches_are_even(make_trainer, make_groups, length: int, num_inputs: int) -> None:
+    """Where products want it, so that they meet few sizes; small ones stay as they are."""
+    trainer = make_trainer(shape={"max_position_embeddings": 2048})
+    trainer.policy.even = 128
+    (batch,) = pack(list(trainer._batch(make_groups(((length,),)))[0].groups), 1 << 30)
+    inputs = trainer.policy.place(batch, torch.device("cpu"))
+    num_prompt = len(batch.token_ids_N) - length + 1
+    assert len(inputs.token_ids_N) == (num_inputs if num_inputs % 128 == 0 else num_prompt + length - 1)
+    assert inputs.num_tokens == len(batch.token_ids_N)
