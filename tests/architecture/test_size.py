@@ -13,11 +13,11 @@ FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 KERNEL_LINES = 1_500
 BUDGETS = {
     "top": 360,  # goal: 250
-    "config": 1_350,  # goal: 820
+    "config": 1_355,  # goal: 820
     "hub": 700,  # goal: 650
     "net": 100,  # goal: 70
     "kernels": 1_560,  # goal: 1,200
-    "distributed": 680,  # goal: 600
+    "distributed": 690,  # goal: 600
     "sharding": 360,  # goal: 530
     "algorithms": 460,  # goal: 500
     "models": 1_860,  # goal: 900
@@ -28,7 +28,7 @@ BUDGETS = {
     "data": 1_260,  # goal: 630
     "observability": 1_170,  # goal: 1,050
     "sandbox": 340,  # goal: 300
-    "cluster": 1_240,  # goal: 1,080
+    "cluster": 1_325,  # goal: 1,080
     "generation": 2_140,  # goal: 1,830
     "training": 2_055,  # goal: 1,550
     "executors": 1_065,  # goal: 920
