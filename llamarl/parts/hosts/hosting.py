@@ -267,8 +267,10 @@ class HostPlacer(Placer):
             self._stands_still = False
 
     def _assign_in_turn(self, wanted: WantedExecutor) -> Assignment | None:
-        """Place for one of many generators on the first host of their queue that has room; None: no single one has. Raises
-        NoRoom."""
+        """Place for one of many generators, on the first host of their queue that has room; None: no single one has.
+
+        Raises NoRoom.
+        """
         if self._queue is None:
             self._queue = self._order(self._candidates(wanted))
         while self._queue:
