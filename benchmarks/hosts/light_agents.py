@@ -2,7 +2,8 @@
 
     python benchmarks/hosts/light_agents.py HOST:PORT PKI FIRST NUMBER
 
-All of them in one process, from the address 127.0.0.1, with certificates of `AT_ONCE` names each.
+All are in one process, with the address 127.0.0.1 and certificates of `AT_ONCE` names each. They call when a line has
+been read, once the first has been written.
 """
 
 from __future__ import annotations
@@ -55,6 +56,9 @@ async def agent(place: str, context: ssl.SSLContext, inventory: Inventory) -> No
 async def main(place: str, pki: Path, first: int, number: int) -> None:
     own = own_inventory("", ADDRESS, "", 0)
     contexts = {i: client_context(pki, f"light-{i}") for i in range(0, first + number, AT_ONCE) if i >= first - AT_ONCE}
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    sys.stdin.readline()
     agents = (
         agent(place, contexts[i - i % AT_ONCE], own.model_copy(update={"name": f"agent-{i}"}))
         for i in range(first, first + number)

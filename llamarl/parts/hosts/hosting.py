@@ -275,10 +275,11 @@ class HostPlacer(Placer):
             self._queue = self._order(self._candidates(wanted))
         while self._queue:
             beside, number, name = self._queue[0]
-            devices = () if wanted.device == "cpu" else self._free_devices(name)[: wanted.num_ranks]
-            if len(devices) == wanted.num_ranks or wanted.device == "cpu" and self._may_have(name, wanted.num_ranks):
+            on_cpu, num_ranks = wanted.device == "cpu", wanted.num_ranks
+            devices = () if on_cpu else self._free_devices(name)[:num_ranks]
+            if self._may_have(name, num_ranks) if on_cpu else len(devices) == num_ranks:
                 heapreplace(self._queue, (beside, number + 1, name))
-                return Assignment(wanted=wanted, ranks={name: wanted.num_ranks}, devices={name: devices})
+                return Assignment(wanted=wanted, ranks={name: num_ranks}, devices={name: devices})
             heappop(self._queue)  # it has none for the next one either
         return None
 
