@@ -326,8 +326,8 @@ class HostPlacer(Placer):
         return tuple(device for device in range(self._here[name].inventory.gpus) if device not in taken)
 
     def _may_have(self, name: str, num_ranks: int) -> bool:
-        """Whether its cores hold one more generator on the CPU, unless the settings say how many there are; a host without
-        a generator takes one in any case."""
+        """Whether its cores hold one more generator on the CPU, unless the settings say how many there are; a host with
+        none takes one in any case."""
         if self._config.generator.replicas:
             return True
         used = sum(max(one.wanted.threads, 1) * one.ranks[name] for one in self._assigned.at(name).values())
