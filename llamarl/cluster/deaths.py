@@ -30,6 +30,14 @@ def cause_of(report: str) -> str:
     return f"cannot be reached: {' '.join(report.split())[-300:]}"
 
 
+def rank_of(report: str) -> int:
+    """Rank within its mesh that Monarch's report of a loss names, by its place in each dimension; 0: it names none."""
+    rank = 0
+    for place, size in re.findall(r"'\w+': (\d+)/(\d+)", report.partition("}")[0]):
+        rank = rank * int(size) + int(place)
+    return rank
+
+
 def cause_of_reaped(descriptor: int) -> str | None:
     """Cause of death of a process that somebody else has waited for; None on Linux before 6.15, which does not tell."""
     info = bytearray(64)  # struct pidfd_info: a mask first, the wait status last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 
@@ -16,6 +17,8 @@ class Executor:
 
     SPANS: ClassVar[dict[str, str]] = {}
     """Span name per method (and `work`) that counts as work of the run; other methods leave no span."""
+    SHARES_CALLS: ClassVar[bool] = False
+    """Whether ranks can put together (`whole`) the arguments of a call of which each has some parts."""
 
     def work(self) -> bool:
         """One piece of own work, called whenever no call waits.
@@ -23,6 +26,16 @@ class Executor:
         True: there may be more, call again. False: sleep until the next call. Raising fails the executor.
         """
         return False
+
+    def whole(self, parts: Mapping[int, bytes], owners: Sequence[int], num_bytes: int) -> bytes | memoryview:
+        """Arguments of a call; all ranks make this call together.
+
+        Args:
+            parts: those that have come here, by their place.
+            owners: the rank that has each part.
+            num_bytes: of all.
+        """
+        raise NotImplementedError
 
     def close(self) -> None:
         """Gives back what the executor holds; the last thing that runs."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, ExecutorSpec, HostStatus, MeshFailed, Tell
-from llamarl.cluster.payload import Reply, parts, pickled, value_of
-from llamarl.cluster.rank import PART, PEEK, READY, REST, STATUS
+from llamarl.cluster.payload import DEALT_BYTES, Deal, Reply, parts, pickled, value_of
+from llamarl.cluster.rank import DEAL, DEALT, PART, PEEK, READY, REST, STATUS
 
 _log = logging.getLogger(__name__)
 
@@ -38,12 +38,16 @@ class BaseHandle(ExecutorHandle):
         self.pids: list[int] = []
         self.failed: asyncio.Future[ExecutorError] = loop.create_future()
         self._num_ranks = spec.num_ranks
+        self._shares_calls, self._num_deals = False, 0
         self._ended: asyncio.Future[ExecutorError] = loop.create_future()
         """Resolves when the executor dies or is stopped, with what calls raise from then on."""
 
     @abstractmethod
-    def _send(self, method: str, payload: bytes, timeout_s: float) -> asyncio.Future[list[Reply]]:
-        """Sends a call to every rank before it returns; the replies by rank. An exception is one of the transport."""
+    def _send(
+        self, method: str, payload: bytes, timeout_s: float, rank: int | None = None
+    ) -> asyncio.Future[list[Reply]]:
+        """Sends a call to every rank, or to one, before it returns; the replies by rank. An exception is one of the
+        transport."""
 
     @abstractmethod
     def _watch(self) -> None:
@@ -61,7 +65,7 @@ class BaseHandle(ExecutorHandle):
             telling = asyncio.create_task(self._tell_stages(tell)) if tell else None
             try:
                 for reply in await self._ask(READY, _NO_ARGUMENTS, max(0.0, deadline_s - _now_s())):
-                    value_of(reply, self.name)
+                    self._shares_calls = value_of(reply, self.name) and self._num_ranks > 1
             finally:
                 if telling:
                     telling.cancel()
@@ -84,11 +88,15 @@ class BaseHandle(ExecutorHandle):
         await self.stop(timeout_s)
 
     async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
-        return (await self.call_each(method, *args, timeout_s=timeout_s, **kwargs))[0]
+        return (await self._call((args, kwargs, False), method, timeout_s))[0]
 
     async def call_each(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
+        return await self._call((args, kwargs, True), method, timeout_s)
+
+    async def _call(self, arguments: tuple[Any, Any, bool], method: str, timeout_s: float) -> list[Any]:
+        """Results by rank; None of all but rank 0, unless the arguments say that each is to answer."""
         self.num_calls += 1
-        payload = pickled((args, kwargs), self.name, f"the argument list of {method}")
+        payload = pickled(arguments, self.name, f"the argument list of {method}")
         deadline_s = _now_s() + timeout_s
         replies = await self._whole(await self._ask(method, payload, timeout_s), deadline_s)
         return [value_of(reply, self.name) for reply in replies]
@@ -106,10 +114,11 @@ class BaseHandle(ExecutorHandle):
         """The replies of all ranks, whatever they report. Raises MeshFailed, RemoteError (failed) or CallTimeout."""
         if self._ended.done():
             raise _again(self._ended.result())
+        sent, payload = self._dealt(method, payload, timeout_s)
         *first, last = parts(payload)
         for part in first:  # without a wait in between, so that no other call comes between the parts
             self._send(PART, part, timeout_s).add_done_callback(_retrieve)
-        replies = self._send(method, last, timeout_s - min(_MARGIN_S, timeout_s / 10))
+        replies = self._send(sent, last, timeout_s - min(_MARGIN_S, timeout_s / 10))
         replies.add_done_callback(_retrieve)
         await asyncio.wait((replies, self._ended), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         answered = replies.done() and replies.exception() is None
@@ -121,6 +130,17 @@ class BaseHandle(ExecutorHandle):
             raise _again(self._ended.result())
         doing = "has not said yet what it does" if method == PEEK else await self._doing()
         raise CallTimeout(self.name, method.removeprefix("@"), timeout_s, doing)
+
+    def _dealt(self, method: str, payload: bytes, timeout_s: float) -> tuple[str, bytes]:
+        """Sends each part of long arguments to one rank, where ranks share them; what is left to send to all."""
+        if not self._shares_calls or len(payload) <= DEALT_BYTES:
+            return method, payload
+        self._num_deals += 1
+        deal = Deal(self._num_deals, len(payload), method)
+        for place, (owner, part) in enumerate(deal.parts(payload, self._num_ranks)):
+            dealt = pickle.dumps((deal.number, place, part), pickle.HIGHEST_PROTOCOL)
+            self._send(DEALT, dealt, timeout_s, owner).add_done_callback(_retrieve)
+        return DEAL, pickle.dumps(deal)
 
     async def _whole(self, replies: list[Reply], deadline_s: float) -> list[Reply]:
         """The replies with what is left of long results."""

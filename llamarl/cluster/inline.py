@@ -24,7 +24,9 @@ class InlineHandle(BaseHandle):
         self._host = ExecutorRank(pickle.loads(packed_spec))
         self._closed: asyncio.Future[Reply] | None = None
 
-    def _send(self, method: str, payload: bytes, timeout_s: float) -> asyncio.Future[list[Reply]]:
+    def _send(
+        self, method: str, payload: bytes, timeout_s: float, rank: int | None = None
+    ) -> asyncio.Future[list[Reply]]:
         return asyncio.gather(*[asyncio.wrap_future(self._host.submit(method, payload, timeout_s))])
 
     def _watch(self) -> None:

@@ -18,11 +18,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from llamarl.cluster import start_up
 from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle, ExecutorSpec, MeshFailed, Tell
-from llamarl.cluster.deaths import cause_of, cause_of_reaped, kill_group, killed_by
+from llamarl.cluster.deaths import cause_of, cause_of_reaped, kill_group, killed_by, rank_of
 from llamarl.cluster.engine_files import quiet_stderr
 from llamarl.cluster.engine_ports import bound_strangers
 from llamarl.cluster.handle import BaseHandle, stop_all
@@ -57,11 +58,15 @@ __all__ = ["BootstrapCommand", "MonarchCluster", "MonarchHandle", "ProcMesh", "a
 keep_private()
 bound_strangers()
 _ENGINE_MODULE = "monarch._src.actor.bootstrap_main"
+MAX_SENDS = 16
+"""Most messages with which a call to all ranks of a mesh leaves this process, or a rank that passes it on: rank 0's and
+those of Monarch's tree."""
 _SETTINGS = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "60s",
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "60s",
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "30s",
+    "HYPERACTOR_MESH_MAX_CAST_FANOUT": f"{MAX_SENDS - 1}",
 }
 """Environment variables of Monarch: with its defaults the death of a process may take 9 s to be noticed."""
 _WAITS = "MESH_ORPHAN MESH_SUPERVISION_WATCHDOG MESSAGE_DELIVERY CHANNEL_RECONNECT"
@@ -104,16 +109,19 @@ class MonarchHandle(BaseHandle):
     """Calls go through Monarch; the death of a local process is seen through its pidfd, in milliseconds."""
 
     def __init__(self, spec: ExecutorSpec, meshes: Sequence[tuple[ProcMesh, Rank]]) -> None:
-        """`meshes`: processes, and what runs in them, of each host."""
+        """`meshes`: processes, and what runs in them; their ranks follow each other."""
         super().__init__(spec)
         self._meshes = meshes
         self._exits: list[asyncio.Future[None]] = []
         """Per rank, resolved when its process has ended."""
         self._stopping: asyncio.Task[None] | None = None
 
-    def _send(self, method: str, payload: bytes, timeout_s: float) -> asyncio.Future[list[Reply]]:
+    def _send(
+        self, method: str, payload: bytes, timeout_s: float, rank: int | None = None
+    ) -> asyncio.Future[list[Reply]]:
         replies: asyncio.Future[list[Reply]] = asyncio.get_running_loop().create_future()
-        calls = [ranks.invoke.call(method, payload, timeout_s).as_asyncio() for _, ranks in self._meshes]
+        to = [ranks for _, ranks in self._meshes] if rank is None else [self._slice(rank)]
+        calls = [ranks.invoke.call(method, payload, timeout_s).as_asyncio() for ranks in to]
 
         def settle(answers: asyncio.Future[ValueMesh[Reply]]) -> None:
             error = answers.exception()
@@ -128,10 +136,18 @@ class MonarchHandle(BaseHandle):
             call.add_done_callback(settle)
         return replies
 
+    def _slice(self, rank: int) -> Rank:
+        """One rank."""
+        for _, ranks in self._meshes:
+            if rank < ranks.size():
+                return ranks.flatten("ranks").slice(ranks=rank)
+            rank -= ranks.size()
+        raise IndexError(rank)
+
     def _watch(self) -> None:
         loop = asyncio.get_running_loop()
+        self._watch_work()
         for rank, pid in enumerate(self.pids):
-            self._watch_work(rank, 0, rank)
             self._exits.append(loop.create_future())
             try:
                 descriptor = os.pidfd_open(pid)
@@ -140,20 +156,21 @@ class MonarchHandle(BaseHandle):
                 continue
             loop.add_reader(descriptor, self._process_ended, rank, descriptor)
 
-    def _watch_work(self, rank: int, mesh: int, local_rank: int) -> None:
-        ranks = self._meshes[mesh][1].slice(ranks=local_rank)
-        failure = ranks.invoke.call_one(FAILURE, b"", 0.0).as_asyncio()
-        failure.add_done_callback(lambda failure: self._failure_told(rank, failure))
+    def _watch_work(self) -> None:
+        first = 0
+        for _, ranks in self._meshes:  # one call for all ranks of a mesh, of which the first answer counts
+            failure = next(ranks.invoke.stream(FAILURE, b"", 0.0)).as_asyncio()
+            failure.add_done_callback(partial(self._failure_told, first))
+            first += ranks.size()
 
-    def _failure_told(self, rank: int, failure: asyncio.Future[Reply]) -> None:
-        """Either `work()` raised in a rank, or Monarch has lost it."""
+    def _failure_told(self, first: int, failure: asyncio.Future[Reply]) -> None:
+        """Either `work()` raised in a rank of a mesh, which begins with rank `first`, or Monarch has lost one."""
         error = failure.exception()
         if error is None:
             self._fail(error_of(failure.result(), self.name))
         else:
-            self._fail(
-                MeshFailed(self.name, (rank,), f"pid {self.pids[rank]}{self._where(rank)} {cause_of(str(error))}")
-            )
+            rank, cause = first + rank_of(str(error)), cause_of(str(error))
+            self._fail(MeshFailed(self.name, (rank,), f"pid {self.pids[rank]}{self._where(rank)} {cause}"))
 
     def _where(self, rank: int) -> str:
         """Which host, where it may be another one."""

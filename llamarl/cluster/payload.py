@@ -15,6 +15,31 @@ from llamarl.cluster.api import MAX_PAYLOAD_BYTES, ExecutorError, PayloadTooLarg
 
 MAX_MESSAGE_BYTES = 1 << 20
 """Upper bound of one message of a backend; short messages pass between the parts of a long one."""
+DEALT_BYTES = 64 << 10
+"""Size of arguments from which on ranks that can share them are dealt parts, each of which leaves the caller once."""
+MAX_DEALT_RANKS = 16
+"""Most ranks that are dealt parts of one call."""
+
+
+class Deal(NamedTuple):
+    """A call whose arguments were dealt to its ranks in parts."""
+
+    number: int
+    """Number of the deal, from 1."""
+    num_bytes: int
+    """Size of the arguments in bytes."""
+    method: str
+
+    def owners(self, num_ranks: int) -> list[int]:
+        """The rank that gets each part: few, far from each other, so on many hosts."""
+        num_parts = -(-self.num_bytes // MAX_MESSAGE_BYTES)
+        dealt = min(MAX_DEALT_RANKS, num_ranks, num_parts)
+        return [part % dealt * num_ranks // dealt for part in range(num_parts)]
+
+    def parts(self, data: bytes, num_ranks: int) -> list[tuple[int, bytes]]:
+        """Each part of the arguments, about as large as the others, behind its owner."""
+        owners = self.owners(num_ranks)
+        return list(zip(owners, parts(data, -(-self.num_bytes // len(owners))), strict=True))
 
 
 class Reply(NamedTuple):
@@ -42,10 +67,10 @@ def pickled(value: Any, executor: str, what: str) -> bytes:
     return data
 
 
-def parts(data: bytes) -> list[bytes]:
+def parts(data: bytes, size: int = MAX_MESSAGE_BYTES) -> list[bytes]:
     """`data` in pieces that fit into a message each; at least one, which may be empty."""
-    starts = range(0, len(data), MAX_MESSAGE_BYTES) or (0,)
-    return [data[start : start + MAX_MESSAGE_BYTES] for start in starts]
+    starts = range(0, len(data), size) or (0,)
+    return [data[start : start + size] for start in starts]
 
 
 def error_reply(error: BaseException, method: str, caught: bool = True) -> Reply:

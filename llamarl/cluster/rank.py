@@ -17,13 +17,13 @@ from typing import Any
 
 from llamarl.cluster.api import ExecutorSpec, HostStatus
 from llamarl.cluster.executor import Executor
-from llamarl.cluster.payload import Reply, error_reply, parts, pickled
+from llamarl.cluster.payload import Deal, Reply, error_reply, parts, pickled
 from llamarl.observability.spans import Span, SpanLog, now_s
 from llamarl.observability.stages import stage, stage_of
 from llamarl.observability.usage import usage
 
 READY = "@ready"
-"""Answered once the executor is built."""
+"""Answered once the executor is built, with `Executor.SHARES_CALLS`."""
 FAILURE = "@failure"
 """Answered, with the error, when `work()` raises."""
 STATUS = "@status"
@@ -32,6 +32,10 @@ PEEK = "@peek"
 """Call that is answered as `STATUS` is, and leaves the spans."""
 PART = "@part"
 """A part of the arguments of the next call; answered at once."""
+DEALT = "@dealt"
+"""A part of the arguments of a call, which other ranks get others of, with the deal and its place; answered at once."""
+DEAL = "@deal"
+"""A call whose arguments were `DEALT` before; the payload is a `Deal`."""
 REST = "@rest"
 """Answered with the next part of a long result, which the first part's `rest_of` names."""
 CLOSE = "@close"
@@ -59,13 +63,15 @@ class _QueuedCall:
     """One call on its way through the host."""
 
     method: str
-    payload: bytes
-    """The pickled (args, kwargs)."""
+    payload: bytes | Deal
+    """The pickled (args, kwargs, whether each rank answers)."""
     deadline_s: float
     """Time on the monotonic clock, in seconds, after which nobody waits for the answer."""
     number: int
     """Number in the order of the calls, from 1; the same on all ranks."""
     reply: Future[Reply]
+    is_answered: bool = True
+    """Whether somebody wants this rank's result."""
 
 
 class ExecutorRank:
@@ -73,8 +79,10 @@ class ExecutorRank:
 
     def __init__(self, spec: ExecutorSpec) -> None:
         self._spec = spec
+        self._rank = int(os.environ.get("RANK", "0")) if spec.num_ranks > 1 else 0
         self._queue: queue.SimpleQueue[_QueuedCall | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        """Notified when a part of a deal has come."""
         self._open: set[_QueuedCall] = set()
         """Calls without an answer."""
         self._refusal: Reply | None = None
@@ -83,6 +91,8 @@ class ExecutorRank:
         """Calls whose method answered with a future; used on the executor's thread only."""
         self._arriving: list[bytes] = []
         """The first parts of a call's arguments."""
+        self._dealt = dict[tuple[int, int], bytes]()
+        """Parts that were dealt to this rank, by deal and place."""
         self._num_calls = 0
         self._leaving: dict[int, tuple[float, list[bytes]]] = {}
         """Rest of long results by call: until when somebody waits for it, and its parts."""
@@ -107,17 +117,19 @@ class ExecutorRank:
             self._refuse(Reply(method=CLOSE, remote_traceback=f"{self._spec.name} was stopped"))
             self._closing.set()
             self._queue.put(None)
+            with self._lock:
+                self._lock.notify_all()
             return self._closed
         with self._lock:
-            if method == PART:
-                self._arriving.append(payload)
-                return _answered(Reply())
-            if method == REST:
-                return _answered(self._next_part(pickle.loads(payload)))
-            payload = b"".join((*self._arriving, payload))
+            if method in (PART, DEALT, REST):
+                return _answered(self._part(method, payload))
+            arguments: bytes | Deal = b"".join((*self._arriving, payload))
             self._arriving.clear()
+            if method == DEAL:
+                deal: Deal = pickle.loads(payload)
+                method, arguments = deal.method, deal
             self._num_calls += 1
-            call = _QueuedCall(method, payload, time.monotonic() + timeout_s, self._num_calls, _promise())
+            call = _QueuedCall(method, arguments, time.monotonic() + timeout_s, self._num_calls, _promise())
             if self._refusal is not None:
                 return _answered(self._refusal)
             self._open.add(call)
@@ -170,7 +182,7 @@ class ExecutorRank:
             self._ready.set_result(reply)
             return None
         self._end()
-        self._ready.set_result(Reply(value=pickle.dumps(None)))
+        self._ready.set_result(Reply(value=pickle.dumps(executor.SHARES_CALLS)))
         return executor
 
     def _serve(self, executor: Executor) -> None:
@@ -210,21 +222,39 @@ class ExecutorRank:
         self._begin(call.method)
         reply = None
         try:
-            args, kwargs = pickle.loads(call.payload)
+            args, kwargs, is_each = pickle.loads(self._arguments(executor, call))
+            call.is_answered = is_each or self._rank == 0
             result = getattr(executor, call.method)(*args, **kwargs)
             if isinstance(result, Future):
                 self._deferred.append((call, result))
                 result.add_done_callback(lambda future: self._answer(call, self._deferred_reply(call, future)))
             else:
-                reply = self._value_reply(call.method, result)
+                reply = self._value_reply(call, result)
         except BaseException as error:
             reply = error_reply(error, call.method)
         self._end()
         if reply is not None:
             self._answer(call, reply)
 
-    def _value_reply(self, method: str, value: Any) -> Reply:
-        return Reply(value=pickled(value, self._spec.name, f"the result of {method}"))
+    def _arguments(self, executor: Executor, call: _QueuedCall) -> bytes | memoryview:
+        """Pickled arguments; those that were dealt are put together by all ranks, when this one's parts have come."""
+        deal = call.payload
+        if not isinstance(deal, Deal):
+            return deal
+        owners = deal.owners(self._spec.num_ranks)
+        own = [(deal.number, place) for place, owner in enumerate(owners) if owner == self._rank]
+        with self._lock:
+            self._lock.wait_for(
+                lambda: self._closing.is_set() or self._dealt.keys() >= set(own), call.deadline_s - time.monotonic()
+            )
+            dealt = {place: part for (number, place), part in self._dealt.items() if number == deal.number}
+            self._dealt = {key: part for key, part in self._dealt.items() if key[0] > deal.number}
+        return executor.whole(dealt, owners, deal.num_bytes)
+
+    def _value_reply(self, call: _QueuedCall, value: Any) -> Reply:
+        if not call.is_answered:
+            return Reply(value=pickle.dumps(None))
+        return Reply(value=pickled(value, self._spec.name, f"the result of {call.method}"))
 
     def _deferred_reply(self, call: _QueuedCall, future: Future[Any]) -> Reply:
         if future.cancelled():
@@ -235,7 +265,7 @@ class ExecutorRank:
         if error is not None:
             return error_reply(error, call.method, caught=False)
         try:
-            return self._value_reply(call.method, future.result())
+            return self._value_reply(call, future.result())
         except BaseException as error:
             return error_reply(error, call.method)
 
@@ -262,6 +292,18 @@ class ExecutorRank:
                 self._leaving[call.number] = call.deadline_s + ABANDONED_S, others
                 reply = reply._replace(value=first, rest_of=call.number)
         call.reply.set_result(reply)
+
+    def _part(self, method: str, payload: bytes) -> Reply:
+        """Takes a part of arguments, or gives one of a result; with the lock held."""
+        if method == REST:
+            return self._next_part(pickle.loads(payload))
+        if method == PART:
+            self._arriving.append(payload)
+        else:
+            deal, place, part = pickle.loads(payload)
+            self._dealt[deal, place] = part
+            self._lock.notify_all()
+        return Reply()
 
     def _next_part(self, number: int) -> Reply:
         """Next part of a long result; with the lock held. Empty where this rank's result is shorter than another's."""

@@ -14,6 +14,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -146,6 +147,25 @@ class RankMesh:
     def exchange(self, value: Any) -> list[Any]:
         """Gives a small picklable value to all ranks and returns theirs in rank order."""
         return [value] if self.links is None else self.links.exchange(value)
+
+    def gathered(self, parts: Mapping[int, bytes], owners: Sequence[int], num_bytes: int) -> memoryview:
+        """Bytes of which each part is on one rank, as `torch.chunk` cuts them, over the ranks' own network.
+
+        Args:
+            parts: this rank's, by their place.
+            owners: the rank that has each part.
+        """
+        whole = torch.empty(num_bytes, dtype=torch.uint8)
+        sent = list[Any]()
+        for place, (owner, part) in enumerate(zip(owners, whole.chunk(len(owners)), strict=True)):
+            if owner == self.world.rank:
+                if place not in parts:
+                    raise TimeoutError(f"part {place} of {len(owners)} of a call has not come in time")
+                part.numpy()[:] = np.frombuffer(parts[place], np.uint8)
+            sent.append(dist.broadcast(part, owner, self.world.group, async_op=True))
+        for one in sent:
+            one.wait()
+        return whole.numpy().data
 
     def close(self) -> None:
         """Leaves the others; may be called again."""

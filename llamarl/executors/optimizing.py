@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -40,6 +40,8 @@ from llamarl.types import RolloutGroup
 
 class OptimizingExecutor(Executor):
     """All ranks get all calls and all groups, and each computes its share; rank 0 answers."""
+
+    SHARES_CALLS: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -87,6 +89,10 @@ class OptimizingExecutor(Executor):
         """Ends the executor when ranks are lost: the call that all are in may have no end. Raises RanksLost."""
         self._mesh.check()
         return False
+
+    def whole(self, parts: Mapping[int, bytes], owners: Sequence[int], num_bytes: int) -> memoryview:
+        with self._mesh.together():
+            return self._mesh.gathered(parts, owners, num_bytes)
 
     def close(self) -> None:
         self._mesh.close()

@@ -11,12 +11,12 @@ import os
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import count, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.cluster.api import HostShare
@@ -62,6 +62,38 @@ class Assignment:
     """Devices on each host, one for each rank there; none: on the CPU."""
 
 
+class Assignments(dict[str, Assignment]):
+    """Assignments by executor, which know what is on each host: a placement asks for every executor."""
+
+    def __init__(self, assigned: Mapping[str, Assignment] | None = None) -> None:
+        super().__init__()
+        self._at = defaultdict[str, dict[str, Assignment]](dict)
+        for executor, one in (assigned or {}).items():
+            self[executor] = one
+
+    def __setitem__(self, executor: str, one: Assignment) -> None:
+        self._forget(executor)
+        super().__setitem__(executor, one)
+        for host in one.ranks:
+            self._at[host][executor] = one
+
+    def pop(self, executor: str, *default: Any) -> Any:
+        self._forget(executor)
+        return super().pop(executor, *default)
+
+    def clear(self) -> None:
+        super().clear()
+        self._at.clear()
+
+    def at(self, host: str) -> Mapping[str, Assignment]:
+        """Assignments that are there, at least in part."""
+        return self._at.get(host, {})
+
+    def _forget(self, executor: str) -> None:
+        for host in self[executor].ranks if executor in self else ():
+            del self._at[host][executor]
+
+
 class Placer(ABC):
     """Hosts and devices of all executors of a run, now and later."""
 
@@ -74,7 +106,7 @@ class Placer(ABC):
             ConfigError: an executor has no place.
         """
         self._config = config
-        self._assigned = dict[str, Assignment]()
+        self._assigned = Assignments()
         self._wanted = [one for one in wanted_executors(config) if only in ("", one.role)]
 
     @abstractmethod
@@ -105,7 +137,7 @@ class Placer(ABC):
 
     def _shared(self, host: str) -> set[object]:
         """Devices there that more than one executor has."""
-        used = Counter(device for one in self._assigned.values() for device in set(one.devices.get(host, ())))
+        used = Counter(device for one in self._assigned.at(host).values() for device in set(one.devices.get(host, ())))
         return {device for device, count in used.items() if count > 1}
 
     def _env(self, devices: Iterable[object]) -> dict[str, str]:
@@ -160,7 +192,7 @@ class Placer(ABC):
         """
         said, at_once = list[str](), max if self._config.cluster.placement == "colocated" else sum
         for host, num_cores in cores.items():
-            here = [one for one in self._assigned.values() if host in one.ranks and one.wanted.device == "cpu"]
+            here = [one for one in self._assigned.at(host).values() if one.wanted.device == "cpu"]
             used = [(one.wanted.role == "trainer", one.wanted.threads * one.ranks[host]) for one in here]
             threads = at_once(sum(number for of, number in used if of is wanted) for wanted in (True, False))
             if threads > num_cores:

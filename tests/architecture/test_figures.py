@@ -83,6 +83,10 @@ SYNC, PLAN, DELTA = "weight_sync-2026-11-22", "weight_sync_plan-2026-11-22", "de
 CHECKPOINT, FAULTS, DECODE = "checkpoint-2026-11-21", "faults-2026-11-23", "generation-avx512-2026-11-22"
 JUDGE = "judge_data-2026-11-23"
 MODES = tuple(f"medians/{mode}/" for mode in ("max_staleness_1", "max_staleness_0", "colocated"))
+SCALE: tuple[tuple[Value, str], ...] = (
+    *(("agents_here_s", ".1f"), ("agents_core_share", ".0%"), (lambda data: 1e3 * data["placement_s"], ".0f")),
+    *(("call_all_ms", ".0f"), ("sends_per_call", ".0f"), ("bytes_ratio", ".2f")),
+)
 P405 = "planning/405B, 512 to 512 ranks/"
 FIGURES = (
     Figure(
@@ -389,6 +393,21 @@ FIGURES = (
         "{} failed",
         "hosts-2026-11-22",
         (("demo_ratio", ".2f"), ("losses_tried", ".0f"), ("losses_failed", ".0f")),
+    ),
+    Figure(
+        "docs/measures.md",
+        "1,024 light agents are here after {} s and take {} of a core, 128 hosts are placed in {} ms, a call to 32 "
+        "processes takes {} ms and leaves the controller {} times, a step's groups {} times",
+        "scale-2026-11-25",
+        SCALE,
+    ),
+    Figure(
+        "docs/hosts.md",
+        "answer are all here after {} s and take {} of a core; 128 hosts with 8 GPUs each are placed in {} ms of "
+        "processor time, which grows with hosts and executors, not with their product; a call to 32 processes on 8 "
+        "hosts takes {} ms there, and leaves the controller {} times; the groups of a step leave it {} times",
+        "scale-2026-11-25",
+        SCALE,
     ),
     Figure(
         "docs/measures.md",

@@ -13,11 +13,11 @@ FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 KERNEL_LINES = 1_750
 BUDGETS = {
     "top": 360,  # goal: 250
-    "config": 1_355,  # goal: 820
+    "config": 1_360,  # goal: 820
     "hub": 700,  # goal: 650
     "net": 100,  # goal: 70
     "kernels": 1_785,  # goal: 1,200
-    "distributed": 680,  # goal: 600
+    "distributed": 690,  # goal: 600
     "sharding": 360,  # goal: 530
     "algorithms": 460,  # goal: 500
     "models": 1_860,  # goal: 900
@@ -28,17 +28,17 @@ BUDGETS = {
     "data": 1_260,  # goal: 630
     "observability": 1_170,  # goal: 1,050
     "sandbox": 340,  # goal: 300
-    "cluster": 1_240,  # goal: 1,080
+    "cluster": 1_325,  # goal: 1,080
     "generation": 2_140,  # goal: 1,830
     "training": 2_060,  # goal: 1,550
     "executors": 1_065,  # goal: 920
     "controller": 3_555,  # goal: 2,450
-    "run": 2_925,  # goal: 1,150
+    "run": 2_945,  # goal: 1,150
     "cli": 800,  # goal: 600
     "parts/forecast": 4_140,  # goal: 2,900
     "parts/page": 1_715,  # goal: 1,450
     "parts/episodes": 2_690,  # goal: 2,150
-    "parts/hosts": 1_765,  # goal: 1,350
+    "parts/hosts": 1_810,  # goal: 1,350
     "parts/replay": 880,  # goal: 720
     "parts/vllm": 620,  # goal: 600
     "parts/sft": 670,  # goal: 480

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar
@@ -118,6 +119,35 @@ class Echo(Executor):
     def start_child(self) -> int:
         """Its process id; it sleeps for an hour."""
         return subprocess.Popen(["sleep", "3600"]).pid
+
+
+class Sharing(Echo):
+    """Its ranks put long arguments together through a folder."""
+
+    SHARES_CALLS = True
+
+    def __init__(self, *, folder: str) -> None:
+        super().__init__()
+        self.folder, self.num_shared, self.dealt = Path(folder), 0, list[int]()
+
+    def whole(self, parts: Mapping[int, bytes], owners: Sequence[int], num_bytes: int) -> bytes:
+        self.num_shared += 1
+        self.dealt = sorted(parts)
+        for place, part in parts.items():
+            (self.folder / f"{self.num_shared}-{place}.part").write_bytes(part)
+            (self.folder / f"{self.num_shared}-{place}.part").rename(self.folder / f"{self.num_shared}-{place}")
+        files = [self.folder / f"{self.num_shared}-{place}" for place in range(len(owners))]
+        deadline_s = time.monotonic() + 10.0
+        while not all(file.exists() for file in files):
+            assert time.monotonic() < deadline_s, "a part is missing"
+            time.sleep(0.001)
+        whole = b"".join(file.read_bytes() for file in files)
+        assert len(whole) == num_bytes
+        return whole
+
+    def dealt_here(self) -> list[int]:
+        """Places of the parts that this rank got of the last call that was shared."""
+        return self.dealt
 
 
 class Broken(Executor):

@@ -252,7 +252,7 @@ def test_a_long_result_that_nobody_takes_is_dropped(monkeypatch: pytest.MonkeyPa
     one.submit(rank.READY, b"", 0.0).result(CALL_S)
 
     def asked(size: int, timeout_s: float) -> Reply:
-        return one.submit("zeros", pickle.dumps(((size,), {})), timeout_s).result(CALL_S)
+        return one.submit("zeros", pickle.dumps(((size,), {}, True)), timeout_s).result(CALL_S)
 
     first = asked(3 * MAX_MESSAGE_BYTES, 0.5)
     assert len(first.value) == MAX_MESSAGE_BYTES and first.rest_of == 1

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from llamarl.cluster.deaths import rank_of
+
 pytest.importorskip("monarch", reason="the engine is not installed")
 
 CODE = """
@@ -30,6 +32,11 @@ def shut_down_slowly(host_timeout=None):
     return Slow(found) if len(calls) == 1 else found
 engine.shutdown_context = monarch.monarch.actor.shutdown_context = shut_down_slowly
 """
+
+
+def test_a_report_of_a_loss_names_a_rank() -> None:
+    for place, rank in {"{'ranks': 1/3}": 1, "{'hosts': 2/4, 'ranks': 3/8}": 19, "": 0}.items():
+        assert rank_of(f"The actor <root>.<Rank rank{place}> and its descendants have failed: Killed(sig=9)") == rank
 
 
 def test_a_slow_end_of_the_engine_is_nobody_s_business() -> None:

@@ -23,6 +23,7 @@ from llamarl.distributed.rendezvous import Note, Rendezvous, RendezvousStore, op
 from llamarl.distributed.store import TorchStore
 from tests.distributed.ranks import Workers, join, rendezvous, results
 
+PARTS = [*(bytes([number]) * 100_000 for number in range(3)), b"." * 99_997]
 NOTICE_S = 5.0
 """A loss is an error within so many seconds; much less on an idle machine."""
 
@@ -42,6 +43,7 @@ def compute(where: Rendezvous, rank: int, size: int) -> dict[str, Any]:
             "exchanged": mesh.exchange({"rank": rank}),
             "sum": mesh.tp.sum(x.clone()),
             "gathered": mesh.tp.gather(torch.tensor([[rank, 7]])),
+            "whole": bytes(mesh.gathered({rank: PARTS[rank], 3: PARTS[3]}, [0, 1, 2, 1], sum(map(len, PARTS)))),
             "listens": listening_addresses(),
         }
     mesh.close()
@@ -110,6 +112,7 @@ def test_three_ranks_compute_together(workers: Workers) -> None:
         torch.testing.assert_close(one["sum"], sum(parts), atol=1e-6, rtol=0)
         assert torch.equal(one["sum"], found[0]["sum"]), "the same bits everywhere"
         assert one["gathered"].tolist() == [[0, 7], [1, 7], [2, 7]]
+        assert one["whole"] == b"".join(PARTS)
         assert one["listens"] <= {"0100007F"}, "nobody outside this machine can connect"
 
 
@@ -124,6 +127,8 @@ def lose(where: Rendezvous, rank: int, size: int, how: str, wait: str) -> tuple[
                 lose_one(how)
             elif wait == "collective":
                 mesh.tp.sum(torch.ones(1000))
+            elif wait == "parts":
+                mesh.gathered({rank: b"." * 1000}, list(range(size)), 1000 * size)
             else:
                 mesh.exchange(rank)
     except (RanksLost, ArithmeticError) as error:
@@ -141,7 +146,7 @@ def lose_one(how: str) -> None:
     time.sleep(4.0)
 
 
-@pytest.mark.parametrize("wait", ["collective", "exchange"])
+@pytest.mark.parametrize("wait", ["collective", "exchange", "parts"])
 @pytest.mark.parametrize(
     ("how", "cause"),
     [

@@ -9,18 +9,21 @@ import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from llamarl.cluster.api import ExecutorHandle, RemoteError
+from llamarl.cluster import handle
+from llamarl.cluster.api import ExecutorHandle, ExecutorSpec, RemoteError
 from llamarl.cluster.open import open_cluster
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.cluster import ClusterConfig
 from llamarl.distributed.links import RanksLost
 from llamarl.distributed.rendezvous import open_rendezvous
 from llamarl.run.executors import executor_spec, spawn_all
+from llamarl.training.result import PolicyStepResult
 from llamarl.types import FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
 from tests.end_to_end.tiny import ROOT
 
@@ -97,3 +100,50 @@ def test_the_failure_of_one_rank_and_of_its_part_of_the_checkpoint(model: Path, 
     assert str(error.__cause__).startswith("rank 1 failed: ZeroDivisionError: no luck, in token_losses (layouts.py:")
     assert after_s < END_S
     assert "ZeroDivisionError: no luck" in (tmp_path / "logs/trainer.1.log").read_text()
+
+
+def test_a_step_is_the_same_whether_its_groups_came_in_parts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": str(model)},
+            "data": {"train": "running_total"},
+            "trainer": {"parallelism": {"fsdp": 2}},
+        }
+    )
+
+    def spec(name: str) -> ExecutorSpec:
+        return executor_spec(
+            name, "trainer:TrainerExecutor", 1, 2, config=config, resume=False, rendezvous=open_rendezvous(2, 120.0),
+            checkpoint_folder=str(tmp_path / name),
+        )  # fmt: skip
+
+    async def learn(trainer: ExecutorHandle, dealt_bytes: int) -> tuple[PolicyStepResult, int]:
+        """The result of a second step, and how often parts were sent to one rank alone."""
+        monkeypatch.setattr(handle, "DEALT_BYTES", dealt_bytes)
+        alone, send = list[int | None](), trainer._send
+
+        def count(method: str, payload: bytes, timeout_s: float, rank: int | None = None) -> Any:
+            alone.append(rank)
+            return send(method, payload, timeout_s, rank)
+
+        trainer._send = count
+        await trainer.call("add_groups", [group(0)], timeout_s=60.0)
+        await trainer.call("step", [0, 1], [group(1), group(2)], timeout_s=60.0)
+        result = await trainer.call("step", [2, 3], [group(3)], timeout_s=60.0)
+        return result, len(alone) - alone.count(None)
+
+    async def both() -> list[tuple[PolicyStepResult, int]]:
+        async with open_cluster(ClusterConfig(kind="monarch"), tmp_path / "logs") as cluster:
+            trainers = await spawn_all(cluster, [spec("whole"), spec("dealt")], 120.0)
+            return [await learn(*one) for one in zip(trainers, (1 << 30, 0), strict=True)]
+
+    (whole, none), (dealt, parts) = asyncio.run(both())
+    assert (none, parts) == (0, 3), "each call has one part here"
+    assert whole.policy_version == dealt.policy_version == 2
+    assert whole.update == dealt.update
+    assert whole.logprobs.keys() == dealt.logprobs.keys() == {2, 3}
+    for number, found in whole.logprobs.items():
+        for index, logprobs_T in found.items():
+            np.testing.assert_array_equal(logprobs_T, dealt.logprobs[number][index])

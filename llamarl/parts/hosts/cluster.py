@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 from llamarl.cluster.api import ExecutorHandle, ExecutorSpec, HostFailed, HostShare, HostStatus, Tell
@@ -34,27 +35,24 @@ class HostedHandle(MonarchHandle):
     def __init__(self, spec: ExecutorSpec, meshes: Sequence[tuple[ProcMesh, Rank]], hosts: Sequence[Host]) -> None:
         super().__init__(spec, meshes)
         self.hosts = tuple(host.name for host in hosts)
-        shares = [
-            (host, number, share.num_ranks) for number, (host, share) in enumerate(zip(hosts, spec.hosts, strict=True))
-        ]
-        self._places = [(host, number, local) for host, number, count in shares for local in range(count)]
-        """Place of each rank: its host, the host's number, and its rank there."""
+        self._places = [host for host, share in zip(hosts, spec.hosts, strict=True) for _ in range(share.num_ranks)]
+        """Host of each rank."""
         for host in hosts:
             host.when_lost(partial(self._host_lost, host))
 
     def _host_lost(self, host: Host, reason: str) -> None:
-        ranks = tuple(rank for rank, (place, *_) in enumerate(self._places) if place is host)
+        ranks = tuple(rank for rank, place in enumerate(self._places) if place is host)
         self._fail(HostFailed(self.name, ranks, reason))
 
     def _where(self, rank: int) -> str:
-        return f" on host {self._places[rank][0].name}"
+        return f" on host {self._places[rank].name}"
 
     def _local_pids(self) -> Iterable[tuple[int, int]]:
         return ()
 
     def _watch(self) -> None:
-        for rank, (host, number, local) in enumerate(self._places):
-            self._watch_work(rank, number, local)
+        self._watch_work()
+        for rank, host in enumerate(self._places):
             host.when_ended(self.pids[rank], partial(self._process_told, rank))
 
     def _process_told(self, rank: int, cause: str) -> None:
@@ -67,18 +65,18 @@ class HostedHandle(MonarchHandle):
         return [
             replace(status, spans=[Span(name, start_s - host.offset_s, end_s - host.offset_s)
                                    for name, start_s, end_s in status.spans])
-            for status, (host, *_) in zip(statuses, self._places, strict=True)
+            for status, host in zip(statuses, self._places, strict=True)
         ]  # fmt: skip
 
     async def _stop(self, deadline_s: float, timeout_s: float) -> None:
-        if not any(host.lost for host, *_ in self._places):
+        if not any(host.lost for host in self._places):
             await super()._stop(deadline_s, timeout_s)
         else:  # its ranks do not answer all, and Monarch waits for them
             self._kill()
             await asyncio.wait((asyncio.ensure_future(self._leave()),), timeout=min(timeout_s / 2, LOST_S))
 
     def _kill(self) -> None:
-        for pid, (host, *_) in zip(self.pids, self._places, strict=False):  # none while it starts
+        for pid, host in zip(self.pids, self._places, strict=False):  # none while it starts
             host.tell("kill", pids=[pid])
 
 
@@ -96,15 +94,17 @@ class HostsCluster(MonarchCluster):
         self._registry = registry
 
     async def spawn(self, spec: ExecutorSpec, timeout_s: float, tell: Tell | None = None) -> ExecutorHandle:
+        spec = replace(spec, hosts=tuple(sorted(spec.hosts, key=lambda share: -share.num_ranks)))
         try:
             hosts = [self._registry.hosts[share.name] for share in spec.hosts]
         except KeyError as error:
             raise HostFailed(spec.name, tuple(range(spec.num_ranks)), f"host {error} is not here") from None
         meshes, first = list[tuple[ProcMesh, Rank]](), 0
-        for host, share in zip(hosts, spec.hosts, strict=True):
-            machine = attach_to_workers(name=f"at_{spec.name}", ca=TRUST, workers=[host.url])
-            meshes.append(self._start(spec, machine, share.num_ranks, partial(_command_at, host, share, first)))
-            first += share.num_ranks
+        for num_ranks, pairs in groupby(zip(hosts, spec.hosts, strict=True), lambda pair: pair[1].num_ranks):
+            alike = list(pairs)  # a mesh has as many ranks on each of its hosts
+            machines = attach_to_workers(name=f"at_{spec.name}", ca=TRUST, workers=[host.url for host, _ in alike])
+            meshes.append(self._start(spec, machines, num_ranks, partial(_command_at, alike, first)))
+            first += num_ranks * len(alike)
         assert first == spec.num_ranks, "hosts have all ranks together"
         return await self._ready(HostedHandle(spec, meshes, hosts), timeout_s, tell)
 
@@ -113,7 +113,11 @@ class HostsCluster(MonarchCluster):
         await self._registry.close()
 
 
-def _command_at(host: Host, share: HostShare, first: int, spec: ExecutorSpec, local: int) -> BootstrapCommand:
-    """Command that starts a rank on another host, whose ranks begin with `first`."""
+def _command_at(
+    alike: Sequence[tuple[Host, HostShare]], first: int, spec: ExecutorSpec, place: int
+) -> BootstrapCommand:
+    """Command that starts a rank of a mesh on other hosts, whose ranks begin with `first`."""
+    number, local = divmod(place, alike[0][1].num_ranks)
+    host, share = alike[number]
     env = spec.env | share.env | {ADDRESS: host.inventory.address}
-    return bootstrap_command(spec, first + local, local, env, Path(host.inventory.logs))
+    return bootstrap_command(spec, first + place, local, env, Path(host.inventory.logs))

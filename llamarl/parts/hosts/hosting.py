@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
+from heapq import heappop, heapreplace
 from types import SimpleNamespace
 from typing import cast
 
@@ -14,7 +15,7 @@ from llamarl.config import ConfigError, RunConfig
 from llamarl.config.roles import CriticConfig
 from llamarl.config.trainer import ParallelismConfig, TrainerConfig
 from llamarl.parts.hosts.registry import Host
-from llamarl.run.placement import Assignment, Placer, WantedExecutor
+from llamarl.run.placement import Assignment, Assignments, Placer, WantedExecutor, wanted_generator
 
 MAX_REPLICAS = 10_000
 TRAINED = ("trainer", "critic")
@@ -51,6 +52,11 @@ class HostPlacer(Placer):
         """Hosts that have the model and the run's folder, so that trainer and critic may be started again there."""
         self._here = dict[str, Host]()
         """Hosts at one moment, by name: they come and go in another thread."""
+        self._stands_still = False
+        """Many executors are placed at this moment."""
+        self._queue: list[tuple[bool, int, str]] | None = None
+        """Hosts for generators at this moment, a heap: whether trainer or critic is there, number of generators, name.
+        None: nobody has asked."""
         self._layouts = dict[str, ParallelismConfig]()
         """Layouts of trainer and critic that are not those of the settings."""
         self._displaced = list[str]()
@@ -64,8 +70,10 @@ class HostPlacer(Placer):
         self._begin(is_short=len(hosts) < config.cluster.num_hosts)
         if not config.generator.replicas and not only:
             self.take_generator(0)
-            for number in range(1, 1 + self.free_generator_slots()):
-                self.take_generator(number)
+            number = 1 + self.free_generator_slots()
+            with self._standing_still():
+                for i in range(1, number):
+                    self.take(wanted_generator(config, i))
 
     def again(self, executor: str) -> tuple[HostShare, ...]:
         one = self._assigned[executor]
@@ -80,7 +88,7 @@ class HostPlacer(Placer):
 
     def can_not_move(self, executors: Sequence[str]) -> str:
         """Why some executors could not start again, all of them, on hosts that stay; empty: they could."""
-        before = dict(self._assigned), dict(self._layouts), list(self._displaced)
+        before = Assignments(self._assigned), dict(self._layouts), list(self._displaced)
         try:
             for executor in executors:
                 one = self._assigned.pop(executor)
@@ -106,8 +114,9 @@ class HostPlacer(Placer):
             self._assigned.clear()
             self._layouts = {name: one for name in TRAINED if (one := self._at_most(name, share))}
             try:
-                for wanted in self._wanted:
-                    self._take_first(wanted, is_short=is_short)
+                with self._standing_still():
+                    for wanted in self._wanted:
+                        self._take_first(wanted, is_short=is_short)
                 return
             except NoRoom as error:
                 reason = reason or error
@@ -161,9 +170,10 @@ class HostPlacer(Placer):
 
     def _displacing(self, wanted: WantedExecutor, layout: ParallelismConfig | None) -> tuple[HostShare, ...]:
         """Takes a place with as few generators displaced as it needs. Raises NoRoom."""
-        before, generators = dict(self._assigned), self.of_role("generator")
+        before, generators = self._assigned, self.of_role("generator")
         for first in range(len(generators), min(len(generators), 1) - 1, -1):
-            self._assigned = {name: one for name, one in before.items() if name not in generators[first:]}
+            left = set(generators[first:])
+            self._assigned = Assignments({name: one for name, one in before.items() if name not in left})
             with suppress(NoRoom):
                 place = self.take(wanted)
                 taken = self._assigned[wanted.executor].devices
@@ -194,7 +204,7 @@ class HostPlacer(Placer):
 
     def on_host(self, name: str) -> list[str]:
         """Executors that are there."""
-        return [executor for executor, one in self._assigned.items() if name in one.ranks]
+        return list(self._assigned.at(name))
 
     def hosts_of(self, *roles: str) -> set[str]:
         """Names of hosts that have executors of some roles."""
@@ -203,13 +213,13 @@ class HostPlacer(Placer):
     def free_generator_slots(self) -> int:
         """Number of generators that still have a place, up to `generator.replicas` in all."""
         left = (self._config.generator.replicas or MAX_REPLICAS) - len(self.of_role("generator"))
-        tried = [f"generator-?{i}" for i in range(left)]
-        try:
-            for executor in tried:
-                self.take(self._generator(0)._replace(executor=executor))
-        except NoRoom:
-            pass
-        taken = [self._assigned.pop(executor) for executor in tried if executor in self._assigned]
+        wanted, taken = self._generator(0), list[str]()
+        with suppress(NoRoom), self._standing_still():
+            for i in range(left):
+                self.take(wanted._replace(executor=f"generator-?{i}"))
+                taken.append(f"generator-?{i}")
+        for executor in taken:
+            self.leave(executor)
         return len(taken)
 
     def crowded(self) -> list[str]:
@@ -217,7 +227,12 @@ class HostPlacer(Placer):
 
     def _assign(self, wanted: WantedExecutor) -> Assignment:
         """Raises NoRoom."""
-        self._here = self._usable()
+        if not self._stands_still:
+            self._here = self._usable()
+        if wanted.role != "generator" or not self._stands_still:
+            self._queue = None
+        elif found := self._assign_in_turn(wanted):
+            return found
         names, num_ranks = list(self._candidates(wanted)), wanted.num_ranks
         spreads = wanted.role in TRAINED
         if wanted.device == "cpu":
@@ -242,6 +257,37 @@ class HostPlacer(Placer):
         table = "".join(f"\n  {line}" for line in self.table())
         raise NoRoom(f"{wanted.executor} needs {num_ranks} GPUs, and of those that are free {has}:{table}")
 
+    @contextmanager
+    def _standing_still(self) -> Iterator[None]:
+        """Meanwhile hosts count as they are now: each generator costs no look at all of them."""
+        self._here, self._queue, self._stands_still = self._usable(), None, True
+        try:
+            yield
+        finally:
+            self._stands_still = False
+
+    def _assign_in_turn(self, wanted: WantedExecutor) -> Assignment | None:
+        """Place for one of many generators, on the first host of their queue that has room; None: no single one has.
+
+        Raises NoRoom.
+        """
+        if self._queue is None:
+            self._queue = self._order(self._candidates(wanted))
+        while self._queue:
+            beside, number, name = self._queue[0]
+            on_cpu, num_ranks = wanted.device == "cpu", wanted.num_ranks
+            devices = () if on_cpu else self._free_devices(name)[:num_ranks]
+            if self._may_have(name, num_ranks) if on_cpu else len(devices) == num_ranks:
+                heapreplace(self._queue, (beside, number + 1, name))
+                return Assignment(wanted=wanted, ranks={name: num_ranks}, devices={name: devices})
+            heappop(self._queue)  # it has none for the next one either
+        return None
+
+    def _order(self, names: Iterable[str]) -> list[tuple[bool, int, str]]:
+        """Hosts for generators, the best first."""
+        beside = set[str]() if self._patterns("generator") else self.hosts_of(*TRAINED)
+        return sorted((name in beside, len(self._generators_at(name)), name) for name in names)
+
     def _patterns(self, *roles: str) -> list[str]:
         """Patterns of hosts for the last role that has any."""
         for role in reversed(roles):
@@ -260,10 +306,9 @@ class HostPlacer(Placer):
         if role == "generator":
             if not patterns and wanted.device == "cpu":
                 names = [name for name in names if name not in with_trainer] or names
-            if not self._config.generator.replicas and wanted.device == "cpu":
-                names = [name for name in names if self._has_cores(name, wanted.num_ranks)]
-            beside = with_trainer if not patterns else set[str]()
-            names.sort(key=lambda name: (name in beside, len(self._generators_at(name)), name))
+            if wanted.device == "cpu":
+                names = [name for name in names if self._may_have(name, wanted.num_ranks)]
+            names = [name for *_, name in self._order(names)]
         elif not patterns:
             crowd = len if role in TRAINED else lambda _: 0  # which starts again first where nobody is
             beside = (lambda _: False) if role == "trainer" else (lambda name: name not in with_trainer)
@@ -274,15 +319,18 @@ class HostPlacer(Placer):
         yield from names
 
     def _generators_at(self, name: str) -> list[Assignment]:
-        return [one for one in self._assigned.values() if one.wanted.role == "generator" and name in one.ranks]
+        return [one for one in self._assigned.at(name).values() if one.wanted.role == "generator"]
 
     def _free_devices(self, name: str) -> tuple[int, ...]:
-        taken = {device for one in self._assigned.values() for device in one.devices.get(name, ())}
+        taken = {device for one in self._assigned.at(name).values() for device in one.devices[name]}
         return tuple(device for device in range(self._here[name].inventory.gpus) if device not in taken)
 
-    def _has_cores(self, name: str, num_ranks: int) -> bool:
-        """Whether its cores hold one more generator on the CPU; a host without a generator takes one in any case."""
-        used = sum(max(one.wanted.threads, 1) * one.ranks.get(name, 0) for one in self._assigned.values())
+    def _may_have(self, name: str, num_ranks: int) -> bool:
+        """Whether its cores hold one more generator on the CPU, unless the settings say how many there are; a host with
+        none takes one in any case."""
+        if self._config.generator.replicas:
+            return True
+        used = sum(max(one.wanted.threads, 1) * one.ranks[name] for one in self._assigned.at(name).values())
         threads = used + self._config.generator.threads * num_ranks
         return not self._generators_at(name) or threads <= self._here[name].inventory.cores
 

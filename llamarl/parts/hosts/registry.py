@@ -18,7 +18,7 @@ import ssl
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,8 @@ DRIFT = 1e-4
 """Seconds per second by which clocks part at most: what is known of them gets worse with time."""
 SAY_S = 5.0
 """Seconds between two lines about who has come and who is missing, while others are waited for."""
+MAX_NAMES = 24
+"""Most names of hosts in such a line."""
 BYE_S = 1.0
 """Longest wait in seconds for hosts to hear that the run has ended."""
 
@@ -227,14 +229,14 @@ class Registry:
             come.cancel()
 
     def _here(self) -> str:
-        return ", ".join(sorted(self.hosts)) or "none"
+        return _some(self.hosts) or "none"
 
     def _missing(self, num_hosts: int) -> str:
         """Who has not called of those whose certificates are here, too."""
         names = {path.stem for path in self._pki.glob("*.crt")} - {"ca", CONTROLLER, *self.hosts}
         number = num_hosts - len(self.hosts)
-        which = f": {', '.join(sorted(names))}" if len(names) == number else f", of {', '.join(sorted(names))}"
-        refused = f"; refused: {', '.join(sorted(self._said))}" if self._said else ""
+        which = f": {_some(names)}" if len(names) == number else f", of {_some(names)}"
+        refused = f"; refused: {_some(self._said)}" if self._said else ""
         return f"{number} missing{which if names else ''}{refused}"
 
     def dismiss(self, host: Host, reason: str) -> None:
@@ -438,6 +440,12 @@ class Registry:
 async def _in(loop: asyncio.AbstractEventLoop, there: Coroutine[Any, Any, T]) -> T:
     """Result of a coroutine that runs on another thread's loop."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(there, loop))
+
+
+def _some(names: Iterable[str]) -> str:
+    """Names for a line, the first of many."""
+    first, rest = sorted(names)[:MAX_NAMES], sorted(names)[MAX_NAMES:]
+    return ", ".join([*first, *([f"{len(rest)} more"] if rest else [])])
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from llamarl.config import ConfigError, RunConfig
 from llamarl.config.trainer import ParallelismConfig
 from llamarl.parts.hosts.home import Inventory
 from llamarl.parts.hosts.hosting import HostPlacer, NoRoom
+from llamarl.run.placement import WantedExecutor
 
 
 class Machine:
@@ -53,6 +55,68 @@ def test_by_default_generators_are_beside_the_trainer_s_host_in_turn() -> None:
     generators = {"generator-0": ("c",), "generator-1": ("d",), "generator-2": ("c",)}
     assert where(hosting) == {"trainer": ("b",), **generators, "reward": ("b",)}
     assert where(HostPlacer(config_of(), machines(b=0)))["generator-0"] == ("b",)
+
+
+def operations(num_hosts: int, **sections: dict[str, Any]) -> tuple[int, int]:
+    """Calls of functions that the placement on so many hosts takes, from the first look to the environment of each
+    executor's ranks; and the number of executors."""
+    config = config_of(cluster={"kind": "hosts", "listen": "10.0.0.1:6700", "num_hosts": num_hosts}, **sections)
+    hosts, count = machines(**{f"n-{i:03}": 8 for i in range(num_hosts)}), 0
+
+    def called(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(called)
+    try:
+        hosting = HostPlacer(config, hosts)
+        placed = [hosting.place(name) for role in ROLES for name in hosting.of_role(role)]
+        assert {name for host in hosts for name in hosting.on_host(host)} >= set(hosting.of_role("generator"))
+        hosting.crowded()
+    finally:
+        sys.setprofile(None)
+    return count, len(placed)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("replicas", ["fixed", "auto"])
+def test_placement_is_linear_in_hosts_and_executors(device: str, replicas: str) -> None:
+    def sections(num_hosts: int) -> dict[str, dict[str, Any]]:
+        number = "auto" if replicas == "auto" else 4 * num_hosts
+        trainer = {"device": "cuda", "parallelism": {"fsdp": 4 * num_hosts}} if device == "cuda" else {}
+        return {"trainer": trainer, "generator": {"device": device, "replicas": number, "threads": 1}}
+
+    (few, few_placed), (many, many_placed) = (operations(number, **sections(number)) for number in (32, 64))
+    assert 1.9 < many_placed / few_placed < 2.1 and few_placed > 100
+    assert many < 2.2 * few
+
+
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=6),
+    st.integers(1, 3),
+    st.integers(0, 12),
+    st.sampled_from(["cpu", "cuda"]),
+    st.sampled_from([[], ["n-[0-3]"]]),
+)
+def test_generators_placed_in_one_go_are_where_they_are_one_by_one(
+    gpus: list[int], ranks: int, replicas: int, device: str, patterns: list[str]
+) -> None:
+    generator = {"device": device, "replicas": replicas or "auto", "tensor_parallel": ranks, "threads": 1}
+    config = config_of({"generator": patterns}, generator=generator)
+    hosts = machines(**{f"n-{i}": number for i, number in enumerate(gpus)})
+
+    class OneByOne(HostPlacer):
+        def _assign_in_turn(self, wanted: WantedExecutor) -> None:
+            return None
+
+    found = list[Any]()
+    for placer in (HostPlacer, OneByOne):
+        try:
+            hosting = placer(config, hosts)
+            found.append({name: hosting.place(name) for role in ROLES for name in hosting.of_role(role)})
+        except NoRoom as error:
+            found.append(str(error))
+    assert found[0] == found[1]
 
 
 def test_patterns_name_hosts_and_trainer_ranks_share_them_evenly() -> None:

@@ -125,6 +125,36 @@ def test_a_silent_host_is_lost_within_the_limit(pki: Path, tmp_path: Path) -> No
     run(pki, tmp_path, main)
 
 
+def test_a_message_starts_no_task(pki: Path, tmp_path: Path) -> None:
+    """Thousands of hosts are answered twice a second."""
+
+    async def main(bench: Bench) -> None:
+        line, _ = await bench.come()
+        started = list[str]()
+
+        def start(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+            started.append(str(coroutine))
+            return asyncio.Task(coroutine, loop=loop, **options)
+
+        loops = bench.registry._loop, asyncio.get_running_loop()
+        for loop in loops:
+            loop.set_task_factory(start)
+        for _ in range(3):
+            await answer(line)
+        for loop in loops:
+            loop.set_task_factory(None)
+        assert started == []
+
+    run(pki, tmp_path, main)
+
+
+def test_a_line_names_some_of_many_hosts() -> None:
+    names = [f"n-{i:04}" for i in range(1024)]
+    said = registry._some(names)
+    assert said.startswith("n-0000, n-0001, ") and said.endswith(", n-0023, 1000 more")
+    assert registry._some(names[:24]) == ", ".join(names[:24]) and registry._some([]) == ""
+
+
 def test_all_hosts_silent_at_once_mean_that_this_machine_is_cut_off(pki: Path, tmp_path: Path) -> None:
     async def main(bench: Bench) -> None:
         come = [await bench.come(), await bench.come("c")]

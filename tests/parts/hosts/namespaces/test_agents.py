@@ -134,6 +134,21 @@ def test_executors_on_hosts_that_die_freeze_and_come_back(
     assert after_s < 1.0
     assert cause == f"one (rank 0): pid {on_c[0]} on host c was killed by SIGKILL"
 
+    # unequal shares are a mesh each, the largest first; a rank that dies leaves other executors alone
+    uneven = do("spawn", "uneven", ["b", "c", "c"])
+    assert do("call", "uneven", "environ", *names) == [
+        ["0", "0", "3", "on c", "127.0.0.4"],
+        ["1", "1", "3", "on c", "127.0.0.4"],
+        ["2", "0", "3", "on b", "127.0.0.3"],
+    ]
+    controller.begin("failed", "uneven")
+    os.kill(uneven[1], signal.SIGKILL)
+    cause, after_s = controller.ended()
+    assert after_s < 1.0
+    assert cause == f"uneven (rank 1): pid {uneven[1]} on host c was killed by SIGKILL"
+    assert do("stop", "uneven") < 8.0
+    assert do("call", "both", "echo", 1) == [1, 1]
+
     # a host freezes: known, named, and when it wakes up it ends what it had and comes back
     do("spawn", "other", ["c"])
     before = agents.below("c")
