@@ -20,7 +20,7 @@ from llamarl.cluster.monarch import (
     attach_to_workers,
     bootstrap_command,
 )
-from llamarl.config.device import ADDRESS
+from llamarl.config.device import ADDRESS, WEIGHTS_ADDRESS
 from llamarl.observability.spans import Span
 from llamarl.parts.hosts.registry import Host, Registry
 
@@ -115,5 +115,5 @@ class HostsCluster(MonarchCluster):
 
 def _command_at(host: Host, share: HostShare, first: int, spec: ExecutorSpec, local: int) -> BootstrapCommand:
     """Command that starts a rank on another host, whose ranks begin with `first`."""
-    env = spec.env | share.env | {ADDRESS: host.inventory.address}
+    env = spec.env | share.env | {ADDRESS: host.inventory.address, WEIGHTS_ADDRESS: host.inventory.weights_address}
     return bootstrap_command(spec, first + local, local, env, Path(host.inventory.logs))
