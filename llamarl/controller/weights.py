@@ -17,7 +17,7 @@ from llamarl.controller.ports import TrainerPort
 from llamarl.controller.replica import NO_VERSION, Replica
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.supervision import Signal, StallWatch, Supervisor
-from llamarl.controller.sync import MAX_FAILURES, RETRY_S, SyncReport, Transports, WeightsWrong, adopted_and_probed
+from llamarl.controller.sync import MAX_FAILURES, RETRY_S, SyncReport, Transports, WeightsWrong, probed
 from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import Adoption, Published
 
@@ -79,11 +79,12 @@ class WeightSync:
         replicas.release(version)
         for replica in [one for one in replicas.alive if one.version < version]:
             replicas.resume(replicas.withdraw_waiting(replica))
+        report.sync_s = clock.time() - start_s
+        report.num_late = sum(not replicas.serves(one) for one in replicas.alive)
+        await replicas.changed.until(lambda: not report.num_probing)
         del self._reports[version]
         if before := self._journal.published(version, report.fingerprint, report.tensors):
             self._telemetry.warn_of_others(version, before, report.fingerprint)
-        report.sync_s = clock.time() - start_s
-        report.num_late = sum(not replicas.serves(one) for one in replicas.alive)
         report.num_resyncs, self._num_resyncs = self._num_resyncs, 0
         self._watch.progress()
         return report
@@ -142,23 +143,32 @@ class WeightSync:
                 published = self._newest
                 assert published is not None
                 replica.tried, replica.fetching, replica.fetching_since_s = published, published.version, clock.time()
-                most = self._settings.max_mismatch
-                fetch = adopted_and_probed(replica, published, most, self._optimized.trainer.outsized)
-                answer = await self._replicas.unless_dead(replica, fetch)
-                if answer is None:
+                call = replica.port.adopt(published.version, published.addresses[replica.transport])
+                adoption = await self._replicas.unless_dead(replica, call)
+                if adoption is None:
                     return
-                fetched_s, adoption = clock.time() - replica.fetching_since_s, answer[0]
+                fetched_s = clock.time() - replica.fetching_since_s
                 replica.fetching, replica.fetching_since_s = NO_VERSION, math.inf
                 self._replicas.changed.notify()
                 if adoption.outcome == "adopted":
                     replica.adopt_s, replica.num_failures = fetched_s, 0
-                    if report := self._reports.get(published.version):
-                        report.add(*answer)
                     self._telemetry.adopted(adoption.stall_s)
                     self._replicas.adopted(replica, published.version)
+                    await self._probe(replica, published, adoption)
                 elif adoption.outcome != "superseded":  # which waits for the next version
                     await self._retry(replica, published, adoption)
         finally:
+            self._replicas.changed.notify()
+
+    async def _probe(self, replica: Replica, published: Published, adoption: Adoption) -> None:
+        """Looks whether what serves is right; for the report, which waits for it as the release does not."""
+        report = self._reports.get(published.version, SyncReport())
+        report.num_probing += 1
+        try:
+            found = probed(replica, published, self._settings.max_mismatch, self._optimized.trainer.outsized)
+            report.add(adoption, await self._replicas.unless_dead(replica, found))
+        finally:
+            report.num_probing -= 1
             self._replicas.changed.notify()
 
     def _is_news(self, replica: Replica) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from llamarl.distributed.links import BROKEN
 from llamarl.distributed.rendezvous import Rendezvous, RendezvousStore
-from llamarl.distributed.streams import TooSlow, send
+from llamarl.distributed.streams import TooSlow, keep_pace, send
 from llamarl.weight_sync.buckets import Bucket, pieces
 from llamarl.weight_sync.layout import Layout
 
@@ -174,6 +174,7 @@ class Relay:
             passing = self._newest
         if passing.version != version:
             return False
+        keep_pace(connection)
         for bucket in buckets:
             wait_s = 0.0
             while not self._is_there(passing, (rank, bucket.start), wait_s):

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from llamarl.distributed.links import BROKEN, LOST_S, notice_loss, weights_address
 from llamarl.distributed.rendezvous import Rendezvous
-from llamarl.distributed.streams import receive, send
+from llamarl.distributed.streams import keep_pace, receive, send
 from llamarl.weight_sync.base import Superseded, TransferFailed
 from llamarl.weight_sync.buckets import Bucket, changes, changes_bytes, into_buckets, memory_of, pieces, wanted
 from llamarl.weight_sync.copying import NOTHING, CopyingSubscriber, VersionRequest
@@ -121,6 +121,7 @@ class P2pPublisher(PackedPublisher):
         connection.send(Answer(True, base is not None, slot.proofs[number].copy(), relay, pace_s))
         if relay:
             return
+        keep_pace(connection)
         start_s, buckets = time.monotonic(), asked.of(self._buckets[number])
         for bucket in buckets:
             if base is None:
