@@ -28,7 +28,7 @@ from tests.nightly import NIGHTLY
 
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 SPECS = processes.wanted(2, "float32")
-SILENT_S = 0.3
+SILENT_S, SILENT = 0.3, relays.SILENT_S
 
 
 class Replicas:
@@ -327,6 +327,27 @@ class TestChains:
         for seconds in (4.0, 2.0, 6.0):
             chains.sent(0, 0, seconds, 2)
         assert chains.pace_s(0, 0) == 1.0 and chains.pace_s(1, 0) is None
+
+
+@pytest.mark.parametrize("times", [4, 8, 100])
+def test_a_slow_relay_is_left_within_two_seconds(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """However large the weights are, and the same where it waits for one itself that it does not leave."""
+    now_s, bucket_s = [100.0], 0.01
+    monkeypatch.setattr(relays.time, "monotonic", lambda: now_s[0])
+    slow, waits = (relays._Pace(bucket_s / (1 << 20), None, 60.0) for _ in range(2))
+    with pytest.raises(relays.TooSlow):
+        while True:
+            slow.begin(1 << 20)
+            now_s[0] += times * bucket_s
+            slow.end()
+    assert now_s[0] - 100.0 < 2.0 + times * bucket_s
+    start_s = waits._start_s = now_s[0]
+    waits.begin(1 << 20)
+    with pytest.raises(relays.TooSlow):
+        while True:
+            now_s[0] += 0.1
+            waits.waits()
+    assert now_s[0] - start_s < 2.0 and not waits.is_to_blame and SILENT < 2.0
 
 
 def test_one_at_a_bad_wire_is_left_by_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
