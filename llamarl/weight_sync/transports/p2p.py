@@ -37,9 +37,8 @@ from llamarl.weight_sync.relays import TIRED_VERSIONS, Chains, Relay, host_of
 
 MAX_THREADS = 16
 """Streams that a generator rank receives at once."""
-MAX_KEPT, MAX_SERVED = 512, 768
-"""Streams that a generator rank keeps for the next version, and a trainer rank, of descriptors that a process has; of
-more each version forms some anew."""
+MAX_KEPT = 512
+"""Streams that a generator rank keeps for the next version, of which each takes a descriptor; others are formed anew."""
 NO_BYTES = torch.empty(0, dtype=torch.uint8)
 MIN_STREAMS = 2
 """Fewest streams of each generator rank, over all trainer ranks. From one to one, a stream carries 3.2 GB/s of 5.9, two
@@ -88,7 +87,7 @@ class P2pPublisher(PackedPublisher):
     TRANSPORT, TAKES_DELTA = "p2p", True
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._chains, self._served = Chains(), set[Connection]()
+        self._chains = Chains()
         super().__init__(*args, **options)
 
     def publish(self, version: int, weights: Mapping[str, Tensor], in_use: Collection[int]) -> Address:
@@ -98,15 +97,11 @@ class P2pPublisher(PackedPublisher):
 
     def _serve(self, connection: Connection, digest: str) -> None:
         number = self._numbers[digest]
-        self._served.add(connection)
         with suppress(*BROKEN):
             connection.send(self._plan.parts[number])
             while not self._closed:
                 if connection.poll(POLL_S):
                     self._send(connection, number, connection.recv())
-                    if len(self._served) > MAX_SERVED:
-                        break
-        self._served.discard(connection)
 
     def _send(self, connection: Connection, number: int, asked: WantedStream) -> None:
         """The answer, then buckets or the changes in them."""
@@ -206,13 +201,7 @@ class P2pSubscriber(CopyingSubscriber):
             if self._relay:
                 self._relay.fail()
             raise
-        self._leave_some()
         return proofs, num_bytes
-
-    def _leave_some(self) -> None:
-        """Streams that are too many to be kept until the next version."""
-        for key in sorted(self._streams)[MAX_KEPT:]:
-            self._streams.pop(key).connection.close()
 
     def _pull_from(
         self, rank: int, number: int, num_streams: int, place: Rendezvous, request: VersionRequest
@@ -220,7 +209,7 @@ class P2pSubscriber(CopyingSubscriber):
         """Pulls the parts of one trainer rank. A stream that has broken since the last time is formed anew."""
         is_used = (rank, number) in self._streams
         try:
-            return self._receive(rank, number, num_streams, place, request)
+            received = self._receive(rank, number, num_streams, place, request)
         except BROKEN as error:
             if (broken := self._streams.pop((rank, number), None)) is not None:
                 broken.connection.close()
@@ -228,6 +217,9 @@ class P2pSubscriber(CopyingSubscriber):
                 return self._pull_from(rank, number, num_streams, place, request)
             what = f"version {request.version} from trainer rank {rank} at {place.address}"
             raise TransferFailed(f"generator rank {self.rank} did not get {what}: {error}") from error
+        if len(self._streams) > MAX_KEPT:
+            self._streams.pop((rank, number)).connection.close()
+        return received
 
     def _receive(
         self, rank: int, number: int, num_streams: int, place: Rendezvous, request: VersionRequest
@@ -281,7 +273,9 @@ class P2pSubscriber(CopyingSubscriber):
         deadline_s: float | None = None,
     ) -> int:
         """Straight into place where a part is one piece of memory there."""
-        scratch = self._scratch.pop() if self._scratch else NO_BYTES
+        scratch = NO_BYTES
+        with suppress(IndexError):  # all are in use
+            scratch = self._scratch.pop()
         if scratch.nbytes < bucket.num_bytes:
             scratch = torch.empty(bucket.num_bytes, dtype=torch.uint8)
         memory, elsewhere = pieces(self.layout, request.tensors, bucket, scratch)
