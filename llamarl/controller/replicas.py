@@ -221,7 +221,7 @@ class Replicas:
             self._send(idle, self.withdraw(most, taken))
 
     def withdraw_waiting(self, replica: Replica) -> list[GenerationRequest]:
-        """As `withdraw`, of what waits for newer weights."""
+        """Withdraws what waits for newer weights."""
         return self.withdraw(replica, self._flight.waiting(replica))
 
     def withdraw(self, replica: Replica, request_ids: Collection[int] | None = None) -> list[GenerationRequest]:

@@ -172,8 +172,8 @@ def _only(hosts: Sequence[str]) -> str | None:
 async def probed(
     replica: Replica, published: Published, max_mismatch: float, outsized: Callable[[], Awaitable[str]]
 ) -> Mismatch | None:
-    """How far the log-probabilities of `replica`, which serves a version, are from the trainer's; None: the trainer gave
-    no probe. `outsized` names a weight of the trainer's that is damaged.
+    """Distance of a replica's log-probabilities, which serves a version, from the trainer's; None: the trainer gave no
+    probe. `outsized` names a weight of the trainer's that is damaged.
 
     Raises:
         WeightsWrong: further than `weight_sync.max_mismatch`.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from llamarl.weight_sync import relays
 from llamarl.weight_sync.buckets import BUCKET_BYTES
-from llamarl.weight_sync.transports.p2p import MAX_KEPT, MAX_THREADS, MIN_STREAMS
+from llamarl.weight_sync.transports.p2p import MAX_KEPT, MAX_THREADS, streams_from_each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,7 @@ def growth(num_trainers: int, num_generators: int, ranks_per_host: int, bucket_b
     Args:
         ranks_per_host: generator ranks.
     """
-    per_trainer = -(-MIN_STREAMS // num_trainers)
+    per_trainer = streams_from_each(num_trainers)
     streams = num_trainers * per_trainer
     passed = min(streams, relays.MAX_LINES + MAX_THREADS) + min(2 * streams, relays.MAX_SERVED)
     return Growth(

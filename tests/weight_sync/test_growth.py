@@ -36,7 +36,7 @@ def test_descriptors_of_processes_are_as_foretold(world: Callable[..., Any]) -> 
         assert made.wrong(version, made.fetch(version, address)) == []
         assert [num_connections(process.pid) for process, _ in made.trainers] == [foretold.trainer_descriptors] * 4
         for one, (process, *_) in zip(before, made.generators, strict=True):
-            assert 1 + 4 <= num_connections(process.pid) - one <= foretold.generator_descriptors
+            assert 1 + 2 * 4 <= num_connections(process.pid) - one <= foretold.generator_descriptors
 
 
 def test_memory_of_streams_is_as_foretold_and_few_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

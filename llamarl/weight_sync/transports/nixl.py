@@ -120,8 +120,7 @@ class NixlPublisher(PackedPublisher):
             self._changed.notify()
 
     def _drive(self) -> None:
-        """Where no hardware reads by itself, the agent must be called while somebody reads; it would keep a core busy
-        all the time."""
+        """Calls the agent while somebody reads, as no other hardware may do it; always, it would keep a core busy."""
         make_current(self._device)
         while not self._closed:
             with self._changed:

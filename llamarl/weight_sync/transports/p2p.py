@@ -38,11 +38,15 @@ from llamarl.weight_sync.relays import TIRED_VERSIONS, Chains, Relay, host_of
 MAX_THREADS = 16
 """Streams that a generator rank receives at once."""
 MAX_KEPT = 512
-"""Streams that a generator rank keeps for the next version, of which each takes a descriptor; others are formed anew."""
+"""Streams, of which each takes a descriptor, that a generator rank keeps for the next version."""
 NO_BYTES = torch.empty(0, dtype=torch.uint8)
-MIN_STREAMS = 2
-"""Fewest streams of each generator rank, over all trainer ranks. From one to one, a stream carries 3.2 GB/s of 5.9, two
-carry 6.2 and four no more (2 cores, network namespaces)."""
+
+
+def streams_from_each(num_trainers: int) -> int:
+    """Streams from each trainer rank that has something for a generator rank. One does not fill a fast wire, and often
+    one rank has most: from one to one, a stream carries 3.2 GB/s of 5.9, two carry 6.2 and four no more (2 cores,
+    network namespaces)."""
+    return 2 if 2 * num_trainers <= MAX_THREADS else 1
 
 
 class WantedStream(NamedTuple):
@@ -186,7 +190,7 @@ class P2pSubscriber(CopyingSubscriber):
             self._relay = Relay(self.layout, self._host, address.publisher)
         if self._relay and request.only is None:
             self._relay.begin(request.version, request.tensors)
-        num = -(-MIN_STREAMS // max(1, len(able)))
+        num = streams_from_each(len(able))
         # Ranks of a replica begin with other trainer ranks.
         order = sorted(able, key=lambda rank: (rank - MAX_THREADS * self.rank) % len(places))
         streams = [(rank, stream, num) for rank in order for stream in range(num)]
