@@ -1,7 +1,7 @@
 """What several hosts cost a run, and what it does when they are lost.
 
     python benchmarks/hosts/runs.py [--agents 64] [--pairs 3] [--losses 30] [--trainers 6]
-        [--only attach registry demo losses trainers]
+        [--only attach registry demo losses trainers distance lossy]
 
 Hosts are network namespaces on this machine (`namespaces.py`), as root or in a user namespace. `attach`: three hosts
 that are there get an executor each, from the attachment to its first answer, without torch; and a small call against
@@ -10,6 +10,8 @@ one to a process on this machine. `registry`: what so many agents, each with its
 killed, frozen and cut off at random moments of the demo, three times in each run, and come back after some seconds.
 `trainers`: the host of the trainer is killed or cut off in turn, and stays away: seconds to the end of the next step,
 which the trainer takes on another host, from a mirror in a third host's memory.
+`distance`: the demo with all hosts 100 ms there and back from each other: how long a sync takes. `lossy`: with three
+generators on hosts of their own, of which one loses 20 % of what its cable carries, each way: the longest step.
 The demo's base model must be there (`make demo` makes it).
 """
 
@@ -33,6 +35,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +65,17 @@ FIGURES = (
     *("attach_s", "call_ratio", "call_ratios", "registry_share", "num_agents", "demo_ratio", "demo_ratios"),
     *("losses_tried", "losses_failed", "losses", "failures", "accuracies", "longest_step_s"),
     *("share_of_wire", "share_of_wire_proved", "relay_ratio"),
+    *("sync_100ms_s", "step_100ms_s", "syncs_100ms_s"),
+    *("longest_step_lossy_s", "step_lossy_s", "steps_lossy_s"),
     *("trainer_host_s", "trainer_host_all_s", "trainer_host_origins"),
 )
 """Of the result; those of parts that are not asked for stay as they were found earlier on the day."""
 DELAY_MS, LOSS_PERCENT = 100.0, 5.0
 """Of each way of the generators' cables, in every third run."""
+FAR_MS, LOSSY_PERCENT = 25.0, 20.0
+"""Of each way of every cable, where hosts are far; of one generator's cable, where it loses."""
 KINDS = ("kill", "freeze", "cut")
-PARTS = ("attach", "registry", "demo", "losses", "trainers")
+PARTS = ("attach", "registry", "demo", "losses", "trainers", "distance", "lossy")
 
 
 def certificates(folder: Path, hosts: Namespaces) -> Path:
@@ -352,6 +360,49 @@ def trainers(folder: Path, number: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def worse(folder: Path, num_hosts: int, limits: Callable[[Namespaces], None]) -> list[dict[str, Any]]:
+    """The steps of a demo after its cables have become worse."""
+    place = Path(tempfile.mkdtemp(dir=folder))
+    with Namespaces(num_hosts) as hosts:
+        pki = certificates(place, hosts)
+        for host in hosts.names:
+            agent(hosts, host, pki)
+        run = Demo(hosts, place, SLOW_STEPS, *over_hosts(hosts, pki, num_hosts - 1))
+        run.until(10)
+        limits(hosts)
+        before = len(run.steps())
+        run.end()
+        assert_trained_once(run.folder)
+        return run.steps()[before:]
+
+
+def distance(folder: Path) -> dict[str, Any]:
+    """Three hosts, all far from each other, two generators."""
+
+    def limits(hosts: Namespaces) -> None:
+        for host in hosts.names:
+            hosts.limit(host, delay_ms=FAR_MS)
+
+    _, _, *rows = worse(folder, 3, limits)  # but for those that this surprised
+    syncs = [row["sync_s"] for row in rows[:-1]]  # nobody waits for the last one's
+    return {
+        "sync_100ms_s": statistics.median(syncs),
+        "syncs_100ms_s": syncs,
+        "step_100ms_s": statistics.median(row["step_s"] for row in rows),
+    }
+
+
+def lossy(folder: Path) -> dict[str, Any]:
+    """Four hosts, three generators, one of them at a bad cable."""
+    rows = worse(folder, 4, lambda hosts: hosts.limit(hosts.names[-1], loss_percent=LOSSY_PERCENT))
+    steps = [row["step_s"] for row in rows]
+    return {
+        "longest_step_lossy_s": max(steps),
+        "step_lossy_s": statistics.median(steps),
+        "steps_lossy_s": steps,
+    }
+
+
 def assert_trained_once(run: Path) -> None:
     """Every group of every step is of a prompt of its own."""
     rows = [*rollout_rows(run)]
@@ -393,19 +444,18 @@ def main() -> None:
     if reason := available():
         sys.exit(f"no network namespaces: {reason}")
     figures = earlier(options.output or RESULTS)
-    only = options.only or PARTS
+    parts: dict[str, Callable[[Path], dict[str, Any]]] = {
+        "attach": attach,
+        "registry": partial(registry, num_agents=options.agents),
+        "demo": partial(demo, pairs=options.pairs),
+        "losses": partial(losses, number=options.losses),
+        "trainers": partial(trainers, number=options.trainers),
+        "distance": distance,
+        "lossy": lossy,
+    }
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        if "attach" in only:
-            figures |= attach(folder)
-        if "registry" in only:
-            figures |= registry(folder, options.agents)
-        if "demo" in only:
-            figures |= demo(folder, options.pairs)
-        if "losses" in only:
-            figures |= losses(folder, options.losses)
-        if "trainers" in only:
-            figures |= trainers(folder, options.trainers)
+        for name in options.only or PARTS:
+            figures |= parts[name](Path(temporary))
     notes = ["hosts are network namespaces on one machine, whose processors all of them share"]
     settings = {"agents": options.agents, "pairs": options.pairs, "steps": STEPS, "loss_steps": LOSS_STEPS}
     where = {"folder": options.output} if options.output else {}

@@ -13,6 +13,9 @@ ALONE = "LLAMARL_ALONE"
 """Environment variable of an executor on whose GPUs no other one computes."""
 ADDRESS = "LLAMARL_ADDRESS"
 """Environment variable with an address of this host that the run's other hosts can reach."""
+WEIGHTS_ADDRESS = "LLAMARL_WEIGHTS_ADDRESS"
+"""Environment variable with the address at which weights are sent and received, where they have a network of their
+own."""
 
 
 def named_devices(text: str) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import deque
 from collections.abc import Sequence
 
 from llamarl.config import RunConfig
@@ -83,7 +84,8 @@ class Controller:
         self._evaluations = dict[int, Evaluation]()
         """Evaluations under way, by the ids of their groups."""
         self._under_way: OptimizerStep | None = None
-        self._unreported: OptimizerStep | None = None
+        self._unreported = deque[OptimizerStep]()
+        """Completed steps that are not on record, the oldest first."""
         if executors.trainer:
             self._optimized = OptimizedExecutors(
                 config, executors, supervisor, telemetry, self._watch, self.version, self._journal
@@ -157,12 +159,14 @@ class Controller:
             collected = await self.replicas.unless_dead(replica, reply) if reply else None
             if collected is None or replica.is_gone:
                 return
-            if self._unreported:
-                self._unreported.enter(self._journal)  # before tokens of its version
+            for step in self._unreported:
+                step.enter(self._journal)  # before tokens of its version
             replica.stats = collected.stats
             finished, to_go_on = self.flight.answer(replica, collected.rollouts)
             self.replicas.num_resumed += sum(len(request.partials) for request in to_go_on)
             self.replicas.resume(to_go_on)
+            if not to_go_on:
+                self.replicas.relieve(replica)
             self.replicas.changed.notify()
             ended = self._turns.take(finished) if self._turns else finished
             for pending in self.flight.groups_of(ended):
@@ -257,7 +261,8 @@ class Controller:
                 await asyncio.gather(*evaluations)  # which need the generators
                 await self._weights.sleep()
             self._under_way = self._optimized.begin(self.version + 1, groups)
-            await self._report()  # bookkeeping of the last step, while the trainer works on this one
+            # Bookkeeping of steps before, while the trainer works on this one.
+            await self._report(beside=self._under_way)
             await self._end_step(syncs=True)
             saves = await self._optimized.takes(self._is_due(self._config.checkpoint.every_steps))
             sets = due(self._problems.eval, self.version, self._config.steps)
@@ -286,9 +291,11 @@ class Controller:
         """Waits for the step under way; then the sync of its version starts."""
         step = self._under_way
         assert step is not None
-        assert self._unreported is None, "the step before must be reported first"
         self.version = (await asyncio.shield(step.result)).policy_version  # an interrupted run still wants it
-        self._under_way, self._unreported, step.mark = None, step, self._telemetry.mark(self._journal.seconds)
+        if syncs:
+            await self._weights.until_few()
+        self._under_way, step.mark = None, self._telemetry.mark(self._journal.seconds)
+        self._unreported.append(step)
         step.state = self._admission.state(self.version)
         if syncs:
             step.sync = self._supervisor.start(self._weights.sync(self.version), f"sync version {self.version}")
@@ -297,11 +304,19 @@ class Controller:
         asyncio.get_running_loop().call_later(REQUESTS_FIRST_S, step.enter, self._journal)
         self._watch.progress()
 
-    async def _report(self) -> None:
-        """Records the last completed step, once its weights have been released and the critic has learnt from it."""
-        if self._unreported:
-            await self._unreported.record(self._telemetry, self._journal, self._buffer.num_ready)
-            self._unreported = None
+    async def _report(self, beside: OptimizerStep | None = None) -> None:
+        """Records completed steps, the oldest first, each once its weights have been released and the critic has learnt
+        from it: all of them, or those that are so far when the one `beside` them ends."""
+        while self._unreported:
+            step = self._unreported[0]
+            if beside and step.sync:
+                await asyncio.wait({step.sync, beside.result}, return_when=asyncio.FIRST_COMPLETED)
+                if not step.sync.done():
+                    break
+            await step.record(self._telemetry, self._journal, self._buffer.num_ready)
+            self._unreported.popleft()
+        for step in self._unreported:  # the critic is at most one behind
+            await step.learnt()
 
     async def save(self) -> None:
         """Saves trainer, critic and data position. Raises NotSaved."""
@@ -309,8 +324,7 @@ class Controller:
 
     async def wind_down(self) -> None:
         """The run ends early: ends and reports the step under way, without syncing it, and saves a checkpoint."""
-        if self._unreported:
-            await self._unreported.end_sync()
+        await asyncio.gather(*(step.end_sync() for step in self._unreported))
         await self._report()
         if self._under_way:
             await self._end_step(syncs=False)

@@ -18,15 +18,16 @@ DROPPED until its holder has said so.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from llamarl.config import RunConfig, build
 from llamarl.controller.journal import Journal
 from llamarl.controller.records import Key
-from llamarl.controller.replica import NO_VERSION, Replica
+from llamarl.controller.replica import Replica
 from llamarl.executors.replies import ScoredResponse
 from llamarl.types import (
     FinishReason,
@@ -335,10 +336,19 @@ class Flight:
         idle = [row.request.group_id for row, _ in own if row.request.group_id not in busy]
         return finished, self._requeued(replica, idle)
 
-    def take_back(self, replica: Replica, than: int = NO_VERSION) -> list[GenerationRequest]:
-        """Requests for what a generator has not answered, which others take over: it is gone, silent, or late with a
-        version newer `than` this one. What it says of them later is nobody's."""
-        rows = [row for row in self.owed(replica).values() if row.request.from_version > than]
+    def waiting(self, replica: Replica, version: float = math.inf) -> list[int]:
+        """Requests that a generator cannot begin before it serves newer weights, and another could that has those of
+        `version`."""
+        rows = self.owed(replica).values()
+        early = (row.request for row in rows if replica.version < row.request.from_version <= version)
+        return [*dict.fromkeys(request.group_id for request in early)]
+
+    def take_back(self, replica: Replica, request_ids: Collection[int] | None = None) -> list[GenerationRequest]:
+        """Requests, all or these, for what a generator has not answered, which others take over: it is gone, silent,
+        late with a version, or others have nothing to do. What it says of them later is nobody's."""
+        rows = [
+            row for row in self.owed(replica).values() if request_ids is None or row.request.group_id in request_ids
+        ]
         if not replica.is_gone:
             replica.withdrawn |= {row.key for row in rows}
         for row in [row for row in rows if row.state is RolloutState.DROPPED]:

@@ -11,8 +11,8 @@ from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import port
 from llamarl.controller.ports import GeneratorPort
 from llamarl.controller.records import Key
-from llamarl.executors.probes import CauseProbe, Mismatch
-from llamarl.executors.replies import Adoption, GeneratorStats, Published
+from llamarl.executors.probes import CauseProbe
+from llamarl.executors.replies import GeneratorStats, Published
 
 NO_VERSION = -1
 """Older than every version."""
@@ -41,8 +41,6 @@ class Replica:
         """Transport that brings its weights; empty until it is chosen."""
         self.tried: Published | None = None
         """Version that it fetched last, with or without success."""
-        self.answer: tuple[Adoption, Mismatch | None] | None = None
-        """Answer to its last adoption, and what its probe showed."""
         self.num_failures = 0
         """Fetches in a row that ended with a failure or a mismatch."""
         self.is_leaving = self.is_gone = False

@@ -10,7 +10,7 @@ import asyncio
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import reduce
 from statistics import median_low
@@ -166,6 +166,7 @@ class Replicas:
     def adopted(self, replica: Replica, version: int) -> None:
         """`replica` serves `version` from now on."""
         self._flight.serves(replica, version)
+        self.relieve(replica)
         self.changed.notify()
 
     async def adoption(
@@ -209,10 +210,24 @@ class Replicas:
         self.changed.notify()
         return self._flight.take_back(replica)
 
-    def withdraw(self, replica: Replica, than: int = NO_VERSION) -> list[GenerationRequest]:
-        """Requests that a replica has not answered completely, those that wait for a newer version `than` this one, are
-        for others to do; it gets no new ones until it knows."""
-        if requests := self._flight.take_back(replica, than):
+    def relieve(self, idle: Replica) -> None:
+        """A replica that has nothing to do takes half of what waits for weights at another and could begin here, the
+        oldest first."""
+        if self._flight.may_answer(idle) or idle not in self._quick([]):
+            return
+        waiting = {one: self._flight.waiting(one, idle.version) for one in self.alive}
+        most = max(waiting, key=lambda one: len(waiting[one]))
+        if taken := waiting[most][: (len(waiting[most]) + 1) // 2]:
+            self._send(idle, self.withdraw(most, taken))
+
+    def withdraw_waiting(self, replica: Replica) -> list[GenerationRequest]:
+        """Withdraws what waits for newer weights."""
+        return self.withdraw(replica, self._flight.waiting(replica))
+
+    def withdraw(self, replica: Replica, request_ids: Collection[int] | None = None) -> list[GenerationRequest]:
+        """Requests that a replica has not answered completely, all or these, are for others to do; it gets no new ones
+        until it knows."""
+        if requests := self._flight.take_back(replica, request_ids):
             aborted = self.unless_dead(replica, replica.port.abort([request.group_id for request in requests]))
             self._supervisor.start(aborted, f"withdraw from {replica.name}")
         return requests

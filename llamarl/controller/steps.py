@@ -26,7 +26,7 @@ WEIGHTS_S = 1.0
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerStep:
-    """Optimizer step. At most one is under way, and one completed but not yet on record."""
+    """Optimizer step. At most one is under way; others are completed, and on record once their weights are released."""
 
     groups: list[RolloutGroup]
     result: asyncio.Task[PolicyStepResult]
@@ -52,13 +52,16 @@ class OptimizerStep:
             self.sync.cancel()
             await asyncio.wait({self.sync})
 
+    async def learnt(self) -> StepResult | None:
+        """The critic's, once it has ended; None: there is none."""
+        return await asyncio.shield(self.critic) if self.critic else None
+
     async def record(self, telemetry: Telemetry, journal: Journal, num_ready: int) -> None:
         """Once its weights have been released and the critic has learnt from it."""
         sync = await self.sync if self.sync and not self.sync.cancelled() else SyncReport()
         await asyncio.sleep(REQUESTS_FIRST_S)
         self.enter(journal)
-        learnt = await asyncio.shield(self.critic) if self.critic else None
-        result = self.result.result()
+        learnt, result = await self.learnt(), self.result.result()
         if learnt:
             result = replace(result, metrics=result.metrics | learnt.metrics)
         assert self.mark is not None, "it is still under way"

@@ -59,6 +59,8 @@ class SyncReport:
     """Replicas that were left behind."""
     num_resyncs: int = 0
     """Fetches since the last report that failed or brought something else than was published."""
+    num_probing: int = 0
+    """Replicas that have adopted it and have not shown yet that they serve the right thing."""
 
     def add(self, adoption: Adoption, mismatch: Mismatch | None) -> None:
         """One replica has adopted it."""
@@ -167,19 +169,18 @@ def _only(hosts: Sequence[str]) -> str | None:
     return hosts[0] if len(hosts) == 1 else None
 
 
-async def adopted_and_probed(
+async def probed(
     replica: Replica, published: Published, max_mismatch: float, outsized: Callable[[], Awaitable[str]]
-) -> tuple[Adoption, Mismatch | None]:
-    """Has `replica` fetch and serve a version; how that went and, where the trainer gave a probe, how far its
-    log-probabilities then are from the trainer's. `outsized` names a weight of the trainer's that is damaged.
+) -> Mismatch | None:
+    """Distance of a replica's log-probabilities, which serves a version, from the trainer's; None: the trainer gave no
+    probe. `outsized` names a weight of the trainer's that is damaged.
 
     Raises:
         WeightsWrong: further than `weight_sync.max_mismatch`.
         NonFiniteStep: the trainer's own say that its weights are ruined, so that nobody can serve them.
     """
-    adoption = await replica.port.adopt(published.version, published.addresses[replica.transport])
-    if adoption.outcome != "adopted" or published.probe is None:
-        return adoption, None
+    if published.probe is None:
+        return None
     found = mismatch_of(published.probe, await replica.port.score(published.probe.sequences))
     if not found.mean <= max_mismatch:
         own = float(np.abs(np.concatenate(published.probe.logprobs, dtype=np.float64)).mean())
@@ -193,7 +194,7 @@ async def adopted_and_probed(
             f"{replica.name} serves version {published.version}, yet its log-probabilities are {found.mean:.3g} nats "
             f"from the trainer's on average (weight_sync.max_mismatch = {max_mismatch:g})"
         )
-    return adoption, replace(found, by_cause=await by_cause(replica, published.probe))
+    return replace(found, by_cause=await by_cause(replica, published.probe))
 
 
 def mismatch_of(probe: Probe, scored: Sequence[np.ndarray]) -> Mismatch:

@@ -17,9 +17,12 @@ from llamarl.controller.ports import TrainerPort
 from llamarl.controller.replica import NO_VERSION, Replica
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.supervision import Signal, StallWatch, Supervisor
-from llamarl.controller.sync import MAX_FAILURES, RETRY_S, SyncReport, Transports, WeightsWrong, adopted_and_probed
+from llamarl.controller.sync import MAX_FAILURES, RETRY_S, SyncReport, Transports, WeightsWrong, probed
 from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import Adoption, Published
+
+MAX_HELD = 6
+"""Versions that generators in service serve or fetch; two while they keep up."""
 
 
 class WeightSync:
@@ -45,6 +48,8 @@ class WeightSync:
         """Published version that was the newest when the trainer died."""
         self._published = Signal()
         self._num_resyncs = 0
+        self._reports = dict[int, SyncReport]()
+        """Reports of the versions that are not released, for whoever adopts them."""
         self._told_of_late = set[Replica]()
         optimized.restore_on_restart(self.lose, self.restore)
 
@@ -61,9 +66,10 @@ class WeightSync:
         those that can catch up, but no longer than for `weight_sync.patience_s`; releases it. Requests that wait for it
         where it is late go elsewhere."""
         clock, replicas = asyncio.get_running_loop(), self._replicas
-        start_s = clock.time()
+        start_s, report = clock.time(), SyncReport()
+        self._reports[version] = report
         await self._publish(version)
-        report = SyncReport(publish_s=clock.time() - start_s)
+        report.publish_s = clock.time() - start_s
         hurries, patience_s = patience_s is None, patience_s or self._settings.patience_s
         awaited = [one for one in replicas.alive if one.version < version and replicas.can_follow(one, patience_s)]
         late = await replicas.adoption(version, awaited, patience_s, hurries=hurries)
@@ -72,17 +78,28 @@ class WeightSync:
             self._telemetry.warn_of_late([one.name for one in new], version)
         replicas.release(version)
         for replica in [one for one in replicas.alive if one.version < version]:
-            replicas.resume(replicas.withdraw(replica, than=replica.version))
-        for replica in awaited:
-            if replica.version >= version and replica.answer:
-                report.add(*replica.answer)
-        if before := self._journal.published(version, report.fingerprint, report.tensors):
-            self._telemetry.warn_of_others(version, before, report.fingerprint)
+            replicas.resume(replicas.withdraw_waiting(replica))
         report.sync_s = clock.time() - start_s
         report.num_late = sum(not replicas.serves(one) for one in replicas.alive)
+        await replicas.changed.until(lambda: not report.num_probing)
+        del self._reports[version]
+        if before := self._journal.published(version, report.fingerprint, report.tensors):
+            self._telemetry.warn_of_others(version, before, report.fingerprint)
         report.num_resyncs, self._num_resyncs = self._num_resyncs, 0
         self._watch.progress()
         return report
+
+    async def until_few(self) -> None:
+        """Waits until those in service hold on to few versions, each of which takes memory of the trainer's: who does
+        not let go of one is left behind."""
+        replicas = self._replicas
+
+        def held() -> set[int]:
+            return {
+                version for one in replicas.alive if replicas.serves(one) for version in (one.version, one.fetching)
+            }
+
+        await replicas.changed.until(lambda: len(held() - {NO_VERSION}) <= MAX_HELD)
 
     async def _publish(self, version: int, trainer: TrainerPort | None = None) -> None:
         """The call leaves before the first wait in here: the trainer may take its next step right after."""
@@ -126,21 +143,32 @@ class WeightSync:
                 published = self._newest
                 assert published is not None
                 replica.tried, replica.fetching, replica.fetching_since_s = published, published.version, clock.time()
-                most = self._settings.max_mismatch
-                fetch = adopted_and_probed(replica, published, most, self._optimized.trainer.outsized)
-                answer = await self._replicas.unless_dead(replica, fetch)
-                if answer is None:
+                call = replica.port.adopt(published.version, published.addresses[replica.transport])
+                adoption = await self._replicas.unless_dead(replica, call)
+                if adoption is None:
                     return
-                fetched_s, adoption = clock.time() - replica.fetching_since_s, answer[0]
+                fetched_s = clock.time() - replica.fetching_since_s
                 replica.fetching, replica.fetching_since_s = NO_VERSION, math.inf
                 self._replicas.changed.notify()
                 if adoption.outcome == "adopted":
-                    replica.adopt_s, replica.num_failures, replica.answer = fetched_s, 0, answer
+                    replica.adopt_s, replica.num_failures = fetched_s, 0
                     self._telemetry.adopted(adoption.stall_s)
                     self._replicas.adopted(replica, published.version)
+                    await self._probe(replica, published, adoption)
                 elif adoption.outcome != "superseded":  # which waits for the next version
                     await self._retry(replica, published, adoption)
         finally:
+            self._replicas.changed.notify()
+
+    async def _probe(self, replica: Replica, published: Published, adoption: Adoption) -> None:
+        """Looks whether what serves is right; for the report, which waits for it as the release does not."""
+        report = self._reports.get(published.version, SyncReport())
+        report.num_probing += 1
+        try:
+            found = probed(replica, published, self._settings.max_mismatch, self._optimized.trainer.outsized)
+            report.add(adoption, await self._replicas.unless_dead(replica, found))
+        finally:
+            report.num_probing -= 1
             self._replicas.changed.notify()
 
     def _is_news(self, replica: Replica) -> bool:

@@ -15,7 +15,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
-from llamarl.config.device import ADDRESS
+from llamarl.config.device import ADDRESS, WEIGHTS_ADDRESS
 from llamarl.net.entrance import PROOF_S, Entrance, Proved, listen
 
 BROKEN = (OSError, EOFError, AuthenticationError)
@@ -30,6 +30,11 @@ _SIOCGIFADDR = 0x8915
 def own_address() -> str:
     """Address at which this process listens: on one host the loopback."""
     return os.environ.get(ADDRESS, "127.0.0.1")
+
+
+def weights_address() -> str:
+    """Address at which this process sends and receives weights."""
+    return os.environ.get(WEIGHTS_ADDRESS) or own_address()
 
 
 def interface_of(address: str) -> str:

@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
-import os
 import socket
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
 MAX_PIECES = 512
 """Most pieces of one system call; Linux takes 1,024."""
 
 
+FAR_US, LOSSY = 5_000, 0.01
+"""A long way, in microseconds there and back, and a bad one, as a share of what is sent twice."""
+_RTT, _RESENT, _SENT = 68, 100, 136
+"""Offsets of fields in `struct tcp_info` of linux/tcp.h."""
+
+
 class TooSlow(TimeoutError):
     """A transfer goes on, but not fast enough."""
+
+
+@contextmanager
+def _socket_of(connection: Connection) -> Iterator[socket.socket]:
+    """Its descriptor as a socket, without another one."""
+    one = socket.socket(fileno=connection.fileno())
+    try:
+        yield one
+    finally:
+        one.detach()
+
+
+def keep_pace(connection: Connection) -> None:
+    """Has the system send, over a way that is long or bad, at the pace that the way has shown. It would else begin
+    anew after each pause, which takes many round trips, and take each loss for a way that is full."""
+    with _socket_of(connection) as one:
+        info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+        rtt_us, resent, sent = (int.from_bytes(info[at : at + 4], sys.byteorder) for at in (_RTT, _RESENT, _SENT))
+        if rtt_us > FAR_US or resent > LOSSY * sent:
+            with suppress(OSError):  # not every kernel has it
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
 
 
 def send(connection: Connection, pieces: Iterable[memoryview]) -> None:
@@ -33,7 +61,7 @@ def _move(
     deadline_s: float | None = None,
 ) -> None:
     left, first = [piece for piece in pieces if piece.nbytes], 0
-    with socket.socket(fileno=os.dup(connection.fileno())) as one:
+    with _socket_of(connection) as one:
         while first < len(left):
             if deadline_s is not None and time.monotonic() > deadline_s:
                 raise TooSlow("it is too slow")

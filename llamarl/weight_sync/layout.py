@@ -109,4 +109,5 @@ class Address:
     num_writers: int
     """Trainer ranks; each writes a part of every version."""
     places: Mapping[str, str]
-    """Place of each layout, by its digest: a path, or `host:port`."""
+    """Place of each layout, by its digest: a path, or `host:port` of each trainer rank, with commas between; empty for
+    one that writes nothing of it."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.distributed.links import own_address
+from llamarl.distributed.links import weights_address
 from llamarl.distributed.rendezvous import RendezvousStore
 from llamarl.weight_sync.base import CPU, Exchange, NoFreeSlot, Publisher, WriterPlan, cuda
 from llamarl.weight_sync.buckets import BUCKET_BYTES, into_buckets, packed
@@ -69,13 +69,16 @@ class PackedPublisher(Publisher):
         self._closed = False
         self._is_pinned = not self.ON_DEVICE and self._device.type == "cuda"
         secret = exchange(secrets.token_hex(16))[0]
-        self._store = RendezvousStore(host=host or own_address(), secret=secret, serve=self._serve)
-        places = ",".join(exchange(self._store.rendezvous.address))
+        self._store = RendezvousStore(host=host or weights_address(), secret=secret, serve=self._serve)
+        able = exchange((self._store.rendezvous.address, [bool(parts) for parts in plan.parts]))
         self._address = Address(
             transport=self.TRANSPORT,
             publisher=secret,
             num_writers=plan.num_writers,
-            places={layout.digest: places for layout in plan.layouts},
+            places={
+                layout.digest: ",".join(place if holds[number] else "" for place, holds in able)
+                for number, layout in enumerate(plan.layouts)
+            },
         )
 
     def publish(self, version: int, weights: Mapping[str, Tensor], in_use: Collection[int]) -> Address:

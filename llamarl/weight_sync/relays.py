@@ -24,18 +24,18 @@ from torch import Tensor
 
 from llamarl.distributed.links import BROKEN
 from llamarl.distributed.rendezvous import Rendezvous, RendezvousStore
-from llamarl.distributed.streams import TooSlow, send
+from llamarl.distributed.streams import TooSlow, keep_pace, send
 from llamarl.weight_sync.buckets import Bucket, pieces
 from llamarl.weight_sync.layout import Layout
 
-SILENT_S = 2.0
+SILENT_S = 1.5
 """A relay that says nothing for so long is left; it tells twice a second that it still waits itself."""
-SLOWER, GRACE_S = 4.0, 1.0
+SLOWER, GRACE_S = 3.0, 0.5
 """So many times the slower one's time may pass, beside so many seconds for a machine that is busy for a moment."""
 IDLE_S = 60.0
 """Connections that were idle for longer are formed anew: a firewall may have forgotten them without a word."""
-MAX_LINES = 32
-"""Connections to relays that are kept: readers come in another order each time."""
+MAX_LINES, MAX_SERVED = 32, 256
+"""Connections to relays that are kept, as readers come in another order each time, and to readers."""
 TIRED_VERSIONS = 8
 """Versions for which a relay that was left serves nobody."""
 
@@ -126,6 +126,7 @@ class Relay:
         self._newest = _RelayedVersion(0, -1, {}, is_over=True)
         self._lines = dict[tuple[int, int, str], tuple[Connection, float]]()
         """Connections to relays and when they were kept, by trainer rank, start of a stream, and place; newest last."""
+        self._served = set[Connection]()
         self._store = RendezvousStore(host=host, secret=secret, serve=self._serve)
         self.place = self._store.rendezvous.address
 
@@ -158,8 +159,14 @@ class Relay:
 
     def _serve(self, connection: Connection, digest: str) -> None:
         """One reader, in a thread; it finds the connection closed where there is no more to come."""
-        while digest == self._layout.digest and self._pass_on(connection, *connection.recv()):
-            connection.poll(None)
+        self._served.add(connection)
+        try:
+            while digest == self._layout.digest and self._pass_on(connection, *connection.recv()):
+                if len(self._served) > MAX_SERVED:
+                    break
+                connection.poll(None)
+        finally:
+            self._served.discard(connection)
 
     def _pass_on(self, connection: Connection, version: int, rank: int, buckets: Sequence[Bucket]) -> bool:
         """A version, as far as it is asked for; whether all of it has gone out."""
@@ -167,6 +174,7 @@ class Relay:
             passing = self._newest
         if passing.version != version:
             return False
+        keep_pace(connection)
         for bucket in buckets:
             wait_s = 0.0
             while not self._is_there(passing, (rank, bucket.start), wait_s):

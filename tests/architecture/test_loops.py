@@ -17,6 +17,7 @@ from tests.architecture.repository import PACKAGE, ROOT, functions, python_files
 WAITS = {
     "cluster/handle.py: _whole",
     "controller/controller.py: _next_batch",
+    "controller/controller.py: _report",
     "controller/lives.py: call_each",
     "controller/replicas.py: drain",
     "controller/saving.py: save",

@@ -13,15 +13,15 @@ FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 KERNEL_LINES = 1_750
 BUDGETS = {
     "top": 360,  # goal: 250
-    "config": 1_360,  # goal: 820
+    "config": 1_366,  # goal: 820
     "hub": 700,  # goal: 650
     "net": 100,  # goal: 70
     "kernels": 1_785,  # goal: 1,200
-    "distributed": 690,  # goal: 600
+    "distributed": 705,  # goal: 600
     "sharding": 360,  # goal: 530
     "algorithms": 460,  # goal: 500
     "models": 1_860,  # goal: 900
-    "weight_sync": 1_730,  # goal: 1,580
+    "weight_sync": 1_797,  # goal: 1,580
     "checkpoint": 830,  # goal: 630
     "recipes": 70,  # goal: 90
     "rewards": 850,  # goal: 690
@@ -32,13 +32,13 @@ BUDGETS = {
     "generation": 2_140,  # goal: 1,830
     "training": 2_060,  # goal: 1,550
     "executors": 1_065,  # goal: 920
-    "controller": 3_555,  # goal: 2,450
+    "controller": 3_600,  # goal: 2,450
     "run": 2_945,  # goal: 1,150
     "cli": 800,  # goal: 600
     "parts/forecast": 4_140,  # goal: 2,900
     "parts/page": 1_715,  # goal: 1,450
     "parts/episodes": 2_690,  # goal: 2,150
-    "parts/hosts": 1_810,  # goal: 1,350
+    "parts/hosts": 1_815,  # goal: 1,350
     "parts/replay": 880,  # goal: 720
     "parts/vllm": 620,  # goal: 600
     "parts/sft": 670,  # goal: 480

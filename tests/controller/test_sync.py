@@ -144,7 +144,7 @@ def test_a_generator_that_hangs_is_left_behind_until_it_has_the_newest_version(t
     versions = [version for _, version in hanging.adopted]
     (gap,) = [n for n in range(len(versions) - 1) if versions[n + 1] > versions[n] + 1]
     assert versions[gap] in (4, 5) and versions[-1] == 60, "it skips what was published meanwhile"
-    assert [row["sync_s"] > 3.0 for row in run.steps].count(True) == 1, "only one sync waited"
+    assert [row["sync_s"] > 3.0 for row in run.steps].count(True) == 2, "only those waited that were under way"
     late = [row["step"] for row in run.steps if row["extra.late_generators"]]
     assert late[0] == 5 and len(late) < 30
     caught_up_s = next(when for when, version in hanging.adopted if version > 5)
@@ -154,6 +154,24 @@ def test_a_generator_that_hangs_is_left_behind_until_it_has_the_newest_version(t
     assert any(begin > caught_up_s for begin in begun_s)
     (said,) = run.warnings
     assert "generator-1 has not adopted version 5 in time (weight_sync.patience_s = 4, less where others" in said
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_step_waits_for_no_weights_that_nothing_needs(tmp_path: Path, max_staleness: int) -> None:
+    """One of three adopts by a bad cable. The others do what waits for weights there, and the trainer goes on."""
+
+    def seconds(adopt_s: float) -> float:
+        late = Generator(adopt_s=lambda version: adopt_s if version > 2 else 0.1)
+        rollout = {"max_staleness": max_staleness, "prompts_per_step": 6}
+        wanted = config(tmp_path / f"{adopt_s:g}", steps=20, rollout=rollout)
+        (tmp_path / f"{adopt_s:g}").mkdir()
+        run = Run(wanted, tmp_path / f"{adopt_s:g}", [Generator(), Generator(), late]).train()
+        assert max(row["staleness_max"] for row in run.steps) <= max_staleness
+        found = {row["step"]: row["fingerprint"] for row in run.steps}
+        assert found == {step: f"{step:016x}" for step in range(1, 21)}, "each row has what was adopted, of its version"
+        return max(row["step_s"] for row in run.steps)
+
+    assert seconds(9.0) < seconds(0.1) + 2.3, "one response longer: they do theirs first"
 
 
 @pytest.mark.parametrize("segment_tokens", [0, 3])
@@ -246,7 +264,7 @@ def test_one_that_needs_longer_than_a_step_still_catches_up(tmp_path: Path) -> N
 
     Run(config(tmp_path, steps=30), tmp_path).train(strike=join)
     assert slow.spans, "it came into service"
-    assert slow.version == 30
+    assert slow.version >= 29
 
 
 def test_a_generator_works_on_until_the_new_version_is_released(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import in_process
@@ -169,6 +170,31 @@ def test_a_rank_that_has_nothing_to_send_takes_part() -> None:
         publisher.publish(version, weights(version), range(version) if version < 4 else ())
     assert len(publisher._slots) == 2 and not publisher._registered
     publisher.close()
+
+
+def test_all_who_have_something_are_asked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer may have a long way; whoever has nothing is not even called."""
+    spec, said = TensorSpec.whole("rows", (5, 3), "float32"), list[str]()
+    trainer = in_process.Trainer("nixl", [[spec]], 4, tmp_path)  # of five rows, two each: the last one has none
+    subscriber = NixlSubscriber([spec], 0, timeout_s=5)
+    for version in range(2):
+        whole = {"rows": torch.full((5, 3), float(version))}
+        address = trainer.publish(version, whole)
+        with monkeypatch.context() as patch:
+            for name in ("send", "recv"):
+                given = getattr(Connection, name)
+
+                def noted(one: Connection, *arguments: object, given=given, name=name) -> object:
+                    if threading.current_thread() is threading.main_thread():
+                        said.append(name)
+                    return given(one, *arguments)
+
+                patch.setattr(Connection, name, noted)
+            assert not in_process.faults(subscriber, version, address, whole)
+    assert len(subscriber._writers) == 3
+    assert said[-12:] == [*["send"] * 3, *["recv"] * 3] * 2
+    subscriber.close()
+    trainer.close()
 
 
 def test_nobody_works_while_nothing_is_read(publisher: NixlPublisher, subscriber: NixlSubscriber) -> None:

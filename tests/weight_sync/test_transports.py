@@ -151,12 +151,18 @@ class TestPairs:
     def weights(self, version: int) -> dict[str, torch.Tensor]:
         return {spec.name: torch.full(spec.shape, float(version)) for spec in self.SPECS}
 
-    def test_it_listens_at_the_address_of_its_process(self, monkeypatch) -> None:
-        monkeypatch.setenv("LLAMARL_ADDRESS", "127.0.0.7")
-        publisher, subscriber = P2pPublisher(alone(self.SPECS), lambda value: [value]), P2pSubscriber(self.SPECS, 0)
+    @pytest.mark.parametrize("variable", ["LLAMARL_ADDRESS", "LLAMARL_WEIGHTS_ADDRESS"])
+    def test_it_listens_at_the_address_of_its_process(self, variable, monkeypatch) -> None:
+        """That of weights, where they have one of their own, readers too, who pass them on."""
+        monkeypatch.setenv("LLAMARL_ADDRESS", "127.0.0.6")
+        monkeypatch.setenv(variable, "127.0.0.7")
+        publisher = P2pPublisher(alone(self.SPECS), lambda value: [value])
+        monkeypatch.setenv(variable, "127.0.0.8")
+        subscriber = P2pSubscriber(self.SPECS, 0)
         address = publisher.publish(0, self.weights(0), ())
         assert all(place.startswith("127.0.0.7:") for place in address.places.values())
         assert (subscriber.fetch(0, address)["w1"] == 0).all()
+        assert subscriber._relay.place.startswith("127.0.0.8:")
         publisher.close()
         subscriber.close()
 

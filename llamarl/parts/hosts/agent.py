@@ -108,7 +108,14 @@ class HostAgent:
     """`run` is all that it does."""
 
     def __init__(
-        self, controllers: Sequence[str], pki: Path, name: str, address: str, once: bool, tell: Callable[[str], None]
+        self,
+        controllers: Sequence[str],
+        pki: Path,
+        name: str,
+        address: str,
+        once: bool,
+        tell: Callable[[str], None],
+        weights_address: str = "",
     ) -> None:
         """
         Args:
@@ -116,6 +123,7 @@ class HostAgent:
             address: of this host, on its certificate.
             once: it ends with the first run that it took part in.
             tell: gets a sentence for people.
+            weights_address: of this host, for weights; empty: `address`.
 
         Raises:
             ConfigError: there is no certificate for it.
@@ -125,7 +133,7 @@ class HostAgent:
         self._address, self._once, self._tell = address, once, tell
         self._logs = Path(tempfile.mkdtemp(prefix="llamarl-host-"))
         gpus = count_devices() if Path("/dev/nvidiactl").exists() else 0
-        self._inventory = own_inventory(name, address, str(self._logs), gpus)
+        self._inventory = own_inventory(name, address, str(self._logs), gpus, weights_address)
         self._run = ""
         self._sent = dict[str, int]()
         """Bytes of each log."""
@@ -293,7 +301,7 @@ class HostAgent:
                         writer.write(b"." if not left else b"!")
             writer.close()
 
-        listener = listen(self._address)
+        listener = listen(self._inventory.weights_address)
         entrance = Entrance(listener, on_loop(count, 4 << 20))
         asyncio.get_running_loop().call_later(BLAST_S, entrance.close)
         return {"port": listener.getsockname()[1]}

@@ -21,7 +21,7 @@ from llamarl.cluster.monarch import (
     attach_to_workers,
     bootstrap_command,
 )
-from llamarl.config.device import ADDRESS
+from llamarl.config.device import ADDRESS, WEIGHTS_ADDRESS
 from llamarl.observability.spans import Span
 from llamarl.parts.hosts.registry import Host, Registry
 
@@ -119,5 +119,5 @@ def _command_at(
     """Command that starts a rank of a mesh on other hosts, whose ranks begin with `first`."""
     number, local = divmod(place, alike[0][1].num_ranks)
     host, share = alike[number]
-    env = spec.env | share.env | {ADDRESS: host.inventory.address}
+    env = spec.env | share.env | {ADDRESS: host.inventory.address, WEIGHTS_ADDRESS: host.inventory.weights_address}
     return bootstrap_command(spec, first + place, local, env, Path(host.inventory.logs))

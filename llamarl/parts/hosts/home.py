@@ -48,6 +48,8 @@ class Inventory(Section):
     name: str
     address: str
     """Address at which the other hosts reach this one."""
+    weights_address: str
+    """Address at which its executors send and receive weights."""
     logs: str
     """Folder there that its executors write to."""
     cores: int
@@ -143,11 +145,12 @@ class Line:
             self._writer.write(self._out.read())
 
 
-def own_inventory(name: str, address: str, logs: str, gpus: int) -> Inventory:
-    """Inventory of this machine, whose GPUs have been counted."""
+def own_inventory(name: str, address: str, logs: str, gpus: int, weights_address: str = "") -> Inventory:
+    """Inventory of this machine, whose GPUs have been counted; without another address weights take the same."""
     return Inventory(
         name=name,
         address=address,
+        weights_address=weights_address or address,
         logs=logs,
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),

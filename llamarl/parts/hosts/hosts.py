@@ -108,7 +108,7 @@ def _existing(folder: Path) -> Path:
 async def _speed(sender: Host, receiver: Host) -> float:
     """Bytes per second. Raises ConfigError: there is no way from one to the other."""
     wanted = {"num_bytes": WIRE_BYTES, "secret": secrets.token_hex(16)}
-    address = receiver.inventory.address
+    address = receiver.inventory.weights_address
     try:
         port = (await receiver.ask("receive", **wanted))["port"]
         return (await sender.ask("send", BLAST_S, address=address, port=port, **wanted))["bytes_per_s"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -61,7 +62,7 @@ class PublishedAt(NamedTuple):
 
 
 class NixlPublisher(PackedPublisher):
-    """A trainer rank. A thread per generator rank says where versions are."""
+    """A trainer rank. A thread per generator rank says where versions are, and one drives what they read."""
 
     TRANSPORT, ON_DEVICE, BUCKET_BYTES = "nixl", True, 256 << 20  # each piece costs launches and calls on both sides
 
@@ -74,9 +75,12 @@ class NixlPublisher(PackedPublisher):
         host: str = "",
         **options: Any,
     ) -> None:
-        self._agent = NixlEndpoint(host := host or links.own_address())
+        self._agent = NixlEndpoint(host := host or links.weights_address())
         self._registered = dict[int, Any]()
+        self._num_reading, self._changed = 0, threading.Condition()
         super().__init__(plan, exchange, folder, host=host, **options)
+        self._driver = threading.Thread(target=self._drive, name="weight-driver", daemon=True)
+        self._driver.start()
 
     def _new_slot(self) -> Slot:
         slot = super()._new_slot()
@@ -101,12 +105,34 @@ class NixlPublisher(PackedPublisher):
                 continue
             flat, proof = slot.flats[number], slot.proofs[number].copy()
             connection.send(PublishedAt(self._agent.do("get_agent_metadata"), flat.data_ptr(), memory_of(flat), proof))
-            # Where no hardware reads by itself, the agent must be called while somebody reads. A thread of its own
-            # would keep a core busy all the time.
-            while not self._closed and not connection.poll(1e-3):
-                self._agent.do("get_new_notifs")
-            connection.recv()  # it has read
+            self._reads(1)
+            try:
+                while not self._closed and not connection.poll(POLL_S):
+                    pass
+                connection.recv()  # it has read
+            finally:
+                self._reads(-1)
             connection.send(self._slots.get(version) is slot)
+
+    def _reads(self, change: int) -> None:
+        with self._changed:
+            self._num_reading += change
+            self._changed.notify()
+
+    def _drive(self) -> None:
+        """Calls the agent while somebody reads, as no other hardware may do it; always, it would keep a core busy."""
+        make_current(self._device)
+        while not self._closed:
+            with self._changed:
+                self._changed.wait_for(lambda: self._num_reading or self._closed)
+            with suppress(Broken):
+                self._agent.do("get_new_notifs")
+            time.sleep(1e-3)
+
+    def close(self) -> None:
+        super().close()
+        self._reads(0)
+        self._driver.join()
 
 
 @dataclass(slots=True)
@@ -139,7 +165,7 @@ class NixlSubscriber(CopyingSubscriber):
         self._scratch = list[Tensor]()
 
     def receive(self, request: VersionRequest, address: Address) -> tuple[np.ndarray, int]:
-        places = [Rendezvous(place, address.publisher) for place in self.place_in(address).split(",")]
+        places = [Rendezvous(place, address.publisher) for place in self.place_in(address).split(",") if place]
         is_used = bool(self._writers)
         try:
             return self._receive(request, places)
@@ -157,10 +183,10 @@ class NixlSubscriber(CopyingSubscriber):
             self._writers.append(
                 _Writer(connection, into_buckets(self.layout, connection.recv(), NixlPublisher.BUCKET_BYTES))
             )
-        founds = [self._ask(writer, request.version) for writer in self._writers]
+        founds = self._ask(self._writers, request.version)
         there = [(writer, found) for writer, found in zip(self._writers, founds, strict=True) if found]
         num_bytes = self._read(request, there) if len(there) == len(founds) else 0
-        still = [self._ask(writer, None) for writer, _ in there]
+        still = self._ask([writer for writer, _ in there], None)
         if not all(still) or len(there) < len(founds):
             raise Superseded(f"version {request.version} is no longer at all trainer ranks")
         return np.stack([found.proof for _, found in there]), num_bytes
@@ -170,12 +196,16 @@ class NixlSubscriber(CopyingSubscriber):
         assert self._opened is not None, "there is no writer yet"
         return self._opened
 
-    def _ask(self, writer: _Writer, version: int | None) -> Any:
-        """Asks where a version is; None: whether it still was when it had been read."""
-        writer.connection.send(version)
-        if not writer.connection.poll(self._timeout_s):
-            raise TimeoutError(f"no answer in {self._timeout_s:g} s")
-        return writer.connection.recv()
+    def _ask(self, writers: Sequence[_Writer], version: int | None) -> list[Any]:
+        """Asks all where a version is; None: whether it still was when it had been read."""
+        for writer in writers:
+            writer.connection.send(version)
+        answers, deadline_s = list[Any](), time.monotonic() + self._timeout_s
+        for writer in writers:
+            if not writer.connection.poll(max(0.0, deadline_s - time.monotonic())):
+                raise TimeoutError(f"no answer in {self._timeout_s:g} s")
+            answers.append(writer.connection.recv())
+        return answers
 
     def _read(self, request: VersionRequest, there: Sequence[tuple[_Writer, PublishedAt]]) -> int:
         """Fills the tensors, some buckets at a time; how many bytes came."""

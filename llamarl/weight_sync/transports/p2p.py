@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.distributed.links import BROKEN, LOST_S, notice_loss, own_address
+from llamarl.distributed.links import BROKEN, LOST_S, notice_loss, weights_address
 from llamarl.distributed.rendezvous import Rendezvous
-from llamarl.distributed.streams import receive, send
+from llamarl.distributed.streams import keep_pace, receive, send
 from llamarl.weight_sync.base import Superseded, TransferFailed
 from llamarl.weight_sync.buckets import Bucket, changes, changes_bytes, into_buckets, memory_of, pieces, wanted
 from llamarl.weight_sync.copying import NOTHING, CopyingSubscriber, VersionRequest
@@ -37,9 +37,16 @@ from llamarl.weight_sync.relays import TIRED_VERSIONS, Chains, Relay, host_of
 
 MAX_THREADS = 16
 """Streams that a generator rank receives at once."""
-MIN_STREAMS = 2
-"""Fewest streams of each generator rank, over all trainer ranks. From one to one, a stream carries 3.2 GB/s of 5.9, two
-carry 6.2 and four no more (2 cores, network namespaces)."""
+MAX_KEPT = 512
+"""Streams, of which each takes a descriptor, that a generator rank keeps for the next version."""
+NO_BYTES = torch.empty(0, dtype=torch.uint8)
+
+
+def streams_from_each(num_trainers: int) -> int:
+    """Streams from each trainer rank that has something for a generator rank. One does not fill a fast wire, and often
+    one rank has most: from one to one, a stream carries 3.2 GB/s of 5.9, two carry 6.2 and four no more (2 cores,
+    network namespaces)."""
+    return 2 if 2 * num_trainers <= MAX_THREADS else 1
 
 
 class WantedStream(NamedTuple):
@@ -113,6 +120,7 @@ class P2pPublisher(PackedPublisher):
         connection.send(Answer(True, base is not None, slot.proofs[number].copy(), relay, pace_s))
         if relay:
             return
+        keep_pace(connection)
         start_s, buckets = time.monotonic(), asked.of(self._buckets[number])
         for bucket in buckets:
             if base is None:
@@ -144,8 +152,6 @@ class _IncomingStream:
     connection: Connection
     buckets: tuple[Bucket, ...]
     """All of the trainer rank's."""
-    scratch: Tensor
-    """Memory for one bucket."""
     pace_s: float | None = None
     """Seconds per byte that it took at best."""
 
@@ -167,31 +173,39 @@ class P2pSubscriber(CopyingSubscriber):
             host: an address of this machine that other generators can reach; empty: where this process listens.
         """
         super().__init__(specs, rank, delta)
-        self._timeout_s, self._host = timeout_s, host or own_address()
+        self._timeout_s, self._host = timeout_s, host or weights_address()
         self._streams = dict[tuple[int, int], _IncomingStream]()
         """Streams by trainer rank and number."""
+        self._scratch = list[Tensor]()
+        """Memory for a bucket each, of streams that receive nothing; there are no more than threads."""
         self._relay: Relay | None = None
         """None while nobody else's host needs what comes here."""
         self._used = dict[tuple[int, int], str]()
         """Relay that the buckets of a stream came from last, by trainer rank and number."""
 
     def receive(self, request: VersionRequest, address: Address) -> tuple[np.ndarray, int]:
-        places = [Rendezvous(place, address.publisher) for place in self.place_in(address).split(",")]
-        if self._relay is None and any(host_of(place.address) != self._host for place in places):
+        places = self.place_in(address).split(",")
+        able = {rank: Rendezvous(place, address.publisher) for rank, place in enumerate(places) if place}
+        if self._relay is None and any(host_of(place.address) != self._host for place in able.values()):
             self._relay = Relay(self.layout, self._host, address.publisher)
         if self._relay and request.only is None:
             self._relay.begin(request.version, request.tensors)
-        num = -(-MIN_STREAMS // len(places))
-        streams = [(rank, stream, num) for rank in range(len(places)) for stream in range(num)]
-        with ThreadPoolExecutor(min(MAX_THREADS, len(streams)), "weight-receiver") as pool:
-            jobs = [pool.submit(self._pull_from, *one, places[one[0]], request) for one in streams]
+        num = streams_from_each(len(able))
+        # Ranks of a replica begin with other trainer ranks.
+        order = sorted(able, key=lambda rank: (rank - MAX_THREADS * self.rank) % len(places))
+        streams = [(rank, stream, num) for rank in order for stream in range(num)]
+        with ThreadPoolExecutor(MAX_THREADS, "weight-receiver") as pool:
+            jobs = [pool.submit(self._pull_from, *one, able[one[0]], request) for one in streams]
+        proofs, num_bytes = np.zeros((len(places), 2, len(self.layout.specs)), np.uint64), 0
         try:
-            proofs, sizes = zip(*(job.result() for job in jobs), strict=True)
+            for (rank, *_), job in zip(streams, jobs, strict=True):
+                proofs[rank], size = job.result()
+                num_bytes += size
         except BaseException:
             if self._relay:
                 self._relay.fail()
             raise
-        return np.stack(proofs[::num]), sum(sizes)
+        return proofs, num_bytes
 
     def _pull_from(
         self, rank: int, number: int, num_streams: int, place: Rendezvous, request: VersionRequest
@@ -199,7 +213,7 @@ class P2pSubscriber(CopyingSubscriber):
         """Pulls the parts of one trainer rank. A stream that has broken since the last time is formed anew."""
         is_used = (rank, number) in self._streams
         try:
-            return self._receive(rank, number, num_streams, place, request)
+            received = self._receive(rank, number, num_streams, place, request)
         except BROKEN as error:
             if (broken := self._streams.pop((rank, number), None)) is not None:
                 broken.connection.close()
@@ -207,6 +221,9 @@ class P2pSubscriber(CopyingSubscriber):
                 return self._pull_from(rank, number, num_streams, place, request)
             what = f"version {request.version} from trainer rank {rank} at {place.address}"
             raise TransferFailed(f"generator rank {self.rank} did not get {what}: {error}") from error
+        if len(self._streams) > MAX_KEPT:
+            self._streams.pop((rank, number)).connection.close()
+        return received
 
     def _receive(
         self, rank: int, number: int, num_streams: int, place: Rendezvous, request: VersionRequest
@@ -216,14 +233,13 @@ class P2pSubscriber(CopyingSubscriber):
             connection = place.connect(self.layout.digest, self._timeout_s, LOST_S)
             notice_loss(connection)
             cut = into_buckets(self.layout, connection.recv(), P2pPublisher.BUCKET_BYTES)
-            size = max((bucket.num_bytes for bucket in cut), default=0)
-            self._streams[key] = _IncomingStream(connection, cut, torch.empty(size, dtype=torch.uint8))
+            self._streams[key] = _IncomingStream(connection, cut)
         stream = self._streams[key]
         connection = stream.connection
         relay = self._relay if request.only is None else None
         asked = WantedStream(request.version, number, num_streams, request.only, request.base.version)
         asked = asked._replace(place=relay.place if relay else "")
-        buckets, num_passed, take = asked.of(stream.buckets), 0, partial(self._take, request, rank, stream.scratch)
+        buckets, num_passed, take = asked.of(stream.buckets), 0, partial(self._take, request, rank)
         if (used := self._used.pop(key, "")) and request.only is not None and buckets:  # what it brought is damaged
             asked = asked._replace(left=(used, TIRED_VERSIONS))
         start_s, answer = time.monotonic(), self._ask(connection, asked, rank)
@@ -256,16 +272,21 @@ class P2pSubscriber(CopyingSubscriber):
         self,
         request: VersionRequest,
         rank: int,
-        scratch: Tensor,
         connection: Connection,
         bucket: Bucket,
         deadline_s: float | None = None,
     ) -> int:
         """Straight into place where a part is one piece of memory there."""
+        scratch = NO_BYTES
+        with suppress(IndexError):  # all are in use
+            scratch = self._scratch.pop()
+        if scratch.nbytes < bucket.num_bytes:
+            scratch = torch.empty(bucket.num_bytes, dtype=torch.uint8)
         memory, elsewhere = pieces(self.layout, request.tensors, bucket, scratch)
         receive(connection, memory, deadline_s)
         for target, piece in elsewhere:
             target.copy_(piece)
+        self._scratch.append(scratch)
         if self._relay and request.only is None:
             self._relay.arrived(rank, bucket)
         return bucket.num_bytes

@@ -22,8 +22,8 @@ class Machine:
     def __init__(self, name: str, gpus: int = 0, cores: int = 4) -> None:
         self.name, self.is_leaving = name, False
         self.inventory = Inventory(
-            name=name, address="10.0.0.1", logs="", cores=cores, memory_bytes=1, gpus=gpus, code="", python="",
-            packages={}, pid=1,
+            name=name, address="10.0.0.1", weights_address="10.0.0.1", logs="", cores=cores, memory_bytes=1, gpus=gpus,
+            code="", python="", packages={}, pid=1,
         )  # fmt: skip
 
 

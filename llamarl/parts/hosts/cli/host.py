@@ -13,6 +13,7 @@ from llamarl.cli.options import command_parser
 from llamarl.cluster.engine_files import own_temporary_folder
 from llamarl.config import ConfigError
 from llamarl.config.cluster import MAX_PORT
+from llamarl.distributed.links import interface_of
 from llamarl.parts.hosts.agent import HostAgent, ask_to_leave
 from llamarl.parts.hosts.certificates import check_member
 from llamarl.parts.hosts.home import BROKEN, address_towards
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--address", default="", help="where the others reach this host; default: as it reaches ADDRESS"
     )
+    parser.add_argument("--weights-address", default="", help="address here that weights take; default: as --address")
     parser.add_argument("--once", action="store_true", help="end with the first run that it took part in")
     parser.add_argument("--drain", action="store_true", help="let the host of this name, which runs already, leave")
     options = parser.parse_args(arguments)
@@ -47,6 +49,10 @@ def main(arguments: Sequence[str]) -> int:
     check_member(options.name, address)
     if ":" in address:
         raise ConfigError(f"--address {address}: hosts meet at IPv4 addresses or names alone; give one of this machine")
+    if (wire := options.weights_address) and not interface_of(wire):
+        raise ConfigError(
+            f"--weights-address {wire}: this machine has no such IPv4 address; give one of `ip -4 address`"
+        )
     pki = Path(options.pki)
     if options.drain:
         for place in controllers:
@@ -57,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
                 print(f"llamarl host: {place}: {error or 'no answer'}", file=sys.stderr)
         return FAILURE
     own_temporary_folder()
-    agent = HostAgent(controllers, pki, options.name, address, options.once, _say)
+    agent = HostAgent(controllers, pki, options.name, address, options.once, _say, wire)
     return asyncio.run(agent.run())
 
 

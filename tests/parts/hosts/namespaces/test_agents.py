@@ -19,6 +19,8 @@ from llamarl.parts.hosts.certificates import make_certificates
 from tests.cluster.harness import is_alive
 
 ADDRESSES = {"b": "127.0.0.3", "c": "127.0.0.4"}
+WEIGHTS = {"c": "127.0.0.104"}
+"""Addresses that weights take where it is another."""
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[4])}
 WAIT_S = 30.0
 
@@ -61,7 +63,10 @@ class Agents:
         command = [sys.executable, "-m", "llamarl", "host", places, "--pki", str(self.pki), "--name", name]
         with (self.folder / f"{name}.txt").open("ab") as output:
             return subprocess.Popen(
-                [*command, "--address", ADDRESSES[name]], env=ENV, stdout=output, stderr=subprocess.STDOUT
+                [*command, "--address", ADDRESSES[name], "--weights-address", WEIGHTS.get(name, "")],
+                env=ENV,
+                stdout=output,
+                stderr=subprocess.STDOUT,
             )
 
     def send(self, name: str, number: signal.Signals) -> None:
@@ -114,10 +119,10 @@ def test_executors_on_hosts_that_die_freeze_and_come_back(
     do = controller.do
     do("until", "b", "c")
     on_both, on_c = do("spawn", "both", ["b", "c"]), do("spawn", "one", ["c"])
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LLAMARL_TEST", "LLAMARL_ADDRESS")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LLAMARL_TEST", "LLAMARL_ADDRESS", "LLAMARL_WEIGHTS_ADDRESS")
     assert do("call", "both", "environ", *names) == [
-        ["0", "0", "2", "on b", "127.0.0.3"],
-        ["1", "0", "2", "on c", "127.0.0.4"],
+        ["0", "0", "2", "on b", "127.0.0.3", "127.0.0.3"],
+        ["1", "0", "2", "on c", "127.0.0.4", "127.0.0.104"],
     ]
     assert do("call", "both", "echo", "x" * (3 << 20)) == ["x" * (3 << 20)] * 2, "longer than a message"
     assert on_both[0] in agents.below("b")
