@@ -17,8 +17,8 @@ that older weights had computed (`generator.kv_on_update = "keep"`), else `cache
 that read it. A function f of the sum L of such parts a_i is divided by a_i f(L) / L, which is the
 Aumann-Shapley price (Billera and Heath, "Allocation of shared costs", 1982) and the path integral of Sundararajan et
 al., "Axiomatic attribution for deep networks" (2017), equation 1, from no cause to all: parts add up to f(L) exactly.
-f(L) = e^L - 1 is the ratio's excess, f(L) = e^L - 1 - L the estimate of the KL; with L less its staleness, f(L) = |L| is
-the mismatch, which tokens of version c have alone. A part is negative where it makes up for others.
+f(L) = e^L - 1 is the ratio's excess, f(L) = e^L - 1 - L the estimate of the KL; f(L) = |L|, of L without its staleness,
+is the mismatch: tokens of version c have nothing else. A part is negative where it makes up for others.
 
 A mixture's routers choose for themselves in all of these. Where experts were recorded, training computes with those,
 and `kl_from_routing` is what that takes away: the KL to the behavior policy with the trainer's own choice minus the KL
