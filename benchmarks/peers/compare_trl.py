@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from _record import write_result
 
 from llamarl.config import build, load_config
-from llamarl.data.prompts import SOURCES, fill_template
+from llamarl.data.prompts import AUTO, PLAIN, SOURCES, fill_template
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs/demo.toml"
@@ -122,7 +122,7 @@ def trl_run(python: str, threads: int, seed: int, steps: int, folder: Path) -> d
     prompts = folder / "prompts.jsonl"
     with prompts.open("w") as file:
         for row in rows:
-            prompt = fill_template(row, config.data.template)
+            prompt = fill_template(row, PLAIN if config.data.template == AUTO else config.data.template)
             file.write(json.dumps({"prompt": prompt, "answer": row.answer}) + "\n")
     settings = config.rollout.model_dump() | config.trainer.model_dump(mode="json") | {"steps": steps, "seed": seed}
     output = folder / "trl"

@@ -117,9 +117,13 @@ class Admission:
 
     def admit(self) -> list[tuple[GenerationRequest, Prompt]]:
         """Requests for as many groups as may be admitted now."""
+        num_active = self.buffer.num_active
         group_ids = self.buffer.admit(self.num_admissible)
         self._flow.mark("admitted", group_ids)
-        return [self._request(group_id) for group_id in group_ids]
+        return [
+            self._request(group_id, self.buffer.oldest_version(num_active + place, self._version))
+            for place, group_id in enumerate(group_ids)
+        ]
 
     def sampling(self, prompt: Prompt) -> SamplingParams:
         """Parameters with which responses to a prompt are drawn: those of its source."""
@@ -145,7 +149,7 @@ class Admission:
         """Whether there is nothing to learn from comparing its rollouts."""
         return is_flat(group, mask_truncated=self._mask_truncated)
 
-    def _request(self, group_id: int) -> tuple[GenerationRequest, Prompt]:
+    def _request(self, group_id: int, from_version: int) -> tuple[GenerationRequest, Prompt]:
         if group_id not in self._prompt_of:
             self._prompt_of[group_id] = self._sampler.next()
         prompt = self._prompts[self._prompt_of[group_id]]
@@ -154,12 +158,12 @@ class Admission:
             prompt_token_ids_T=prompt.token_ids_T,
             group_size=self._group_size,
             sampling=self.sampling(prompt),
-            from_version=self._version,
+            from_version=from_version,
         )
         return request, prompt
 
     def made(self, version: int, num_groups: int) -> None:
-        """The trainer has made `version` of so many groups, whose slots are free: who is admitted now waits for it."""
+        """The trainer has made `version` of so many groups, whose slots are free."""
         self._version = version
         self.buffer.release(num_groups)
 

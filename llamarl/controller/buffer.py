@@ -5,20 +5,20 @@ window W:
 
 - *Admission.* Group i is admitted only while fewer than A groups are active, (S + 1) * P or `max_active`. A group is
   active from its admission until the version that was trained on it is made (`release`). What is admitted carries the
-  newest version that is made then: its request may leave at once, and waits at its generator until that one serves this
-  version or a newer one.
+  oldest version that may serve it (`oldest_version`): its request leaves at once, and waits at its generator until that
+  one serves this version or a newer one.
 - *Window.* While h is the oldest unconsumed group, only groups below h + W may be consumed, oldest first.
 
 - *Replacement.* A flat group, in which all rewards are equal, may be dropped: it is active no more, and a new group
   comes at the end of the order. Between two steps at most `max_dropped` groups are dropped, those with the smallest
   numbers, whatever order they come in; every later flat group is kept. So each step consumes exactly P groups.
 
-Then no group is older than S + ceil((W - 1) / P) optimizer steps when it is consumed. Proof: let a be the newest
-version that is made when i is admitted; every generator that samples a part of i serves a or a newer one. The a * P
-groups behind it are consumed. Of the others, fewer than (S + 1) * P are older than i and not dropped, as they are
-active; at most W - 1 are younger than i and consumed before it. So i is consumed at version
-floor((a * P + (S + 1) * P - 1 + W - 1) / P) = a + S + ceil((W - 1) / P) or an older one. With S = 0 it is 0 for any
-window, as a step takes all P active groups. `docs/staleness.md` has it at length.
+Then no group is older than L = S + ceil((W - 1) / P) optimizer steps when it is consumed. Proof: let a be the newest
+version that is made when i is admitted, and n the number of groups that are active then. The a * P groups behind a are
+consumed. Of the others, at most n are older than i and not dropped, as they are active; at most W - 1 are younger than
+i and consumed before it. So i is consumed at version a + floor((n + W - 1) / P) or an older one; and its tokens are of
+version a + min(0, floor((n + W - 1) / P) - L) or of newer ones. As n < (S + 1) * P, that floor is at most L. With S = 0
+there is no such choice for any window, as a step takes all P active groups. `docs/staleness.md` has it at length.
 Discarding old groups would bound staleness too, but favors short answers.
 """
 
@@ -90,6 +90,14 @@ class RolloutBuffer:
         ids = [*again, *range(first, self.next_group_id)]
         self._waiting.update(dict.fromkeys(ids))
         return ids
+
+    def oldest_version(self, num_active: int, newest: int) -> int:
+        """The oldest version that may serve a group, which was admitted while so many others were active and `newest`
+        was the newest that was made."""
+        if not self.staleness_limit:
+            return newest
+        latest = (num_active + self.window - 1) // self.prompts_per_step  # the step that takes it, counted from newest
+        return max(0, newest + min(0, latest - self.staleness_limit))
 
     def put(self, group: RolloutGroup, *, is_flat: bool = False) -> tuple[list[RolloutGroup], list[int]]:
         """`group` is generated and scored. Returns groups that are ready now, and ids of those that are dropped."""

@@ -26,7 +26,7 @@ from llamarl.config.trainer import TrainerConfig
 from llamarl.distributed.mesh import join_mesh
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.distributed.runtime import set_up_device
-from llamarl.kernels import build, products
+from llamarl.kernels import build, fused, products
 from llamarl.models.hf import open_model
 from llamarl.models.lora import add_adapters
 from llamarl.models.memory import MOMENTS_BYTES
@@ -77,7 +77,7 @@ class OptimizingExecutor(Executor):
         moments of AdamW."""
         if said := products.describe():
             with suppress(OSError):  # into the executor's log, unless that disk is full
-                sys.stdout.write(f"{said}\n")
+                sys.stdout.write(f"{said}\n{fused.describe()}\n")
         if self._mirror:
             each = MOMENTS_BYTES[optimization.config.moments]
             held = [tensor for _, tensor in optimization.shards().values()]

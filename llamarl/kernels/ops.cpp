@@ -1,5 +1,6 @@
 // Small operations of a decode step in float32, one pass over memory each, on one core. No header of torch or Python.
 
+#include <algorithm>
 #include <cfloat>
 #include <cmath>
 #include <vector>
@@ -116,6 +117,31 @@ void rms_norm(const float* x, const float* weight, float* y, int64_t num_rows, i
     }
 }
 
+// Gradients of x, and of the weights, which are added up over the rows: in float for some rows, then in double.
+void rms_norm_backward(
+    const float* grad, const float* x, const float* weight, float* grad_x, float* grad_weight, int64_t num_rows,
+    int64_t width, float eps) {
+    constexpr int64_t kRows = 64;
+    std::vector<float> part(width);
+    std::vector<double> sum(width);
+    for (int64_t start = 0; start < num_rows; start += kRows) {
+        const int64_t stop = start + kRows < num_rows ? start + kRows : num_rows;
+        std::fill(part.begin(), part.end(), 0.0f);
+        for (int64_t row = start; row < stop; ++row, grad += width, x += width, grad_x += width) {
+            const float inverse = inverse_norm(x, width, eps);
+            float dot = 0;
+            for (int64_t i = 0; i < width; ++i) dot += grad[i] * weight[i] * x[i];
+            const float along = dot * inverse * inverse / float(width);
+            for (int64_t i = 0; i < width; ++i) {
+                part[i] += grad[i] * x[i] * inverse;
+                grad_x[i] = (grad[i] * weight[i] - x[i] * along) * inverse;
+            }
+        }
+        for (int64_t i = 0; i < width; ++i) sum[i] += part[i];
+    }
+    for (int64_t i = 0; i < width; ++i) grad_weight[i] = float(sum[i]);
+}
+
 // Heads in place: normed if there is a weight, then channel i of the first `rotary_dim` rotated with channel i + half.
 void rotate(
     float* x, int64_t stride, int64_t num_heads, const float* weight, const float* cosine, const float* sine,
@@ -148,6 +174,18 @@ void silu_mul(
             const Floats e = exp_of_negative(g > 0 ? -g : g);
             store_part((g > 0 ? g : g * e) / (1.0f + e) * u, y + i, width - i);
         }
+}
+
+// With s = 1 / (1 + exp(-gate)): grad * up * s * (1 + gate * (1 - s)) and grad * gate * s
+void silu_mul_backward(
+    const float* grad, const float* gate, const float* up, float* grad_gate, float* grad_up, int64_t size) {
+    for (int64_t i = 0; i < size; i += kLanes) {
+        const Floats g = load_part(gate + i, size - i, 0), u = load_part(up + i, size - i, 0);
+        const Floats y = load_part(grad + i, size - i, 0), e = exp_of_negative(g > 0 ? -g : g);
+        const Floats s = (g > 0 ? Floats{} + 1.0f : e) / (1.0f + e);
+        store_part(y * u * s * (1.0f + g * (1.0f - s)), grad_gate + i, size - i);
+        store_part(y * g * s, grad_up + i, size - i);
+    }
 }
 
 void draw(

@@ -35,8 +35,10 @@ def kernels() -> Kernel:
     library.rotate.argtypes = (_P, _I, _I, _P, _P, _P, _I, _I, _I, _I, _F)
     library.silu_mul.argtypes = (_P, _I, _P, _I, _P, _I, _I)
     library.draw.argtypes = (_P, _I, _I, _P, _P, _P, _P)
-    for function in (library.rms_norm, library.rotate, library.silu_mul, library.draw):
-        function.restype = None
+    library.rms_norm_backward.argtypes = (_P, _P, _P, _P, _P, _I, _I, _F)
+    library.silu_mul_backward.argtypes = (_P, _P, _P, _P, _P, _I)
+    for name in ("rms_norm", "rotate", "silu_mul", "draw", "rms_norm_backward", "silu_mul_backward"):
+        getattr(library, name).restype = None
     wrong = _wrong(library)
     return Kernel(library=None, reason=f"ops.cpp: {wrong} differs from torch on this processor") if wrong else loaded
 
@@ -75,7 +77,8 @@ def rotate(
     weights = norms or (None, None)
     pairs = (q_N_H_K, weights[0]), (k_N_J_K, weights[1])
     if library is None:
-        q, k = (_rotate(x if weight is None else rms_norm(x, weight, eps), *rotation) for x, weight in pairs)
+        normed = (x if weight is None else rms_norm(x, weight, eps) for x, weight in pairs)
+        q, k = (rotate_by_torch(x, rotation).to(x.dtype) for x in normed)
         return q, k
     cos_N_1_R, sin_N_1_R = rotation
     rotary_dim, head_dim = cos_N_1_R.shape[-1], q_N_H_K.shape[-1]
@@ -90,6 +93,48 @@ def rotate(
             cos_N_1_R.data_ptr(), sin_N_1_R.data_ptr(), cos_N_1_R.stride(0), len(x_N_H_K), head_dim, rotary_dim, eps,
         )  # fmt: skip
     return q_N_H_K, k_N_J_K
+
+
+def rms_norm_backward(grad_N_D: Tensor, x_N_D: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Gradients of `rms_norm`'s x and weight, where there are kernels; all are contiguous."""
+    grad_x_N_D, grad_weight_D = torch.empty_like(x_N_D), torch.empty_like(weight_D)
+    pointers = [x.data_ptr() for x in (grad_N_D, x_N_D, weight_D, grad_x_N_D, grad_weight_D)]
+    width = len(weight_D)
+    _there().rms_norm_backward(*pointers, x_N_D.numel() // width, width, eps)
+    return grad_x_N_D, grad_weight_D
+
+
+def silu_mul_backward(grad_N_F: Tensor, gate_N_F: Tensor, up_N_F: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up, where there are kernels; all are contiguous."""
+    grad_gate_N_F, grad_up_N_F = torch.empty_like(gate_N_F), torch.empty_like(up_N_F)
+    pointers = [x.data_ptr() for x in (grad_N_F, gate_N_F, up_N_F, grad_gate_N_F, grad_up_N_F)]
+    _there().silu_mul_backward(*pointers, grad_N_F.numel())
+    return grad_gate_N_F, grad_up_N_F
+
+
+def rotated(x_N_H_K: Tensor, cos_N_1_R: Tensor, sin_N_1_R: Tensor) -> Tensor:
+    """`rotate_by_torch` of float32 heads, where there are kernels."""
+    made = x_N_H_K.clone(memory_format=torch.contiguous_format)
+    num_rows, num_heads, head_dim = made.shape
+    table = torch.cat((cos_N_1_R, sin_N_1_R), 1)
+    cos, sin = table[:, 0], table[:, 1]
+    _there().rotate(
+        made.data_ptr(), num_heads * head_dim, num_heads, None, cos.data_ptr(), sin.data_ptr(), table.stride(0),
+        num_rows, head_dim, table.shape[-1], 0.0,
+    )  # fmt: skip
+    return made
+
+
+def rotate_by_torch(x_N_H_K: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotates channel i with channel i + R/2, and leaves those behind R. The table holds the sine's sign, so swapping
+    halves needs no negation."""
+    cos_N_1_R, sin_N_1_R = rotation
+    size = cos_N_1_R.shape[-1]
+    x_N_H_R, rest = x_N_H_K[..., :size], x_N_H_K[..., size:]
+    swapped_N_H_R = x_N_H_R.roll(size // 2, dims=-1)
+    # Not addcmul: its fused multiply-add rounds once where transformers rounds twice.
+    rotated_N_H_R = x_N_H_R * cos_N_1_R + swapped_N_H_R * sin_N_1_R
+    return torch.cat((rotated_N_H_R, rest.to(rotated_N_H_R.dtype)), -1) if rest.shape[-1] else rotated_N_H_R
 
 
 def silu_mul(gate_N_F: Tensor, up_N_F: Tensor, takes: torch.dtype | None = None) -> Any:
@@ -134,15 +179,14 @@ def _library(x: Tensor) -> ctypes.CDLL | None:
     return kernels().library if x.device.type == "cpu" and x.dtype == torch.float32 else None
 
 
+def _there() -> ctypes.CDLL:
+    library = kernels().library
+    assert library is not None, "asked for before"
+    return library
+
+
 def _is_vector(weight: Tensor, size: int) -> bool:
     return weight.shape == (size,) and weight.dtype == torch.float32 and weight.is_contiguous()
-
-
-def _rotate(x_N_H_K: Tensor, cos_N_1_R: Tensor, sin_N_1_R: Tensor) -> Tensor:
-    size = cos_N_1_R.shape[-1]
-    x_N_H_R, rest = x_N_H_K[..., :size], x_N_H_K[..., size:]
-    turned = (x_N_H_R * cos_N_1_R + x_N_H_R.roll(size // 2, dims=-1) * sin_N_1_R).to(x_N_H_K.dtype)
-    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
 
 
 def _wrong(library: ctypes.CDLL) -> str:
@@ -158,13 +202,33 @@ def _wrong(library: ctypes.CDLL) -> str:
     for size in (22, 10):  # all channels, and the first of them
         rotated = x.clone()
         library.rotate(rotated.data_ptr(), 44, 2, None, cos.data_ptr(), sin.data_ptr(), 44, 3, 22, size, 1e-6)
-        if not torch.allclose(rotated, _rotate(x, cos[:, :1, :size], sin[:, :1, :size]), 1e-5, 1e-5):
+        if not torch.allclose(rotated, rotate_by_torch(x, (cos[:, :1, :size], sin[:, :1, :size])), 1e-5, 1e-5):
             return "rotate"
     library.silu_mul(x.data_ptr(), 22, up.data_ptr(), 22, y.data_ptr(), 6, 22)
     if not torch.allclose(y, F.silu(x_6_22) * up.view(6, 22), 1e-5, 1e-6):
         return "silu_mul"
+    if wrong := _wrong_gradient(library, cos.reshape(6, 22), x_6_22, up.view(6, 22), weight):
+        return wrong
     library.draw(x.data_ptr(), 3, 44, *(t.data_ptr() for t in (temperature, noise, tokens, logprobs)))
     logits = x.view(3, 44)
     expected = torch.searchsorted(torch.softmax(logits, 1).cumsum(1), noise[:, None])[:, 0]
     exact = torch.log_softmax(logits, 1)[range(3), tokens.clamp(0, 43)]
     return "" if tokens.equal(expected) and torch.allclose(logprobs, exact, 1e-5, 1e-5) else "draw"
+
+
+def _wrong_gradient(library: ctypes.CDLL, grad: Tensor, x: Tensor, up: Tensor, weight: Tensor) -> str:
+    """The first gradient that is not that of its formula; autograd has none in inference mode."""
+    found = torch.empty_like(x), torch.empty_like(x), torch.empty_like(weight)
+    grad_x, grad_up, grad_weight = (one.data_ptr() for one in found)
+    pointers = [one.data_ptr() for one in (grad, x, weight)]
+    library.rms_norm_backward(*pointers, grad_x, grad_weight, *x.shape, 1e-6)
+    inverse = torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-6)
+    along = (grad * weight * x).mean(1, keepdim=True) * inverse**2
+    expected = (grad * weight - x * along) * inverse, (grad * x * inverse).sum(0)
+    if not all(torch.allclose(*pair, 1e-4, 1e-5) for pair in zip(found[::2], expected, strict=True)):
+        return "rms_norm_backward"
+    library.silu_mul_backward(grad.data_ptr(), x.data_ptr(), up.data_ptr(), grad_x, grad_up, x.numel())
+    share = torch.sigmoid(x)
+    expected = grad * up * share * (1 + x * (1 - share)), grad * x * share
+    right = all(torch.allclose(*pair, 1e-4, 1e-5) for pair in zip(found[:2], expected, strict=True))
+    return "" if right else "silu_mul_backward"

@@ -33,6 +33,11 @@ PRODUCTS = (OUTPUT, INPUT, WEIGHT)
 """x W^T, and the gradients g W of x and g^T x of W."""
 TORCH, ONEDNN, COPIED = "torch", "onednn", "onednn-copied"
 """oneDNN reads matrices as they lie, or copies in which what is summed over is contiguous."""
+TOKENS, STEP = 512, 64
+"""Tokens of one call of oneDNN's, or fewer in these steps: it makes and keeps code for every size of its operands, a
+millisecond and some hundred kilobytes each."""
+EVEN = 128
+"""A multiple of it goes in one call where that saves copies: a microbatch has few such sizes."""
 TIMED_TOKENS, LARGEST, SMALLEST = 512, 512, 8
 """Sizes of weights count to the next power of two within these bounds."""
 _MARGIN = 1.25
@@ -105,6 +110,11 @@ def chosen(num_outputs: int, num_inputs: int) -> ProductPaths:
     return _chosen(_class(num_outputs), _class(num_inputs), torch.get_num_threads(), build.kept_in())
 
 
+def even() -> int:
+    """Number of tokens of which a microbatch is best a multiple, by the choices made so far."""
+    return EVEN if any(choice.paths != OWN.paths for choice in _choices.values()) else 1
+
+
 def describe() -> str:
     """Line for the log: what serves in this process."""
     parts = list[str]()
@@ -161,18 +171,39 @@ def onednn() -> Callable[[Tensor, Tensor], Tensor] | None:
 
 def _multiply(path: str, product: str, a: Tensor, b: Tensor, out: Tensor | None, add: bool) -> Tensor:
     left_M_K = a.t() if product == WEIGHT else a
-    right_N_K = b if product == OUTPUT else b.t()
+    right_K_N = b.t() if product == OUTPUT else b
     if path == TORCH:
-        right_K_N = right_N_K.t()
         return out.addmm_(left_M_K, right_K_N) if add and out is not None else torch.mm(left_M_K, right_K_N, out=out)
-    if path == COPIED:
-        left_M_K, right_N_K = left_M_K.contiguous(), right_N_K.contiguous()
+    is_copied = path == COPIED
+    if product == WEIGHT:
+        parts = zip(left_M_K.split(TOKENS, 1), right_K_N.t().split(TOKENS, 1), strict=True)
+        made = [_by_onednn(_filled(one, 1, is_copied), _filled(other, 1, is_copied)) for one, other in parts]
+        y_M_N = functools.reduce(Tensor.add_, made)
+        if out is None:
+            return y_M_N
+        return out.add_(y_M_N) if add else out.copy_(y_M_N)
+    right_N_K = right_K_N.t().contiguous() if is_copied else right_K_N.t()
+    if out is None and len(left_M_K) % EVEN == 0:
+        return _by_onednn(_filled(left_M_K, 0, is_copied), right_N_K)
+    y_M_N = left_M_K.new_empty(len(left_M_K), len(right_N_K)) if out is None else out
+    for block_T_K, y_T_N in zip(left_M_K.split(TOKENS), y_M_N.split(TOKENS), strict=True):
+        made_T_N = _by_onednn(_filled(block_T_K, 0, is_copied), right_N_K)[: len(block_T_K)]
+        _ = y_T_N.add_(made_T_N) if add and out is not None else y_T_N.copy_(made_T_N)
+    return y_M_N
+
+
+def _by_onednn(left_M_K: Tensor, right_N_K: Tensor) -> Tensor:
     operation = onednn()
     assert operation is not None, "it was there when it was chosen"
-    y_M_N = operation(left_M_K, right_N_K)
-    if out is None:
-        return y_M_N
-    return out.add_(y_M_N) if add else out.copy_(y_M_N)
+    return operation(left_M_K, right_N_K)
+
+
+def _filled(x: Tensor, dim: int, is_copied: bool) -> Tensor:
+    """Zeros behind its tokens, up to the next multiple of `STEP`; in a piece of its own where `is_copied`."""
+    num_more = -x.shape[dim] % STEP
+    if not num_more:
+        return x.contiguous() if is_copied else x
+    return F.pad(x, (0, num_more) if dim else (0, 0, 0, num_more))
 
 
 def _operands(product: str, m: int, o: int, i: int) -> tuple[Tensor, Tensor]:

@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.distributed.collectives import gather_rows
 from llamarl.distributed.mesh import ALONE, CPU, Axis
+from llamarl.kernels import train_attention
 from llamarl.models.flash_attention import FlashAttend, can_serve
 from llamarl.models.transformer import Attend
 
@@ -47,6 +49,8 @@ def packed_attend(
     response_lengths: Sequence[tuple[int, ...]],
     device: torch.device = CPU,
     cp: Axis = ALONE.cp,
+    *,
+    fused: bool = False,
 ) -> Attend:
     """Causal attention for group after group, a prompt and then its responses; in bfloat16 on GPUs by flash attention.
 
@@ -56,11 +60,16 @@ def packed_attend(
 
     Args:
         device: for masks and indices, of which documents without responses need none, but with context parallelism.
+        fused: in float32 on processors by a kernel of this package, whose bits are others than torch's.
     """
 
     @cache
     def masked() -> Attend:
         return _masked_attend(prompt_lengths, response_lengths, device, cp)
+
+    @cache
+    def segments() -> np.ndarray:
+        return train_attention.segments(prompt_lengths, response_lengths)
 
     @cache
     def flash(where: torch.device) -> Attend:
@@ -70,6 +79,8 @@ def packed_attend(
         if cp.size == 1 and can_serve(v_M_J_K.device, v_M_J_K.dtype, v_M_J_K.shape[-1]):
             q_M_H_K, k_M_J_K = q_M_H_K.to(v_M_J_K.dtype), k_M_J_K.to(v_M_J_K.dtype)  # rotation may have widened them
             return flash(v_M_J_K.device)(layer, q_M_H_K, k_M_J_K, v_M_J_K)
+        if fused and cp.size == 1 and train_attention.can_serve(q_M_H_K, k_M_J_K, v_M_J_K):
+            return train_attention.attend(q_M_H_K, k_M_J_K, v_M_J_K, segments())
         return masked()(layer, q_M_H_K, k_M_J_K, v_M_J_K)
 
     return attend
@@ -78,7 +89,7 @@ def packed_attend(
 def _masked_attend(
     prompt_lengths: Sequence[int], response_lengths: Sequence[tuple[int, ...]], device: torch.device, cp: Axis
 ) -> Attend:
-    """Attention by torch's scaled dot product, group by group: on processors, in float32, with context ranks."""
+    """Attention by torch's scaled dot product, group by group: with context ranks, and where no kernel serves."""
     groups = [
         (prompt + sum(given), ()) if len(given) == 1 else (prompt, given)
         for prompt, given in zip(prompt_lengths, response_lengths, strict=True)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from llamarl.kernels.ops import rotate_by_torch
 from llamarl.models.experts import MoeFeedForward
 from llamarl.models.shape import LinearScaling, Llama3Scaling, ModelShape, YarnScaling
 
@@ -26,7 +27,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attend(layer_index, q_N_H_K, k_N_J_K, v_N_J_K) -> out_N_H_K; it scales the scores by head_dim ** -0.5."""
 
 Rotation = tuple[Tensor, Tensor]
-"""(cos_N_1_R, sin_N_1_R); the first half of the sine is negative, see `rotate`."""
+"""(cos_N_1_R, sin_N_1_R); the first half of the sine is negative, see `rotate_by_torch`."""
 
 
 class Rope:
@@ -102,26 +103,17 @@ def _yarn_ramp(scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:
     return ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / width).clamp(0, 1)
 
 
-def rotate(x_N_H_K: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate channel i with channel i + R/2, and leave those behind R. The table holds the sine's sign, so swapping
-    halves needs no negation."""
-    cos_N_1_R, sin_N_1_R = rotation
-    size = cos_N_1_R.shape[-1]
-    x_N_H_R, rest = x_N_H_K[..., :size], x_N_H_K[..., size:]
-    swapped_N_H_R = x_N_H_R.roll(size // 2, dims=-1)
-    # Not addcmul: its fused multiply-add rounds once where transformers rounds twice.
-    rotated_N_H_R = x_N_H_R * cos_N_1_R + swapped_N_H_R * sin_N_1_R
-    return torch.cat((rotated_N_H_R, rest.to(rotated_N_H_R.dtype)), -1) if rest.shape[-1] else rotated_N_H_R
-
-
 class RMSNorm(nn.RMSNorm):
     """Under autocast the input is bfloat16 and the weight float32; the fused kernel needs one type for both. On GPUs
     autocast makes it float32."""
 
+    normalize: Callable[..., Tensor] = staticmethod(F.rms_norm)
+    """Norm with a gradient, by torch or by what training sets in its place."""
+
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
             return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps)
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        return self.normalize(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Projection(nn.Linear):
@@ -136,6 +128,9 @@ class Projection(nn.Linear):
 
 class Attention(nn.Module):
     """Grouped-query attention. Head counts follow from the projections' outputs, which tensor parallelism cuts."""
+
+    rotate: Callable[[Tensor, Rotation], Tensor] = staticmethod(rotate_by_torch)
+    """Rotation of heads, by torch or by what training sets in its place."""
 
     def __init__(self, shape: ModelShape, index: int) -> None:
         super().__init__()
@@ -158,15 +153,23 @@ class Attention(nn.Module):
         q, k, v = (flat.unflatten(-1, (-1, self.head_dim)) for flat in self.project(x_N_D))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, rotation), rotate(k, rotation), v
+        return self.rotate(q, rotation), self.rotate(k, rotation), v
 
     def forward(self, x_N_D: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         out_N_H_K = attend(self.index, *self.heads(x_N_D, rotation))
         return self.o_proj(out_N_H_K.flatten(-2))
 
 
+def gate_by_torch(gate_N_F: Tensor, up_N_F: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    return F.silu(gate_N_F) * up_N_F
+
+
 class FeedForward(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    activate: Callable[[Tensor, Tensor], Tensor] = staticmethod(gate_by_torch)
+    """Gated activation, by torch or by what training sets in its place."""
 
     def __init__(self, hidden_size: int, width: int) -> None:
         super().__init__()
@@ -179,8 +182,7 @@ class FeedForward(nn.Module):
         return self.gate_proj(x_N_D), self.up_proj(x_N_D)
 
     def forward(self, x_N_D: Tensor) -> Tensor:
-        gate_N_F, up_N_F = self.project(x_N_D)
-        return self.down_proj(F.silu(gate_N_F) * up_N_F)
+        return self.down_proj(self.activate(*self.project(x_N_D)))
 
 
 class Layer(nn.Module):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from llamarl.config.schema import TrainerConfig
-from llamarl.kernels import products
+from llamarl.kernels import fused, products
 from llamarl.models.lora import LoraLinear
 from llamarl.models.scalar import ScalarModel
-from llamarl.models.transformer import Layer, Projection, Transformer
+from llamarl.models.transformer import Attention, FeedForward, Layer, Projection, RMSNorm, Transformer
 
 
 def set_compute(model: Transformer | ScalarModel, config: TrainerConfig, device: torch.device) -> None:
@@ -18,6 +18,12 @@ def set_compute(model: Transformer | ScalarModel, config: TrainerConfig, device:
             if isinstance(module, Projection | LoraLinear):
                 module.multiply = products.linear
                 products.chosen(*module.weight.shape)  # measured at the start
+            elif isinstance(module, RMSNorm):
+                module.normalize = fused.rms_norm
+            elif isinstance(module, Attention):
+                module.rotate = fused.rotate
+            elif isinstance(module, FeedForward):
+                module.activate = fused.silu_mul
     for layer in model.model.layers.children():
         assert isinstance(layer, Layer)
         layer.recompute = config.activation_checkpointing

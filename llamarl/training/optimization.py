@@ -18,6 +18,7 @@ from torch import Tensor
 
 from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.mesh import RankMesh
+from llamarl.kernels import products
 from llamarl.sharding.tensor_parallel import is_router
 from llamarl.training.compute import set_compute
 from llamarl.training.health import Health, find_cause
@@ -83,6 +84,8 @@ class Optimization(ABC, Generic[Model]):
         """
         self.model, self.config, self.mesh, self.device = module.transformer, config, mesh, device
         set_compute(self.model, config, device)
+        if device.type == "cpu" and config.dtype == "float32":
+            module.even, module.fused = products.even(), True
         self.module = module
         for name, weight in module.named_parameters() if not config.train_router else ():
             weight.requires_grad_(weight.requires_grad and not is_router(name))

@@ -24,6 +24,9 @@ from llamarl.training.logprobs import target_logprobs
 from llamarl.training.packing import EMPTY, Microbatch, SampleGroup, pack, padded
 from llamarl.types import TrainSample
 
+LARGE = 8
+"""So many times its step, and a microbatch is large enough for padding to cost little."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
@@ -59,15 +62,23 @@ class RankModel(nn.Module, Generic[Model]):
         self.hidden_size = transformer.shape.hidden_size
         self.multiple = mesh.tp.size * (2 * mesh.cp.size if mesh.cp.size > 1 else 1)
         """Number of tokens of which the ranks can share every multiple evenly."""
+        self.even = 1
+        """Number of tokens of which a rank's part of a large microbatch is a multiple."""
+        self.fused = False
+        """Whether attention may be a kernel of this package."""
 
     def hidden_shape(self, microbatch: Microbatch) -> tuple[int, int]:
         """Shape of the hidden states between pipeline stages, [M, D]."""
-        num_tokens = len(padded(microbatch, self.multiple).token_ids_N)
+        num_tokens = len(self._padded(microbatch).token_ids_N)
         return num_tokens // (self.mesh.cp.size * self.mesh.tp.size), self.hidden_size
+
+    def _padded(self, microbatch: Microbatch) -> Microbatch:
+        even = self.multiple * self.even
+        return padded(microbatch, even if len(microbatch.token_ids_N) >= LARGE * even else self.multiple)
 
     def place(self, microbatch: Microbatch, device: torch.device) -> Inputs:
         """This rank's part of a microbatch."""
-        cp, whole = self.mesh.cp, padded(microbatch, self.multiple)
+        cp, whole = self.mesh.cp, self._padded(microbatch)
         rows_N = own_index(num_tokens := len(whole.token_ids_N), cp)
         place_of = torch.full((num_tokens,), -1).index_copy(0, rows_N, torch.arange(len(rows_N)))
         predictors_R = place_of[torch.from_numpy(whole.predictors_R)]
@@ -77,7 +88,7 @@ class RankModel(nn.Module, Generic[Model]):
         return Inputs(
             token_ids_N=torch.from_numpy(whole.token_ids_N)[rows_N].to(device, non_blocking=True),
             positions_N=torch.from_numpy(whole.positions_N)[rows_N].to(device, non_blocking=True),
-            attend=packed_attend(whole.prompt_lengths, whole.response_lengths, device, cp),
+            attend=packed_attend(whole.prompt_lengths, whole.response_lengths, device, cp, fused=self.fused),
             predictors_O=predictors_R[index_O].to(device, non_blocking=True),
             targets_O=torch.from_numpy(whole.targets_R)[index_O].to(device, non_blocking=True),
             index_O=index_O.to(device, non_blocking=True),

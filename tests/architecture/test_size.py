@@ -10,13 +10,13 @@ from pathlib import Path
 from tests.architecture.repository import PACKAGE, functions, name_of, python_files, tree
 
 FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
-KERNEL_LINES = 1_500
+KERNEL_LINES = 1_750
 BUDGETS = {
     "top": 362,  # goal: 250
     "config": 1_355,  # goal: 820
     "hub": 700,  # goal: 650
     "net": 100,  # goal: 70
-    "kernels": 1_560,  # goal: 1,200
+    "kernels": 1_780,  # goal: 1,200
     "distributed": 680,  # goal: 600
     "sharding": 360,  # goal: 530
     "algorithms": 460,  # goal: 500
@@ -30,9 +30,9 @@ BUDGETS = {
     "sandbox": 340,  # goal: 300
     "cluster": 1_240,  # goal: 1,080
     "generation": 2_140,  # goal: 1,830
-    "training": 2_095,  # goal: 1,550
+    "training": 2_100,  # goal: 1,550
     "executors": 1_080,  # goal: 920
-    "controller": 3_580,  # goal: 2,450
+    "controller": 3_590,  # goal: 2,450
     "run": 2_925,  # goal: 1,150
     "cli": 800,  # goal: 600
     "parts/forecast": 4_155,  # goal: 2,900

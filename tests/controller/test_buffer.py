@@ -24,8 +24,8 @@ def group(group_id: int) -> RolloutGroup:
 class Model:
     """Trainer and generators around a buffer. Every event that could happen next is a choice of the driver.
 
-    A group's age counts from the version that the generators held when it was admitted: the worst case, as if its first
-    token were sampled at once.
+    A group's age counts from the oldest version that may serve it: the worst case, as if a generator that has
+    adopted nothing newer sampled its first token at once.
     """
 
     def __init__(
@@ -102,8 +102,11 @@ class Model:
         return [event for event, may_happen in events.items() if may_happen]
 
     def admit(self, count: int) -> None:
-        for group_id in self.buffer.admit(count):
-            self.generating[group_id] = self.born[group_id] = self.begun.get(group_id, self.adopted)
+        num_active = self.buffer.num_active
+        for place, group_id in enumerate(self.buffer.admit(count)):
+            oldest = self.buffer.oldest_version(num_active + place, self.adopted)
+            assert 0 <= oldest <= self.adopted, "it would wait for what is not there"
+            self.generating[group_id] = self.born[group_id] = self.begun.get(group_id, oldest)
             self.unconsumed.add(group_id)
         self.left_to_admit -= count
 

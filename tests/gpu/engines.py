@@ -12,7 +12,6 @@ import torch
 from llamarl.generation.engine import Engine
 from llamarl.generation.model import GeneratorModel, KvPrecision, Precision
 from llamarl.kernels import ops
-from llamarl.models import transformer
 from llamarl.models.hf import new_model
 from llamarl.models.shape import ModelShape, MoeShape
 from llamarl.models.transformer import Rope, Transformer
@@ -134,5 +133,5 @@ def rotations() -> list[tuple[str, bool]]:
     q = torch.randn(8, 4, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     rotation = Rope(ModelShape(**SIZES, family="llama"))(torch.arange(100, 108), torch.float32)
     own, _ = ops.rotate(q.clone(), q[:, :2].clone(), rotation, None, 1e-6)
-    trainers = transformer.rotate(q, rotation).bfloat16()
+    trainers = ops.rotate_by_torch(q, rotation).bfloat16()
     return [(dtype, bool(own.dtype == torch.bfloat16 and torch.equal(own, trainers))) for dtype in sorted({*found})]

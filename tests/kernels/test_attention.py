@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.kernels import attention, build, ops
+from llamarl.kernels import attention, build, ops, train_attention
 from llamarl.kernels.attention import BLOCK_SIZE, PagedAttention, Tasks
 
 needs_kernel = pytest.mark.skipif(attention.kernel().library is None, reason=attention.kernel().reason or "has one")
@@ -124,7 +124,7 @@ def test_where_it_cannot_serve_there_is_a_reason() -> None:
 @pytest.fixture
 def reloaded() -> Iterator[None]:
     """Kernels are loaded anew, and compiled where this code was not yet with these flags."""
-    caches = build.load, attention.kernel, ops.kernels
+    caches = build.load, attention.kernel, ops.kernels, train_attention.kernels
     for cached in caches:
         cached.cache_clear()
     yield
@@ -147,11 +147,12 @@ def test_the_code_of_other_processors_passes_the_checks_at_load(flag: str, monke
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O1", "-Wno-psabi", flag))
     assert attention.kernel().reason == ""
     assert ops.kernels().reason == ""
+    assert train_attention.kernels().reason == ""
 
 
 @needs_kernel
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are of x86-64")
-@pytest.mark.parametrize("name", ["attention", "copy", "ops"])
+@pytest.mark.parametrize("name", ["attention", "copy", "ops", "train_attention"])
 def test_the_code_of_avx512_compiles(name: str) -> None:
     compiler = shutil.which("g++") or shutil.which("clang++")
     assert compiler is not None

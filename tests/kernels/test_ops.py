@@ -40,7 +40,7 @@ def test_rotate_equals_the_modules(num_heads: int, num_kv_heads: int, head_dim: 
     rotation = table[:, :1], table[:, 1:]
     norms = (randn(head_dim), randn(head_dim) + 1) if normed else None
     expected = [
-        transformer.rotate(F.rms_norm(x, (head_dim,), norms[i], 1e-6) if norms else x, rotation)
+        ops.rotate_by_torch(F.rms_norm(x, (head_dim,), norms[i], 1e-6) if norms else x, rotation)
         for i, x in enumerate((q, k))
     ]
     values = v.clone()

@@ -58,6 +58,31 @@ def test_every_path_reproduces_float64(path: str, m: int, o: int, i: int, spread
             torch.testing.assert_close(out.double(), 2 * exact, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.skipif(len(PATHS) == 1, reason="this torch has no oneDNN")
+@pytest.mark.parametrize("path", [ONEDNN, COPIED])
+def test_onednn_sees_few_sizes(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """Whatever the number of tokens, as it keeps code for each size; and no token is lost between calls."""
+    seen, operation = set[tuple[torch.Size, torch.Size]](), products.onednn()
+    assert operation is not None
+
+    def noted(a: Tensor, b: Tensor) -> Tensor:
+        seen.add((a.shape, b.shape))
+        return operation(a, b)
+
+    monkeypatch.setattr(products, "onednn", lambda: noted)
+    w = drawn(5, 3)
+    with serving(path):
+        for m in range(1, 1537, 5):
+            x, g = drawn(m, 3, seed=m), drawn(m, 5, seed=m + 1)
+            for product, (a, b), exact in (
+                (OUTPUT, (x, w), x @ w.T), (INPUT, (g, w), g @ w), (WEIGHT, (g, x), g.T @ x)
+            ):  # fmt: skip
+                torch.testing.assert_close(products.multiply(product, a, b), exact, atol=1e-4, rtol=1e-4)
+    tokens = {max(a[0], a[1], b[1]) for a, b in seen}
+    assert tokens <= {*range(64, 513, 64), 640, 768, 896, 1024, 1152, 1280, 1408, 1536}
+    assert len(seen) <= 3 * len(tokens)
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("bias", [False, True])
 def test_gradients_are_those_of_float64(path: str, bias: bool) -> None:

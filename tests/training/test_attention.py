@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llamarl.kernels import train_attention
 from llamarl.models.transformer import Transformer
 from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.trainer import Trainer
@@ -123,3 +124,14 @@ def test_bfloat16_is_near(make_trainer, make_groups) -> None:
 def _bfloat16(trainer: Trainer) -> Trainer:
     trainer.config = trainer.config.model_copy(update={"dtype": "bfloat16"})
     return trainer
+
+
+@pytest.mark.skipif(train_attention.kernels().library is None, reason="no kernel")
+def test_the_kernel_of_processors_serves_a_trainer(make_trainer, make_groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's gradient norm and log-probabilities are those of torch's own attention."""
+    torch.set_num_threads(1)
+    served = make_trainer().step(make_groups())
+    monkeypatch.setattr(train_attention, "can_serve", lambda *given: False)
+    torchs = make_trainer().step(make_groups())
+    assert served.update.grad_norm == pytest.approx(torchs.update.grad_norm, rel=1e-5)
+    assert served.update.grad_norm != torchs.update.grad_norm, "it was not called"

@@ -1,0 +1,98 @@
+"""The small operations of training on CPUs, in float32 with their gradients: one pass over memory each.
+
+Torch makes several passes of a norm and twice as many of its gradient: on small models a fifth of a step. For all but
+plain float32 tensors of a CPU, with several threads, inside of `torch.compile`, and where there is no compiled
+`ops.cpp`, torch serves.
+
+Shape suffixes: N packed tokens, D model dim, H heads, K head dim, F feed-forward dim, R rotated channels of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from llamarl.kernels import ops, train_attention
+
+
+def rms_norm(x: Tensor, shape: tuple[int, ...], weight_D: Tensor, eps: float) -> Tensor:
+    """`F.rms_norm` over the last dimension."""
+    if x.shape[-1:] != shape or not _are_served(x, weight_D):
+        return F.rms_norm(x, shape, weight_D, eps)
+    return _NormFunction.apply(x, weight_D, eps)
+
+
+def rotate(x_N_H_K: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """`ops.rotate_by_torch`."""
+    if not _are_served(x_N_H_K, *rotation):
+        return ops.rotate_by_torch(x_N_H_K, rotation)
+    return _RotationFunction.apply(x_N_H_K, *rotation)
+
+
+def silu_mul(gate_N_F: Tensor, up_N_F: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    return _GateFunction.apply(gate_N_F, up_N_F) if _are_served(gate_N_F, up_N_F) else F.silu(gate_N_F) * up_N_F
+
+
+def describe() -> str:
+    """Line for the log: what serves in float32 on a CPU."""
+    threads = "it takes one thread" if torch.get_num_threads() > 1 else ""
+    reasons = {
+        "norms, rotations and activations": threads or ops.kernels().reason,
+        "attention": threads or train_attention.kernels().reason,
+    }
+    return "; ".join(f"{what}: {f'torch ({reason})' if reason else 'fused'}" for what, reason in reasons.items())
+
+
+def _are_served(*given: Tensor) -> bool:
+    plain = all(
+        type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu" for x in given
+    )
+    alone = torch.get_num_threads() == 1 and not torch.compiler.is_compiling()
+    return plain and alone and ops.kernels().library is not None
+
+
+class _NormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        x, weight_D = x.contiguous(), weight_D.contiguous()
+        ctx.save_for_backward(x, weight_D)
+        ctx.eps = eps
+        return ops.rms_norm(x.view(-1, x.shape[-1]), weight_D, eps).view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        x, weight_D = ctx.saved_tensors
+        return *ops.rms_norm_backward(grads[0].contiguous(), x, weight_D, ctx.eps), None
+
+
+class _RotationFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_N_H_K: Tensor, cos_N_1_R: Tensor, sin_N_1_R: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_N_1_R, sin_N_1_R)
+        return ops.rotated(x_N_H_K, cos_N_1_R, sin_N_1_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        cos_N_1_R, sin_N_1_R = ctx.saved_tensors
+        # The transpose: what the upper half gave the lower one comes back with the upper one's sine.
+        return ops.rotated(grads[0], cos_N_1_R, sin_N_1_R.roll(sin_N_1_R.shape[-1] // 2, -1)), None, None
+
+
+class _GateFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_N_F: Tensor, up_N_F: Tensor) -> Tensor:
+        gate_N_F, up_N_F = gate_N_F.contiguous(), up_N_F.contiguous()
+        ctx.save_for_backward(gate_N_F, up_N_F)
+        return ops.silu_mul(gate_N_F.flatten(0, -2), up_N_F.flatten(0, -2)).view_as(gate_N_F)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:  # pyrefly: ignore[bad-override]
+        return ops.silu_mul_backward(grads[0].contiguous(), *ctx.saved_tensors)
