@@ -16,7 +16,7 @@ BUDGETS = {
     "config": 1_355,  # goal: 820
     "hub": 700,  # goal: 650
     "net": 100,  # goal: 70
-    "kernels": 1_780,  # goal: 1,200
+    "kernels": 1_785,  # goal: 1,200
     "distributed": 680,  # goal: 600
     "sharding": 360,  # goal: 530
     "algorithms": 460,  # goal: 500
