@@ -66,6 +66,8 @@ a part of the profiled one, and a larger one has more responses that are as alik
 By `contention` of the profile the simulation of the profiled run takes as long as the run; all settings have it.
 The planner's roofline gives every executor a core of its own: with 2 generators on 2 cores it is too fast.
 Errors are predicted / measured - 1 for times and rates; differences for shares and staleness (in steps).
+again: the profiled setting once more, after all others: how far two runs of one setting are apart, which no prediction
+undercuts.
 other_cores: cores that processes outside the run kept busy during it. simulator_given_others is no prediction: it tells
 the simulator, after the run, that so many cores were not there; what error it takes away was not the model's.
 """.splitlines()
@@ -122,9 +124,9 @@ def _run(name: str, overrides: list[str], folder: Path, steps: int) -> dict[str,
 
 
 def _busy_s() -> float:
-    """Processor seconds of everybody since the machine started."""
-    user, nice, system, _, _, interrupts, soft_interrupts = map(int, Path("/proc/stat").read_text().split()[1:8])
-    return (user + nice + system + interrupts + soft_interrupts) / os.sysconf("SC_CLK_TCK")
+    """Processor seconds of everybody since the machine started, those that its host gave to others included."""
+    user, nice, system, _, _, *others = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
 
 
 def _children_s() -> float:
@@ -245,6 +247,7 @@ def main() -> None:
             for way, predicted in (predictions[name] | {"simulator_given_others": known}).items():
                 rows[name][way] = {"predicted": predicted, "error": errors(predicted, measured)}
             print(name, json.dumps(rows[name]), flush=True)
+        again = measure("again", [], folder, options)
 
     def spread(way: str, figure: str) -> float | None:
         values = [abs(row[way]["error"][figure]) for row in rows.values() if row[way]["error"][figure] is not None]
@@ -256,7 +259,7 @@ def main() -> None:
         "own_machine": {"median_error": medians["simulator"]["step_s"], "goal": GOAL, "median_errors": medians},
         "worst_errors_of_simulator": worst,
         "profiled_run": {way: {"predicted": p, "error": errors(p, base)} for way, p in itself.items()}
-        | {"measured": base},
+        | {"measured": base, "again": {"measured": again, "error": errors(base, again)}},
         "settings_predicted": rows,
         "profile": described,
     }

@@ -32,8 +32,8 @@ class Column:
     name: str
     dtype: Any
     filled_by: str
-    """`generator`, as tokens are sampled; `agents`, when a session ends; an executor that scores whole rollouts
-    (`reference`, `critic`); or `trainer`, when it makes a batch."""
+    """`generator`, as tokens are sampled; `rescorer`, as they leave it; `agents`, when a session ends; an executor that
+    scores whole rollouts (`reference`, `critic`); or `trainer`, when it makes a batch."""
     default: float | bool | None = None
     """Value for tokens sampled after the column's beginning, and for rollouts without it. None: each has its own."""
     is_recorded: bool = False
@@ -58,6 +58,8 @@ COLUMNS: dict[str, Column] = {
         Column(name="routes", dtype=np.uint8, filled_by="generator", is_wide=True),
         # The token was drawn among those whose natural-log probability is at least its own plus this, 0 or less.
         Column(name="cutoffs", dtype=np.float32, filled_by="generator", default=-math.inf),
+        # Natural-log probability by a forward that reads no cache, with the weights that sampled it; NaN: nobody asked.
+        Column(name="fresh_logprobs", dtype=np.float32, filled_by="rescorer", default=math.nan),
         # Which token sequence of an outside agent's episode the token is of; each holds its own prompt.
         Column(name="sequence", dtype=np.int32, filled_by="agents", is_recorded=True),
         # Natural-log probability under the frozen reference.
@@ -282,6 +284,8 @@ class GenerationRequest:
     """The engine holds what its rollouts that stop have computed, for when an environment has answered."""
     purpose: Literal["train", "eval", "greedy"] = "train"
     """Purpose of its rollouts: to learn from, to measure the policy, or as the baseline of the group."""
+    is_rescored: bool = False
+    """The generator fills `fresh_logprobs` of the first rollout, to tell what a cache changes."""
     from_version: int = 0
     """Oldest policy version that may sample it. A request may leave before its generator serves that one; it waits
     there."""

@@ -39,7 +39,6 @@ import numpy as np
 from _record import RESULTS, write_result
 from light_agents import light_certificates
 from namespaces import Namespaces, available
-from runs import PORT, ROOT, WAIT_S, agent, certificates
 
 from llamarl.cluster.api import ExecutorHandle, ExecutorSpec, HostShare
 from llamarl.cluster.payload import Deal
@@ -48,6 +47,7 @@ from llamarl.parts.hosts.certificates import monarch_env
 from llamarl.parts.hosts.hosting import HostPlacer
 from llamarl.parts.hosts.registry import Registry
 from llamarl.types import FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
+from runs import PORT, ROOT, WAIT_S, agent, certificates
 
 PARTS = ("registry", "placement", "calls")
 PLACED_HOSTS, GPUS = 128, 8

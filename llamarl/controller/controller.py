@@ -21,9 +21,11 @@ import asyncio
 import sys
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from llamarl.config import RunConfig
 from llamarl.controller.admission import Admission, Problems
+from llamarl.controller.causes import scored_by_generator
 from llamarl.controller.evaluation import IDS_PER_SET, EvalResult, Evaluation, HeldOutSet, due
 from llamarl.controller.flight import Flight, PendingGroup, RolloutState, requests_for
 from llamarl.controller.journal import UNWRITTEN_S, Journal
@@ -40,6 +42,7 @@ from llamarl.controller.telemetry import Telemetry
 from llamarl.controller.turns import open_turns
 from llamarl.controller.weights import WeightSync
 from llamarl.executors.replies import ControllerState
+from llamarl.training.probe import CauseProbe
 from llamarl.types import GenerationRequest, Prompt, RolloutGroup
 
 
@@ -257,10 +260,12 @@ class Controller:
         evaluations = list[asyncio.Task[list[EvalResult]]]()
         while self.version < self._config.steps:
             groups = await self._next_batch()
+            causes = self._ask_for_causes(groups)
             if self._config.generators_sleep:
-                await asyncio.gather(*evaluations)  # which need the generators
+                await asyncio.gather(*evaluations, *([causes[1]] if causes else []))  # which need the generators
                 await self._weights.sleep()
             self._under_way = self._optimized.begin(self.version + 1, groups)
+            self._under_way.causes = causes
             # Bookkeeping of steps before, while the trainer works on this one.
             await self._report(beside=self._under_way)
             await self._end_step(syncs=True)
@@ -286,6 +291,12 @@ class Controller:
         self._admission.consumed(groups, self.version)
         self._groups_changed.notify()
         return groups
+
+    def _ask_for_causes(self, groups: Sequence[RolloutGroup]) -> tuple[CauseProbe, asyncio.Task[Any]] | None:
+        if (probe := CauseProbe.of(groups, self._config.rollout.temperature)) is None:
+            return None
+        scored = scored_by_generator(probe, self.replicas, self.version)
+        return probe, self._supervisor.start(scored, f"causes of step {self.version + 1}")
 
     async def _end_step(self, syncs: bool) -> None:
         """Waits for the step under way; then the sync of its version starts."""

@@ -23,12 +23,14 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 
 from llamarl.config import RunConfig, build
 from llamarl.controller.journal import Journal
 from llamarl.controller.records import Key
 from llamarl.controller.replica import Replica
 from llamarl.executors.replies import ScoredResponse
+from llamarl.training.probe import is_rescored
 from llamarl.types import (
     FinishReason,
     GenerationRequest,
@@ -104,7 +106,7 @@ class FlyingRollout:
 def greedy_request(request: GenerationRequest) -> GenerationRequest:
     """The request for one greedy response to the same prompt."""
     sampling, group_id = replace(request.sampling, temperature=0.0), FIRST_GREEDY_ID + request.group_id
-    return replace(request, group_id=group_id, group_size=1, sampling=sampling, purpose="greedy")
+    return replace(request, group_id=group_id, group_size=1, sampling=sampling, purpose="greedy", is_rescored=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +177,7 @@ class Flight:
         """`journal` gets each answer before anything is made of it."""
         advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
         self._journal, self._segment_tokens = journal, config.rollout.segment_tokens
+        self._is_rescored = partial(is_rescored, config)
         self._needs_greedy: bool = advantage.NEEDS_GREEDY
         self._with_turns = {label for label, one in config.by_source.items() if one.rollout.environment is not None}
         """Sources whose environment says what follows a rollout that has stopped."""
@@ -251,8 +254,12 @@ class Flight:
         """A group that is to be generated, of which the journal has these rollouts: finished ones, some of which wait
         for the reply to their last turn, and some to go on with."""
         has_turns = prompt.source in self._with_turns
-        request = replace(request, segment_tokens=self._segment_tokens, has_turns=has_turns)
-        with_greedy = self._needs_greedy and request.purpose == "train"
+        is_trained_on = request.purpose == "train"
+        request = replace(
+            request, segment_tokens=self._segment_tokens, has_turns=has_turns,
+            is_rescored=is_trained_on and self._is_rescored(request.group_id),
+        )  # fmt: skip
+        with_greedy = self._needs_greedy and is_trained_on
         rows = list[FlyingRollout]()
         for one in (request, greedy_request(request)) if with_greedy else (request,):
             of_request = self._rows[one.group_id] = {

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 
-import numpy as np
-
 from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import port
 from llamarl.controller.ports import GeneratorPort
 from llamarl.controller.records import Key
-from llamarl.executors.probes import CauseProbe
 from llamarl.executors.replies import GeneratorStats, Published
 
 NO_VERSION = -1
@@ -22,9 +19,6 @@ REST = 4.0
 
 class Replica:
     """One generator and what the controller knows of it."""
-
-    causes: tuple[CauseProbe, np.ndarray] | None = None
-    """The last such probe that it has scored, and what it said, [3, N]."""
 
     def __init__(self, handle: ExecutorHandle, timeout_s: float) -> None:
         self.handle = handle

@@ -7,12 +7,16 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from llamarl.controller.causes import by_cause
 from llamarl.controller.journal import Journal
 from llamarl.controller.parcels import groups_of
 from llamarl.controller.ports import CriticPort, TrainerPort
 from llamarl.controller.sync import SyncReport
 from llamarl.controller.telemetry import StepMark, Telemetry
 from llamarl.executors.replies import ControllerState
+from llamarl.training.probe import CauseProbe
 from llamarl.training.result import PolicyStepResult, StepResult
 from llamarl.types import RolloutGroup
 
@@ -21,7 +25,8 @@ REQUESTS_FIRST_S = 0.003
 the generators need to begin."""
 
 WEIGHTS_S = 1.0
-"""Seconds that weights still on their way when the run ends have to arrive."""
+"""Seconds that weights still on their way when the run ends, and log-probabilities of a generator once the next weights
+are released, have to arrive."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,6 +37,8 @@ class OptimizerStep:
     result: asyncio.Task[PolicyStepResult]
     critic: asyncio.Task[StepResult] | None
     """The same step of the critic."""
+    causes: tuple[CauseProbe, asyncio.Task[tuple[np.ndarray, float] | None]] | None = None
+    """Sequences that tell causes of its importance ratio, and what a generator says of them; None: there are none."""
     sync: asyncio.Task[SyncReport] | None = None
     """None while it is under way, and when the run was interrupted before."""
     mark: StepMark | None = None
@@ -62,12 +69,21 @@ class OptimizerStep:
         await asyncio.sleep(REQUESTS_FIRST_S)
         self.enter(journal)
         learnt, result = await self.learnt(), self.result.result()
-        if learnt:
-            result = replace(result, metrics=result.metrics | learnt.metrics)
+        more = await self._by_cause(result) | (learnt.metrics if learnt else {})
+        result = replace(result, metrics=result.metrics | more)
         assert self.mark is not None, "it is still under way"
         telemetry.step(self.groups, result, self.mark, sync, num_ready)
         if learnt and learnt.skipped:
             telemetry.skipped(learnt.policy_version, learnt.cause, "of the critic ")
+
+    async def _by_cause(self, result: PolicyStepResult) -> dict[str, float]:
+        """Metrics of causes; the generator that was asked before the step has answered, or is too slow."""
+        if self.causes is None or result.causes is None:
+            return {}
+        probe, scored = self.causes
+        await asyncio.wait({scored}, timeout=WEIGHTS_S)
+        has_come = not scored.cancel() and not scored.cancelled()
+        return by_cause(probe, result.causes, scored.result() if has_come else None)
 
 
 async def _add(one: TrainerPort | CriticPort | None, calls: Iterable[list[RolloutGroup]]) -> None:

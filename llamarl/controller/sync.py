@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llamarl.config import RunConfig
-from llamarl.controller.causes import by_cause
 from llamarl.controller.lives import Restarted
 from llamarl.controller.ports import TrainerPort
 from llamarl.controller.replica import Replica
@@ -76,7 +75,6 @@ class SyncReport:
         probed = {"probe_kl": found.kl, "mismatch_max": found.largest, "mismatch_mean": found.mean} if found else {}
         return {
             **probed,
-            **(found.by_cause if found else {}),
             "publish_s": self.publish_s,
             "fetch_s": self.fetch_s,
             "stall_s": self.stall_s,
@@ -194,7 +192,7 @@ async def probed(
             f"{replica.name} serves version {published.version}, yet its log-probabilities are {found.mean:.3g} nats "
             f"from the trainer's on average (weight_sync.max_mismatch = {max_mismatch:g})"
         )
-    return replace(found, by_cause=await by_cause(replica, published.probe))
+    return found
 
 
 def mismatch_of(probe: Probe, scored: Sequence[np.ndarray]) -> Mismatch:
@@ -204,6 +202,7 @@ def mismatch_of(probe: Probe, scored: Sequence[np.ndarray]) -> Mismatch:
     the trainer's probability over the generator's: never negative, and exact in expectation over what was sampled.
     """
     log_ratio = np.concatenate(probe.logprobs).astype(np.float64) - np.concatenate(list(scored)).astype(np.float64)
+    log_ratio = log_ratio[probe.is_compared_N]
     if not np.isfinite(log_ratio).all():
         return Mismatch(kl=math.inf, largest=math.inf, mean=math.inf)
     size = np.abs(log_ratio)

@@ -119,9 +119,15 @@ class Adopter:
 class Adoptions:
     """Rank 0's: what becomes of the version that was asked for."""
 
-    def __init__(self, adopter: Adopter, engine: GenerationBackend, awake: Callable[[], None] = lambda: None) -> None:
-        """`awake` hears of each version that serves."""
-        self._adopter, self._engine, self._awake = adopter, engine, awake
+    def __init__(
+        self,
+        adopter: Adopter,
+        engine: GenerationBackend,
+        awake: Callable[[], None] = lambda: None,
+        leaving: Callable[[int], None] = lambda version: None,
+    ) -> None:
+        """`awake` hears of each version that serves, `leaving` of the one before, just before that."""
+        self._adopter, self._engine, self._awake, self._leaving = adopter, engine, awake, leaving
         self._asked: tuple[int, Future[Adoption]] | None = None
         self.version = 0
         """The version in use."""
@@ -153,6 +159,7 @@ class Adoptions:
     def _answer(self, reply: Future[Adoption], adoption: Adoption) -> None:
         if adoption.outcome == "adopted":
             start_s = time.monotonic()
+            self._leaving(self.version)
             self._adopter.use(adoption.version)
             self._engine.set_version(adoption.version)
             self.version = adoption.version

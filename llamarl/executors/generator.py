@@ -22,6 +22,7 @@ from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.executors.adoption import Adoptions
 from llamarl.executors.backends import open_native
 from llamarl.executors.replies import GROUPS_INTERVAL_S, LATEST_S, REPLY_INTERVAL_S, Adoption, Collected, GeneratorStats
+from llamarl.executors.rescorer import Rescorer
 from llamarl.kernels.build import keep_choices_in
 from llamarl.types import CandidateSets, GenerationRequest, Rollout
 from llamarl.weight_sync.layout import Address, TensorSpec
@@ -74,7 +75,8 @@ class GeneratorExecutor(Executor):
         self._close, self._work_clock = opened.close, opened.clock
         self._describe, self._told = opened.describe, ""
         self._tell()
-        self._adoptions = Adoptions(self._adopter, self._engine, self._tell)
+        self._rescorer = Rescorer(self._engine)
+        self._adoptions = Adoptions(self._adopter, self._engine, self._tell, self._rescorer.update)
         self._early = list[GenerationRequest]()
         """Requests that wait for a version to come."""
         self._owed = Counter[int]()
@@ -111,6 +113,7 @@ class GeneratorExecutor(Executor):
         """Queues requests; their rollouts come out of `collect`. Those for a version to come begin when it serves."""
         for request in requests:
             self._owed[request.group_id] += len(request.starts())
+        self._rescorer.submitted(requests)
         self._early += [request for request in requests if request.from_version > self._adoptions.version]
         self._engine.submit([request for request in requests if request.from_version <= self._adoptions.version])
 
@@ -133,7 +136,7 @@ class GeneratorExecutor(Executor):
 
     def _take(self, rollouts: Sequence[Rollout]) -> None:
         """These have left the engine."""
-        self._finished += rollouts
+        self._finished += self._rescorer.left(rollouts, self._adoptions.version)
         for rollout in rollouts:
             self._owed[rollout.group_id] -= 1
             if not self._owed[rollout.group_id]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -105,9 +106,9 @@ class TrainerExecutor(OptimizingExecutor):
         device = self._device
         taken = self._take(group_ids)
         with self._mesh.together(NonFiniteStep):
-            self._probes.step(taken)
+            causes = self._probes.step(taken)
             start_s = device_seconds(device)
-            result = self._trainer.step(taken)
+            result = replace(self._trainer.step(taken), causes=causes)
             result.metrics["mirror_s"] = self._mirrored(self._trainer)
             result.metrics["peak_memory_bytes"] = max(self._mesh.exchange(peak_memory_bytes(device)))
         result.metrics["train_s"] = train_s = device_seconds(device) - start_s

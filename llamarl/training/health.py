@@ -86,22 +86,24 @@ def age_sums(
         log_ratio_R = log_ratio_R.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         excess_R = log_ratio_R.expm1()
         sums |= {f"{part}_tokens": own_R.sum(), f"{part}_excess": excess_R.sum()}
-        sums[f"{part}_kl"] = (excess_R - log_ratio_R).sum()
+        sums |= {f"{part}_kl": (excess_R - log_ratio_R).sum(), f"{part}_size": log_ratio_R.abs().sum()}
     return sums
 
 
 def split_by_age(sums: dict[str, float]) -> dict[str, float]:
-    """Importance ratio and KL to the behavior policy in two parts; takes what `age_sums` gave out of `sums`.
+    """Importance ratio, KL to the behavior policy and size of the log-ratio in two parts; takes what `age_sums` gave
+    out of `sums`.
 
     Tokens of older versions differ by training, kernels and precision (staleness); those of the version in training by
     the latter two alone (same_version). Each is a mean over its own tokens, and missing where there are none:
     ``kl_to_behavior = stale_share * kl_staleness + (1 - stale_share) * kl_same_version``, of a batch's first pass.
     """
-    taken = {part: [sums.pop(f"{part}_{what}", 0.0) for what in ("tokens", "excess", "kl")] for part in PARTS}
+    taken = {part: [sums.pop(f"{part}_{what}", 0.0) for what in ("tokens", "excess", "kl", "size")] for part in PARTS}
     found = {"stale_share": taken["staleness"][0] / max(taken["staleness"][0] + taken["same_version"][0], 1)}
-    for part, (tokens, excess, kl) in taken.items():
+    for part, (tokens, excess, kl, size) in taken.items():
         if tokens:
             found |= {f"importance_ratio_{part}": 1 + excess / tokens, f"kl_{part}": kl / tokens}
+            found[f"difference_{part}"] = size / tokens
     return found
 
 

@@ -1,6 +1,6 @@
 """Results that the trainer, and the critic, report. No torch: the controller reads them.
 
-Shape suffix: G rollouts of a group.
+Shape suffixes: G rollouts of a group, N tokens of a few sequences.
 """
 
 from __future__ import annotations
@@ -14,6 +14,32 @@ from llamarl.observability.metrics import UpdateMetrics
 
 class NonFiniteStep(RuntimeError):
     """Loss or gradient is not finite; the weights are unchanged, or as an earlier pass of the step left them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoutingEffect:
+    """Effect of router replay on some sequences."""
+
+    agreement: float
+    """Share of pairs of sampled token and layer for which the trainer's router chooses the experts on record where the
+    token is predicted, 0 to 1."""
+    live_kl: float
+    """Estimate of KL(behavior || policy) per sampled token, in nats, with the trainer's own choice."""
+    replayed_kl: float
+    """The same with the experts on record, as training computes it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CauseScores:
+    """The trainer's answer to a `CauseProbe`, by the weights with which its step begins."""
+
+    logprobs_3_N: np.ndarray
+    """Log-probabilities at the temperature of sampling, float32: computed as steps do, in float32 arithmetic, and as
+    steps do among candidates alone."""
+    routing: RoutingEffect | None
+    """None: no experts were recorded."""
+    seconds: float
+    """Seconds that it took."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,20 +70,10 @@ class PolicyStepResult(StepResult):
     token_advantages: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)
     """Advantages of tokens by group id and index, float32 [T], of rollouts whose tokens differ in it."""
 
+    causes: CauseScores | None = None
+    """None: no sequence of the step is to tell causes."""
+
     @property
     def columns(self) -> dict[str, dict[int, dict[int, np.ndarray]]]:
         """Numbers per token to be recorded, by name, group id and index."""
         return {"trainer_logprobs": self.logprobs, "advantages": self.token_advantages}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoutingEffect:
-    """Effect of router replay on some sequences."""
-
-    agreement: float
-    """Share of pairs of sampled token and layer for which the trainer's router chooses the experts on record where the
-    token is predicted, 0 to 1."""
-    live_kl: float
-    """Estimate of KL(behavior || policy) per sampled token, in nats, with the trainer's own choice."""
-    replayed_kl: float
-    """The same with the experts on record, as training computes it."""

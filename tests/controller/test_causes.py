@@ -1,65 +1,70 @@
-"""Importance ratio and KL by cause: parts add up, each is the path integral, and a cause alone has all of it."""
+"""Importance ratio, KL and mismatch by cause: parts add up, each is the path integral, a cause alone has all of it."""
 
 from __future__ import annotations
 
-import asyncio
 import math
-from typing import cast
 
 import numpy as np
 import pytest
 
 from llamarl.controller.causes import by_cause, divided, log_ratios
-from llamarl.controller.replica import Replica
-from llamarl.executors.probes import CauseProbe, Probe
-from llamarl.training.result import RoutingEffect
+from llamarl.training.probe import CauseProbe
+from llamarl.training.result import CauseScores, RoutingEffect
 from llamarl.types import CandidateSets
 
-CAUSES = ("staleness", "quantization", "kernels", "truncation")
+MISMATCH = ("quantization", "kernels", "truncation", "kept", "cache")
+CAUSES = ("staleness", *MISMATCH)
+TOKENS = 50
+IS_OVER_KEPT = np.arange(TOKENS) % 2 == 0
 
 
-def table(num_tokens: int = 50) -> np.ndarray:
-    """Log-probabilities [6, N]: trainer later, then, exactly; generator exactly, by itself, truncated."""
-    return -np.random.default_rng(3).gamma(2.0, 0.5, (6, num_tokens))
+def table() -> np.ndarray:
+    """Log-probabilities [8, N]: trainer, exactly, among candidates; generator exactly, by itself, among candidates; as
+    it let the token go; as it drew it."""
+    return -np.random.default_rng(3).gamma(2.0, 0.5, (8, TOKENS))
 
 
-def parts_of(
-    table_6_N: np.ndarray, is_sampled_N: np.ndarray | None = None, kept_N: np.ndarray | None = None
-) -> dict[str, np.ndarray]:
-    later_N, own_N, exact_N = table_6_N[:3]
-    begun = CauseProbe(
-        version=1, sequences=[], is_sampled_N=np.ones(len(own_N), bool) if is_sampled_N is None else is_sampled_N,
-        candidates=CandidateSets(temperature=1.0, cutoffs=[]), logprobs_N=own_N, exact_logprobs_N=exact_N,
+def probe_of(table_8_N: np.ndarray, is_over_kept_N: np.ndarray = IS_OVER_KEPT) -> CauseProbe:
+    return CauseProbe(
+        groups=[], sequences=[], candidates=CandidateSets(temperature=1.0, cutoffs=[]),
+        fresh_N=table_8_N[6], behavior_N=table_8_N[7], is_over_kept_N=is_over_kept_N,
     )  # fmt: skip
-    return log_ratios(begun, table_6_N[3:], later_N, kept_N)
+
+
+def parts_of(table_8_N: np.ndarray, is_over_kept_N: np.ndarray = IS_OVER_KEPT) -> dict[str, np.ndarray]:
+    return log_ratios(probe_of(table_8_N, is_over_kept_N), table_8_N[:3], table_8_N[3:6])
 
 
 def test_parts_add_up_token_by_token() -> None:
-    table_6_N = table()
-    parts = parts_of(table_6_N)
+    table_8_N = table()
+    parts = parts_of(table_8_N)
     assert set(parts) == set(CAUSES)
-    np.testing.assert_allclose(sum(parts.values()), table_6_N[0] - table_6_N[5], rtol=1e-12)
+    np.testing.assert_allclose(sum(parts.values()), table_8_N[2] - table_8_N[7], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("cause", "differ"), [("staleness", (0,)), ("kernels", (0, 1)), ("quantization", (0, 1, 2)), ("truncation", (5,))]
+    ("cause", "differ", "kept"),
+    [
+        ("staleness", (0, 1, 2, 3, 4, 5), False),
+        ("quantization", (0, 1, 2), False),
+        ("kernels", (0, 2), False),
+        ("kernels", (0, 1, 2, 3), False),
+        ("truncation", (2,), False),
+        ("truncation", (0, 1, 2, 3, 4), False),
+        ("cache", (7,), False),
+        ("kept", (7,), True),
+    ],
 )
-def test_a_cause_alone_has_all(cause: str, differ: tuple[int, ...]) -> None:
-    table_6_N = np.tile(table()[0], (6, 1))
-    table_6_N[list(differ)] += np.linspace(-1.0, 1.0, 50)
-    log_ratio_N = table_6_N[0] - table_6_N[5]
-    found = divided(parts_of(table_6_N))
+def test_a_cause_alone_has_all(cause: str, differ: tuple[int, ...], kept: bool) -> None:
+    table_8_N = np.tile(table()[0], (8, 1))
+    table_8_N[list(differ)] += np.linspace(-1.0, 1.0, TOKENS)
+    log_ratio_N = table_8_N[2] - table_8_N[7]
+    found = divided(parts_of(table_8_N, np.full(TOKENS, kept)))
     assert found.pop(f"kl_from_{cause}") == pytest.approx(np.mean(np.exp(log_ratio_N) - 1 - log_ratio_N), rel=1e-12)
     assert found.pop(f"ratio_from_{cause}") == pytest.approx(np.mean(np.exp(log_ratio_N) - 1), rel=1e-12)
-    assert set(found.values()) == {0.0} and len(found) == 6
-
-
-def test_the_generator_s_arithmetic_counts_as_kernels() -> None:
-    table_6_N = np.tile(table()[0], (6, 1))
-    table_6_N[4:] += 0.1
-    parts = parts_of(table_6_N)
-    np.testing.assert_allclose(parts["kernels"], -0.1, rtol=1e-12)
-    assert not parts["quantization"].any() and not parts["truncation"].any()
+    if cause in MISMATCH:
+        assert found.pop(f"mismatch_from_{cause}") == pytest.approx(np.mean(np.abs(log_ratio_N)), rel=1e-12)
+    assert set(found.values()) == {0.0} and len(found) == 3 * len(CAUSES) - (4 if cause in MISMATCH else 3)
 
 
 def test_parts_are_path_integrals_and_their_sum_is_the_whole() -> None:
@@ -76,39 +81,43 @@ def test_parts_are_path_integrals_and_their_sum_is_the_whole() -> None:
     )
 
 
-def test_what_was_not_sampled_does_not_count() -> None:
-    table_6_N, is_sampled_N = table(), np.arange(50) >= 20
-    parts = parts_of(table_6_N, is_sampled_N)
-    np.testing.assert_array_equal(parts["staleness"], (table_6_N[0] - table_6_N[1])[20:])
-    assert divided(parts_of(table_6_N, np.zeros(50, bool))) == {}
+def test_the_parts_of_the_mismatch_are_what_is_no_staleness() -> None:
+    parts = parts_of(table())
+    size = np.mean(np.abs(sum(part_N for cause, part_N in parts.items() if cause != "staleness")))
+    found = divided(parts)
+    assert math.fsum(found[f"mismatch_from_{cause}"] for cause in MISMATCH) == pytest.approx(size, rel=1e-12)
 
 
-def test_a_mass_that_both_keep_goes() -> None:
-    """Of what the sampler left out is left what the trainer leaves out more, or less."""
-    table_6_N = table()
-    whole, cut = parts_of(table_6_N), parts_of(table_6_N, kept_N=table_6_N[0] + 0.3)
-    np.testing.assert_allclose(cut.pop("truncation"), whole.pop("truncation") + 0.3, rtol=1e-12)
-    assert all(np.array_equal(cut[cause], whole[cause]) for cause in whole)
+def test_a_token_of_which_something_is_not_known_does_not_count() -> None:
+    table_8_N = table()
+    whole = parts_of(table_8_N)
+    table_8_N[6, :20] = math.nan
+    for cause, part_N in parts_of(table_8_N).items():
+        np.testing.assert_array_equal(part_N, whole[cause][20:])
+    table_8_N[6] = math.nan
+    assert divided(parts_of(table_8_N)) == {}
 
 
 def test_without_a_second_arithmetic_two_causes_are_one() -> None:
-    table_6_N = table()
-    table_6_N[3] = math.nan
-    parts = parts_of(table_6_N)
-    assert set(parts) == {"staleness", "truncation", "precision"}
-    np.testing.assert_allclose(sum(parts.values()), table_6_N[0] - table_6_N[5], rtol=1e-12)
+    table_8_N = table()
+    table_8_N[3] = math.nan
+    parts = parts_of(table_8_N)
+    assert set(parts) == {*CAUSES, "precision"} - {"quantization", "kernels"}
+    np.testing.assert_allclose(sum(parts.values()), table_8_N[2] - table_8_N[7], rtol=1e-12, atol=1e-12)
 
 
 def test_enormous_ratios_stay_finite() -> None:
-    table_6_N = np.zeros((6, 2))
-    table_6_N[0] = 1e4, -1e4
-    found = divided(parts_of(table_6_N))
+    table_8_N = np.zeros((8, TOKENS))
+    table_8_N[:6, :25], table_8_N[:6, 25:] = 1e4, -1e4
+    found = divided(parts_of(table_8_N))
     assert found["kl_from_staleness"] == pytest.approx((math.expm1(20) - 20 + math.expm1(-20) + 20) / 2)
 
 
 def test_what_router_replay_takes_away_stands_beside_the_causes() -> None:
-    effect = RoutingEffect(agreement=0.75, live_kl=3e-3, replayed_kl=1e-3)
-    probe = Probe(sequences=[], logprobs=[], routing=effect)
-    found = asyncio.run(by_cause(cast(Replica, None), probe))
+    """Also where no generator has answered."""
+    effect, table_8_N = RoutingEffect(agreement=0.75, live_kl=3e-3, replayed_kl=1e-3), table()
+    said = CauseScores(logprobs_3_N=table_8_N[:3], routing=effect, seconds=2.0)
+    found = by_cause(probe_of(table_8_N), said, None)
     assert found.pop("kl_from_routing") == pytest.approx(2e-3)
-    assert found == {"routes_agreement": 0.75, "kl_live_routes": 3e-3, "kl_replayed_routes": 1e-3}
+    assert found == {"causes_s": 2.0, "routes_agreement": 0.75, "kl_live_routes": 3e-3, "kl_replayed_routes": 1e-3}
+    assert by_cause(probe_of(table_8_N), said, (table_8_N[3:6], 0.5)).items() > {"causes_s": 2.5}.items()

@@ -397,7 +397,9 @@ def test_mismatch_estimates_the_divergence() -> None:
     rng = np.random.default_rng(0)
     generator, trainer = rng.dirichlet(np.ones(5)), rng.dirichlet(np.ones(5))
     tokens = rng.choice(5, 200_000, p=generator)
-    probe = Probe(sequences=[tokens], logprobs=[np.log(trainer)[tokens]])
+    is_compared_N = np.arange(len(tokens)) >= 1000
+    logprobs_N = np.where(is_compared_N, np.log(trainer)[tokens], -100)
+    probe = Probe(sequences=[tokens], logprobs=[logprobs_N], is_compared_N=is_compared_N)
     found = mismatch_of(probe, [np.log(generator)[tokens]])
     assert found.kl == pytest.approx(float(generator @ np.log(generator / trainer)), rel=0.05)
     assert found.largest == pytest.approx(np.abs(np.log(generator / trainer)).max())

@@ -381,7 +381,7 @@ class Trainer(Ledgered, SimulatedTrainer):
         assert not any(one.serves(slot) for one in self.readers), "overwritten while it serves"
         self.staging[slot : slot + 1] = [version]
         sequence = np.arange(5, dtype=np.int32)
-        probe = Probe(sequences=[sequence], logprobs=[np.full(4, version, np.float32)])
+        probe = Probe(sequences=[sequence], logprobs=[np.full(4, version, np.float32)], is_compared_N=np.ones(4, bool))
         return 0.0, Published(version=version, addresses={"": slot}, probe=probe)  # type: ignore[dict-item]
 
     def do_outsized(self) -> tuple[float, Any]:

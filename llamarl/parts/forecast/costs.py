@@ -90,7 +90,7 @@ class Costs:
     """Processor seconds of a rollout in the controller, beside its calls; nothing else is done meanwhile."""
     contention: Positive = 1.0
     """Factor by which all takes longer while two threads work at once, beyond their shares of `cores`: cold caches,
-    memory that they share, waits for a core while another is free. Each thread more adds as much."""
+    memory that they share, waits for a core while another is free. Each further one that has a core adds as much."""
 
     def decode_s(self, running: np.ndarray) -> np.ndarray:
         """Seconds of a decode step of so many rollouts."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from llamarl.config import RunConfig
 from tests.architecture.test_settings import _settings
 from tests.end_to_end.tiny import llamarl_here, make_model, write_toml
+from tests.parts.forecast.run_folder import COSTS
 
 
 def test_every_setting_with_its_origin(tmp_path: Path) -> None:
@@ -79,6 +80,12 @@ def test_the_step_time_is_that_of_the_run_s_work(tmp_path: Path) -> None:
     (runs / "tiny" / "profile.json").write_text(json.dumps({"constants": {"step_overhead_s": 70.0}}))
     seconds, line = _step_s(toml, *output)
     assert seconds > 70 and line.endswith(f"by {runs}/tiny/profile.json")
+    costs = COSTS | {"train_base_s": 0.5, "cores": 2, "response_tokens": 8.0}
+    (runs / "tiny" / "profile.json").write_text(json.dumps({"costs": costs}))
+    seconds, line = _step_s(toml, "--output", runs)
+    assert line == f"{seconds:.3g} s, the mean of 4 steps simulated by {runs}/tiny/profile.json"
+    assert 0.5 < seconds < 0.6, "nothing else takes long, and hides behind it"
+    assert " s at best " in _step_s(toml, "--output", runs, "--recipe", "ppo")[1], "a critic"
     missing = llamarl_here("explain", toml, "--data.train", "{name = 'jsonl', path = 'nowhere.jsonl'}", "--json")
     (line,) = json.loads(missing.stdout)["consequences"]["step time"]
     assert line.startswith("not known: ") and "nowhere.jsonl" in line

@@ -172,6 +172,8 @@ def test_what_a_profile_cannot_explain_is_contention(run_folder: Path, tmp_path:
     assert steps_s[1] == pytest.approx(1.2 * steps_s[0], rel=0.1)
     spans = {"trainer": [Span("train", 0.0, 2.0)], "generator-0": [Span("generate", 1.0, 2.0)]}
     assert SharedCores(spans, {"trainer": 1, "generator-0": 1}, cores=2, contention=1.5)(2.0) == pytest.approx(2.5)
+    # One that waits for a core disturbs nobody: of four threads on two cores two run at once.
+    assert SharedCores(spans, {"trainer": 2, "generator-0": 2}, cores=2, contention=1.5)(2.0) == pytest.approx(1.5 + 3)
 
 
 def test_a_larger_group_is_as_mixed_as_the_measured_ones() -> None:

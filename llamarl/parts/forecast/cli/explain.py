@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from llamarl.cli.options import command_parser, told_of_delay
@@ -18,9 +20,13 @@ from llamarl.config.section import Section
 from llamarl.hub.fetch import cached, listing, model_files
 from llamarl.hub.names import HubName, nothing_fetched, why_offline
 from llamarl.parts.forecast.cli import plan
-from llamarl.parts.forecast.constants import OF_CORES
+from llamarl.parts.forecast.constants import OF_CORES, load_profile
+from llamarl.parts.forecast.costs import Costs
 from llamarl.parts.forecast.feasibility import plans
 from llamarl.parts.forecast.hardware import CPU, GPUS
+from llamarl.parts.forecast.simulator.faults import Faults
+from llamarl.parts.forecast.simulator.run import simulate
+from llamarl.parts.forecast.simulator.split import choose_split
 from llamarl.run.folder import RunFolder
 from llamarl.run.memory import MachineMemory, described_machine, memory_lines
 from llamarl.run.names import named, resolved
@@ -30,6 +36,7 @@ from llamarl.run.prepare import check_layout, check_parts, train_prompts
 EPILOG = "Settings that do nothing beside the others are refused, as by `llamarl train`."
 SAMPLED = 256
 """Prompts that are read to know how long they are."""
+SIMULATED_STEPS = 40
 SHARED_BYTES = 1e15
 """Memory of a core where no bound is to be put on it."""
 _UNITS = {"_s": "seconds", "_bytes": "bytes", "_tokens": "tokens", "steps": "optimizer steps", "_mismatch": "nats",
@@ -165,11 +172,27 @@ def _pool(config: RunConfig, machine: MachineMemory | None, placer: LocalPlacer 
     return count, min(known, key=lambda one: (abs(one.memory_bytes - machine.gpus[0]), -one.bf16_flops)).name
 
 
+def _simulated(config: RunConfig, profile: Path) -> str:
+    """Sentence on the seconds of a step by the costs of a profile, empty where there are none; others than processors
+    and the executors that share them are not simulated. Raises ConfigError."""
+    if "cpu" not in (config.trainer.device, config.generator.device) or not load_profile(profile).costs:
+        return ""
+    costs, steps = Costs.load(profile), min(config.steps, SIMULATED_STEPS)
+    config = config.model_copy(update={"steps": steps})
+    with TemporaryDirectory() as folder:
+        split = choose_split(config, costs, None, None)
+        found = simulate(config, costs, Faults(), split, Path(folder) / "metrics.jsonl")
+    return f"{found.step_s.mean():.3g} s, the mean of {steps} steps simulated by {profile}"
+
+
 def _step_time(config: RunConfig, context: int, pool: tuple[int, str]) -> str:
-    """Forecast of a step's seconds in a sentence, for prompts like the first ones of the data, by the profile of the
-    run that was here before, if it has one."""
+    """Forecast of a step's seconds in a sentence: simulated, by the profile of the run that was here before, if it has
+    one, else of the best layout, for prompts like the first ones of the data."""
     trainer, (count, kind) = config.trainer, pool
     profile = Path(config.output, config.name, "profile.json")
+    with suppress(ConfigError):
+        if profile.exists() and (said := _simulated(config, profile)):
+            return said
     try:
         prompts = train_prompts(config, context, most=SAMPLED).prompts
         mean = round(fmean(len(prompt.token_ids_T) for prompt in prompts))

@@ -2,7 +2,7 @@
 
 A simulation runs as if every executor had cores of its own. While executors want K threads on c cores, all of them go
 c / K as fast (processor sharing), so the order of events stays and only the clock is stretched: by max(1, K / c), and
-by 1 + (contention - 1) (K - 1), as every other thread costs caches and waits besides.
+by 1 + (contention - 1) (min(K, max(c, 2)) - 1), as each other thread that runs meanwhile costs caches and waits.
 The controller is one more that does, whenever it sends or gets a message.
 """
 
@@ -48,7 +48,8 @@ class SharedCores:
         )
         self._simulated_s = np.array([0.0, *(at_s for at_s, _ in changes)])
         wanted = np.cumsum([0, *(change for _, change in changes)])[:-1]
-        stretch = np.maximum(1.0, wanted / cores) * (1 + (contention - 1) * np.maximum(0, wanted - 1))
+        beside = np.clip(wanted, 1, max(2.0, cores)) - 1  # further ones wait for a core, and disturb nobody
+        stretch = np.maximum(1.0, wanted / cores) * (1 + (contention - 1) * beside)
         stretched_s = np.diff(self._simulated_s) * stretch
         self._real_s = np.concatenate([[0.0], np.cumsum(stretched_s)])
 

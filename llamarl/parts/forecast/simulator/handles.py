@@ -40,7 +40,7 @@ from llamarl.weight_sync.layout import Address
 
 NOWHERE = Address(transport="simulated", publisher="", num_writers=0, places={})
 NOTHING_T = np.zeros(1, np.float32)
-PROBE = Probe(sequences=[NOTHING_T], logprobs=[NOTHING_T])
+PROBE = Probe(sequences=[NOTHING_T], logprobs=[NOTHING_T], is_compared_N=np.ones(1, bool))
 
 
 @dataclass(kw_only=True, slots=True)
