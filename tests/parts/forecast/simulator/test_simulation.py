@@ -192,7 +192,8 @@ def test_a_checkpoint_blocks_the_trainer_for_a_twentieth_and_is_written_beside_t
     longer_s = {step.step: step.step_s - (TRAIN_S + 0.5) for step in found.steps[5:]}
     assert {step for step, seconds in longer_s.items() if seconds > 1e-6} == {26}
     recorded_s = EXACT.adopt_s + REQUESTS_FIRST_S
-    assert longer_s[26] == pytest.approx(5.0 + recorded_s), "a step that is saved has been adopted, and is on record"
+    waited_s = longer_s[26] - 5.0 - recorded_s
+    assert -1e-6 < waited_s < 0.01, "a step that is saved has been adopted, after a decode step, and is on record"
     (copied,) = [span for span in found.spans["trainer"] if span.name == "checkpoint"][:1]
     assert copied.end_s - copied.start_s == pytest.approx(5.0)
     assert costs.save_s(1) == pytest.approx((5.0, 95.0))
