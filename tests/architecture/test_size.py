@@ -17,7 +17,7 @@ BUDGETS = {
     "hub": 700,  # goal: 650
     "net": 100,  # goal: 70
     "kernels": 1_785,  # goal: 1,200
-    "distributed": 705,  # goal: 600
+    "distributed": 710,  # goal: 600
     "sharding": 360,  # goal: 530
     "algorithms": 460,  # goal: 500
     "models": 1_860,  # goal: 900

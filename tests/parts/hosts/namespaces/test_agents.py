@@ -139,21 +139,6 @@ def test_executors_on_hosts_that_die_freeze_and_come_back(
     assert after_s < 1.0
     assert cause == f"one (rank 0): pid {on_c[0]} on host c was killed by SIGKILL"
 
-    # unequal shares are a mesh each, the largest first; a rank that dies leaves other executors alone
-    uneven = do("spawn", "uneven", ["b", "c", "c"])
-    assert do("call", "uneven", "environ", *names) == [
-        ["0", "0", "3", "on c", "127.0.0.4"],
-        ["1", "1", "3", "on c", "127.0.0.4"],
-        ["2", "0", "3", "on b", "127.0.0.3"],
-    ]
-    controller.begin("failed", "uneven")
-    os.kill(uneven[1], signal.SIGKILL)
-    cause, after_s = controller.ended()
-    assert after_s < 1.0
-    assert cause == f"uneven (rank 1): pid {uneven[1]} on host c was killed by SIGKILL"
-    assert do("stop", "uneven") < 8.0
-    assert do("call", "both", "echo", 1) == [1, 1]
-
     # a host freezes: known, named, and when it wakes up it ends what it had and comes back
     do("spawn", "other", ["c"])
     before = agents.below("c")
@@ -188,6 +173,27 @@ def test_executors_on_hosts_that_die_freeze_and_come_back(
     assert all(process.poll() is None for process in agents.processes.values())
     agents.send("b", signal.SIGTERM)
     assert agents.processes["b"].wait(10.0) == 0
+
+
+def test_unequal_shares_are_a_mesh_each_the_largest_first(controller: Controller, agents: Agents) -> None:
+    """A rank that dies leaves other executors alone."""
+    do = controller.do
+    do("until", "b", "c")
+    do("spawn", "both", ["b", "c"])
+    uneven = do("spawn", "uneven", ["b", "c", "c"])
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LLAMARL_TEST", "LLAMARL_ADDRESS", "LLAMARL_WEIGHTS_ADDRESS")
+    assert do("call", "uneven", "environ", *names) == [
+        ["0", "0", "3", "on c", "127.0.0.4", "127.0.0.104"],
+        ["1", "1", "3", "on c", "127.0.0.4", "127.0.0.104"],
+        ["2", "0", "3", "on b", "127.0.0.3", "127.0.0.3"],
+    ]
+    controller.begin("failed", "uneven")
+    os.kill(uneven[1], signal.SIGKILL)
+    cause, after_s = controller.ended()
+    assert after_s < 1.0
+    assert cause == f"uneven (rank 1): pid {uneven[1]} on host c was killed by SIGKILL"
+    assert do("stop", "uneven") < 8.0
+    assert do("call", "both", "echo", 1) == [1, 1]
 
 
 def test_agents_end_what_they_started_when_the_controller_is_gone(controller: Controller, agents: Agents) -> None:
