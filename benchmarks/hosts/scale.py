@@ -1,6 +1,6 @@
 """What many hosts cost the controller.
 
-    python benchmarks/hosts/scale.py [--agents 1024] [--hosts 8] [--ranks 4] [--only registry placement calls]
+    python benchmarks/hosts/scale.py [--agents 1024] [--hosts 8] [--ranks 4] [--only registry placement calls streams]
 
 `registry`: so many light agents (`light_agents.py`) call a registry at once: seconds until all are there, and the share
 of a core that their beats take. `placement`: processor seconds of placing a trainer on all GPUs of half of 128 hosts,
@@ -8,7 +8,9 @@ and generators on the others. `calls`: an executor without torch, with ranks on 
 (`namespaces.py`), none of them the controller's: milliseconds of a call to all of them, and of the controller's
 processor for it; and, by the bytes that leave its network card, how many times a short call leaves it, and how many
 times the groups of a step do. The latter is counted too for 512 ranks on 64 hosts, by what decides who gets which part;
-the worse one is `bytes_ratio`. What others have found on the same day stays in the file.
+the worse one is `bytes_ratio`. `streams`: descriptors of a process and GiB of buckets under way on a host, counted by
+`llamarl/weight_sync/growth.py` for weights from 512 trainer ranks to 512 generator ranks, 8 on each host. What others
+have found on the same day stays in the file.
 """
 
 from __future__ import annotations
@@ -47,9 +49,10 @@ from llamarl.parts.hosts.certificates import monarch_env
 from llamarl.parts.hosts.hosting import HostPlacer
 from llamarl.parts.hosts.registry import Registry
 from llamarl.types import FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
+from llamarl.weight_sync.growth import growth
 from runs import PORT, ROOT, WAIT_S, agent, certificates
 
-PARTS = ("registry", "placement", "calls")
+PARTS = ("registry", "placement", "calls", "streams")
 PLACED_HOSTS, GPUS = 128, 8
 MANY_RANKS = 512
 CALLS, SHORT_BYTES, SHORT_CALLS = 200, 60_000, 20
@@ -217,6 +220,14 @@ def earlier(folder: Path) -> dict[str, Any]:
     return {figure: value for figure, value in told.items() if figure not in about}
 
 
+def streams() -> dict[str, Any]:
+    found = growth(MANY_RANKS, MANY_RANKS, GPUS)
+    return {
+        "max_descriptors": max(found.trainer_descriptors, found.generator_descriptors),
+        "stream_gib": found.scratch_bytes / 2**30,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--agents", type=int, default=1024)
@@ -241,6 +252,8 @@ def main() -> None:
             figures |= placement()
         if "calls" in only:
             figures |= calls(folder, options.hosts, options.ranks)
+    if "streams" in only:
+        figures |= streams()
     notes = ["agents and hosts are processes of one machine, whose processors all of them share"]
     settings = {
         "agents": options.agents, "hosts": options.hosts, "ranks_per_host": options.ranks, "placed_hosts": PLACED_HOSTS,

@@ -397,9 +397,10 @@ FIGURES = (
     Figure(
         "docs/measures.md",
         "1,024 light agents are here after {} s and take {} of a core, 128 hosts are placed in {} ms, a call to 32 "
-        "processes takes {} ms and leaves the controller {} times, a step's groups {} times",
+        "processes takes {} ms and leaves the controller {} times, a step's groups {} times; weights from 512 to 512 "
+        "ranks take {} descriptors of a process and {} GiB of a host",
         "scale-2026-11-25",
-        SCALE,
+        (*SCALE, ("max_descriptors", ".0f"), ("stream_gib", ".1f")),
     ),
     Figure(
         "docs/hosts.md",
