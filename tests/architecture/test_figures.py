@@ -246,9 +246,13 @@ FIGURES = (
     ),
     Figure(
         "docs/measures.md",
-        "against TRL's GRPO, which generates with transformers: {} times the samples per second, {} of the memory",
-        "peers-2026-11-21",
-        (("ratio_vs_trl/samples_per_s", ".1f"), ("ratio_vs_trl/peak_memory", ".0%")),
+        "against TRL's GRPO, which generates with transformers: {} times the samples per second, {} of the memory, "
+        "at rewards of {} and {}",
+        "peers-2026-11-25",
+        (
+            ("ratio_vs_trl/samples_per_s", ".1f"), ("ratio_vs_trl/peak_memory", ".0%"),
+            ("reward_ours", ".2f"), ("reward_trl", ".2f"),
+        ),
     ),
     Figure(
         "docs/measures.md",
