@@ -78,7 +78,8 @@ def of_pairs(staleness: int) -> tuple[tuple[Value, str], ...]:
 
 
 LEARNING = "learning-2026-11-24"
-ASYNC, HOSTS, WIRE = "asynchrony-2026-11-21", "hosts-2026-11-22", "hosts_weights-2026-11-22"
+ASYNC, HOSTS, WIRE = "asynchrony-2026-11-21", "hosts-2026-11-22", "hosts_weights-2026-11-25"
+BAD_LINKS = "hosts-2026-11-25"
 SYNC, PLAN, DELTA = "weight_sync-2026-11-22", "weight_sync_plan-2026-11-22", "delta-2026-11-21"
 CHECKPOINT, FAULTS, DECODE = "checkpoint-2026-11-21", "faults-2026-11-23", "generation-avx512-2026-11-22"
 JUDGE = "judge_data-2026-11-23"
@@ -190,8 +191,8 @@ FIGURES = (
         JUDGE,
         tuple((f"{name}/{key}", ".0f") for name in ("humaneval", "mbpp") for key in ("rows", "right")),
     ),
-    Figure("docs/hosts.md", "first answer (without torch) | {} s |", HOSTS, (("attach_s", ".2f"),)),
-    Figure("docs/hosts.md", "a process of the same machine | {} times |", HOSTS, (("call_ratio", ".2f"),)),
+    Figure("docs/hosts.md", "first answer (without torch) | {} s |", BAD_LINKS, (("attach_s", ".2f"),)),
+    Figure("docs/hosts.md", "a process of the same machine | {} times |", BAD_LINKS, (("call_ratio", ".2f"),)),
     Figure("docs/hosts.md", "the same processes on one | {} of the samples/s |", HOSTS, (("demo_ratio", ".2f"),)),
     Figure("docs/hosts.md", "registry and heartbeats | {} of a core |", HOSTS, (("registry_share", ".1%"),)),
     Figure(
@@ -360,8 +361,24 @@ FIGURES = (
     Figure(
         "docs/measures.md",
         "weights to two other hosts: {} of what iperf3 carries alone, {} proved",
-        "hosts_weights-2026-11-22",
+        WIRE,
         (("share_of_wire", ".2f"), ("share_of_wire_proved", ".2f")),
+    ),
+    Figure(
+        "docs/hosts.md", "from a mirror on another host | {} s ({} to {} s) |", BAD_LINKS,
+        (
+            ("trainer_host_s", ".1f"),
+            (lambda data: min(data["trainer_host_all_s"]), ".1f"),
+            (lambda data: max(data["trainer_host_all_s"]), ".1f"),
+        ),
+    ),
+    Figure(
+        "docs/hosts.md", "longest step, where half of them take {} s | {} s |", BAD_LINKS,
+        (("step_lossy_s", ".2f"), ("longest_step_lossy_s", ".2f")),
+    ),
+    Figure(
+        "docs/hosts.md", "beside which steps go on, each in {} s | {} s |", BAD_LINKS,
+        (("step_100ms_s", ".2f"), ("sync_100ms_s", ".2f")),
     ),
     Figure(
         "docs/measures.md",
@@ -397,6 +414,16 @@ FIGURES = (
         "{} failed",
         "hosts-2026-11-22",
         (("demo_ratio", ".2f"), ("losses_tried", ".0f"), ("losses_failed", ".0f")),
+    ),
+    Figure(
+        "docs/measures.md",
+        "{} losses of a host, {} failed; the trainer's host lost, next step after {} s; a fifth of one generator's "
+        "packets lost, longest step {} s; at 100 ms a sync takes {} s, beside the steps",
+        BAD_LINKS,
+        (
+            ("losses_tried", ".0f"), ("losses_failed", ".0f"), ("trainer_host_s", ".1f"),
+            ("longest_step_lossy_s", ".2f"), ("sync_100ms_s", ".2f"),
+        ),
     ),
     Figure(
         "docs/measures.md",
