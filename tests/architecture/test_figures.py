@@ -397,6 +397,10 @@ FIGURES = (
         (("replacement_s", ".1f"), ("trainer_mirror_s", ".1f"), ("trainer_checkpoint_s", ".1f")),
     ),
     Figure(
+        "docs/measures.md", "{} faults at random in {} more runs; {} failed", "faults_random-2026-11-25",
+        (("faults_tried", ".0f"), ("settings/runs", ".0f"), ("faults_failed", ".0f")),
+    ),
+    Figure(
         "docs/measures.md",
         "{} faults at random in {} runs; {} failed",
         "faults_random-2026-11-22",
