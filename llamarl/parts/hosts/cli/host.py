@@ -13,7 +13,6 @@ from llamarl.cli.options import command_parser
 from llamarl.cluster.engine_files import own_temporary_folder
 from llamarl.config import ConfigError
 from llamarl.config.cluster import MAX_PORT
-from llamarl.distributed.links import interface_of
 from llamarl.parts.hosts.agent import HostAgent, ask_to_leave
 from llamarl.parts.hosts.certificates import check_member
 from llamarl.parts.hosts.home import BROKEN, address_towards
@@ -49,10 +48,9 @@ def main(arguments: Sequence[str]) -> int:
     check_member(options.name, address)
     if ":" in address:
         raise ConfigError(f"--address {address}: hosts meet at IPv4 addresses or names alone; give one of this machine")
-    if (wire := options.weights_address) and not interface_of(wire):
-        raise ConfigError(
-            f"--weights-address {wire}: this machine has no such IPv4 address; give one of `ip -4 address`"
-        )
+    for option, given in (("--address", options.address), ("--weights-address", options.weights_address)):
+        if given and not _is_here(given):
+            raise ConfigError(f"{option} {given}: this machine has no such IPv4 address; give one of `ip -4 address`")
     pki = Path(options.pki)
     if options.drain:
         for place in controllers:
@@ -63,8 +61,21 @@ def main(arguments: Sequence[str]) -> int:
                 print(f"llamarl host: {place}: {error or 'no answer'}", file=sys.stderr)
         return FAILURE
     own_temporary_folder()
-    agent = HostAgent(controllers, pki, options.name, address, options.once, _say, wire)
+    agent = HostAgent(controllers, pki, options.name, address, options.once, _say, options.weights_address)
     return asyncio.run(agent.run())
+
+
+def _is_here(address: str) -> bool:
+    """Whether this machine can listen there: at any address of an interface, not its first one alone. Of a name nothing
+    is known: what it stands for may come later."""
+    if not address.replace(".", "").isdigit():
+        return True
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def _own_address(place: str) -> str:
