@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from llamarl.kernels import ops, train_attention
@@ -35,7 +35,8 @@ def rotate(x_N_H_K: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 def silu_mul(gate_N_F: Tensor, up_N_F: Tensor) -> Tensor:
     """silu(gate) * up."""
-    return _GateFunction.apply(gate_N_F, up_N_F) if _are_served(gate_N_F, up_N_F) else F.silu(gate_N_F) * up_N_F
+    serve = _GateFunction.apply if _are_served(gate_N_F, up_N_F) else ops.gate_by_torch
+    return serve(gate_N_F, up_N_F)
 
 
 def describe() -> str:
@@ -49,11 +50,7 @@ def describe() -> str:
 
 
 def _are_served(*given: Tensor) -> bool:
-    plain = all(
-        type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu" for x in given
-    )
-    alone = torch.get_num_threads() == 1 and not torch.compiler.is_compiling()
-    return plain and alone and ops.kernels().library is not None
+    return ops.are_plain(*given) and ops.kernels().library is not None
 
 
 class _NormFunction(torch.autograd.Function):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from llamarl.kernels import gpu
 from llamarl.kernels.build import Kernel, load
@@ -99,8 +99,7 @@ def rms_norm_backward(grad_N_D: Tensor, x_N_D: Tensor, weight_D: Tensor, eps: fl
     """Gradients of `rms_norm`'s x and weight, where there are kernels; all are contiguous."""
     grad_x_N_D, grad_weight_D = torch.empty_like(x_N_D), torch.empty_like(weight_D)
     pointers = [x.data_ptr() for x in (grad_N_D, x_N_D, weight_D, grad_x_N_D, grad_weight_D)]
-    width = len(weight_D)
-    _there().rms_norm_backward(*pointers, x_N_D.numel() // width, width, eps)
+    _there().rms_norm_backward(*pointers, x_N_D.numel() // len(weight_D), len(weight_D), eps)
     return grad_x_N_D, grad_weight_D
 
 
@@ -117,10 +116,9 @@ def rotated(x_N_H_K: Tensor, cos_N_1_R: Tensor, sin_N_1_R: Tensor) -> Tensor:
     made = x_N_H_K.clone(memory_format=torch.contiguous_format)
     num_rows, num_heads, head_dim = made.shape
     table = torch.cat((cos_N_1_R, sin_N_1_R), 1)
-    cos, sin = table[:, 0], table[:, 1]
     _there().rotate(
-        made.data_ptr(), num_heads * head_dim, num_heads, None, cos.data_ptr(), sin.data_ptr(), table.stride(0),
-        num_rows, head_dim, table.shape[-1], 0.0,
+        made.data_ptr(), num_heads * head_dim, num_heads, None, table[:, 0].data_ptr(),
+        table[:, 1].data_ptr(), table.stride(0), num_rows, head_dim, table.shape[-1], 0.0,
     )  # fmt: skip
     return made
 
@@ -137,13 +135,18 @@ def rotate_by_torch(x_N_H_K: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat((rotated_N_H_R, rest.to(rotated_N_H_R.dtype)), -1) if rest.shape[-1] else rotated_N_H_R
 
 
+def gate_by_torch(gate_N_F: Tensor, up_N_F: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    return F.silu(gate_N_F) * up_N_F
+
+
 def silu_mul(gate_N_F: Tensor, up_N_F: Tensor, takes: torch.dtype | None = None) -> Any:
     """silu(gate) * up; the two may be halves of one matrix. Quantized as by `rms_norm`."""
     library = _library(gate_N_F)
     if library is None and (fused := gpu.fused(gate_N_F.device).ops):
         return fused.silu_mul(gate_N_F, up_N_F, takes)
     if library is None:
-        return F.silu(gate_N_F) * up_N_F
+        return gate_by_torch(gate_N_F, up_N_F)
     assert gate_N_F.shape == up_N_F.shape
     assert gate_N_F.stride(1) == up_N_F.stride(1) == 1
     assert gate_N_F.dtype == up_N_F.dtype == torch.float32
@@ -177,6 +180,14 @@ def draw(logits_B_V: Tensor, temperature_B: np.ndarray, noise_B: np.ndarray) -> 
 
 def _library(x: Tensor) -> ctypes.CDLL | None:
     return kernels().library if x.device.type == "cpu" and x.dtype == torch.float32 else None
+
+
+def are_plain(*given: Tensor) -> bool:
+    """Whether these are plain float32 tensors of a CPU, and one thread computes: what kernels with gradients take."""
+    alone = torch.get_num_threads() == 1 and not torch.compiler.is_compiling()
+    return alone and all(
+        type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu" for x in given
+    )
 
 
 def _there() -> ctypes.CDLL:

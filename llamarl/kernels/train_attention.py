@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from llamarl.kernels.build import Kernel, load
+from llamarl.kernels.ops import are_plain
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -40,8 +41,7 @@ def kernels() -> Kernel:
 
 def can_serve(q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor) -> bool:
     """Plain float32 tensors of a CPU, for one thread."""
-    plain = all(type(x) is Tensor and x.dtype == torch.float32 and x.is_cpu for x in (q_N_H_K, k_N_J_K, v_N_J_K))
-    return plain and torch.get_num_threads() == 1 and kernels().library is not None
+    return are_plain(q_N_H_K, k_N_J_K, v_N_J_K) and kernels().library is not None
 
 
 def segments(prompt_lengths: Sequence[int], response_lengths: Sequence[tuple[int, ...]]) -> np.ndarray:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from llamarl.kernels.ops import rotate_by_torch
+from llamarl.kernels.ops import gate_by_torch, rotate_by_torch
 from llamarl.models.experts import MoeFeedForward
 from llamarl.models.shape import LinearScaling, Llama3Scaling, ModelShape, YarnScaling
 
@@ -158,11 +158,6 @@ class Attention(nn.Module):
     def forward(self, x_N_D: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         out_N_H_K = attend(self.index, *self.heads(x_N_D, rotation))
         return self.o_proj(out_N_H_K.flatten(-2))
-
-
-def gate_by_torch(gate_N_F: Tensor, up_N_F: Tensor) -> Tensor:
-    """silu(gate) * up."""
-    return F.silu(gate_N_F) * up_N_F
 
 
 class FeedForward(nn.Module):

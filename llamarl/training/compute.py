@@ -11,9 +11,11 @@ from llamarl.models.scalar import ScalarModel
 from llamarl.models.transformer import Attention, FeedForward, Layer, Projection, RMSNorm, Transformer
 
 
-def set_compute(model: Transformer | ScalarModel, config: TrainerConfig, device: torch.device) -> None:
-    """Sets a whole model, before it is cut, to the trainer's settings on a device."""
-    if device.type == "cpu" and config.dtype == "float32":
+def set_compute(model: Transformer | ScalarModel, config: TrainerConfig, device: torch.device) -> bool:
+    """Sets a whole model, before it is cut, to the trainer's settings on a device; whether kernels of this package may
+    serve."""
+    has_own = device.type == "cpu" and config.dtype == "float32"
+    if has_own:
         for module in model.modules():
             if isinstance(module, Projection | LoraLinear):
                 module.multiply = products.linear
@@ -31,3 +33,4 @@ def set_compute(model: Transformer | ScalarModel, config: TrainerConfig, device:
             # Between attention, whose plan differs with every microbatch, and the hooks of tensor parallelism.
             layer.self_attn.heads = torch.compile(layer.self_attn.heads, dynamic=True)
             layer.mlp.forward = torch.compile(layer.mlp.forward, dynamic=True)
+    return has_own

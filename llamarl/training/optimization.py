@@ -83,9 +83,8 @@ class Optimization(ABC, Generic[Model]):
             rate: the option of the learning rate.
         """
         self.model, self.config, self.mesh, self.device = module.transformer, config, mesh, device
-        set_compute(self.model, config, device)
-        if device.type == "cpu" and config.dtype == "float32":
-            module.even, module.fused = products.even(), True
+        module.fused = set_compute(self.model, config, device)
+        module.even = products.even() if module.fused else 1
         self.module = module
         for name, weight in module.named_parameters() if not config.train_router else ():
             weight.requires_grad_(weight.requires_grad and not is_router(name))
