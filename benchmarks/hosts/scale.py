@@ -41,6 +41,7 @@ import numpy as np
 from _record import RESULTS, write_result
 from light_agents import light_certificates
 from namespaces import Namespaces, available
+from runs import PORT, ROOT, WAIT_S, agent, certificates
 
 from llamarl.cluster.api import ExecutorHandle, ExecutorSpec, HostShare
 from llamarl.cluster.payload import Deal
@@ -50,7 +51,6 @@ from llamarl.parts.hosts.hosting import HostPlacer
 from llamarl.parts.hosts.registry import Registry
 from llamarl.types import FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
 from llamarl.weight_sync.growth import growth
-from runs import PORT, ROOT, WAIT_S, agent, certificates
 
 PARTS = ("registry", "placement", "calls", "streams")
 PLACED_HOSTS, GPUS = 128, 8
