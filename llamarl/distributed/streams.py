@@ -15,7 +15,9 @@ MAX_PIECES = 512
 
 FAR_US, LOSSY = 5_000, 0.01
 """A long way, in microseconds there and back, and a bad one, as a share of what is sent twice."""
-_RTT, _RESENT, _SENT = 68, 100, 136
+FARTHER = 8
+"""A way has become long where there and back takes so many times the least that the connection has seen."""
+_RTT, _RESENT, _SENT, _LEAST_RTT = 68, 100, 136, 148
 """Offsets of fields in `struct tcp_info` of linux/tcp.h."""
 
 
@@ -37,11 +39,23 @@ def keep_pace(connection: Connection) -> None:
     """Has the system send, over a way that is long or bad, at the pace that the way has shown. It would else begin
     anew after each pause, which takes many round trips, and take each loss for a way that is full."""
     with _socket_of(connection) as one:
-        info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
-        rtt_us, resent, sent = (int.from_bytes(info[at : at + 4], sys.byteorder) for at in (_RTT, _RESENT, _SENT))
+        rtt_us, resent, sent = _told(one, _RTT, _RESENT, _SENT)
         if rtt_us > FAR_US or resent > LOSSY * sent:
             with suppress(OSError):  # not every kernel has it
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+
+
+def is_farther(connection: Connection) -> bool:
+    """Whether the way was near when the connection was formed, and is long now: it should be formed anew. The system
+    remembers the least time there and back for minutes, and does not send more at once than such a way holds."""
+    with _socket_of(connection) as one:
+        rtt_us, least_us = _told(one, _RTT, _LEAST_RTT)
+    return rtt_us > max(FAR_US, FARTHER * least_us)
+
+
+def _told(one: socket.socket, *fields: int) -> list[int]:
+    info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+    return [int.from_bytes(info[at : at + 4], sys.byteorder) for at in fields]
 
 
 def send(connection: Connection, pieces: Iterable[memoryview]) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from llamarl.distributed.links import BROKEN
 from llamarl.distributed.rendezvous import Rendezvous, RendezvousStore
-from llamarl.distributed.streams import TooSlow, keep_pace, send
+from llamarl.distributed.streams import TooSlow, is_farther, keep_pace, send
 from llamarl.weight_sync.buckets import Bucket, pieces
 from llamarl.weight_sync.layout import Layout
 
@@ -235,7 +235,8 @@ class Relay:
         """To a relay: that of another version, unless it has ended. Raises what is in `BROKEN`."""
         line, since_s = self._lines.pop(stream, (None, 0.0))
         if line is not None:
-            if time.monotonic() < since_s + IDLE_S and not line.poll():  # there is nothing to hear but its end
+            is_open = time.monotonic() < since_s + IDLE_S and not line.poll()  # there is nothing to hear but its end
+            if is_open and not is_farther(line):
                 return line
             line.close()
         return Rendezvous(stream[-1], self._secret).connect(self._layout.digest, SILENT_S)

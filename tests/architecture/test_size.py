@@ -17,11 +17,11 @@ BUDGETS = {
     "hub": 700,  # goal: 650
     "net": 100,  # goal: 70
     "kernels": 1_785,  # goal: 1,200
-    "distributed": 710,  # goal: 600
+    "distributed": 715,  # goal: 600
     "sharding": 360,  # goal: 530
     "algorithms": 460,  # goal: 500
     "models": 1_860,  # goal: 900
-    "weight_sync": 1_797,  # goal: 1,580
+    "weight_sync": 1_805,  # goal: 1,580
     "checkpoint": 830,  # goal: 630
     "recipes": 70,  # goal: 90
     "rewards": 850,  # goal: 690

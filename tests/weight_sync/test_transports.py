@@ -24,6 +24,7 @@ from llamarl.distributed.interrupt import open_sockets
 from llamarl.sharding.parallel_layout import LayoutError
 from llamarl.weight_sync.base import FingerprintMismatch, Superseded, TransferFailed, WriterPlan, plan_writers
 from llamarl.weight_sync.layout import TensorSpec, lay_out
+from llamarl.weight_sync.transports import p2p
 from llamarl.weight_sync.transports.file import FilePublisher
 from llamarl.weight_sync.transports.p2p import P2pPublisher, P2pSubscriber
 from llamarl.weight_sync.transports.shared_memory import SharedMemorySubscriber
@@ -198,6 +199,21 @@ class TestPairs:
                 one.shutdown(socket.SHUT_RDWR)
         address = publisher.publish(1, self.weights(1), ())
         assert (subscriber.fetch(1, address)["w3"] == 1).all()
+        subscriber.close()
+
+    def test_a_pair_whose_way_becomes_long_is_formed_anew_but_not_again_and_again(self, publisher, monkeypatch) -> None:
+        subscriber, formed = P2pSubscriber(self.SPECS, 0), list[set[int]]()
+        for version, is_far in enumerate((False, False, True, True, False)):
+            monkeypatch.setattr(p2p, "is_farther", lambda connection, is_far=is_far: is_far)
+            tensors = subscriber.fetch(version, publisher.publish(version, self.weights(version), ()))
+            assert (tensors["w3"] == version).all()
+            formed.append({id(stream) for stream in subscriber._streams.values()})
+        assert formed[0] == formed[1] and not formed[1] & formed[2] and formed[2] == formed[3] == formed[4]
+        monkeypatch.setattr(p2p, "is_farther", lambda connection: True)
+        monkeypatch.setattr(p2p, "AGAIN_S", 0.0)  # that time has passed
+        kept = list(subscriber._streams.values())
+        subscriber.fetch(5, publisher.publish(5, self.weights(5), ()))
+        assert all(old.connection.closed for old in kept) and len(subscriber._streams) == len(kept)
         subscriber.close()
 
     def test_slots_that_a_gpu_writes_into_are_pinned_as_they_are(self, monkeypatch) -> None:

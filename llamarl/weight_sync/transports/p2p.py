@@ -12,6 +12,7 @@ else; what fails is sent once more, whole.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from llamarl.distributed.links import BROKEN, LOST_S, notice_loss, weights_address
 from llamarl.distributed.rendezvous import Rendezvous
-from llamarl.distributed.streams import keep_pace, receive, send
+from llamarl.distributed.streams import is_farther, keep_pace, receive, send
 from llamarl.weight_sync.base import Superseded, TransferFailed
 from llamarl.weight_sync.buckets import Bucket, changes, changes_bytes, into_buckets, memory_of, pieces, wanted
 from llamarl.weight_sync.copying import NOTHING, CopyingSubscriber, VersionRequest
@@ -39,6 +40,8 @@ MAX_THREADS = 16
 """Streams that a generator rank receives at once."""
 MAX_KEPT = 512
 """Streams, of which each takes a descriptor, that a generator rank keeps for the next version."""
+AGAIN_S = 10.0
+"""A stream whose way becomes long again and again is not formed anew more often."""
 NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
@@ -152,6 +155,8 @@ class _IncomingStream:
     connection: Connection
     buckets: tuple[Bucket, ...]
     """All of the trainer rank's."""
+    anew_s: float
+    """When it was formed anew because its way had become long, on the monotonic clock; minus infinity: never."""
     pace_s: float | None = None
     """Seconds per byte that it took at best."""
 
@@ -229,11 +234,15 @@ class P2pSubscriber(CopyingSubscriber):
         self, rank: int, number: int, num_streams: int, place: Rendezvous, request: VersionRequest
     ) -> tuple[np.ndarray, int]:
         key = rank, number
+        old, anew_s, now_s = self._streams.get(key), -math.inf, time.monotonic()
+        if old is not None and now_s - old.anew_s > AGAIN_S and is_farther(old.connection):
+            self._streams.pop(key).connection.close()
+            anew_s = now_s
         if key not in self._streams:
             connection = place.connect(self.layout.digest, self._timeout_s, LOST_S)
             notice_loss(connection)
             cut = into_buckets(self.layout, connection.recv(), P2pPublisher.BUCKET_BYTES)
-            self._streams[key] = _IncomingStream(connection, cut)
+            self._streams[key] = _IncomingStream(connection, cut, anew_s)
         stream = self._streams[key]
         connection = stream.connection
         relay = self._relay if request.only is None else None

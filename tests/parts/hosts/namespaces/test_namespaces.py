@@ -40,6 +40,36 @@ connection.settimeout(15.0)
 connection.sendall(int(sys.argv[2]).to_bytes(8) + bytes(int(sys.argv[2])))
 print(connection.recv(100).decode(), time.perf_counter() - start)
 """
+STREAM = """
+import sys, time
+from llamarl.distributed.rendezvous import Rendezvous, RendezvousStore
+from llamarl.distributed.streams import is_farther, keep_pace, receive, send
+SIZE = 2_500_000
+
+def serve(connection, _):
+    while connection.recv():
+        keep_pace(connection)
+        send(connection, [memoryview(bytes(SIZE))])
+
+def fetch(connection):
+    start_s = time.monotonic()
+    connection.send(True)
+    receive(connection, [memoryview(bytearray(SIZE))])
+    return time.monotonic() - start_s
+
+if len(sys.argv) == 1:
+    store = RendezvousStore(host="10.77.0.3", secret="own", serve=serve)
+    print(store.rendezvous.address, flush=True)
+    time.sleep(600)
+streams = []
+for _ in range(2):
+    streams.append(Rendezvous(sys.argv[1], "own").connect("bytes", 20))
+    times = [fetch(streams[-1]) for _ in range(6)]
+    print(is_farther(streams[-1]), flush=True)
+    input()
+    fetch(streams[-1])
+    print(is_farther(streams[-1]), times[-1], flush=True)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +164,25 @@ def test_a_cable_delays_and_loses(hosts: Namespaces) -> None:
     with pytest.raises(subprocess.CalledProcessError):
         _call(hosts, "host-a", "host-c")
     hosts.limit("host-c")
+
+
+def test_a_stream_is_known_to_be_of_a_way_that_was_shorter(hosts: Namespaces) -> None:
+    """One that is formed anew is not."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    server = hosts.popen("host-c", [sys.executable, "-c", STREAM], **pipes)
+    reader = hosts.popen("host-a", [sys.executable, "-c", STREAM, server.stdout.readline().strip()], **pipes)
+    assert reader.stdout.readline() == "False\n"
+    hosts.limit("host-c", delay_ms=50)
+    for is_farther in ("True", "False"):
+        reader.stdin.write("\n")
+        reader.stdin.flush()
+        found, took_s = reader.stdout.readline().split()
+        assert found == is_farther
+        if is_farther == "True":
+            assert reader.stdout.readline() == "False\n"
+    assert float(took_s) > 0.1
+    hosts.limit("host-c")
+    server.kill()
 
 
 def test_processes_can_be_stopped_and_end_with_the_hosts() -> None:
