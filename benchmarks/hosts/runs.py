@@ -6,8 +6,9 @@
 Hosts are network namespaces on this machine (`namespaces.py`), as root or in a user namespace. `attach`: three hosts
 that are there get an executor each, from the attachment to its first answer, without torch; and a small call against
 one to a process on this machine. `registry`: what so many agents, each with its engine, cost the controller.
-`demo`: the demo over three hosts against the same executors on one, in pairs. `losses`: hosts that hold generators are
-killed, frozen and cut off at random moments of the demo, three times in each run, and come back after some seconds.
+`demo`: the demo over three hosts against the same executors on one, in pairs. `losses`: any host but the controller's,
+the trainer's among them, is killed, frozen or cut off at random moments of the demo, three times in each run, and comes
+back after some seconds.
 `trainers`: the host of the trainer is killed or cut off in turn, and stays away: seconds to the end of the next step,
 which the trainer takes on another host, from a mirror in a third host's memory.
 `distance`: the demo with all hosts 100 ms there and back from each other: how long a sync takes. `lossy`: with three
@@ -60,10 +61,10 @@ WAIT_S = 400.0
 LOSSES_PER_RUN = 3
 SETTLED_S = 0.5
 """Seconds after a loss in which the last step before it comes on record."""
-STEPS, LOSS_STEPS, SLOW_STEPS = 60, 90, 45
+STEPS, LOSS_STEPS, SLOW_STEPS = 60, 200, 45
 FIGURES = (
     *("attach_s", "call_ratio", "call_ratios", "registry_share", "num_agents", "demo_ratio", "demo_ratios"),
-    *("losses_tried", "losses_failed", "losses", "failures", "accuracies", "longest_step_s"),
+    *("losses_tried", "losses_failed", "losses_of_trainer", "losses", "failures", "accuracies", "longest_step_s"),
     *("share_of_wire", "share_of_wire_proved", "relay_ratio"),
     *("sync_100ms_s", "step_100ms_s", "syncs_100ms_s"),
     *("longest_step_lossy_s", "step_lossy_s", "steps_lossy_s"),
@@ -74,6 +75,8 @@ DELAY_MS, LOSS_PERCENT = 100.0, 5.0
 """Of each way of the generators' cables, in every third run."""
 FAR_MS, LOSSY_PERCENT = 25.0, 20.0
 """Of each way of every cable, where hosts are far; of one generator's cable, where it loses."""
+GOES_ON = ("--cluster.min_hosts", 2, "--checkpoint.mirror", "true")
+ORIGIN = re.compile(r"trainer goes on from (step \d+, \d+ steps)")
 KINDS = ("kill", "freeze", "cut")
 PARTS = ("attach", "registry", "demo", "losses", "trainers", "distance", "lossy")
 
@@ -268,21 +271,23 @@ def demo(folder: Path, pairs: int) -> dict[str, Any]:
 
 
 def losses(folder: Path, number: int) -> dict[str, Any]:
-    """Runs with three losses each."""
+    """Runs with three losses each, of any host but the controller's."""
     draw, events, failures = random.Random(0), list[dict[str, Any]](), list[str]()
-    accuracies = list[float]()
+    accuracies, num_trainers = list[float](), 0
     for i in range(-(-number // LOSSES_PER_RUN)):
         place = Path(tempfile.mkdtemp(dir=folder))
         try:
             found, accuracy = one_run(place, draw, slow=i % 3 == 2)
             events += found
             accuracies.append(accuracy)
+            num_trainers += len(ORIGIN.findall((place / "out.txt").read_text()))
         except (AssertionError, subprocess.TimeoutExpired) as error:
             failures.append(str(error)[-2000:])
     slowest = max((event["longest_step_s"] for event in events), default=0.0)
     return {
         "losses_tried": LOSSES_PER_RUN * -(-number // LOSSES_PER_RUN),
         "losses_failed": len(failures),
+        "losses_of_trainer": num_trainers,
         "losses": events,
         "failures": failures,
         "accuracies": accuracies,
@@ -292,11 +297,11 @@ def losses(folder: Path, number: int) -> dict[str, Any]:
 
 def one_run(place: Path, draw: random.Random, *, slow: bool) -> tuple[list[dict[str, Any]], float]:
     """A run that must end with all steps; what befell it, and its accuracy."""
-    with Namespaces(4) as hosts:
+    with Namespaces(5) as hosts:
         pki = certificates(place, hosts)
-        agents = {host: agent(hosts, host, pki) for host in hosts.names}
-        steps = SLOW_STEPS if slow else LOSS_STEPS
-        run = Demo(hosts, place, steps, *over_hosts(hosts, pki, 3), "--cluster.on_failure.generator", "respawn")
+        agents = {host: agent(hosts, host, pki) for host in hosts.names[1:]}
+        options = *called(hosts, pki, 4, 3), *GOES_ON, "--cluster.on_failure.generator", "respawn"
+        run = Demo(hosts, place, LOSS_STEPS, *options)
         events = list[dict[str, Any]]()
         run.until(10)
         if slow:
@@ -326,7 +331,7 @@ def one_run(place: Path, draw: random.Random, *, slow: bool) -> tuple[list[dict[
             events.append(loss | {"longest_step_s": slowest, "median_step_s": usual})
             assert run.process.poll() is None or i == LOSSES_PER_RUN - 1, Path(run.out.name).read_text()[-2000:]
         summary = run.end()
-        assert [row["step"] for row in run.steps()] == list(range(1, steps + 1))
+        assert [row["step"] for row in run.steps()] == list(range(1, LOSS_STEPS + 1))
         assert_trained_once(run.folder)
         return events, summary["accuracy_after"]
 
@@ -339,8 +344,7 @@ def trainers(folder: Path, number: int) -> dict[str, Any]:
         with Namespaces(4) as hosts:
             pki = certificates(place, hosts)
             agents = {host: agent(hosts, host, pki) for host in hosts.names[1:]}
-            goes_on = ("--cluster.min_hosts", 2, "--checkpoint.mirror", "true")
-            run = Demo(hosts, place, STEPS, "--seed", i, *called(hosts, pki, 3, 1), *goes_on)
+            run = Demo(hosts, place, STEPS, "--seed", i, *called(hosts, pki, 3, 1), *GOES_ON)
             run.until(10)
             start_s = time.monotonic()
             if i % 2:
@@ -353,8 +357,7 @@ def trainers(folder: Path, number: int) -> dict[str, Any]:
             run.end()
             assert [row["step"] for row in run.steps()] == list(range(1, STEPS + 1))
             assert_trained_once(run.folder)
-            found = re.search(r"trainer goes on from (step \d+, \d+ steps)", Path(run.out.name).read_text())
-            origins.append(found[1] if found else "")
+            origins.append(", then ".join(ORIGIN.findall(Path(run.out.name).read_text())))
     return {
         "trainer_host_s": statistics.median(times), "trainer_host_all_s": times, "trainer_host_origins": origins,
     }  # fmt: skip
