@@ -21,8 +21,10 @@ import asyncio
 import sys
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
+from llamarl.cluster.api import ExecutorError
 from llamarl.config import RunConfig
 from llamarl.controller.admission import Admission, Problems
 from llamarl.controller.causes import scored_by_generator
@@ -332,6 +334,14 @@ class Controller:
     async def save(self) -> None:
         """Saves trainer, critic and data position. Raises NotSaved."""
         await self._optimized.save(self._admission.state(self.version))
+
+    async def record_completed(self) -> None:
+        """The run ends with a step that failed: those before it go on record, with the warnings that led up to it."""
+        while self._unreported:
+            step = self._unreported.popleft()
+            await step.end_sync()
+            with suppress(ExecutorError):  # the critic's part of it
+                await step.record(self._telemetry, self._journal, self._buffer.num_ready)
 
     async def wind_down(self) -> None:
         """The run ends early: ends and reports the step under way, without syncing it, and saves a checkpoint."""

@@ -40,7 +40,7 @@ from llamarl.run.journal import open_journal
 from llamarl.run.machines import Machines, open_machines
 from llamarl.run.prepare import Prepared
 from llamarl.run.started import StartedGenerators
-from llamarl.training.result import PolicyStepResult
+from llamarl.training.result import NonFiniteStep, PolicyStepResult
 from llamarl.types import RolloutGroup
 
 
@@ -168,8 +168,13 @@ class _TrainingRun:
             machines.follow(controller, telemetry, supervisor)
             try:
                 await supervisor.run(self._train(controller, telemetry))
-            except (Interrupted, ExecutorError, Stalled, TooManyInvalid) as error:
-                if getattr(error, "executor", "") not in ("trainer", "critic"):  # who would save
+            except (Interrupted, ExecutorError, NonFiniteStep, Stalled, TooManyInvalid) as error:
+                executor = getattr(error, "executor", "")
+                if isinstance(error, NonFiniteStep) or executor in ("trainer", "critic"):  # who would save
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(WIND_DOWN_S):
+                            await controller.record_completed()
+                else:
                     screen.phase("saving a checkpoint before ending")
                     await self._wind_down(controller, screen)
                 raise
