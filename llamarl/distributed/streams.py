@@ -15,7 +15,7 @@ MAX_PIECES = 512
 
 FAR_US, LOSSY = 5_000, 0.01
 """A long way, in microseconds there and back, and a bad one, as a share of what is sent twice."""
-FARTHER = 8
+FARTHER = 4
 """A way has become long where there and back takes so many times the least that the connection has seen."""
 _RTT, _RESENT, _SENT, _LEAST_RTT = 68, 100, 136, 148
 """Offsets of fields in `struct tcp_info` of linux/tcp.h."""
@@ -37,10 +37,11 @@ def _socket_of(connection: Connection) -> Iterator[socket.socket]:
 
 def keep_pace(connection: Connection) -> None:
     """Has the system send, over a way that is long or bad, at the pace that the way has shown. It would else begin
-    anew after each pause, which takes many round trips, and take each loss for a way that is full."""
+    anew after each pause, which takes many round trips, and take each loss for a way that is full. One that is long now
+    and was not when the connection was formed is none of these: see `is_farther`."""
     with _socket_of(connection) as one:
-        rtt_us, resent, sent = _told(one, _RTT, _RESENT, _SENT)
-        if rtt_us > FAR_US or resent > LOSSY * sent:
+        rtt_us, least_us, resent, sent = _told(one, _RTT, _LEAST_RTT, _RESENT, _SENT)
+        if least_us > FAR_US or (resent > LOSSY * sent and not _has_become_long(rtt_us, least_us)):
             with suppress(OSError):  # not every kernel has it
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
 
@@ -49,7 +50,10 @@ def is_farther(connection: Connection) -> bool:
     """Whether the way was near when the connection was formed, and is long now: it should be formed anew. The system
     remembers the least time there and back for minutes, and does not send more at once than such a way holds."""
     with _socket_of(connection) as one:
-        rtt_us, least_us = _told(one, _RTT, _LEAST_RTT)
+        return _has_become_long(*_told(one, _RTT, _LEAST_RTT))
+
+
+def _has_become_long(rtt_us: int, least_us: int) -> bool:
     return rtt_us > max(FAR_US, FARTHER * least_us)
 
 
