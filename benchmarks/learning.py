@@ -1,6 +1,6 @@
 """Do asynchronous runs learn what synchronous ones learn? Paired by seed, judged on fresh problems.
 
-    python benchmarks/learning.py [--more RESULT] [--minutes 170]
+    python benchmarks/learning.py [--more RESULT] [--minutes 170] [--ways "S=2" "S=4"]
 
 Fixed before the first run: the demo for 60 steps, and its final weights judged greedily on 4,096 problems that nobody
 trained on; 20 seeds with `rollout.max_staleness` 0 and 1, ten with 2 and 4; at 1, ten seeds each with segments, with
@@ -53,7 +53,7 @@ WHY = {
     "S=4 half rate": [*AT["S=4"], *HALF_RATE],
 }
 PLAN = [
-    ("demo", ("S=0", "S=1"), 20), ("demo", ("S=2", "S=4"), 10),
+    ("demo", ("S=0", "S=1"), 20), ("demo", ("S=0", "S=2", "S=4"), 10),
     ("demo", ("S=1 segments", "S=1 recompute", "S=1 int8"), 10), ("calculator", ("S=0", "S=1"), 3),
 ]  # fmt: skip
 """Task, ways that take turns, seeds."""
@@ -163,6 +163,7 @@ def main() -> None:
     parser.add_argument(
         "--why", action="store_true", help="the runs that look for what holds staleness 4 back, instead"
     )
+    parser.add_argument("--ways", nargs="+", help="of the planned runs only these, and what they are compared with")
     parser.add_argument("--picture", action="store_true", help="draw docs/pictures/learning.svg, too")
     parser.add_argument("--minutes", type=float, default=170.0, help="no run begins later")
     options = parser.parse_args()
@@ -171,8 +172,10 @@ def main() -> None:
     settings = {"ways": WAYS | WHY, "plan": PLAN, "looked_into": LOOKED_INTO, "tasks": TASKS, "bar_points": BAR_POINTS}
     with tempfile.TemporaryDirectory() as folder:
         for task, way, seed in planned(LOOKED_INTO if options.why else PLAN):
-            if (task, way, seed) in known or time.monotonic() > end:
+            is_wanted = not options.ways or way in ("S=0", *options.ways)
+            if not is_wanted or (task, way, seed) in known or time.monotonic() > end:
                 continue
+            known.add((task, way, seed))
             runs.append(run(task, way, seed, Path(folder)))
             print(json.dumps({key: runs[-1][key] for key in ("task", "way", "seed", "accuracy_after")}), flush=True)
             write_result("learning", settings, figures(runs), NOTES)

@@ -12,7 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from llamarl.cluster.api import (
     CallTimeout,
@@ -29,6 +29,7 @@ from llamarl.controller.ports import Executors, SpawnAgain
 from llamarl.controller.supervision import Supervisor
 from llamarl.distributed.links import RanksLost
 
+T = TypeVar("T")
 STOP_S = 2.0
 """Seconds that what is left of an executor has to end; then it is killed."""
 CAUSE_S = 1.0
@@ -122,9 +123,13 @@ class RestartableHandle(ExecutorHandle):
         life.failed.add_done_callback(lambda failed: None if failed.cancelled() else self._ended(life, failed.result()))
 
     async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
-        return (await self.call_each(method, *args, timeout_s=timeout_s, **kwargs))[0]
+        return await self._call(lambda life: life.call(method, *args, timeout_s=timeout_s, **kwargs), method)
 
     async def call_each(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
+        return await self._call(lambda life: life.call_each(method, *args, timeout_s=timeout_s, **kwargs), method)
+
+    async def _call(self, ask: Callable[[ExecutorHandle], Awaitable[T]], method: str) -> T:
+        """What the life at hand answers; where it dies meanwhile, the next one is asked."""
         number, self._number, self.num_calls = self._number, self._number + 1, self.num_calls + 1
         while True:
             while not self._is_up or min(self._waiting, default=number) < number:
@@ -133,9 +138,9 @@ class RestartableHandle(ExecutorHandle):
                 raise Restarted(self.name, (0,), "what was saved was lost with the processes")
             life, self._in_flight = self._life, self._in_flight + 1
             try:
-                answers = await life.call_each(method, *args, timeout_s=timeout_s, **kwargs)
+                answer = await ask(life)
                 self._saver = life if method == "save" else self._saver
-                return answers
+                return answer
             except ExecutorError as error:
                 if not _is_death(error) or self.failed.done():
                     raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Iterable
 
 from llamarl.config import RunConfig
 from llamarl.controller.journal import Journal
@@ -21,8 +22,9 @@ from llamarl.controller.sync import MAX_FAILURES, RETRY_S, SyncReport, Transport
 from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import Adoption, Published
 
-MAX_HELD = 6
-"""Versions that generators in service serve or fetch; two while they keep up."""
+MAX_HELD, MAX_HELD_BY_ALL = 6, 12
+"""Versions that generators in service, and all of them, serve or fetch, of 16 that a trainer has room for; two while
+they keep up."""
 
 
 class WeightSync:
@@ -46,6 +48,7 @@ class WeightSync:
         """None while the trainer publishes, as it may overwrite what was the newest before, and while it is dead."""
         self._lost: Published | None = None
         """Published version that was the newest when the trainer died."""
+        self._num_publishing = 0
         self._published = Signal()
         self._num_resyncs = 0
         self._reports = dict[int, SyncReport]()
@@ -90,22 +93,25 @@ class WeightSync:
         return report
 
     async def until_few(self) -> None:
-        """Waits until those in service hold on to few versions, each of which takes memory of the trainer's: who does
-        not let go of one is left behind."""
+        """Waits until generators hold on to few versions, each of which takes memory of the trainer's. Those in service
+        may hold fewer: who does not let go of one is left behind."""
         replicas = self._replicas
-
-        def held() -> set[int]:
-            return {
-                version for one in replicas.alive if replicas.serves(one) for version in (one.version, one.fetching)
-            }
-
-        await replicas.changed.until(lambda: len(held() - {NO_VERSION}) <= MAX_HELD)
+        await replicas.changed.until(
+            lambda: (
+                len(_held_by(filter(replicas.serves, replicas.alive))) <= MAX_HELD
+                and len(_held_by(replicas.alive)) <= MAX_HELD_BY_ALL
+            )
+        )
 
     async def _publish(self, version: int, trainer: TrainerPort | None = None) -> None:
         """The call leaves before the first wait in here: the trainer may take its next step right after."""
-        self._newest = None
-        in_use = {version for one in self._replicas.alive for version in (one.version, one.fetching)} - {NO_VERSION}
-        published = await (trainer or self._optimized.trainer).publish(version, tuple(sorted(in_use)))
+        self._newest, self._num_publishing = None, self._num_publishing + 1
+        try:
+            in_use = tuple(sorted(_held_by(self._replicas.alive)))
+            published = await (trainer or self._optimized.trainer).publish(version, in_use)
+        finally:
+            self._num_publishing -= 1
+            self._replicas.changed.notify()
         assert published.version == version, f"asked for version {version}, published {published.version}"
         # A newer version may have been asked for meanwhile; its answer comes later.
         if self._newest is None or self._newest.version <= version:
@@ -115,6 +121,7 @@ class WeightSync:
     async def sleep(self) -> None:
         """Has the generators give their memory to the trainer, until they adopt what it publishes next. None fetches
         from now on: what it would read is about to change."""
+        await self._replicas.changed.until(lambda: not self._num_publishing)
         self._newest = None
         await self._replicas.changed.until(lambda: all(one.fetching == NO_VERSION for one in self._replicas.alive))
         waits = [self._replicas.unless_dead(one, one.port.sleep()) for one in self._replicas.alive]
@@ -191,3 +198,8 @@ class WeightSync:
         elif is_newest and not self._optimized.is_stepping:
             self._supervisor.start(self._publish(published.version), f"publish {published.version} again")
         # Otherwise a step is under way, and its version comes next.
+
+
+def _held_by(replicas: Iterable[Replica]) -> set[int]:
+    """Versions that these serve or fetch: they stay where they lie."""
+    return {version for one in replicas for version in (one.version, one.fetching)} - {NO_VERSION}

@@ -19,7 +19,7 @@ from llamarl.weight_sync.layout import Address, TensorSpec
 from llamarl.weight_sync.select import Reader, open_subscriber, sample
 
 WAIT_S = 0.01
-"""An idle engine looks this often whether weights have arrived."""
+"""An idle engine waits so long for weights before it looks for calls."""
 
 
 _Fetched = tuple[Adoption, Mapping[str, Tensor]]
@@ -139,22 +139,27 @@ class Adoptions:
         self.go_on()
         return reply
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a version is on its way."""
+        return self._asked is not None
+
     def go_on(self) -> None:
-        """Swaps the weights once all ranks have fetched theirs. An idle engine waits: asleep, nobody would wake it."""
-        while self._asked is not None:
-            version, reply = self._asked
-            wait_s = 0.0 if self._engine.has_work else WAIT_S
-            found = self._adopter.poll(wait_s)
-            everywhere = [found] if found else None
-            if isinstance(self._engine, TensorParallelEngine):
-                if found:
-                    self._engine.report(version, found)
-                everywhere = self._engine.reports(version, wait_s)
-            if everywhere is not None:
-                self._asked = None
-                self._answer(reply, together(everywhere))
-            elif self._engine.has_work:
-                return
+        """Swaps the weights once all ranks have fetched theirs; an idle engine waits for that, but not long, as calls
+        may wait meanwhile."""
+        if self._asked is None:
+            return
+        version, reply = self._asked
+        wait_s = 0.0 if self._engine.has_work else WAIT_S
+        found = self._adopter.poll(wait_s)
+        everywhere = [found] if found else None
+        if isinstance(self._engine, TensorParallelEngine):
+            if found:
+                self._engine.report(version, found)
+            everywhere = self._engine.reports(version, wait_s)
+        if everywhere is not None:
+            self._asked = None
+            self._answer(reply, together(everywhere))
 
     def _answer(self, reply: Future[Adoption], adoption: Adoption) -> None:
         if adoption.outcome == "adopted":

@@ -175,7 +175,7 @@ class GeneratorExecutor(Executor):
         self._begin(lambda request: request.from_version <= self._adoptions.version)
         if not self._engine.has_work:
             self._left_s = None
-            return False
+            return self._adoptions.is_waiting  # nobody else would wake it
         if self._work_clock is None:  # forwards are not ours to count
             self._take(self._engine.step())
             self._hand_over()

@@ -53,7 +53,9 @@ class _Tiles:
     def __init__(self, hidden_R_D: Tensor, head_V_D: Tensor, temperature: float) -> None:
         self.dtype = torch.promote_types(hidden_R_D.dtype, torch.float32)
         self._hidden_R_D, self._head_V_D, self._temperature = hidden_R_D, head_V_D, temperature
-        self._size = min(max(1, TILE_LOGITS // max(1, len(hidden_R_D))), len(head_V_D))
+        # A power of two: products by oneDNN keep code for every size that they have met.
+        most = 1 << (max(1, TILE_LOGITS // max(1, len(hidden_R_D))).bit_length() - 1)
+        self._size = min(most, len(head_V_D))
         self._room = hidden_R_D.new_empty(len(hidden_R_D) * self._size, dtype=self.dtype)
 
     def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -84,7 +84,7 @@ class Optimization(ABC, Generic[Model]):
         """
         self.model, self.config, self.mesh, self.device = module.transformer, config, mesh, device
         module.fused = set_compute(self.model, config, device)
-        module.even = products.even() if module.fused else 1
+        module.even = max(mesh.exchange(products.even() if module.fused else 1))  # one for all ranks
         self.module = module
         for name, weight in module.named_parameters() if not config.train_router else ():
             weight.requires_grad_(weight.requires_grad and not is_router(name))

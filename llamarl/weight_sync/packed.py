@@ -96,6 +96,8 @@ class PackedPublisher(Publisher):
             plan.write(index, version, weights, targets, slot.proofs[index])
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # nobody else knows this stream
+        if before := self._slots.get(version):  # published again
+            self._drop(before)
         self._slots[version] = slot
         return self._address
 

@@ -233,7 +233,8 @@ class Relay:
 
     def _line(self, stream: tuple[int, int, str]) -> Connection:
         """To a relay: that of another version, unless it has ended. Raises what is in `BROKEN`."""
-        line, since_s = self._lines.pop(stream, (None, 0.0))
+        with self._changed:
+            line, since_s = self._lines.pop(stream, (None, 0.0))
         if line is not None:
             is_open = time.monotonic() < since_s + IDLE_S and not line.poll()  # there is nothing to hear but its end
             if is_open and not is_farther(line):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -276,6 +277,24 @@ def test_calls_are_asked_again_in_their_order_ahead_of_new_ones() -> None:
         await one.call("hear", 9, timeout_s=5.0)
         await asyncio.wait_for(asyncio.gather(*callers, return_exceptions=True), 5.0)
         assert lives[1].heard == [0, 1, 3, 9]
+        await supervisor.stop()
+
+    asyncio.run(main())
+
+
+def test_a_call_brings_the_result_of_rank_0_alone_unless_each_is_asked() -> None:
+    class Ranks(Hearing):
+        async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
+            return "rank 0's"
+
+        async def call_each(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
+            return ["each"] * 3
+
+    async def main() -> None:
+        one, *_ = await hearer(supervisor := Supervisor())
+        one._lives(Ranks().start("reward"))
+        assert await one.call("hear", 1, timeout_s=5.0) == "rank 0's"
+        assert await one.call_each("hear", 1, timeout_s=5.0) == ["each"] * 3
         await supervisor.stop()
 
     asyncio.run(main())

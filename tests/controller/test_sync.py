@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from llamarl.cluster.api import CallTimeout, MeshFailed
 from llamarl.controller.sync import WeightsWrong, mismatch_of
+from llamarl.controller.weights import MAX_HELD_BY_ALL
 from llamarl.executors.replies import GeneratorStats, Probe
 from tests.controller.fakes import Run, config
 from tests.executors.ledger import RIGHT, WRONG, Generator, Reward, Trainer, token
@@ -375,6 +376,51 @@ def test_a_mismatch_ends_the_run_or_is_sent_again(tmp_path: Path) -> None:
     assert [name for name, _ in again.trainer.published] == list(range(7)), "a failed fetch needs no other version"
     with pytest.raises(WeightsWrong, match="generator-0 could not adopt version 2: w of version 2 on rank 0: failed"):
         run("resync", ["failed"] * 3).train()
+
+
+def test_many_slow_generators_hold_on_to_few_versions(tmp_path: Path) -> None:
+    """Each of them to two; what they hold takes memory of the trainer's, which has 16 slots."""
+    held = list[int]()
+
+    class Few(Trainer):
+        def do_publish(self, version: int, in_use: tuple[int, ...]) -> tuple[float, Any]:
+            held.append(len(in_use))
+            return super().do_publish(version, in_use)
+
+    def never_the_same(dice: random.Random) -> Generator:
+        return Generator(duration_s=lambda *_: 0.3, adopt_s=lambda version: dice.uniform(3.0, 9.0))
+
+    slow = [never_the_same(random.Random(number)) for number in range(10)]
+    quick = [Generator(duration_s=lambda *_: 0.3, adopt_s=0.05) for _ in range(2)]
+    wanted = config(tmp_path, steps=200, rollout={"max_staleness": 1})
+    run = Run(wanted, tmp_path, [*quick, *slow], trainer=Few(step_s=0.3)).train()
+    assert run.version == 200 and 8 < max(held) <= MAX_HELD_BY_ALL + 1
+
+
+def test_those_that_sleep_fetch_nothing_that_is_published_again(tmp_path: Path) -> None:
+    """Not while the trainer works on the next step: they would take the memory that it was to have."""
+    begun_s = list[float]()
+
+    class Slow(Trainer):
+        def do_publish(self, version: int, in_use: tuple[int, ...]) -> tuple[float, Any]:
+            return 2.0, super().do_publish(version, in_use)[1]
+
+    class Sleeper(Generator):
+        def do_sleep(self) -> tuple[float, None]:
+            return 0.1, None
+
+        def do_adopt(self, version: int, slot: Any) -> Any:
+            begun_s.append(self._loop.time())
+            return super().do_adopt(version, slot)
+
+    first = Sleeper(outcomes=["adopted", "adopted", "mismatch"], adopt_s=0.5)
+    generators = [first, Sleeper(duration_s=lambda *_: 1.0, adopt_s=0.5)]
+    more = {"weight_sync": {"on_mismatch": "resync", "patience_s": 0.1}, "cluster": {"placement": "colocated"}}
+    run = Run(config(tmp_path, rollout={"max_staleness": 0}, **more), tmp_path, generators, trainer=Slow(step_s=3.0))
+    run.train()
+    assert run.version == 6 and run.trainer.published.count((2, 2)) == 2, "it was sent again"
+    for begin_s, end_s in run.trainer.spans:
+        assert not any(begin_s < at_s + 0.5 and at_s < end_s for at_s in begun_s)
 
 
 def test_what_a_sync_cost_is_on_record(tmp_path: Path) -> None:

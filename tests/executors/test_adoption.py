@@ -59,13 +59,20 @@ def test_tokens_carry_the_version_of_the_weights_that_made_them() -> None:
             super().set_version(version)
             tokens.append((version, fetched.used[-1] if fetched.used else -1))
 
-    Adoptions(cast(Adopter, fetched), Sampling()).begin(3, ADDRESS)
+    adoptions = Adoptions(cast(Adopter, fetched), Sampling())
+    adoptions.begin(3, ADDRESS)
+    while adoptions.is_waiting:
+        adoptions.go_on()
     assert tokens == [(3, 3)]
 
 
-def test_an_idle_rank_0_waits_for_the_others_and_does_not_spin() -> None:
+def test_an_idle_rank_0_waits_for_the_others_and_does_not_spin_nor_keep_calls_waiting() -> None:
     fetched, engine = Fetched(), Ranks()
-    reply = Adoptions(cast(Adopter, fetched), engine).begin(3, ADDRESS)
+    adoptions = Adoptions(cast(Adopter, fetched), engine)
+    reply = adoptions.begin(3, ADDRESS)
+    for number in (1, 2):
+        assert not reply.done() and len(engine.waits_s) == number, "one wait, then calls"
+        adoptions.go_on()
     adoption = reply.result(timeout=0)
     assert engine.waits_s == [WAIT_S] * 3
     assert (adoption.outcome, adoption.num_bytes, fetched.used, engine.version) == ("adopted", 10, [3], 3)

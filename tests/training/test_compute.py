@@ -13,6 +13,7 @@ from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.config import RunConfig
 from llamarl.config.schema import TrainerConfig
 from llamarl.config.trainer import LoraConfig
+from llamarl.distributed.mesh import RankMesh
 from llamarl.kernels import ops, products
 from llamarl.models.lora import add_adapters
 from llamarl.models.memory import TrainerLoad, activation_bytes
@@ -258,6 +259,12 @@ class TestProducts:
         linear = 7 * SHAPE["num_layers"]
         counts = {product: served.count(product) for product in products.PRODUCTS}
         assert counts == {products.OUTPUT: linear + 2, products.INPUT: linear + 1, products.WEIGHT: linear + 1}
+
+
+def test_ranks_agree_on_what_is_even(make_trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another's processor chose other products: they share microbatches."""
+    monkeypatch.setattr(RankMesh, "exchange", lambda self, value: [value, 128, 1])
+    assert make_trainer().policy.even == 128
 
 
 @pytest.mark.parametrize(("length", "num_inputs"), [(100, 101), (1019, 1020), (1030, 1152)])

@@ -134,3 +134,14 @@ def test_memory_does_not_hold_all_logits(monkeypatch: pytest.MonkeyPatch) -> Non
     assert peak_bytes(plain) >= 2 * all_logits
     assert peak_bytes(target_logprobs) < 4 * tile + all_logits / 10
     assert peak_bytes(target_logprobs) < 0.15 * peak_bytes(plain)
+
+
+def test_tiles_are_of_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of targets: libraries keep code for every size of product that they have met."""
+    monkeypatch.setattr(logprobs, "TILE_LOGITS", 1 << 12)
+    head_V_D = torch.zeros(100, 4)
+    sizes = {
+        tuple(len(head_T_D) for _, head_T_D, _ in logprobs._Tiles(torch.zeros(num, 4), head_V_D, 1.0))
+        for num in range(1, 400)
+    }
+    assert len(sizes) <= 5 and all(sum(one) == 100 for one in sizes)

@@ -237,6 +237,8 @@ class TestPairs:
         size = sum(bucket.num_bytes for bucket in publisher._buckets[0])
         assert most == 4 and len(pinned) == len(publisher._slots) < 4
         assert set(pinned.values()) == {size} and size.bit_count() > 1 and all(place % 4096 == 0 for place in pinned)
+        publisher.publish(5, self.weights(5), (4,))
+        assert len(pinned) == len(publisher._slots), "once more"
         subscriber = P2pSubscriber(self.SPECS, 0)
         assert (subscriber.fetch(5, address)["w3"] == 5).all()
         subscriber.close()
