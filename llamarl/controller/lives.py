@@ -129,7 +129,7 @@ class RestartableHandle(ExecutorHandle):
         return await self._call(lambda life: life.call_each(method, *args, timeout_s=timeout_s, **kwargs), method)
 
     async def _call(self, ask: Callable[[ExecutorHandle], Awaitable[T]], method: str) -> T:
-        """What the life at hand answers; where it dies meanwhile, the next one is asked."""
+        """Answer of the life at hand; where it dies meanwhile, the next one is asked."""
         number, self._number, self.num_calls = self._number, self._number + 1, self.num_calls + 1
         while True:
             while not self._is_up or min(self._waiting, default=number) < number:
