@@ -69,11 +69,12 @@ NOTES = [
 ]  # fmt: skip
 
 
-def planned(plan: list[tuple[str, tuple[str, ...], int]]) -> Iterator[tuple[str, str, int]]:
-    """Task, way and seed of each run, in order."""
+def planned(plan: list[tuple[str, tuple[str, ...], int]], only: list[str]) -> Iterator[tuple[str, str, int]]:
+    """Task, way and seed of each run, in order; with `only`, of some ways and what they are compared with."""
     for task, ways, seeds in plan:
-        for seed in range(seeds):
-            for way in ways:
+        wanted = [way for way in ways if not only or way == "S=0" or way in only]
+        for seed in range(seeds if wanted != ["S=0"] else 0):
+            for way in wanted:
                 yield task, way, seed
 
 
@@ -163,7 +164,7 @@ def main() -> None:
     parser.add_argument(
         "--why", action="store_true", help="the runs that look for what holds staleness 4 back, instead"
     )
-    parser.add_argument("--ways", nargs="+", help="of the planned runs only these, and what they are compared with")
+    parser.add_argument("--ways", nargs="+", default=[], help="of the planned runs only these, and what they are compared with")
     parser.add_argument("--picture", action="store_true", help="draw docs/pictures/learning.svg, too")
     parser.add_argument("--minutes", type=float, default=170.0, help="no run begins later")
     options = parser.parse_args()
@@ -171,9 +172,8 @@ def main() -> None:
     known, end = {(one["task"], one["way"], one["seed"]) for one in runs}, time.monotonic() + 60 * options.minutes
     settings = {"ways": WAYS | WHY, "plan": PLAN, "looked_into": LOOKED_INTO, "tasks": TASKS, "bar_points": BAR_POINTS}
     with tempfile.TemporaryDirectory() as folder:
-        for task, way, seed in planned(LOOKED_INTO if options.why else PLAN):
-            is_wanted = not options.ways or way in ("S=0", *options.ways)
-            if not is_wanted or (task, way, seed) in known or time.monotonic() > end:
+        for task, way, seed in planned(LOOKED_INTO if options.why else PLAN, options.ways):
+            if (task, way, seed) in known or time.monotonic() > end:
                 continue
             known.add((task, way, seed))
             runs.append(run(task, way, seed, Path(folder)))
