@@ -164,7 +164,9 @@ def main() -> None:
     parser.add_argument(
         "--why", action="store_true", help="the runs that look for what holds staleness 4 back, instead"
     )
-    parser.add_argument("--ways", nargs="+", default=[], help="of the planned runs only these, and what they are compared with")
+    parser.add_argument(
+        "--ways", nargs="+", default=[], help="of the planned runs only these, and what they are compared with"
+    )
     parser.add_argument("--picture", action="store_true", help="draw docs/pictures/learning.svg, too")
     parser.add_argument("--minutes", type=float, default=170.0, help="no run begins later")
     options = parser.parse_args()
