@@ -31,12 +31,14 @@ from llamarl.cluster.deaths import cause_of_reaped, kill_group, killed_by
 from llamarl.cluster.engine_files import MEMORY, log_env, mirror_folder
 from llamarl.cluster.start_up import LIFELINE
 from llamarl.config.errors import ConfigError
+from llamarl.distributed.links import LOST_S
 from llamarl.hub.fetch import fetched
 from llamarl.hub.names import hub_name
 from llamarl.net.entrance import Entrance, listen
+from llamarl.net.reasons import plain
 from llamarl.observability.files import code_fingerprint
 from llamarl.parts.hosts.certificates import client_context, monarch_env
-from llamarl.parts.hosts.home import BLAST_S, BROKEN, MAX_LINE_BYTES, SILENT_S, Line, on_loop, own_inventory
+from llamarl.parts.hosts.home import BLAST_S, BROKEN, HUNG_UP, MAX_LINE_BYTES, SILENT_S, Line, on_loop, own_inventory
 from llamarl.run.placement import count_devices
 
 CONTROLLER_SILENT_S = 4.0
@@ -260,12 +262,12 @@ class HostAgent:
                 task.cancel()
 
     async def _answer(self, line: Line, number: int, what: str, arguments: dict[str, Any]) -> None:
-        orders = {"fetch": _fetch, "kill": _kill, "look": _look, "receive": self._receive, "send": _send}
+        orders = {"fetch": _fetch, "kill": _kill, "look": _look, "offer": self._offer, "pull": _pull}
         orders["watch"] = partial(_watch, line)
         try:
             found = await orders[what](**arguments)
         except (*BROKEN, KeyError, TypeError, ValueError) as error:
-            found = {"error": f"{what}: {error!r}"}
+            found = {"error": f"{what}: {plain(error)}"}
         if number:
             line.tell(answer=number, time=time.time(), **found)
 
@@ -286,42 +288,44 @@ class HostAgent:
                 room -= len(data)
                 yield {"file": path.name, "upto": at + len(data), "data": note + data.decode("latin-1")}
 
-    async def _receive(self, num_bytes: int, secret: str) -> dict[str, Any]:
-        """Opens a port for one who measures the wire to here."""
+    async def _offer(self, num_bytes: int, secret: str) -> dict[str, Any]:
+        """Opens a port, where weights take theirs, for one who measures the wire from here."""
 
-        async def count(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, proved: Callable[[], None]) -> None:
+        async def give(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, proved: Callable[[], None]) -> None:
             with suppress(*BROKEN):
                 async with asyncio.timeout(BLAST_S):
                     if secrets.compare_digest(await reader.readexactly(len(secret)), secret.encode()):
                         proved()
                         entrance.close()
-                        left = num_bytes
-                        while left and (data := await reader.read(1 << 20)):
-                            left -= len(data)
-                        writer.write(b"." if not left else b"!")
+                        left, block = num_bytes, bytes(1 << 20)
+                        while left:
+                            writer.write(block[: min(left, len(block))])
+                            left -= min(left, len(block))
+                            await writer.drain()
             writer.close()
 
         listener = listen(self._inventory.weights_address)
-        entrance = Entrance(listener, on_loop(count, 4 << 20))
+        entrance = Entrance(listener, on_loop(give))
         asyncio.get_running_loop().call_later(BLAST_S, entrance.close)
         return {"port": listener.getsockname()[1]}
 
 
-async def _send(address: str, port: int, num_bytes: int, secret: str) -> dict[str, Any]:
-    """Bytes per second to another host."""
-    async with asyncio.timeout(BLAST_S):
-        reader, writer = await asyncio.open_connection(address, port)
-        try:
+async def _pull(address: str, port: int, num_bytes: int, secret: str) -> dict[str, Any]:
+    """Bytes per second from another host, or why none come; it connects as a generator does to a trainer."""
+    writer = None
+    try:
+        async with asyncio.timeout(LOST_S):
+            reader, writer = await asyncio.open_connection(address, port, limit=4 << 20)
+        async with asyncio.timeout(BLAST_S):
             writer.write(secret.encode())
-            started_s, left, block = time.monotonic(), num_bytes, bytes(1 << 20)
-            while left:
-                writer.write(block[: min(left, len(block))])
-                left -= min(left, len(block))
-                await writer.drain()
-            if await reader.read(1) != b".":
-                raise EOFError(f"{address}:{port} did not take all bytes")
-            return {"bytes_per_s": num_bytes / (time.monotonic() - started_s)}
-        finally:
+            started_s, left = time.monotonic(), num_bytes
+            while left and (data := await reader.read(1 << 20)):
+                left -= len(data)
+        return {"failed": HUNG_UP} if left else {"bytes_per_s": num_bytes / (time.monotonic() - started_s)}
+    except BROKEN as error:
+        return {"failed": plain(error)}
+    finally:
+        if writer is not None:
             writer.close()
 
 

@@ -27,6 +27,8 @@ from llamarl.run.placement import models_in_use
 
 WIRE_BYTES = 256 << 20
 """Bytes that are sent to measure a wire."""
+PORTS = "32768 to 60999 (net.ipv4.ip_local_port_range)"
+"""Ports that the system gives away, unless it was changed."""
 FETCH_S = 6 * 3600.0
 """Longest wait in seconds for a host to fetch the models of the Hub: a terabyte at 50 MB/s. It gives up much earlier
 when nothing comes."""
@@ -77,11 +79,11 @@ async def gathered(
 
 
 def inspect(config: RunConfig, tell: Callable[[str], None]) -> None:
-    """Waits for the hosts of a run, says who would be where, and how fast bytes go from each trainer host to each
-    generator host; nothing is started.
+    """Waits for the hosts of a run, says who would be where, and how fast weights would go from each trainer host to
+    each generator host; nothing is started.
 
     Raises:
-        ConfigError: as `gathered`, or one host cannot reach another.
+        ConfigError: as `gathered`, or hosts cannot reach others.
     """
     asyncio.run(_inspect(config, tell))
 
@@ -91,11 +93,17 @@ async def _inspect(config: RunConfig, tell: Callable[[str], None]) -> None:
     try:
         with TemporaryDirectory(dir=_existing(Path(config.output).absolute())) as folder:
             hosting = await gathered(config, registry, Path(folder), tell)
-        senders, receivers = (hosting.hosts_of(role) for role in ("trainer", "generator"))
-        for sender, receiver in product(sorted(senders), sorted(receivers)):
-            if sender != receiver:
-                speed = await _speed(registry.hosts[sender], registry.hosts[receiver])
-                tell(f"{sender} to {receiver}: {speed / 1e9:.2f} GB/s by one stream")
+        writers, readers = (sorted(hosting.hosts_of(role)) for role in ("trainer", "generator"))
+        faults = list[str]()
+        for writer, reader in product(writers, readers):
+            if writer != reader:
+                speed, fault = await wire(registry.hosts[writer], registry.hosts[reader])
+                if fault:
+                    faults.append(fault)
+                else:
+                    tell(f"{writer} to {reader}: {speed / 1e9:.2f} GB/s by one stream")
+        if faults:
+            raise ConfigError("\n".join(faults))
     finally:
         await registry.close()
 
@@ -105,15 +113,24 @@ def _existing(folder: Path) -> Path:
     return next(one for one in (folder, *folder.parents) if one.is_dir())
 
 
-async def _speed(sender: Host, receiver: Host) -> float:
-    """Bytes per second. Raises ConfigError: there is no way from one to the other."""
+async def wire(writer: Host, reader: Host) -> tuple[float, str]:
+    """Bytes per second from a trainer's host to a generator's, which connects to it as in a run; or why not, in a
+    sentence. Raises ConfigError: one of them does not answer."""
     wanted = {"num_bytes": WIRE_BYTES, "secret": secrets.token_hex(16)}
-    address = receiver.inventory.weights_address
+    one, address = writer.inventory, writer.inventory.weights_address
     try:
-        port = (await receiver.ask("receive", **wanted))["port"]
-        return (await sender.ask("send", BLAST_S, address=address, port=port, **wanted))["bytes_per_s"]
+        port = (await writer.ask("offer", **wanted))["port"]
+        found = await reader.ask("pull", 2 * BLAST_S, address=address, port=port, **wanted)
     except BROKEN as error:
-        raise ConfigError(f"from host {sender.name} to {receiver.name} ({address}): {error}") from None
+        raise ConfigError(f"the wire from host {writer.name} to {reader.name} could not be measured: {error}") from None
+    if "failed" not in found:
+        return found["bytes_per_s"], ""
+    what = f"host {writer.name}" + "'s --weights-address" * (address != one.address)
+    return 0.0, (
+        f"host {reader.name} cannot reach {address}:{port} ({what}), from where its generators get weights: "
+        f"{found['failed']}; let it through to ports {PORTS} there, or start `llamarl host` on {writer.name} with a "
+        f"--weights-address that {reader.name} reaches"
+    )
 
 
 async def look_at(config: RunConfig, hosting: HostPlacer, folder: Path, host: Host) -> None:

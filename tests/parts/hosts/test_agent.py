@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from llamarl.parts.hosts import agent
-from llamarl.parts.hosts.agent import HostAgent, _kill, _seen, _send, _watch
+from llamarl.parts.hosts.agent import HostAgent, _kill, _pull, _seen, _watch
 from llamarl.parts.hosts.certificates import make_certificates
-from llamarl.parts.hosts.home import MAX_LINE_BYTES, Line
+from llamarl.parts.hosts.home import HUNG_UP, MAX_LINE_BYTES, Line
 from tests.cluster.harness import is_alive
 
 
@@ -102,10 +102,10 @@ def test_the_run_s_folder_is_known_by_what_is_written_there(tmp_path: Path) -> N
 
 def test_the_wire_is_measured_with_who_knows_the_secret_only(one: HostAgent) -> None:
     async def main() -> None:
-        port = (await one._receive(1 << 20, "a" * 32))["port"]
-        with pytest.raises((EOFError, OSError)):
-            await _send("127.0.0.3", port, 1 << 20, "b" * 32)
-        assert (await _send("127.0.0.3", port, 1 << 20, "a" * 32))["bytes_per_s"] > 0
+        port = (await one._offer(1 << 20, "a" * 32))["port"]
+        assert await _pull("127.0.0.3", port, 1 << 20, "b" * 32) == {"failed": HUNG_UP}
+        assert (await _pull("127.0.0.3", port, 1 << 20, "a" * 32))["bytes_per_s"] > 0
+        assert await _pull("127.0.0.3", port, 1 << 20, "a" * 32) == {"failed": "nobody listens there"}
 
     asyncio.run(main())
 

@@ -1,0 +1,81 @@
+"""`llamarl doctor --hosts`: wires are measured as weights take them, and what keeps them away is said."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llamarl.config import ConfigError
+from llamarl.parts.hosts import hosts
+from llamarl.parts.hosts.hosting import HostPlacer
+from tests.parts.hosts.test_hosting import config_of, machines
+
+PORT = 40_001
+
+
+def two(faults: dict[tuple[str, str], str], **weights: str) -> tuple[dict[str, Any], list[tuple[str, str, str]]]:
+    """The trainer's host b and the generator's c, and who connected to which address of whom.
+
+    Args:
+        faults: by who connects and who waits.
+        weights: own addresses for weights.
+    """
+    found, met = machines(b=0, c=0), list[tuple[str, str, str]]()
+    addresses = {"b": "10.0.0.1", "c": "10.0.0.2"}
+    offered = list[str]()
+    for name, host in found.items():
+        own = {"address": addresses[name], "weights_address": weights.get(name, addresses[name])}
+        host.inventory = host.inventory.model_copy(update=own)
+
+        async def ask(what: str, timeout_s: float = 0.0, name: str = name, **asked: Any) -> dict[str, Any]:
+            if what == "offer":
+                offered.append(name)
+                return {"port": PORT}
+            assert (what, asked["port"]) == ("pull", PORT)
+            met.append((name, offered[-1], asked["address"]))
+            fault = faults.get((name, offered[-1]))
+            return {"failed": fault} if fault else {"bytes_per_s": 2e9}
+
+        host.ask = ask
+        host.describe = lambda name=name: name
+    return found, met
+
+
+def inspected(monkeypatch: pytest.MonkeyPatch, found: dict[str, Any]) -> list[str]:
+    told = list[str]()
+    config = config_of()
+    registry = SimpleNamespace(hosts=found, close=lambda: asyncio.sleep(0))
+
+    async def gathered(*_: object) -> HostPlacer:
+        return HostPlacer(config, found)
+
+    monkeypatch.setattr(hosts, "gathered", gathered)
+    monkeypatch.setattr(hosts, "Registry", lambda *_: registry)
+    try:
+        hosts.inspect(config, told.append)
+    except ConfigError as error:
+        told.append(f"error: {error}")
+    return told
+
+
+def test_generators_connect_to_the_trainer_where_it_has_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wall that only lets c call b does no harm; the other way round it does."""
+    found, met = two({("b", "c"): "a wall"}, b="10.1.0.1")
+    assert inspected(monkeypatch, found) == ["b to c: 2.00 GB/s by one stream"]
+    assert met == [("c", "b", "10.1.0.1")]
+
+
+@pytest.mark.parametrize(("weights", "whose"), [({}, "host b"), ({"b": "10.1.0.1"}, "host b's --weights-address")])
+def test_who_cannot_reach_whom_is_said_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, weights: dict[str, str], whose: str
+) -> None:
+    found, _ = two({("c", "b"): "nobody listens there"}, **weights)
+    fault = (
+        f"host c cannot reach {weights.get('b', '10.0.0.1')}:{PORT} ({whose}), from where its generators get weights: "
+        "nobody listens there; let it through to ports 32768 to 60999 (net.ipv4.ip_local_port_range) there, or start "
+        "`llamarl host` on b with a --weights-address that c reaches"
+    )
+    assert inspected(monkeypatch, found) == [f"error: {fault}"]
