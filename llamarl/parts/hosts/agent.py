@@ -207,7 +207,7 @@ class HostAgent:
                 url = await asyncio.wait_for(asyncio.to_thread(engine.url), ENGINE_S)
                 line.tell(url=url, keeper=keeper.place)
                 self._line = line
-                self._tell(f"{self._inventory.name} serves {self._place}")
+                self._tell(f"{self._inventory.name} at {self._inventory.addresses} serves {self._place}")
                 await self._serve(line, engine)
             finally:
                 self._line = None

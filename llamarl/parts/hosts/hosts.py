@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -75,7 +75,23 @@ async def gathered(
         hosting.models, hosting.ready = models, set(hosts)
     for line in (*(host.describe() for host in hosts), *hosting.table(), *hosting.crowded()):
         tell(line)
+    if text := unused_addresses(hosting, registry.hosts):
+        registry.tell(text)
     return hosting
+
+
+def unused_addresses(hosting: HostPlacer, hosts: Mapping[str, Host]) -> str:
+    """A sentence about generators' hosts with an address for weights that none from the trainer take; empty: they do."""
+    learning, serving = hosting.hosts_of("trainer"), hosting.hosts_of("generator")
+    own = {name: host.inventory.has_own_wire for name, host in sorted(dict(hosts).items())}
+    lack = [name for name in own if name in learning and not own[name]]
+    have = [name for name in own if name in serving - learning and own[name]]
+    if not (lack and have):
+        return ""
+    return (
+        f"--weights-address of {', '.join(have)}: the trainer's weights do not take it, as generators connect to "
+        f"{', '.join(lack)}, which has none; start `llamarl host` there with one too, or leave it out"
+    )
 
 
 def inspect(config: RunConfig, tell: Callable[[str], None]) -> None:
@@ -117,7 +133,7 @@ async def wire(writer: Host, reader: Host) -> tuple[float, str]:
     """Bytes per second from a trainer's host to a generator's, which connects to it as in a run; or why not, in a
     sentence. Raises ConfigError: one of them does not answer."""
     wanted = {"num_bytes": WIRE_BYTES, "secret": secrets.token_hex(16)}
-    one, address = writer.inventory, writer.inventory.weights_address
+    address = writer.inventory.weights_address
     try:
         port = (await writer.ask("offer", **wanted))["port"]
         found = await reader.ask("pull", 2 * BLAST_S, address=address, port=port, **wanted)
@@ -125,7 +141,7 @@ async def wire(writer: Host, reader: Host) -> tuple[float, str]:
         raise ConfigError(f"the wire from host {writer.name} to {reader.name} could not be measured: {error}") from None
     if "failed" not in found:
         return found["bytes_per_s"], ""
-    what = f"host {writer.name}" + "'s --weights-address" * (address != one.address)
+    what = f"host {writer.name}" + "'s --weights-address" * writer.inventory.has_own_wire
     return 0.0, (
         f"host {reader.name} cannot reach {address}:{port} ({what}), from where its generators get weights: "
         f"{found['failed']}; let it through to ports {PORTS} there, or start `llamarl host` on {writer.name} with a "

@@ -166,7 +166,7 @@ class Registry:
         self._pki, self._context = pki, server_context(pki, CONTROLLER)
         self._own = own_inventory(CONTROLLER, "", "", 0)
         self._run = secrets.token_hex(8)
-        self._logs, self._tell = logs, tell
+        self._logs, self.tell = logs, tell
         self._received = dict[tuple[str, str], int]()
         """Bytes of each host's log files."""
         self._said = defaultdict[str, Counter[str]](Counter)
@@ -209,7 +209,7 @@ class Registry:
         come = asyncio.create_task(_in(self._loop, self._come(num_hosts, fewest, timeout_s, patience_s)))
         try:
             while not (await asyncio.wait({come}, timeout=SAY_S))[0]:
-                self._tell(
+                self.tell(
                     f"{len(self.hosts)} of {num_hosts} hosts have called: {self._here()}; {self._missing(num_hosts)}"
                 )
             await come
@@ -281,7 +281,7 @@ class Registry:
         await asyncio.gather(*left, return_exceptions=True)
 
     def _say(self, text: str) -> None:
-        self._call(self._tell, text)
+        self._call(self.tell, text)
 
     def _call(self, callback: Callable[..., None], *arguments: Any) -> None:
         """Calls back on the caller's loop."""

@@ -68,6 +68,18 @@ def test_generators_connect_to_the_trainer_where_it_has_its_weights(monkeypatch:
     assert met == [("c", "b", "10.1.0.1")]
 
 
+@pytest.mark.parametrize(("weights", "is_told"), [({}, False), ({"b": "10.1.0.1"}, False), ({"c": "10.1.0.2"}, True)])
+def test_an_address_for_weights_that_the_trainer_s_host_lacks_is_told(weights: dict[str, str], is_told: bool) -> None:
+    found, _ = two({}, **weights)
+    told = hosts.unused_addresses(HostPlacer(config_of(), found), found)
+    said = "--weights-address of c: the trainer's weights do not take it, as generators connect to b, which has none"
+    assert told.startswith(said) if is_told else not told
+    assert [host.inventory.room.partition(",")[0] for host in found.values()] == [
+        f"{own} (weights: {weights[name]})" if name in weights else own
+        for name, own in (("b", "10.0.0.1"), ("c", "10.0.0.2"))
+    ]
+
+
 @pytest.mark.parametrize(("weights", "whose"), [({}, "host b"), ({"b": "10.1.0.1"}, "host b's --weights-address")])
 def test_who_cannot_reach_whom_is_said_with_the_way_out(
     monkeypatch: pytest.MonkeyPatch, weights: dict[str, str], whose: str
