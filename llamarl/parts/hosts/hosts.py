@@ -81,7 +81,7 @@ async def gathered(
 
 
 def unused_addresses(hosting: HostPlacer, hosts: Mapping[str, Host]) -> str:
-    """A sentence about generators' hosts with an address for weights that none from the trainer take; empty: they do."""
+    """A sentence about generators' hosts whose address for weights the trainer's do not take; empty: they do."""
     learning, serving = hosting.hosts_of("trainer"), hosting.hosts_of("generator")
     own = {name: host.inventory.has_own_wire for name, host in sorted(dict(hosts).items())}
     lack = [name for name in own if name in learning and not own[name]]
@@ -165,8 +165,9 @@ async def look_at(config: RunConfig, hosting: HostPlacer, folder: Path, host: Ho
             found = await host.ask("look", LOOK_S, paths=list(map(str, here)), folder=shared, token=token)
     except BROKEN as error:
         raise ConfigError(f"host {host.name} could not be looked at: {error}") from None
-    if not found["missing"] and not found["folder"]:
-        hosting.trainable.add(host)
+    lacks = [f"lacks {', '.join(found['missing'])}"] if found["missing"] else []
+    lacks += [f"does not see the run's folder {shared}: {found['folder']}"] if found["folder"] else []
+    hosting.lacks[host] = "; ".join(lacks)
     if found["missing"] and executors:
         raise ConfigError(
             f"host {host.name} has no {', '.join(found['missing'])}; all hosts need the same paths: use a folder that "
@@ -225,7 +226,7 @@ class Elastic:
         self._controller, self._telemetry, self._supervisor = controller, telemetry, supervisor
         registry.joined, registry.leaves = self._joined, self._leaves
         for host in list(registry.hosts.values()):
-            if host not in hosting.trainable:
+            if hosting.lacks.get(host) != "":
                 supervisor.start(self._looked(host), f"look at host {host.name}")
             if host.is_leaving:
                 self._leaves(host)
