@@ -6,6 +6,8 @@ import errno
 import socket
 import ssl
 
+ELSEWHERE = 62, 64
+"""OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
 _SYSTEM = {
     errno.ECONNREFUSED: "nobody listens there",
     errno.ECONNRESET: "the other end has closed the connection",
@@ -20,12 +22,12 @@ _SYSTEM = {
 _UNKNOWN_NAME = "nobody knows this name; mend its spelling, or give an IP address"
 _EXPIRED = "has expired, by this machine's clock; renew it with `llamarl certs`"
 _FOREIGN = "is of another authority than ca.crt here; both ends need files of one folder that `llamarl certs` made"
-_ELSEWHERE = "does not have the name or address under which it was called; `llamarl certs` makes one that has"
+_NO_NAME = "does not have the name or address under which it was called; `llamarl certs` makes one that has"
 _CERTIFICATE = {
     7: _FOREIGN, 18: _FOREIGN, 19: _FOREIGN, 20: _FOREIGN, 21: _FOREIGN,
     9: "is not valid yet, by this machine's clock; set the clocks alike",
     10: _EXPIRED,
-    62: _ELSEWHERE, 64: _ELSEWHERE,
+    **dict.fromkeys(ELSEWHERE, _NO_NAME),
 }  # fmt: skip
 """Faults of a certificate, by number: OpenSSL's X509_V_ERR_*."""
 _SAID = {

@@ -19,6 +19,7 @@ from llamarl.controller.controller import Controller
 from llamarl.controller.ports import OptimizingPort
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
+from llamarl.parts.hosts.certificates import check_controller
 from llamarl.parts.hosts.home import BLAST_S, BROKEN
 from llamarl.parts.hosts.hosting import HostPlacer
 from llamarl.parts.hosts.registry import Host, Registry
@@ -105,6 +106,7 @@ def inspect(config: RunConfig, tell: Callable[[str], None]) -> None:
 
 
 async def _inspect(config: RunConfig, tell: Callable[[str], None]) -> None:
+    check_controller(Path(config.cluster.pki), config.cluster.listen)
     registry = Registry(Path(config.cluster.pki), None, tell)
     try:
         with TemporaryDirectory(dir=_existing(Path(config.output).absolute())) as folder:

@@ -14,7 +14,7 @@ from llamarl.config.cluster import ClusterConfig
 from llamarl.controller.controller import Controller
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
-from llamarl.parts.hosts.certificates import CONTROLLER, monarch_env, server_context
+from llamarl.parts.hosts.certificates import CONTROLLER, check_controller, monarch_env
 from llamarl.parts.hosts.hosting import HostPlacer
 from llamarl.parts.hosts.hosts import Elastic, gathered, look_at
 from llamarl.parts.hosts.registry import Host, Registry
@@ -22,7 +22,7 @@ from llamarl.parts.hosts.registry import Host, Registry
 
 def check(settings: ClusterConfig) -> None:
     """Whether hosts can call here. Raises ConfigError."""
-    server_context(Path(settings.pki), CONTROLLER)
+    check_controller(Path(settings.pki), settings.listen)
     address, _, port = settings.listen.rpartition(":")
     try:
         family, _, _, _, place = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import socket
 import ssl
@@ -15,6 +16,7 @@ import pytest
 from llamarl.config import ConfigError
 from llamarl.parts.hosts.certificates import (
     CONTROLLER,
+    check_controller,
     check_member,
     client_context,
     make_certificates,
@@ -22,6 +24,7 @@ from llamarl.parts.hosts.certificates import (
     monarch_env,
     server_context,
 )
+from llamarl.parts.hosts.cli import certs
 
 WAIT_S = 10.0
 CONTROLLER_IP, B_IP, C_IP = "127.0.0.2", "127.0.0.3", "127.0.0.4"
@@ -87,6 +90,7 @@ def handshake(server: ssl.SSLContext, client: ssl.SSLContext, calls: str = CONTR
 @pytest.mark.parametrize("calls", [CONTROLLER_IP, "head"])
 def test_hosts_and_controller_let_each_other_in(pki: Path, calls: str) -> None:
     told = handshake(server_context(pki, CONTROLLER), client_context(pki, "b"), calls)
+    check_controller(pki, f"{calls}:6700")
     assert told["echo"] == b"x" and told["version"] == "TLSv1.3" and "server" not in told
     caller = told["caller"]
     assert isinstance(caller, dict)
@@ -112,6 +116,27 @@ def test_a_caller_of_another_authority_is_refused(pki: Path, foreign: Path, tmp_
 def test_a_controller_of_another_authority_is_refused(pki: Path, foreign: Path) -> None:
     told = handshake(server_context(foreign, CONTROLLER), client_context(pki, "b"))
     assert "CERTIFICATE_VERIFY_FAILED" in str(told["client"]) and "echo" not in told
+
+
+@pytest.mark.parametrize("address", ["127.0.0.9", "elsewhere"])
+def test_a_controller_that_listens_where_its_certificate_is_not_for_is_refused(pki: Path, address: str) -> None:
+    """Hosts would take it for one of another authority."""
+    with pytest.raises(ConfigError) as refused:
+        check_controller(pki, f"{address}:6700")
+    assert str(refused.value) == (
+        f"cluster.listen = '{address}:6700': controller.crt in {pki} is for controller, head, 127.0.0.2, not for "
+        f"{address}, so no host would believe it; listen at one of these, or run "
+        f"`llamarl certs {pki} --controller head={address}`"
+    )
+    words = shlex.split(str(refused.value).rpartition("llamarl certs ")[2].rstrip("`"))
+    certs.main([str(shutil.copytree(pki, pki.parent / f"{address}-pki")), *words[1:]])
+    check_controller(pki.parent / f"{address}-pki", f"{address}:6700")
+
+
+def test_a_controller_that_nobody_would_believe_is_refused(pki: Path, foreign: Path, tmp_path: Path) -> None:
+    own = _mixed(tmp_path / "own", authority=foreign, member=pki, name=CONTROLLER)
+    with pytest.raises(ConfigError, match=r"cluster.pki = '.*own': no host would believe the controller: its cert"):
+        check_controller(own, f"{CONTROLLER_IP}:6700")
 
 
 def test_a_host_that_poses_as_the_controller_is_refused(pki: Path) -> None:

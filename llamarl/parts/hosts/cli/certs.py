@@ -28,6 +28,8 @@ def main(arguments: Sequence[str]) -> int:
     if not 1 <= options.days <= AUTHORITY_DAYS:
         raise ConfigError(f"--days {options.days}: certificates are valid for 1 to {AUTHORITY_DAYS} days")
     hosts = _hosts(options.hosts)
+    if not (hosts or options.controller):
+        raise ConfigError("--hosts is missing; name them, as in --hosts b=10.0.0.2,c=10.0.0.3")
     members: dict[str, tuple[str, ...]] = {name: (name, address) for name, address in hosts.items()}
     if options.controller or not (options.folder / f"{CONTROLLER}.crt").exists():
         controller = _pair("--controller", options.controller) if options.controller else _this_machine(hosts)
@@ -51,8 +53,6 @@ def _hosts(text: str) -> dict[str, str]:
             why = "named twice" if name in hosts else "the name of a file of another's"
             raise ConfigError(f"--hosts {part}: {name!r} is {why}; give every host a name of its own")
         hosts[name] = address
-    if not hosts:
-        raise ConfigError("--hosts is missing; name them, as in --hosts b=10.0.0.2,c=10.0.0.3")
     return hosts
 
 
