@@ -21,7 +21,7 @@ BUDGETS = {
     "sharding": 360,  # goal: 530
     "algorithms": 460,  # goal: 500
     "models": 1_860,  # goal: 900
-    "weight_sync": 1_797,  # goal: 1,580
+    "weight_sync": 1_798,  # goal: 1,580
     "checkpoint": 830,  # goal: 630
     "recipes": 70,  # goal: 90
     "rewards": 850,  # goal: 690
@@ -38,7 +38,7 @@ BUDGETS = {
     "parts/forecast": 4_155,  # goal: 2,900
     "parts/page": 1_715,  # goal: 1,450
     "parts/episodes": 2_690,  # goal: 2,150
-    "parts/hosts": 1_905,  # goal: 1,350
+    "parts/hosts": 1_920,  # goal: 1,350
     "parts/replay": 880,  # goal: 720
     "parts/vllm": 620,  # goal: 600
     "parts/sft": 670,  # goal: 480

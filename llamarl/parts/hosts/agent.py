@@ -10,10 +10,12 @@ import asyncio
 import ctypes
 import ipaddress
 import json
+import math
 import os
 import secrets
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -47,6 +49,10 @@ ENGINE_S = 30.0
 """Longest wait in seconds for the engine to start."""
 BACK_OFF_S = 0.3, 2.0
 """Seconds between calls to the registry, at first and at most."""
+SAY_S = 60.0
+"""Seconds after which the agent says once more why it calls again."""
+NAME_S = 10.0
+"""Longest wait in seconds for a name to be looked up."""
 LEAVE_S = 100.0
 """Longest wait for the controller to let a host go that asked to leave; spot machines get two minutes' notice."""
 LOG_BYTES = 64 << 10
@@ -164,21 +170,21 @@ class HostAgent:
 
     async def _stay(self) -> None:
         """Calls one registry after the other until it is let go for good."""
-        pause_s, said = BACK_OFF_S[0], set[str]()
+        pause_s, said_s = BACK_OFF_S[0], dict[str, float]()
         while not self._is_done:
             started_s = time.monotonic()
             try:
                 await self._take_part()
             except BROKEN as error:
-                text = f"{self._place}: {str(error) or 'no answer'}; calls again"
-                if text not in said:
+                text = f"{self._place}: {plain(error)}; calls again"
+                if started_s - said_s.get(text, -math.inf) >= SAY_S:
                     self._tell(text)
-                said.add(text)
+                    said_s[text] = started_s
                 self._controllers.rotate(-1)
             if self._is_leaving:
                 return
             if time.monotonic() - started_s > 2 * BACK_OFF_S[1]:
-                pause_s, said = BACK_OFF_S[0], set()
+                pause_s, said_s = BACK_OFF_S[0], {}
             if not self._is_done:
                 await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, BACK_OFF_S[1])
@@ -222,9 +228,7 @@ class HostAgent:
             return str((await line.hear(CONTROLLER_SILENT_S))["run"])
         except ssl.SSLError as error:
             name = self._inventory.name
-            raise HostRefused(
-                f"{self._place} does not accept {name}.crt: {error.reason or error}; it says more"
-            ) from None
+            raise HostRefused(f"{self._place} does not accept {name}.crt: {plain(error)}; it says more") from None
 
     def _welcomed(self, run: str, message: dict[str, Any]) -> None:
         if reason := message.get("refused"):
@@ -435,17 +439,23 @@ def _reap() -> None:
 async def call(place: str, context: ssl.SSLContext, address: str) -> Line:
     """The registry at a place, `host:port`, from this host's `address`. Raises HostRefused, and what is in `BROKEN`."""
     host, _, port = place.rpartition(":")
+    loop = asyncio.get_running_loop()
+    looking = loop.getaddrinfo(host, int(port), family=socket.AF_INET, type=socket.SOCK_STREAM)
+    try:
+        found = await asyncio.wait_for(looking, NAME_S)
+    except TimeoutError:
+        raise TimeoutError(f"no name server says within {NAME_S:g} s who {host} is") from None
     try:
         source = (str(ipaddress.ip_address(address)), 0)
     except ValueError:  # a name: the system chooses
         source = None
-    calling = asyncio.open_connection(host, int(port), local_addr=source)
+    calling = asyncio.open_connection(str(found[0][-1][0]), int(port), local_addr=source)
     line = Line(*await asyncio.wait_for(calling, SILENT_S), context, host)
     try:
         await line.secure()
     except ssl.SSLCertVerificationError as error:
         line.close()
-        raise HostRefused(f"who answers at {place} is not the controller by ca.crt: {error.verify_message}") from None
+        raise HostRefused(f"who answers at {place} is not taken for the controller: {plain(error)}") from None
     except BaseException:
         line.close()
         raise

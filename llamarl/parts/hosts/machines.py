@@ -14,6 +14,7 @@ from llamarl.config.cluster import ClusterConfig
 from llamarl.controller.controller import Controller
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
+from llamarl.net.reasons import plain
 from llamarl.parts.hosts.certificates import CONTROLLER, check_controller, monarch_env
 from llamarl.parts.hosts.hosting import HostPlacer
 from llamarl.parts.hosts.hosts import Elastic, gathered, look_at
@@ -28,7 +29,7 @@ def check(settings: ClusterConfig) -> None:
         family, _, _, _, place = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)[0]
         socket.create_server(place, family=family).close()
     except OSError as error:
-        raise ConfigError(f"cluster.listen = {settings.listen!r}: {error.strerror}; name a free port here") from None
+        raise ConfigError(f"cluster.listen = {settings.listen!r}: {plain(error)}; name a free port here") from None
 
 
 def open_registry(settings: ClusterConfig, log_folder: Path | None, tell: Callable[[str], None]) -> Registry:
@@ -44,7 +45,7 @@ def open_registry(settings: ClusterConfig, log_folder: Path | None, tell: Callab
         with socket.socket() as probe:
             probe.bind((settings.listen.rpartition(":")[0], 0))
     except OSError as error:
-        cause = f"cluster.listen = {settings.listen!r}: {error.strerror}"
+        cause = f"cluster.listen = {settings.listen!r}: {plain(error)}"
         raise ConfigError(f"{cause}; name an address of this machine") from None
     return Registry(Path(settings.pki), log_folder, tell)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,6 +125,37 @@ def test_looking_at_a_shared_folder_changes_nothing_that_others_read(tmp_path: P
     assert _seen(**asked)["folder"] == "another folder is there"
     token.unlink()
     assert "No such file" in _seen(**asked)["folder"]
+
+
+def test_why_it_calls_again_is_said_in_plain_words_and_once_more_after_a_while(
+    one: HostAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that nobody knows, among others: in a cluster it may be known later."""
+    told, asked = list[str](), list[str]()
+    one._controllers, one._tell = deque(["nobody.invalid:1", "127.0.0.2:1"]), told.append
+    monkeypatch.setattr(agent, "BACK_OFF_S", (0.001, 0.001))
+
+    async def main(seconds: float) -> None:
+        monkeypatch.setattr(agent, "SAY_S", seconds)
+
+        async def look(host: str, *_: Any, **__: Any) -> Any:
+            asked.append(host)
+            one._is_leaving = len(asked) == 6
+            if host == "nobody.invalid":
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            return [(0, 0, 0, "", (host, 1))]
+
+        asyncio.get_running_loop().getaddrinfo = look
+        await one._stay()
+
+    unknown = "nobody.invalid:1: nobody knows this name; mend its spelling, or give an IP address; calls again"
+    closed = "127.0.0.2:1: nobody listens there; calls again"
+    asyncio.run(main(60.0))
+    assert told == [unknown, closed] and len(asked) == 6
+    asked.clear()
+    one._is_leaving = False
+    asyncio.run(main(0.0))
+    assert told[2:] == [unknown, closed] * 3
 
 
 def test_each_call_has_the_fingerprint_of_what_is_there_now(one: HostAgent, monkeypatch: pytest.MonkeyPatch) -> None:

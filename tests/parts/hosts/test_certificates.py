@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from llamarl.config import ConfigError
+from llamarl.net.reasons import plain
 from llamarl.parts.hosts.certificates import (
     CONTROLLER,
+    _shown,
     check_controller,
     check_member,
     client_context,
@@ -142,6 +144,18 @@ def test_a_controller_that_nobody_would_believe_is_refused(pki: Path, foreign: P
 def test_a_host_that_poses_as_the_controller_is_refused(pki: Path) -> None:
     told = handshake(server_context(pki, "c"), client_context(pki, "b"))
     assert "not valid for '127.0.0.2'" in str(told["client"]) and "echo" not in told
+    with pytest.raises(ssl.SSLCertVerificationError) as refused:
+        _shown(pki, "127.0.0.9")
+    assert plain(refused.value).startswith(
+        "its certificate does not have the name or address under which it was called"
+    )
+
+
+def test_a_certificate_whose_time_is_over_is_told_so(pki: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(pki, tmp_path / "pki"))
+    make_certificates(other, {CONTROLLER: MEMBERS[CONTROLLER]}, days=0)
+    with pytest.raises(ConfigError, match=r"its certificate has expired, by this machine's clock; renew it with `llam"):
+        check_controller(other, "127.0.0.2:6700")
 
 
 @pytest.mark.parametrize("end", ["server", "client"])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from llamarl.cli.options import command_parser
 from llamarl.config import ConfigError
+from llamarl.net.reasons import plain
 from llamarl.parts.hosts.certificates import AUTHORITY_DAYS, CONTROLLER, RESERVED, check_member, make_certificates
 from llamarl.parts.hosts.home import address_towards
 
@@ -69,7 +70,7 @@ def _this_machine(hosts: dict[str, str]) -> tuple[str, str]:
     try:
         return socket.gethostname(), address_towards(address, 9)
     except OSError as error:
-        raise ConfigError(f"no way from here to {address} ({error.strerror}); add --controller NAME=ADDRESS") from None
+        raise ConfigError(f"--hosts {address}: {plain(error)}; or add --controller NAME=ADDRESS") from None
 
 
 def _last_day(days: int) -> str:

@@ -13,6 +13,7 @@ from llamarl.cli.options import command_parser
 from llamarl.cluster.engine_files import own_temporary_folder
 from llamarl.config import ConfigError
 from llamarl.config.cluster import MAX_PORT
+from llamarl.net.reasons import plain
 from llamarl.parts.hosts.agent import HostAgent, ask_to_leave
 from llamarl.parts.hosts.certificates import check_member
 from llamarl.parts.hosts.home import BROKEN, address_towards
@@ -84,7 +85,7 @@ def _own_address(place: str) -> str:
     try:
         return address_towards(host, int(port))
     except OSError as error:
-        raise ConfigError(f"ADDRESS {place}: {error.strerror}; name one that can be reached") from None
+        raise ConfigError(f"ADDRESS {place}: {plain(error)}") from None
 
 
 def _say(text: str) -> None:
