@@ -53,6 +53,8 @@ SAY_S = 60.0
 """Seconds after which the agent says once more why it calls again."""
 NAME_S = 10.0
 """Longest wait in seconds for a name to be looked up."""
+DRAIN = signal.SIGUSR1
+"""Lets an agent leave in order, as `--drain` does."""
 LEAVE_S = 100.0
 """Longest wait for the controller to let a host go that asked to leave; spot machines get two minutes' notice."""
 LOG_BYTES = 64 << 10
@@ -154,6 +156,7 @@ class HostAgent:
         loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._leave)
+        loop.add_signal_handler(DRAIN, self._drain)
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what the engine leaves behind comes here
         try:
             await self._stay()
@@ -198,6 +201,11 @@ class HostAgent:
         self._is_leaving = True
         self._line.tell(leaving=True)
         asyncio.get_running_loop().call_later(LEAVE_S, self._leave)
+
+    def _drain(self) -> None:
+        """Asks to be let go; however often it is told to."""
+        if not self._is_leaving:
+            self._leave()
 
     async def _take_part(self) -> None:
         """One stay: from the call to the end of the connection. Raises HostRefused, and what is in `BROKEN`."""
@@ -460,15 +468,3 @@ async def call(place: str, context: ssl.SSLContext, address: str) -> Line:
         line.close()
         raise
     return line
-
-
-async def ask_to_leave(controller: str, pki: Path, name: str, address: str) -> None:
-    """Asks the registry to let a host go in order. Raises HostRefused, and what is in `BROKEN`."""
-    line = await call(controller, client_context(pki, name), address)
-    try:
-        await line.hear()
-        line.tell(drain=name)
-        if reason := (await line.hear()).get("refused"):
-            raise HostRefused(f"{controller}: {reason}")
-    finally:
-        line.close()

@@ -319,16 +319,8 @@ class Registry:
             self._say(f"{peer} was refused as a host: {reason}")
 
     async def _admitted(self, line: Line, peer: str, certificate: Mapping[str, Any]) -> Host | None:
-        """A new host; None: somebody asked only that one may leave. Raises ConfigError, and what is in `BROKEN`."""
+        """A new host; None: one of its name is here. Raises ConfigError, and what is in `BROKEN`."""
         hello = await line.hear()
-        if leaver := str(hello.get("drain", "")):
-            if leaver not in self.hosts:
-                raise ConfigError(f"there is no host {leaver} here")
-            if reason := mismatch(certificate, leaver):
-                raise ConfigError(reason)
-            self._asks_to_leave(self.hosts[leaver])
-            line.tell(drains=leaver)
-            return None
         try:
             inventory = Inventory.model_validate(hello)
         except ValidationError:

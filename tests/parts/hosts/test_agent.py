@@ -20,6 +20,7 @@ from llamarl.parts.hosts import agent
 from llamarl.parts.hosts.agent import HostAgent, _kill, _pull, _seen, _watch
 from llamarl.parts.hosts.certificates import make_certificates
 from llamarl.parts.hosts.home import HUNG_UP, MAX_LINE_BYTES, Line
+from tests.architecture.repository import ROOT
 from tests.cluster.harness import is_alive
 
 
@@ -156,6 +157,46 @@ def test_why_it_calls_again_is_said_in_plain_words_and_once_more_after_a_while(
     one._is_leaving = False
     asyncio.run(main(0.0))
     assert told[2:] == [unknown, closed] * 3
+
+
+def test_a_host_that_no_run_has_ends_when_it_is_to_leave(one: HostAgent, tmp_path: Path) -> None:
+    """Its agent alone, of all that run here; nobody has to answer it."""
+    command = [sys.executable, "-m", "llamarl", "host", "127.0.0.2:1", "--pki", "pki", "--address", "127.0.0.3"]
+    options: dict[str, Any] = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "text": True}
+    make_certificates(tmp_path / "pki", {"c": ("c", "127.0.0.3")}, days=2)
+    agents = {
+        name: subprocess.Popen([*command, "--name", name], stdout=subprocess.PIPE, **options) for name in ("b", "c")
+    }
+    try:
+        for waiting in agents.values():
+            assert waiting.stdout is not None and "calls again" in waiting.stdout.readline()
+        drain = [*command, "--drain", "--name"]
+        assert subprocess.run([*drain, "b"], check=False, timeout=60, **options).returncode == 0
+        assert agents["b"].communicate(timeout=10)[0] == "llamarl host: b ends\n" and agents["b"].returncode == 0
+        nobody = subprocess.run([*drain, "b"], check=False, timeout=60, stderr=subprocess.PIPE, **options)
+        assert nobody.returncode == 1 and "b does not call 127.0.0.2:1 from here" in nobody.stderr
+        assert agents["c"].poll() is None
+    finally:
+        for waiting in agents.values():
+            waiting.kill()
+            waiting.communicate()
+
+
+def test_a_host_is_drained_once_however_often_it_is_told_to(one: HostAgent) -> None:
+    told = list[dict[str, Any]]()
+
+    async def main() -> None:
+        one._task = asyncio.current_task()
+        one._line = SimpleNamespace(tell=lambda **message: told.append(message))  # pyrefly: ignore[bad-assignment]
+        for _ in range(3):
+            one._drain()
+        await asyncio.sleep(0)
+        one._leave()  # Ctrl-C, a second time
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.sleep(1)
+
+    asyncio.run(main())
+    assert told == [{"leaving": True}]
 
 
 def test_each_call_has_the_fingerprint_of_what_is_there_now(one: HostAgent, monkeypatch: pytest.MonkeyPatch) -> None:
