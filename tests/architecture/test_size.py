@@ -17,7 +17,7 @@ BUDGETS = {
     "hub": 700,  # goal: 650
     "net": 150,  # goal: 70
     "kernels": 1_785,  # goal: 1,200
-    "distributed": 710,  # goal: 600
+    "distributed": 716,  # goal: 600
     "sharding": 360,  # goal: 530
     "algorithms": 460,  # goal: 500
     "models": 1_860,  # goal: 900
@@ -26,13 +26,13 @@ BUDGETS = {
     "recipes": 70,  # goal: 90
     "rewards": 850,  # goal: 690
     "data": 1_260,  # goal: 630
-    "observability": 1_170,  # goal: 1,050
+    "observability": 1_190,  # goal: 1,050
     "sandbox": 340,  # goal: 300
     "cluster": 1_325,  # goal: 1,080
     "generation": 2_140,  # goal: 1,830
     "training": 2_110,  # goal: 1,550
     "executors": 1_080,  # goal: 920
-    "controller": 3_635,  # goal: 2,450
+    "controller": 3_637,  # goal: 2,450
     "run": 2_945,  # goal: 1,150
     "cli": 800,  # goal: 600
     "parts/forecast": 4_155,  # goal: 2,900
