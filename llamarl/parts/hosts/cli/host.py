@@ -16,6 +16,7 @@ from llamarl.cli.options import command_parser
 from llamarl.cluster.engine_files import own_temporary_folder
 from llamarl.config import ConfigError
 from llamarl.config.cluster import MAX_PORT
+from llamarl.distributed.links import interface_of
 from llamarl.net.reasons import plain
 from llamarl.parts.hosts.agent import DRAIN, HostAgent
 from llamarl.parts.hosts.certificates import check_member
@@ -96,16 +97,8 @@ def _kind(process: Path) -> tuple[int, str, str]:
 
 
 def _is_here(address: str) -> bool:
-    """Whether this machine can listen there: at any address of an interface, not its first one alone. Of a name nothing
-    is known: what it stands for may come later."""
-    if not address.replace(".", "").isdigit():
-        return True
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
+    """Whether this machine has it. Of a name nothing is known: what it stands for may come later."""
+    return not address.replace(".", "").isdigit() or bool(interface_of(address))
 
 
 def _own_address(place: str) -> str:
