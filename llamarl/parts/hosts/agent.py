@@ -418,7 +418,7 @@ def _seen(paths: list[str], folder: str, token: str) -> dict[str, Any]:
             own.touch()
             own.unlink(missing_ok=True)
     except OSError as error:
-        return {"missing": missing, "folder": str(error)}
+        return {"missing": missing, "folder": error.strerror or str(error)}
     return {"missing": missing, "folder": "" if is_shared else "another folder is there"}
 
 

@@ -173,12 +173,17 @@ def check_controller(pki: Path, listen: str) -> None:
     except ssl.SSLCertVerificationError as error:
         if error.verify_code not in ELSEWHERE:
             raise ConfigError(f"cluster.pki = '{pki}': no host would believe the controller: {plain(error)}") from None
-        has = [value for _, value in _shown(pki, None).get("subjectAltName", ())]
+        has = controller_names(pki)
         name = next((one for one in has if one != CONTROLLER and not _is_ip(one)), socket.gethostname())
         raise ConfigError(
             f"cluster.listen = {listen!r}: {CONTROLLER}.crt in {pki} is for {', '.join(has)}, not for {address}, so no "
             f"host would believe it; listen at one of these, or run `llamarl certs {pki} --controller {name}={address}`"
         ) from None
+
+
+def controller_names(pki: Path) -> list[str]:
+    """Names and addresses on the controller's certificate, which is valid. Raises SSLError, and ConfigError."""
+    return [value for _, value in _shown(pki, None).get("subjectAltName", ())]
 
 
 def _shown(pki: Path, address: str | None) -> dict[str, Any]:

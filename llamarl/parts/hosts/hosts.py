@@ -76,6 +76,8 @@ async def gathered(
         hosting.models, hosting.ready = models, set(hosts)
     for line in (*(host.describe() for host in hosts), *hosting.table(), *hosting.crowded()):
         tell(line)
+    if idle := [host.name for host in hosts if not hosting.on_host(host.name)]:
+        tell(f"nothing runs on {', '.join(idle)} until another host is lost or leaves")
     if text := unused_addresses(hosting, registry.hosts):
         registry.tell(text)
     return hosting

@@ -30,7 +30,7 @@ from llamarl.checkpoint.keeper import Place
 from llamarl.config.errors import ConfigError
 from llamarl.net.entrance import Entrance, Proved, listen
 from llamarl.net.reasons import plain
-from llamarl.parts.hosts.certificates import CONTROLLER, mismatch, server_context
+from llamarl.parts.hosts.certificates import CONTROLLER, controller_names, mismatch, server_context
 from llamarl.parts.hosts.home import BEAT_S, BROKEN, SILENT_S, BadMessage, Inventory, Line, on_loop, own_inventory
 
 START_S = 40.0
@@ -236,6 +236,8 @@ class Registry:
         """Who has not called of those whose certificates are here, too."""
         names = {path.stem for path in self._pki.glob("*.crt")} - {"ca", CONTROLLER, *self.hosts}
         number = num_hosts - len(self.hosts)
+        if len(others := names.difference(controller_names(self._pki))) >= number:
+            names = others  # the controller's own machine need not compute
         which = f": {_some(names)}" if len(names) == number else f", of {_some(names)}"
         return f"{number} missing{which if names else ''}"
 

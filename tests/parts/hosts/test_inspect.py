@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from llamarl.config import ConfigError
 from llamarl.parts.hosts import hosts
 from llamarl.parts.hosts.hosting import HostPlacer
-from tests.parts.hosts.test_hosting import config_of, machines
+from tests.parts.hosts.test_hosting import Machine, config_of, machines
 
 PORT = 40_001
 
@@ -53,6 +54,7 @@ def inspected(monkeypatch: pytest.MonkeyPatch, found: dict[str, Any]) -> list[st
         return HostPlacer(config, found)
 
     monkeypatch.setattr(hosts, "gathered", gathered)
+    monkeypatch.setattr(hosts, "check_controller", lambda *_: None)
     monkeypatch.setattr(hosts, "Registry", lambda *_: registry)
     try:
         hosts.inspect(config, told.append)
@@ -91,3 +93,22 @@ def test_who_cannot_reach_whom_is_said_with_the_way_out(
         "`llamarl host` on b with a --weights-address that c reaches"
     )
     assert inspected(monkeypatch, found) == [f"error: {fault}"]
+
+
+def test_hosts_with_nothing_to_do_are_told_and_so_is_an_address_without_use(tmp_path: Path) -> None:
+    found, _ = two({}, c="10.1.0.2")
+    found["d"] = Machine("d")
+    for name, host in found.items():
+        host.ask = lambda *_, **__: asyncio.sleep(0, {"missing": [], "folder": ""})
+        host.describe = lambda name=name: f"host {name}"
+    told, warned = list[str](), list[str]()
+
+    async def nothing(*_: object) -> None:
+        """All of them are here."""
+
+    registry: Any = SimpleNamespace(hosts=found, open=nothing, until=nothing, tell=warned.append)
+    config = config_of(generator={"replicas": 1})
+    hosting = asyncio.run(hosts.gathered(config, registry, tmp_path, told.append))
+    assert hosting.lacks == dict.fromkeys(found.values(), "")
+    assert told[-1] == "nothing runs on d until another host is lost or leaves"
+    assert len(warned) == 1 and warned[0].startswith("--weights-address of c: ")

@@ -374,11 +374,13 @@ def test_too_few_hosts_are_named_with_what_was_refused(pki: Path, tmp_path: Path
 
 
 def test_who_is_missing_is_named_by_the_certificates(tmp_path: Path, monkeypatch) -> None:
+    """Of the controller's own machine only where the others are too few."""
     monkeypatch.setattr(registry, "SAY_S", 0.05)
-    make_certificates(tmp_path / "pki", MEMBERS, days=2)
+    own = {"a": ("a", "127.0.0.2"), CONTROLLER: (CONTROLLER, "a", "127.0.0.2")}
+    make_certificates(tmp_path / "pki", MEMBERS | own, days=2)
 
     async def main(bench: Bench) -> None:
-        for number in (1, 2, 3):
+        for number in (1, 2, 3, 4):
             with pytest.raises(ConfigError, match=r"but no host called within 0.2 s"):
                 await bench.registry.until(number, 0.2)
 
@@ -386,7 +388,8 @@ def test_who_is_missing_is_named_by_the_certificates(tmp_path: Path, monkeypatch
     assert set(told) == {
         "0 of 1 hosts have called: none; 1 missing, of b, c",
         "0 of 2 hosts have called: none; 2 missing: b, c",
-        "0 of 3 hosts have called: none; 3 missing, of b, c",
+        "0 of 3 hosts have called: none; 3 missing: a, b, c",
+        "0 of 4 hosts have called: none; 4 missing, of a, b, c",
     }
 
 
