@@ -228,6 +228,7 @@ class Elastic:
         """`look`s whether trainer and critic may come to a host."""
         self._registry, self._hosting, self._look, self._settings = registry, hosting, look, settings
         self._controller, self._telemetry, self._supervisor = controller, telemetry, supervisor
+        self._leaving = set[Host]()
         registry.joined, registry.leaves = self._joined, self._leaves
         for host in list(registry.hosts.values()):
             if hosting.lacks.get(host) != "":
@@ -273,7 +274,9 @@ class Elastic:
         self._telemetry.warn(f"{host.describe()} has come{follows}")
 
     def _leaves(self, host: Host) -> None:
-        self._supervisor.start(self._empty(host), f"leave of host {host.name}")
+        if host not in self._leaving:  # one that asked as this began is told of twice
+            self._leaving.add(host)
+            self._supervisor.start(self._empty(host), f"leave of host {host.name}")
 
     async def _empty(self, host: Host) -> None:
         """Others take over what runs there; then it may go. What cannot be taken over ends the run, with a
