@@ -122,7 +122,7 @@ def verdict(accounts: Accounts, first_step: int, last_step: int) -> SpeedVerdict
     bound, reason = _bound(_present(accounts))
     if (share := accounts.away_share) >= 0.01:
         reason += (
-            f"; {share:.0%} of the time, which is left out, nobody worked until {', '.join(accounts.away)} was back"
+            f"; {share:.0%} of the time, which is left out, nobody worked until {', '.join(accounts.away)} came back"
         )
     return SpeedVerdict(bound=bound, reason=reason, window=f"{steps}, {duration(accounts.window_s)}")
 
