@@ -14,6 +14,7 @@ _SYSTEM = {
     errno.EPIPE: "the other end has closed the connection",
     errno.EHOSTUNREACH: "no way leads there from this machine, or no machine has that address",
     errno.ENETUNREACH: "no way leads there from this machine",
+    errno.EINVAL: "no way leads there from the address that this end takes",
     errno.ETIMEDOUT: "no answer: no machine has that address, or a firewall keeps the answer away",
     errno.EADDRNOTAVAIL: "this machine has no such address",
     errno.EADDRINUSE: "another process listens there",

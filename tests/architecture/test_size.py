@@ -15,7 +15,7 @@ BUDGETS = {
     "top": 362,  # goal: 250
     "config": 1_366,  # goal: 820
     "hub": 700,  # goal: 650
-    "net": 150,  # goal: 70
+    "net": 151,  # goal: 70
     "kernels": 1_785,  # goal: 1,200
     "distributed": 716,  # goal: 600
     "sharding": 360,  # goal: 530
@@ -38,7 +38,7 @@ BUDGETS = {
     "parts/forecast": 4_155,  # goal: 2,900
     "parts/page": 1_715,  # goal: 1,450
     "parts/episodes": 2_690,  # goal: 2,150
-    "parts/hosts": 1_927,  # goal: 1,350
+    "parts/hosts": 1_928,  # goal: 1,350
     "parts/replay": 880,  # goal: 720
     "parts/vllm": 620,  # goal: 600
     "parts/sft": 670,  # goal: 480

@@ -16,6 +16,7 @@ from llamarl.net.reasons import plain
     [
         (ConnectionRefusedError(errno.ECONNREFUSED, "Connect call failed ('127.0.0.1', 1)"), "nobody listens there"),
         (OSError(errno.EHOSTUNREACH, "No route to host"), "no way leads there from this machine, or no machine has"),
+        (OSError(errno.EINVAL, "Invalid argument"), "no way leads there from the address that this end takes"),
         (TimeoutError(), "no answer: no machine has that address, or a firewall"),
         (TimeoutError(errno.ETIMEDOUT, "Connection timed out"), "no answer: no machine has that address"),
         (TimeoutError("host b had no answer to `look` after 10 s"), "host b had no answer to `look` after 10 s"),

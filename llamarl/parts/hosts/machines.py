@@ -23,13 +23,15 @@ from llamarl.parts.hosts.registry import Host, Registry
 
 def check(settings: ClusterConfig) -> None:
     """Whether hosts can call here. Raises ConfigError."""
-    check_controller(Path(settings.pki), settings.listen)
     address, _, port = settings.listen.rpartition(":")
     try:
         family, _, _, _, place = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)[0]
         socket.create_server(place, family=family).close()
     except OSError as error:
-        raise ConfigError(f"cluster.listen = {settings.listen!r}: {plain(error)}; name a free port here") from None
+        raise ConfigError(
+            f"cluster.listen = {settings.listen!r}: {plain(error)}; name an address and a free port of this machine"
+        ) from None
+    check_controller(Path(settings.pki), settings.listen)
 
 
 def open_registry(settings: ClusterConfig, log_folder: Path | None, tell: Callable[[str], None]) -> Registry:
