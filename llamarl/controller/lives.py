@@ -28,6 +28,7 @@ from llamarl.config.errors import ConfigError
 from llamarl.controller.ports import Executors, SpawnAgain
 from llamarl.controller.supervision import Supervisor
 from llamarl.distributed.links import RanksLost
+from llamarl.observability.spans import AWAY, Span, now_s
 
 T = TypeVar("T")
 STOP_S = 2.0
@@ -112,6 +113,8 @@ class RestartableHandle(ExecutorHandle):
         self._is_up = True
         self._saver: ExecutorHandle | None = None
         """The life that saved last: only that one can commit."""
+        self._heard_s, self._away = now_s(), list[Span]()
+        """When a life last told its status, and the times without one that nobody has been told of."""
         self._number = 0
         self._in_flight = 0
         self._waiting = dict[int, asyncio.Future[None]]()
@@ -169,7 +172,11 @@ class RestartableHandle(ExecutorHandle):
         return await self._life.status(timeout_s)
 
     async def status_each(self, timeout_s: float) -> list[HostStatus]:
-        return await self._life.status_each(timeout_s)
+        first, *others = await self._life.status_each(timeout_s)
+        if self._is_up:
+            self._heard_s = now_s()
+        away, self._away = self._away, []
+        return [replace(first, spans=[*away, *first.spans]), *others]
 
     async def stop(self, timeout_s: float) -> None:
         await self._life.stop(timeout_s)
@@ -217,7 +224,9 @@ class RestartableHandle(ExecutorHandle):
         while self._in_flight:  # each call hears of the end by itself
             await asyncio.sleep(0.01)
         self._is_up = True
-        self._deaths.tell(f"{self.name} goes on{origin}")
+        self._away.append(Span(AWAY, self._heard_s, now_s()))
+        place = f", on {', '.join(life.hosts)}" if any(life.hosts) else ""
+        self._deaths.tell(f"{self.name} goes on{origin}{place}")
         for waiting in self._of_calls():
             waiting.set_result(None)
         if life.failed.done():

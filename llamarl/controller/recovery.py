@@ -17,7 +17,7 @@ from llamarl.config.cluster import ClusterConfig
 from llamarl.config.errors import ConfigError
 from llamarl.controller.lives import Deaths, TooManyDeaths
 from llamarl.controller.ports import Executors
-from llamarl.controller.replica import Replica
+from llamarl.controller.replica import NO_VERSION, Replica
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.telemetry import Telemetry
@@ -106,7 +106,7 @@ class Recovery:
             ExecutorError: it does not give its rollouts back, or fails while it stops.
         """
         replica = next((one for one in self.staying if one.name == name), None)
-        if replica is None or len(self.staying) == 1:
+        if replica is None or not self._others({name}):
             reason = "unknown" if replica is None else "the only generator"
             raise ValueError(f"{name} cannot be removed: it is {reason}")
         await self._replicas.drain(replica)
@@ -128,12 +128,18 @@ class Recovery:
         """Generators that are up, and not about to leave."""
         return [one for one in self._replicas.alive if one.adopting is not None and not one.is_leaving]
 
+    def _others(self, names: Collection[str]) -> list[Replica]:
+        """Generators with which the run can go on without these: those that stay, and those that have come and have
+        weights. Steps wait for these then, so that one catches up which is too slow to do so beside them."""
+        others = [one for one in self._replicas.alive if one.name not in names and not one.is_leaving]
+        return [one for one in others if one.adopting is not None or one.version != NO_VERSION]
+
     async def until_others(self, names: Collection[str]) -> None:
-        """Another generator than these is up, or none starts any more; somebody else's deadline holds."""
+        """The run can go on without these generators, or no other starts any more; somebody else's deadline holds."""
 
         def has_come() -> bool:
             starting = self._num_starting or any(one.adopting is None for one in self._replicas.alive)
-            return not starting or any(one.name not in names for one in self.staying)
+            return not starting or bool(self._others(names))
 
         await self._replicas.changed.until(has_come)
 

@@ -6,14 +6,14 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from llamarl.observability.files import write_atomically
 from llamarl.observability.formats import duration
-from llamarl.observability.spans import Span, covered_s, merged
+from llamarl.observability.spans import AWAY, Span, covered_s, merged
 
 WORK_KINDS = frozenset({"generate", "score", "train", "weight_sync", "evaluate", "reply"})
 """Span names that count as work; others (`start`) are drawn but not counted."""
@@ -42,6 +42,10 @@ class Accounts:
     """Time in which executors of at least two roles worked at once."""
     unaccounted_share: float
     """Time in which no executor worked."""
+    away_share: float = 0.0
+    """Part of that in which one that had died was not up again."""
+    away: tuple[str, ...] = ()
+    """Executors that were."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,11 +68,14 @@ def account(spans: SpansByExecutor, start_s: float, end_s: float) -> Accounts:
     window_s = max(end_s - start_s, 0.0)
     by_kind: dict[str, dict[str, list[Span]]] = {name: defaultdict(list) for name in spans}
     by_role: dict[str, list[Span]] = defaultdict(list)
+    away: dict[str, list[Span]] = defaultdict(list)
     for name, executor_spans in spans.items():
         for span in executor_spans:
             if span.name in WORK_KINDS and span.end_s > start_s and span.start_s < end_s:
                 by_kind[name][span.name].append(span)
                 by_role[role_of(name)].append(span)
+            elif span.name == AWAY and span.end_s > start_s and span.start_s < end_s:
+                away[name].append(span)
 
     def share(work: Sequence[Span]) -> float:
         return covered_s(work, start_s, end_s) / window_s if window_s else 0.0
@@ -78,6 +85,7 @@ def account(spans: SpansByExecutor, start_s: float, end_s: float) -> Accounts:
     for name, busy in busy_share.items():
         replicas[role_of(name)].append(busy)
     all_work = [span for work in by_role.values() for span in work]
+    with_away = all_work + [span for one in away.values() for span in one]
     overlap_s = _covered_twice_s([merged(work, start_s, end_s) for work in by_role.values()])
     return Accounts(
         window_s=window_s,
@@ -86,6 +94,8 @@ def account(spans: SpansByExecutor, start_s: float, end_s: float) -> Accounts:
         role_share={role: sum(shares) / len(shares) for role, shares in replicas.items()},
         overlap_share=overlap_s / window_s if window_s else 0.0,
         unaccounted_share=1.0 - share(all_work) if window_s else 0.0,
+        away_share=share(with_away) - share(all_work),
+        away=tuple(away),
     )
 
 
@@ -107,10 +117,26 @@ def _covered_twice_s(roles: Sequence[Sequence[tuple[float, float]]]) -> float:
 
 
 def verdict(accounts: Accounts, first_step: int, last_step: int) -> SpeedVerdict:
-    """Who waits for whom. Take a window of several steps: one step is noise."""
+    """Who waits for whom, while nobody was away. Take a window of several steps: one step is noise."""
     steps = f"steps {first_step} to {last_step}" if last_step >= first_step else "no step"
-    bound, reason = _bound(accounts)
+    bound, reason = _bound(_present(accounts))
+    if (share := accounts.away_share) >= 0.01:
+        reason += (
+            f"; {share:.0%} of the time, which is left out, nobody worked until {', '.join(accounts.away)} came back"
+        )
     return SpeedVerdict(bound=bound, reason=reason, window=f"{steps}, {duration(accounts.window_s)}")
+
+
+def _present(accounts: Accounts) -> Accounts:
+    """The same without the time in which nobody worked as one was away."""
+    away_share = accounts.away_share
+    scale = 1 / (1 - away_share) if away_share < 1 else 0.0
+    return replace(
+        accounts,
+        role_share={role: scale * share for role, share in accounts.role_share.items()},
+        overlap_share=scale * accounts.overlap_share,
+        unaccounted_share=scale * (accounts.unaccounted_share - away_share),
+    )
 
 
 def _bound(accounts: Accounts) -> tuple[str, str]:

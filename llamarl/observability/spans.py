@@ -10,12 +10,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, overload
 
+AWAY = "away"
+"""Name of the time between an executor's last word and the return of the one that was started in its place."""
+
 
 class Span(NamedTuple):
     """One stretch of work."""
 
     name: str
-    """Kind of work: generate, score, train, weight_sync, evaluate, reply, start."""
+    """Kind of work: generate, score, train, weight_sync, evaluate, reply, start; or `AWAY`."""
     start_s: float
     """Seconds since the epoch (monotonic within a process)."""
     end_s: float

@@ -18,6 +18,7 @@ from llamarl.controller.lives import Deaths, RestartableHandle, TooManyDeaths
 from llamarl.controller.optimized import StepsLost
 from llamarl.controller.supervision import Supervisor
 from llamarl.distributed.links import RanksLost
+from llamarl.observability.spans import AWAY, now_s
 from tests.controller.fakes import Run, Strike, config, kills
 from tests.executors.ledger import Generator, Ledgered, Model, Trainer, logprobs, values
 
@@ -261,6 +262,33 @@ async def hearer(supervisor: Supervisor) -> tuple[RestartableHandle, list[Hearin
 
     deaths = Deaths(ClusterConfig(), 1, told.append)
     return RestartableHandle(lives[0], again, supervisor, deaths), lives, told
+
+
+def test_a_new_life_says_where_it_is_and_how_long_there_was_none() -> None:
+    async def main() -> None:
+        one, lives, told = await hearer(supervisor := Supervisor())
+        before_s = now_s()
+        await one.status_each(1.0)
+        heard_s = now_s()
+        await asyncio.sleep(0.2)
+        spawn = one._spawn
+
+        async def elsewhere(name: str) -> ExecutorHandle:
+            life = await spawn(name)
+            life.hosts = ("host-c", "host-d")
+            return life
+
+        one._spawn = elsewhere
+        lives[0].die()
+        await one.call("hear", 1, timeout_s=5.0)
+        assert told[-1] == "reward goes on, on host-c, host-d"
+        (status,) = await one.status_each(1.0)
+        (away,) = [span for span in status.spans if span.name == AWAY]
+        assert before_s <= away.start_s <= heard_s and 1.2 < away.end_s - away.start_s < 5.0
+        assert not [span for span in (await one.status_each(1.0))[0].spans if span.name == AWAY], "once"
+        await supervisor.stop()
+
+    asyncio.run(main())
 
 
 def test_calls_are_asked_again_in_their_order_ahead_of_new_ones() -> None:

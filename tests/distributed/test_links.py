@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import queue
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.hosts.namespaces import Namespaces, available
 from llamarl.distributed.links import RankLinks, connect, open_entrance
+from tests.architecture.repository import ROOT
 
+REASON = available()
 SECRET, WAIT_S = "0123456789abcdef", 5.0
 
 
@@ -133,3 +138,23 @@ def test_ranks_that_do_not_come_are_counted() -> None:
 
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+ASKS = (
+    "import sys; from llamarl.distributed.links import interface_of; print(*map(interface_of, sys.argv[1:]), sep=',')"
+)
+
+
+@pytest.mark.skipif(bool(REASON), reason=REASON)
+def test_every_address_of_an_interface_is_this_host_s() -> None:
+    """The first of a network, one more there, one of another, one with a name of its own, and one of somebody else."""
+    with Namespaces(1) as hosts:
+        more = ("10.77.0.100/24", "dev", "eth0"), ("10.88.0.1/16", "dev", "eth0")
+        for words in (*more, ("10.99.0.1/16", "dev", "eth0", "label", "eth0:own")):
+            hosts.run("host-a", ["ip", "address", "add", *words])
+        addresses = ["10.77.0.1", "10.77.0.100", "10.88.0.1", "10.99.0.1", "127.0.0.9", "10.77.0.2"]
+        asked = hosts.popen(
+            "host-a", [sys.executable, "-c", ASKS, *addresses], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        told, _ = asked.communicate(timeout=60)
+    assert told.strip().split(",") == ["eth0", "eth0", "eth0", "eth0:own", "lo", ""]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.observability.accounting import Accounts, account, role_of, verdict, write_trace
-from llamarl.observability.spans import Span, SpanLog, covered_s
+from llamarl.observability.spans import AWAY, Span, SpanLog, covered_s
 
 KINDS = ["generate", "score", "train", "start"]
 
@@ -53,7 +53,17 @@ def test_an_empty_window_has_no_shares():
     assert str(verdict(accounts, 1, 0)) == "unknown over no step, 0ms: no executor has worked yet"
 
 
-def accounts_of(*, overlap: float = 0.5, unaccounted: float = 0.01, **role_share: float) -> Accounts:
+def test_time_in_which_nobody_works_until_one_is_back_is_not_the_controller_s():
+    generator = [Span("generate", 0, 5), Span("generate", 12, 20)]
+    trainer = [Span("train", 0, 4), Span("train", 14, 20), Span(AWAY, 3, 10)]
+    accounts = account({"generator-0": generator, "trainer": trainer}, 0.0, 20.0)
+    assert (accounts.unaccounted_share, accounts.away_share, accounts.away) == (7 / 20, 5 / 20, ("trainer",))
+    said = verdict(accounts, 1, 9)
+    assert said.bound == "generator-bound"
+    assert said.reason.endswith("; 25% of the time, which is left out, nobody worked until trainer came back")
+
+
+def accounts_of(*, overlap: float = 0.5, unaccounted: float = 0.01, away: float = 0.0, **role_share: float) -> Accounts:
     return Accounts(
         window_s=60,
         busy_share=role_share,
@@ -61,6 +71,8 @@ def accounts_of(*, overlap: float = 0.5, unaccounted: float = 0.01, **role_share
         role_share=role_share,
         overlap_share=overlap,
         unaccounted_share=unaccounted,
+        away_share=away,
+        away=("trainer",) if away else (),
     )
 
 
@@ -75,6 +87,13 @@ def accounts_of(*, overlap: float = 0.5, unaccounted: float = 0.01, **role_share
         (accounts_of(generator=0.6, reward=0.01, trainer=0.35, overlap=0.0), "generator-bound", "take turns"),
         (accounts_of(generator=0.4, trainer=0.2, unaccounted=0.4), "controller-bound", "40%"),
         (accounts_of(generator=0.0, trainer=0.0, unaccounted=1.0), "unknown", "yet"),
+        (accounts_of(generator=0.5, trainer=0.1, unaccounted=0.5, away=0.4), "generator-bound", "rollouts 83% of the"),
+        (accounts_of(generator=0.5, trainer=0.1, unaccounted=0.5, away=0.2), "controller-bound", "works 38% of the"),
+        (
+            accounts_of(generator=0.5, trainer=0.1, unaccounted=0.5, away=0.4),
+            "generator-bound",
+            " nobody worked until ",
+        ),
     ],
 )
 def test_verdicts(accounts, bound, words):

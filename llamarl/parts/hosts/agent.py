@@ -10,10 +10,12 @@ import asyncio
 import ctypes
 import ipaddress
 import json
+import math
 import os
 import secrets
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -31,12 +33,14 @@ from llamarl.cluster.deaths import cause_of_reaped, kill_group, killed_by
 from llamarl.cluster.engine_files import MEMORY, log_env, mirror_folder
 from llamarl.cluster.start_up import LIFELINE
 from llamarl.config.errors import ConfigError
+from llamarl.distributed.links import LOST_S
 from llamarl.hub.fetch import fetched
 from llamarl.hub.names import hub_name
 from llamarl.net.entrance import Entrance, listen
+from llamarl.net.reasons import plain
 from llamarl.observability.files import code_fingerprint
 from llamarl.parts.hosts.certificates import client_context, monarch_env
-from llamarl.parts.hosts.home import BLAST_S, BROKEN, MAX_LINE_BYTES, SILENT_S, Line, on_loop, own_inventory
+from llamarl.parts.hosts.home import BLAST_S, BROKEN, HUNG_UP, MAX_LINE_BYTES, SILENT_S, Line, on_loop, own_inventory
 from llamarl.run.placement import count_devices
 
 CONTROLLER_SILENT_S = 4.0
@@ -45,6 +49,12 @@ ENGINE_S = 30.0
 """Longest wait in seconds for the engine to start."""
 BACK_OFF_S = 0.3, 2.0
 """Seconds between calls to the registry, at first and at most."""
+SAY_S = 60.0
+"""Seconds after which the agent says once more why it calls again."""
+NAME_S = 10.0
+"""Longest wait in seconds for a name to be looked up."""
+DRAIN = signal.SIGUSR1
+"""Lets an agent leave in order, as `--drain` does."""
 LEAVE_S = 100.0
 """Longest wait for the controller to let a host go that asked to leave; spot machines get two minutes' notice."""
 LOG_BYTES = 64 << 10
@@ -146,6 +156,7 @@ class HostAgent:
         loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._leave)
+        loop.add_signal_handler(DRAIN, self._drain)
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what the engine leaves behind comes here
         try:
             await self._stay()
@@ -162,21 +173,21 @@ class HostAgent:
 
     async def _stay(self) -> None:
         """Calls one registry after the other until it is let go for good."""
-        pause_s, said = BACK_OFF_S[0], set[str]()
+        pause_s, said_s = BACK_OFF_S[0], dict[str, float]()
         while not self._is_done:
             started_s = time.monotonic()
             try:
                 await self._take_part()
             except BROKEN as error:
-                text = f"{self._place}: {str(error) or 'no answer'}; calls again"
-                if text not in said:
+                text = f"{self._place}: {plain(error)}; calls again"
+                if started_s - said_s.get(text, -math.inf) >= SAY_S:
                     self._tell(text)
-                said.add(text)
+                    said_s[text] = started_s
                 self._controllers.rotate(-1)
             if self._is_leaving:
                 return
             if time.monotonic() - started_s > 2 * BACK_OFF_S[1]:
-                pause_s, said = BACK_OFF_S[0], set()
+                pause_s, said_s = BACK_OFF_S[0], {}
             if not self._is_done:
                 await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, BACK_OFF_S[1])
@@ -190,6 +201,11 @@ class HostAgent:
         self._is_leaving = True
         self._line.tell(leaving=True)
         asyncio.get_running_loop().call_later(LEAVE_S, self._leave)
+
+    def _drain(self) -> None:
+        """Asks to be let go; however often it is told to."""
+        if not self._is_leaving:
+            self._leave()
 
     async def _take_part(self) -> None:
         """One stay: from the call to the end of the connection. Raises HostRefused, and what is in `BROKEN`."""
@@ -205,7 +221,7 @@ class HostAgent:
                 url = await asyncio.wait_for(asyncio.to_thread(engine.url), ENGINE_S)
                 line.tell(url=url, keeper=keeper.place)
                 self._line = line
-                self._tell(f"{self._inventory.name} serves {self._place}")
+                self._tell(f"{self._inventory.name} at {self._inventory.addresses} serves {self._place}")
                 await self._serve(line, engine)
             finally:
                 self._line = None
@@ -220,9 +236,7 @@ class HostAgent:
             return str((await line.hear(CONTROLLER_SILENT_S))["run"])
         except ssl.SSLError as error:
             name = self._inventory.name
-            raise HostRefused(
-                f"{self._place} does not accept {name}.crt: {error.reason or error}; it says more"
-            ) from None
+            raise HostRefused(f"{self._place} does not accept {name}.crt: {plain(error)}; it says more") from None
 
     def _welcomed(self, run: str, message: dict[str, Any]) -> None:
         if reason := message.get("refused"):
@@ -260,12 +274,12 @@ class HostAgent:
                 task.cancel()
 
     async def _answer(self, line: Line, number: int, what: str, arguments: dict[str, Any]) -> None:
-        orders = {"fetch": _fetch, "kill": _kill, "look": _look, "receive": self._receive, "send": _send}
+        orders = {"fetch": _fetch, "kill": _kill, "look": _look, "offer": self._offer, "pull": _pull}
         orders["watch"] = partial(_watch, line)
         try:
             found = await orders[what](**arguments)
         except (*BROKEN, KeyError, TypeError, ValueError) as error:
-            found = {"error": f"{what}: {error!r}"}
+            found = {"error": f"{what}: {plain(error)}"}
         if number:
             line.tell(answer=number, time=time.time(), **found)
 
@@ -286,42 +300,44 @@ class HostAgent:
                 room -= len(data)
                 yield {"file": path.name, "upto": at + len(data), "data": note + data.decode("latin-1")}
 
-    async def _receive(self, num_bytes: int, secret: str) -> dict[str, Any]:
-        """Opens a port for one who measures the wire to here."""
+    async def _offer(self, num_bytes: int, secret: str) -> dict[str, Any]:
+        """Opens a port, where weights take theirs, for one who measures the wire from here."""
 
-        async def count(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, proved: Callable[[], None]) -> None:
+        async def give(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, proved: Callable[[], None]) -> None:
             with suppress(*BROKEN):
                 async with asyncio.timeout(BLAST_S):
                     if secrets.compare_digest(await reader.readexactly(len(secret)), secret.encode()):
                         proved()
                         entrance.close()
-                        left = num_bytes
-                        while left and (data := await reader.read(1 << 20)):
-                            left -= len(data)
-                        writer.write(b"." if not left else b"!")
+                        left, block = num_bytes, bytes(1 << 20)
+                        while left:
+                            writer.write(block[: min(left, len(block))])
+                            left -= min(left, len(block))
+                            await writer.drain()
             writer.close()
 
         listener = listen(self._inventory.weights_address)
-        entrance = Entrance(listener, on_loop(count, 4 << 20))
+        entrance = Entrance(listener, on_loop(give))
         asyncio.get_running_loop().call_later(BLAST_S, entrance.close)
         return {"port": listener.getsockname()[1]}
 
 
-async def _send(address: str, port: int, num_bytes: int, secret: str) -> dict[str, Any]:
-    """Bytes per second to another host."""
-    async with asyncio.timeout(BLAST_S):
-        reader, writer = await asyncio.open_connection(address, port)
-        try:
+async def _pull(address: str, port: int, num_bytes: int, secret: str) -> dict[str, Any]:
+    """Bytes per second from another host, or why none come; it connects as a generator does to a trainer."""
+    writer = None
+    try:
+        async with asyncio.timeout(LOST_S):
+            reader, writer = await asyncio.open_connection(address, port, limit=4 << 20)
+        async with asyncio.timeout(BLAST_S):
             writer.write(secret.encode())
-            started_s, left, block = time.monotonic(), num_bytes, bytes(1 << 20)
-            while left:
-                writer.write(block[: min(left, len(block))])
-                left -= min(left, len(block))
-                await writer.drain()
-            if await reader.read(1) != b".":
-                raise EOFError(f"{address}:{port} did not take all bytes")
-            return {"bytes_per_s": num_bytes / (time.monotonic() - started_s)}
-        finally:
+            started_s, left = time.monotonic(), num_bytes
+            while left and (data := await reader.read(1 << 20)):
+                left -= len(data)
+        return {"failed": HUNG_UP} if left else {"bytes_per_s": num_bytes / (time.monotonic() - started_s)}
+    except BROKEN as error:
+        return {"failed": plain(error)}
+    finally:
+        if writer is not None:
             writer.close()
 
 
@@ -402,7 +418,7 @@ def _seen(paths: list[str], folder: str, token: str) -> dict[str, Any]:
             own.touch()
             own.unlink(missing_ok=True)
     except OSError as error:
-        return {"missing": missing, "folder": str(error)}
+        return {"missing": missing, "folder": error.strerror or str(error)}
     return {"missing": missing, "folder": "" if is_shared else "another folder is there"}
 
 
@@ -431,30 +447,24 @@ def _reap() -> None:
 async def call(place: str, context: ssl.SSLContext, address: str) -> Line:
     """The registry at a place, `host:port`, from this host's `address`. Raises HostRefused, and what is in `BROKEN`."""
     host, _, port = place.rpartition(":")
+    loop = asyncio.get_running_loop()
+    looking = loop.getaddrinfo(host, int(port), family=socket.AF_INET, type=socket.SOCK_STREAM)
+    try:
+        found = await asyncio.wait_for(looking, NAME_S)
+    except TimeoutError:
+        raise TimeoutError(f"no name server says within {NAME_S:g} s who {host} is") from None
     try:
         source = (str(ipaddress.ip_address(address)), 0)
     except ValueError:  # a name: the system chooses
         source = None
-    calling = asyncio.open_connection(host, int(port), local_addr=source)
+    calling = asyncio.open_connection(str(found[0][-1][0]), int(port), local_addr=source)
     line = Line(*await asyncio.wait_for(calling, SILENT_S), context, host)
     try:
         await line.secure()
     except ssl.SSLCertVerificationError as error:
         line.close()
-        raise HostRefused(f"who answers at {place} is not the controller by ca.crt: {error.verify_message}") from None
+        raise HostRefused(f"who answers at {place} is not taken for the controller: {plain(error)}") from None
     except BaseException:
         line.close()
         raise
     return line
-
-
-async def ask_to_leave(controller: str, pki: Path, name: str, address: str) -> None:
-    """Asks the registry to let a host go in order. Raises HostRefused, and what is in `BROKEN`."""
-    line = await call(controller, client_context(pki, name), address)
-    try:
-        await line.hear()
-        line.tell(drain=name)
-        if reason := (await line.hear()).get("refused"):
-            raise HostRefused(f"{controller}: {reason}")
-    finally:
-        line.close()

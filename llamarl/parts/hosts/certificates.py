@@ -11,15 +11,18 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import ssl
 import stat
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from llamarl.config import ConfigError
+from llamarl.net.reasons import ELSEWHERE, plain
 
 CONTROLLER = "controller"
 """Name of the controller's own certificate."""
@@ -160,6 +163,40 @@ def monarch_env(pki: Path, name: str) -> dict[str, str]:
     """Variables by which Monarch's `tls://` finds the certificates. Raises ConfigError."""
     authority, certificate, key = _files(pki, name)
     return {"HYPERACTOR_TLS_CA": authority, "HYPERACTOR_TLS_CERT": certificate, "HYPERACTOR_TLS_KEY": key}
+
+
+def check_controller(pki: Path, listen: str) -> None:
+    """Whether hosts that call the controller at `cluster.listen` will believe its certificate. Raises ConfigError."""
+    address = listen.rpartition(":")[0]
+    try:
+        _shown(pki, address)
+    except ssl.SSLCertVerificationError as error:
+        if error.verify_code not in ELSEWHERE:
+            raise ConfigError(f"cluster.pki = '{pki}': no host would believe the controller: {plain(error)}") from None
+        has = controller_names(pki)
+        name = next((one for one in has if one != CONTROLLER and not _is_ip(one)), socket.gethostname())
+        raise ConfigError(
+            f"cluster.listen = {listen!r}: {CONTROLLER}.crt in {pki} is for {', '.join(has)}, not for {address}, so no "
+            f"host would believe it; listen at one of these, or run `llamarl certs {pki} --controller {name}={address}`"
+        ) from None
+
+
+def controller_names(pki: Path) -> list[str]:
+    """Names and addresses on the controller's certificate, which is valid. Raises SSLError, and ConfigError."""
+    return [value for _, value in _shown(pki, None).get("subjectAltName", ())]
+
+
+def _shown(pki: Path, address: str | None) -> dict[str, Any]:
+    """The controller's certificate, as one sees it who calls at an address; None: at any. Raises
+    SSLCertVerificationError, and ConfigError."""
+    context, there, back = client_context(pki, CONTROLLER), ssl.MemoryBIO(), ssl.MemoryBIO()
+    context.check_hostname = address is not None
+    client = context.wrap_bio(back, there, server_hostname=address)
+    server = server_context(pki, CONTROLLER).wrap_bio(there, back, server_side=True)
+    for end in (client, server, client):
+        with suppress(ssl.SSLWantReadError):
+            end.do_handshake()
+    return dict(client.getpeercert() or {})
 
 
 def mismatch(certificate: Mapping[str, Any] | None, *names: str) -> str:

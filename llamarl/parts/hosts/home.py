@@ -65,9 +65,19 @@ class Inventory(Section):
 
     @property
     def room(self) -> str:
-        """Address and resources of the host, for people."""
+        """Addresses and resources of the host, for people."""
         gpus = f", {self.gpus} GPUs" if self.gpus else ""
-        return f"{self.address}, {self.cores} cores, {self.memory_bytes / 2**30:.0f} GiB{gpus}"
+        return f"{self.addresses}, {self.cores} cores, {self.memory_bytes / 2**30:.0f} GiB{gpus}"
+
+    @property
+    def addresses(self) -> str:
+        """Address of the host, and that of weights where they have their own."""
+        return f"{self.address} (weights: {self.weights_address})" if self.has_own_wire else self.address
+
+    @property
+    def has_own_wire(self) -> bool:
+        """Weights have an address of their own."""
+        return self.weights_address != self.address
 
 
 class Line:

@@ -48,8 +48,9 @@ class HostPlacer(Placer):
         """Models of the Hub that a host has to have, so that executors may be there."""
         self.ready = set[Host]()
         """Hosts that have them."""
-        self.trainable = set[Host]()
-        """Hosts that have the model and the run's folder, so that trainer and critic may be started again there."""
+        self.lacks = dict[Host, str]()
+        """Files that trainer and critic need and hosts lack, a sentence for each that was looked at; empty: they may be
+        started again there."""
         self._here = dict[str, Host]()
         """Hosts at one moment, by name: they come and go in another thread."""
         self._stands_still = False
@@ -152,8 +153,9 @@ class HostPlacer(Placer):
         those of generators, of which one stays. Raises NoRoom."""
         number = sum(not host.is_leaving for host in dict(self._hosts).values())
         if number < (fewest := self._config.cluster.fewest_hosts):
-            setting = "min_hosts" if self._config.cluster.min_hosts else "num_hosts"
-            raise NoRoom(f"{number} hosts are left, and the run needs {fewest} (cluster.{setting})")
+            setting = "min_hosts" if self._config.cluster.min_hosts else "num_hosts; cluster.min_hosts allows for fewer"
+            are = "host is" if number == 1 else "hosts are"
+            raise NoRoom(f"{number} {are} left, and the run needs {fewest} (cluster.{setting})")
         usable, reason = self._usable(), None
         for lost in [name for name in self.of_role("generator") if self._assigned[name].ranks.keys() - usable.keys()]:
             self.leave(lost)  # nobody may have said so yet
@@ -298,8 +300,8 @@ class HostPlacer(Placer):
     def _candidates(self, wanted: WantedExecutor) -> Iterator[str]:
         """Hosts for an executor, the first the best. Raises NoRoom: there are none."""
         role, here = wanted.role, sorted(name for name, host in self._here.items() if not host.is_leaving)
-        if role in TRAINED and self.trainable:
-            here = [name for name in here if self._here[name] in self.trainable]
+        if role in TRAINED and self.lacks:
+            here = [name for name in here if self.lacks.get(self._here[name]) == ""]
         with_trainer = self.hosts_of("trainer", "critic")
         patterns = self._patterns("trainer", role) if role == "critic" else self._patterns(role)
         names = [name for name in here if not patterns or any(fnmatchcase(name, one) for one in patterns)]
@@ -315,8 +317,22 @@ class HostPlacer(Placer):
             names.sort(key=lambda name: (beside(name), crowd(self.on_host(name)), name))
         if not names:
             matching = f" that match cluster.place.{role} = {patterns}" if patterns else ""
-            raise NoRoom(f"{wanted.executor} finds no host{matching}; these are here: {', '.join(here) or 'none'}")
+            all_here = [name + self._objection(name, host, wanted) for name, host in sorted(dict(self._hosts).items())]
+            raise NoRoom(f"{wanted.executor} finds no host{matching}; these are here: {', '.join(all_here) or 'none'}")
         yield from names
+
+    def _objection(self, name: str, host: Host, wanted: WantedExecutor) -> str:
+        """Why an executor may not be on a host, in brackets; empty: only `cluster.place` can object."""
+        reason = ""
+        if host.is_leaving:
+            reason = "is about to leave"
+        elif name not in self._here:
+            reason = "has not fetched the model yet"
+        elif wanted.role in TRAINED and self.lacks:
+            reason = self.lacks.get(host, "was not looked at yet")
+        elif wanted.role == "generator" and wanted.device == "cpu" and not self._may_have(name, wanted.num_ranks):
+            reason = "all cores are taken"
+        return f" ({reason})" if reason else ""
 
     def _generators_at(self, name: str) -> list[Assignment]:
         return [one for one in self._assigned.at(name).values() if one.wanted.role == "generator"]

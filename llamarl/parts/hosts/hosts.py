@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -19,6 +19,7 @@ from llamarl.controller.controller import Controller
 from llamarl.controller.ports import OptimizingPort
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
+from llamarl.parts.hosts.certificates import check_controller
 from llamarl.parts.hosts.home import BLAST_S, BROKEN
 from llamarl.parts.hosts.hosting import HostPlacer
 from llamarl.parts.hosts.registry import Host, Registry
@@ -27,6 +28,8 @@ from llamarl.run.placement import models_in_use
 
 WIRE_BYTES = 256 << 20
 """Bytes that are sent to measure a wire."""
+PORTS = "32768 to 60999 (net.ipv4.ip_local_port_range)"
+"""Ports that the system gives away, unless it was changed."""
 FETCH_S = 6 * 3600.0
 """Longest wait in seconds for a host to fetch the models of the Hub: a terabyte at 50 MB/s. It gives up much earlier
 when nothing comes."""
@@ -73,29 +76,54 @@ async def gathered(
         hosting.models, hosting.ready = models, set(hosts)
     for line in (*(host.describe() for host in hosts), *hosting.table(), *hosting.crowded()):
         tell(line)
+    if idle := [host.name for host in hosts if not hosting.on_host(host.name)]:
+        tell(f"nothing runs on {', '.join(idle)} until another host is lost or leaves")
+    if text := unused_addresses(hosting, registry.hosts):
+        registry.tell(text)
     return hosting
 
 
+def unused_addresses(hosting: HostPlacer, hosts: Mapping[str, Host]) -> str:
+    """A sentence about generators' hosts whose address for weights the trainer's do not take; empty: they do."""
+    learning, serving = hosting.hosts_of("trainer"), hosting.hosts_of("generator")
+    own = {name: host.inventory.has_own_wire for name, host in sorted(dict(hosts).items())}
+    lack = [name for name in own if name in learning and not own[name]]
+    have = [name for name in own if name in serving - learning and own[name]]
+    if not (lack and have):
+        return ""
+    return (
+        f"--weights-address of {', '.join(have)}: the trainer's weights do not take it, as generators connect to "
+        f"{', '.join(lack)}, which has none; start `llamarl host` there with one too, or leave it out"
+    )
+
+
 def inspect(config: RunConfig, tell: Callable[[str], None]) -> None:
-    """Waits for the hosts of a run, says who would be where, and how fast bytes go from each trainer host to each
-    generator host; nothing is started.
+    """Waits for the hosts of a run, says who would be where, and how fast weights would go from each trainer host to
+    each generator host; nothing is started.
 
     Raises:
-        ConfigError: as `gathered`, or one host cannot reach another.
+        ConfigError: as `gathered`, or hosts cannot reach others.
     """
     asyncio.run(_inspect(config, tell))
 
 
 async def _inspect(config: RunConfig, tell: Callable[[str], None]) -> None:
+    check_controller(Path(config.cluster.pki), config.cluster.listen)
     registry = Registry(Path(config.cluster.pki), None, tell)
     try:
         with TemporaryDirectory(dir=_existing(Path(config.output).absolute())) as folder:
             hosting = await gathered(config, registry, Path(folder), tell)
-        senders, receivers = (hosting.hosts_of(role) for role in ("trainer", "generator"))
-        for sender, receiver in product(sorted(senders), sorted(receivers)):
-            if sender != receiver:
-                speed = await _speed(registry.hosts[sender], registry.hosts[receiver])
-                tell(f"{sender} to {receiver}: {speed / 1e9:.2f} GB/s by one stream")
+        writers, readers = (sorted(hosting.hosts_of(role)) for role in ("trainer", "generator"))
+        faults = list[str]()
+        for writer, reader in product(writers, readers):
+            if writer != reader:
+                speed, fault = await wire(registry.hosts[writer], registry.hosts[reader])
+                if fault:
+                    faults.append(fault)
+                else:
+                    tell(f"{writer} to {reader}: {speed / 1e9:.2f} GB/s by one stream")
+        if faults:
+            raise ConfigError("\n".join(faults))
     finally:
         await registry.close()
 
@@ -105,15 +133,24 @@ def _existing(folder: Path) -> Path:
     return next(one for one in (folder, *folder.parents) if one.is_dir())
 
 
-async def _speed(sender: Host, receiver: Host) -> float:
-    """Bytes per second. Raises ConfigError: there is no way from one to the other."""
+async def wire(writer: Host, reader: Host) -> tuple[float, str]:
+    """Bytes per second from a trainer's host to a generator's, which connects to it as in a run; or why not, in a
+    sentence. Raises ConfigError: one of them does not answer."""
     wanted = {"num_bytes": WIRE_BYTES, "secret": secrets.token_hex(16)}
-    address = receiver.inventory.weights_address
+    address = writer.inventory.weights_address
     try:
-        port = (await receiver.ask("receive", **wanted))["port"]
-        return (await sender.ask("send", BLAST_S, address=address, port=port, **wanted))["bytes_per_s"]
+        port = (await writer.ask("offer", **wanted))["port"]
+        found = await reader.ask("pull", 2 * BLAST_S, address=address, port=port, **wanted)
     except BROKEN as error:
-        raise ConfigError(f"from host {sender.name} to {receiver.name} ({address}): {error}") from None
+        raise ConfigError(f"the wire from host {writer.name} to {reader.name} could not be measured: {error}") from None
+    if "failed" not in found:
+        return found["bytes_per_s"], ""
+    what = f"host {writer.name}" + "'s --weights-address" * writer.inventory.has_own_wire
+    return 0.0, (
+        f"host {reader.name} cannot reach {address}:{port} ({what}), from where its generators get weights: "
+        f"{found['failed']}; let it through to ports {PORTS} there, or start `llamarl host` on {writer.name} with a "
+        f"--weights-address that {reader.name} reaches"
+    )
 
 
 async def look_at(config: RunConfig, hosting: HostPlacer, folder: Path, host: Host) -> None:
@@ -132,8 +169,9 @@ async def look_at(config: RunConfig, hosting: HostPlacer, folder: Path, host: Ho
             found = await host.ask("look", LOOK_S, paths=list(map(str, here)), folder=shared, token=token)
     except BROKEN as error:
         raise ConfigError(f"host {host.name} could not be looked at: {error}") from None
-    if not found["missing"] and not found["folder"]:
-        hosting.trainable.add(host)
+    lacks = [f"lacks {', '.join(found['missing'])}"] if found["missing"] else []
+    lacks += [f"does not see the run's folder {shared}: {found['folder']}"] if found["folder"] else []
+    hosting.lacks[host] = "; ".join(lacks)
     if found["missing"] and executors:
         raise ConfigError(
             f"host {host.name} has no {', '.join(found['missing'])}; all hosts need the same paths: use a folder that "
@@ -190,9 +228,10 @@ class Elastic:
         """`look`s whether trainer and critic may come to a host."""
         self._registry, self._hosting, self._look, self._settings = registry, hosting, look, settings
         self._controller, self._telemetry, self._supervisor = controller, telemetry, supervisor
+        self._leaving = set[Host]()
         registry.joined, registry.leaves = self._joined, self._leaves
         for host in list(registry.hosts.values()):
-            if host not in hosting.trainable:
+            if hosting.lacks.get(host) != "":
                 supervisor.start(self._looked(host), f"look at host {host.name}")
             if host.is_leaving:
                 self._leaves(host)
@@ -235,7 +274,9 @@ class Elastic:
         self._telemetry.warn(f"{host.describe()} has come{follows}")
 
     def _leaves(self, host: Host) -> None:
-        self._supervisor.start(self._empty(host), f"leave of host {host.name}")
+        if host not in self._leaving:  # one that asked as this began is told of twice
+            self._leaving.add(host)
+            self._supervisor.start(self._empty(host), f"leave of host {host.name}")
 
     async def _empty(self, host: Host) -> None:
         """Others take over what runs there; then it may go. What cannot be taken over ends the run, with a

@@ -14,7 +14,8 @@ from llamarl.config.cluster import ClusterConfig
 from llamarl.controller.controller import Controller
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
-from llamarl.parts.hosts.certificates import CONTROLLER, monarch_env, server_context
+from llamarl.net.reasons import plain
+from llamarl.parts.hosts.certificates import CONTROLLER, check_controller, monarch_env
 from llamarl.parts.hosts.hosting import HostPlacer
 from llamarl.parts.hosts.hosts import Elastic, gathered, look_at
 from llamarl.parts.hosts.registry import Host, Registry
@@ -22,13 +23,15 @@ from llamarl.parts.hosts.registry import Host, Registry
 
 def check(settings: ClusterConfig) -> None:
     """Whether hosts can call here. Raises ConfigError."""
-    server_context(Path(settings.pki), CONTROLLER)
     address, _, port = settings.listen.rpartition(":")
     try:
         family, _, _, _, place = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)[0]
         socket.create_server(place, family=family).close()
     except OSError as error:
-        raise ConfigError(f"cluster.listen = {settings.listen!r}: {error.strerror}; name a free port here") from None
+        raise ConfigError(
+            f"cluster.listen = {settings.listen!r}: {plain(error)}; name an address and a free port of this machine"
+        ) from None
+    check_controller(Path(settings.pki), settings.listen)
 
 
 def open_registry(settings: ClusterConfig, log_folder: Path | None, tell: Callable[[str], None]) -> Registry:
@@ -44,7 +47,7 @@ def open_registry(settings: ClusterConfig, log_folder: Path | None, tell: Callab
         with socket.socket() as probe:
             probe.bind((settings.listen.rpartition(":")[0], 0))
     except OSError as error:
-        cause = f"cluster.listen = {settings.listen!r}: {error.strerror}"
+        cause = f"cluster.listen = {settings.listen!r}: {plain(error)}"
         raise ConfigError(f"{cause}; name an address of this machine") from None
     return Registry(Path(settings.pki), log_folder, tell)
 

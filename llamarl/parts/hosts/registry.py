@@ -29,7 +29,8 @@ from pydantic import ValidationError
 from llamarl.checkpoint.keeper import Place
 from llamarl.config.errors import ConfigError
 from llamarl.net.entrance import Entrance, Proved, listen
-from llamarl.parts.hosts.certificates import CONTROLLER, mismatch, server_context
+from llamarl.net.reasons import plain
+from llamarl.parts.hosts.certificates import CONTROLLER, controller_names, mismatch, server_context
 from llamarl.parts.hosts.home import BEAT_S, BROKEN, SILENT_S, BadMessage, Inventory, Line, on_loop, own_inventory
 
 START_S = 40.0
@@ -166,7 +167,7 @@ class Registry:
         self._pki, self._context = pki, server_context(pki, CONTROLLER)
         self._own = own_inventory(CONTROLLER, "", "", 0)
         self._run = secrets.token_hex(8)
-        self._logs, self._tell = logs, tell
+        self._logs, self.tell = logs, tell
         self._received = dict[tuple[str, str], int]()
         """Bytes of each host's log files."""
         self._said = defaultdict[str, Counter[str]](Counter)
@@ -192,7 +193,7 @@ class Registry:
         try:
             return f"{address}:{await _in(self._loop, self._open(address, int(port)))}"
         except OSError as error:
-            raise ConfigError(f"cluster.listen = {place!r}: {error.strerror}; name a free port here") from None
+            raise ConfigError(f"cluster.listen = {place!r}: {plain(error)}; name a free port here") from None
 
     async def until(
         self, num_hosts: int, timeout_s: float, fewest: int | None = None, patience_s: float = math.inf
@@ -209,21 +210,21 @@ class Registry:
         come = asyncio.create_task(_in(self._loop, self._come(num_hosts, fewest, timeout_s, patience_s)))
         try:
             while not (await asyncio.wait({come}, timeout=SAY_S))[0]:
-                self._tell(
-                    f"{len(self.hosts)} of {num_hosts} hosts have called: {self._here()}; {self._missing(num_hosts)}"
-                )
+                refused = f"; refused: {_some(self._said)}" if self._said else ""
+                missing = f"{self._missing(num_hosts)}{refused}"
+                self.tell(f"{len(self.hosts)} of {num_hosts} hosts have called: {self._here()}; {missing}")
             await come
         except TimeoutError:
             refused = "".join(
-                f"; {peer} was refused as a host: {reason} ({number} times)"
+                f"\n  {peer} was refused {_times(number)}: {reason}"
                 for peer, reasons in list(self._said.items())
                 for reason, number in list(reasons.items())
             )
-            wanted = f"cluster.num_hosts = {num_hosts}" if fewest == num_hosts else f"cluster.min_hosts = {fewest}"
+            option, number = ("num_hosts", num_hosts) if fewest == num_hosts else ("min_hosts", fewest)
+            who = f"only {self._here()}" if self.hosts else "no host"
             raise ConfigError(
-                f"{wanted}, but after {timeout_s:g} s (cluster.host_timeout_s) these have "
-                f"called: {self._here()}{refused}; start `llamarl host` on the others, or lower "
-                f"{wanted.partition(' ')[0]}"
+                f"cluster.{option} = {number}, but {who} called within {timeout_s:g} s (cluster.host_timeout_s), "
+                f"{self._missing(number)}; start `llamarl host` on the others, or lower cluster.{option}{refused}"
             ) from None
         finally:
             come.cancel()
@@ -235,9 +236,10 @@ class Registry:
         """Who has not called of those whose certificates are here, too."""
         names = {path.stem for path in self._pki.glob("*.crt")} - {"ca", CONTROLLER, *self.hosts}
         number = num_hosts - len(self.hosts)
+        if len(others := names.difference(controller_names(self._pki))) >= number:
+            names = others  # the controller's own machine need not compute
         which = f": {_some(names)}" if len(names) == number else f", of {_some(names)}"
-        refused = f"; refused: {_some(self._said)}" if self._said else ""
-        return f"{number} missing{which if names else ''}{refused}"
+        return f"{number} missing{which if names else ''}"
 
     def dismiss(self, host: Host, reason: str) -> None:
         """Lets a host go in order, which ends its agent when it was to leave."""
@@ -281,7 +283,7 @@ class Registry:
         await asyncio.gather(*left, return_exceptions=True)
 
     def _say(self, text: str) -> None:
-        self._call(self._tell, text)
+        self._call(self.tell, text)
 
     def _call(self, callback: Callable[..., None], *arguments: Any) -> None:
         """Calls back on the caller's loop."""
@@ -302,9 +304,9 @@ class Registry:
             if host is not None:
                 await self._attend(host, line)
         except (BadMessage, ConfigError, KeyError, ssl.SSLError) as error:
-            self._refuse(line, peer, str(error) or type(error).__name__, "refused")
+            self._refuse(line, peer, plain(error), "refused")
         except BROKEN as error:  # the next call may do better
-            self._refuse(line, peer, str(error) or type(error).__name__, "busy")
+            self._refuse(line, peer, plain(error), "busy")
         except asyncio.CancelledError:  # the run ends; asyncio's streams would report it as an error
             pass
         finally:
@@ -319,21 +321,16 @@ class Registry:
             self._say(f"{peer} was refused as a host: {reason}")
 
     async def _admitted(self, line: Line, peer: str, certificate: Mapping[str, Any]) -> Host | None:
-        """A new host; None: somebody asked only that one may leave. Raises ConfigError, and what is in `BROKEN`."""
+        """A new host; None: one of its name is here. Raises ConfigError, and what is in `BROKEN`."""
         hello = await line.hear()
-        if leaver := str(hello.get("drain", "")):
-            if leaver not in self.hosts:
-                raise ConfigError(f"there is no host {leaver} here")
-            if reason := mismatch(certificate, leaver):
-                raise ConfigError(reason)
-            self._asks_to_leave(self.hosts[leaver])
-            line.tell(drains=leaver)
-            return None
         try:
             inventory = Inventory.model_validate(hello)
         except ValidationError:
             raise ConfigError("it speaks otherwise; install the same version of llamarl on all hosts") from None
-        addresses = await _addresses(inventory.address)
+        try:
+            addresses = await _addresses(inventory.address)
+        except OSError as error:
+            raise ConnectionRefusedError(f"its address {inventory.address}: {plain(error)}") from None
         if objection := self._objection(inventory, peer, certificate, addresses):
             raise ConfigError(objection)
         if (name := inventory.name) in self.hosts or name in self._starting:
@@ -397,7 +394,7 @@ class Registry:
             reason = f"it has been silent for {SILENT_S:g} s"
             self._look_for_all()
         except (*BROKEN, KeyError, ValueError, TypeError) as error:
-            reason = str(error)
+            reason = plain(error)
         finally:
             beats.cancel()
             if not host.lost:
@@ -446,6 +443,10 @@ def _some(names: Iterable[str]) -> str:
     """Names for a line, the first of many."""
     first, rest = sorted(names)[:MAX_NAMES], sorted(names)[MAX_NAMES:]
     return ", ".join([*first, *([f"{len(rest)} more"] if rest else [])])
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: Any) -> None:

@@ -19,7 +19,7 @@ from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.config.load import flat_settings
 from llamarl.observability.accounting import WORK_KINDS
 from llamarl.observability.metrics import FORMER_NAMES
-from llamarl.observability.spans import Span, SpanTable, merged
+from llamarl.observability.spans import AWAY, Span, SpanTable, merged
 from llamarl.parts.page.follow import RowReader
 
 MAX_SPANS = 100_000
@@ -34,7 +34,7 @@ LARGEST = 1e100
 """Largest size of a number; a larger one, or what is no number, counts as not known: its square would be infinite."""
 SILENT_S = 60.0
 """A run without an end whose files have not changed for so long may be dead."""
-KINDS = (*sorted(WORK_KINDS), "start", "checkpoint")
+KINDS = (*sorted(WORK_KINDS), "start", "checkpoint", AWAY)
 
 
 class RunData:

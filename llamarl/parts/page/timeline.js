@@ -1,5 +1,5 @@
 // Who worked when, why others waited meanwhile, and what became of the groups of a step. Times are milliseconds.
-const WORK_COLORS = { generate: "#4c78a8", score: "#54a24b", train: "#f58518", weight_sync: "#e45756", checkpoint: "#b279a2", evaluate: "#72b7b2", start: "#9d9d9d", other: "#9d9d9d" };
+const WORK_COLORS = { generate: "#4c78a8", score: "#54a24b", train: "#f58518", weight_sync: "#e45756", checkpoint: "#b279a2", evaluate: "#72b7b2", start: "#9d9d9d", away: "#d9d9d9", other: "#9d9d9d" };
 const ROW = 22, LEFT = 110, view = { run: 0, from: 0, to: 1, step: null };
 
 const timed = () => runs[view.run];

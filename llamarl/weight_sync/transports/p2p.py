@@ -29,6 +29,7 @@ from torch import Tensor
 from llamarl.distributed.links import BROKEN, LOST_S, notice_loss, weights_address
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.distributed.streams import is_farther, keep_pace, receive, send
+from llamarl.net.reasons import plain
 from llamarl.weight_sync.base import Superseded, TransferFailed
 from llamarl.weight_sync.buckets import Bucket, changes, changes_bytes, into_buckets, memory_of, pieces, wanted
 from llamarl.weight_sync.copying import NOTHING, CopyingSubscriber, VersionRequest
@@ -225,7 +226,7 @@ class P2pSubscriber(CopyingSubscriber):
             if is_used:
                 return self._pull_from(rank, number, num_streams, place, request)
             what = f"version {request.version} from trainer rank {rank} at {place.address}"
-            raise TransferFailed(f"generator rank {self.rank} did not get {what}: {error}") from error
+            raise TransferFailed(f"generator rank {self.rank} did not get {what}: {plain(error)}") from error
         if len(self._streams) > MAX_KEPT:
             self._streams.pop((rank, number)).connection.close()
         return received

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +17,10 @@ from typing import Any
 import pytest
 
 from llamarl.parts.hosts import agent
-from llamarl.parts.hosts.agent import HostAgent, _kill, _seen, _send, _watch
+from llamarl.parts.hosts.agent import HostAgent, _kill, _pull, _seen, _watch
 from llamarl.parts.hosts.certificates import make_certificates
-from llamarl.parts.hosts.home import MAX_LINE_BYTES, Line
+from llamarl.parts.hosts.home import HUNG_UP, MAX_LINE_BYTES, Line
+from tests.architecture.repository import ROOT
 from tests.cluster.harness import is_alive
 
 
@@ -102,10 +105,10 @@ def test_the_run_s_folder_is_known_by_what_is_written_there(tmp_path: Path) -> N
 
 def test_the_wire_is_measured_with_who_knows_the_secret_only(one: HostAgent) -> None:
     async def main() -> None:
-        port = (await one._receive(1 << 20, "a" * 32))["port"]
-        with pytest.raises((EOFError, OSError)):
-            await _send("127.0.0.3", port, 1 << 20, "b" * 32)
-        assert (await _send("127.0.0.3", port, 1 << 20, "a" * 32))["bytes_per_s"] > 0
+        port = (await one._offer(1 << 20, "a" * 32))["port"]
+        assert await _pull("127.0.0.3", port, 1 << 20, "b" * 32) == {"failed": HUNG_UP}
+        assert (await _pull("127.0.0.3", port, 1 << 20, "a" * 32))["bytes_per_s"] > 0
+        assert await _pull("127.0.0.3", port, 1 << 20, "a" * 32) == {"failed": "nobody listens there"}
 
     asyncio.run(main())
 
@@ -123,6 +126,77 @@ def test_looking_at_a_shared_folder_changes_nothing_that_others_read(tmp_path: P
     assert _seen(**asked)["folder"] == "another folder is there"
     token.unlink()
     assert "No such file" in _seen(**asked)["folder"]
+
+
+def test_why_it_calls_again_is_said_in_plain_words_and_once_more_after_a_while(
+    one: HostAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that nobody knows, among others: in a cluster it may be known later."""
+    told, asked = list[str](), list[str]()
+    one._controllers, one._tell = deque(["nobody.invalid:1", "127.0.0.2:1"]), told.append
+    monkeypatch.setattr(agent, "BACK_OFF_S", (0.001, 0.001))
+
+    async def main(seconds: float) -> None:
+        monkeypatch.setattr(agent, "SAY_S", seconds)
+
+        async def look(host: str, *_: Any, **__: Any) -> Any:
+            asked.append(host)
+            one._is_leaving = len(asked) == 6
+            if host == "nobody.invalid":
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            return [(0, 0, 0, "", (host, 1))]
+
+        asyncio.get_running_loop().getaddrinfo = look
+        await one._stay()
+
+    unknown = "nobody.invalid:1: nobody knows this name; mend its spelling, or give an IP address; calls again"
+    closed = "127.0.0.2:1: nobody listens there; calls again"
+    asyncio.run(main(60.0))
+    assert told == [unknown, closed] and len(asked) == 6
+    asked.clear()
+    one._is_leaving = False
+    asyncio.run(main(0.0))
+    assert told[2:] == [unknown, closed] * 3
+
+
+def test_a_host_that_no_run_has_ends_when_it_is_to_leave(one: HostAgent, tmp_path: Path) -> None:
+    """Its agent alone, of all that run here; nobody has to answer it."""
+    command = [sys.executable, "-m", "llamarl", "host", "127.0.0.2:1", "--pki", "pki", "--address", "127.0.0.3"]
+    options: dict[str, Any] = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "text": True}
+    make_certificates(tmp_path / "pki", {"c": ("c", "127.0.0.3")}, days=2)
+    agents = {
+        name: subprocess.Popen([*command, "--name", name], stdout=subprocess.PIPE, **options) for name in ("b", "c")
+    }
+    try:
+        for waiting in agents.values():
+            assert waiting.stdout is not None and "calls again" in waiting.stdout.readline()
+        drain = [*command, "--drain", "--name"]
+        assert subprocess.run([*drain, "b"], check=False, timeout=60, **options).returncode == 0
+        assert agents["b"].communicate(timeout=10)[0] == "llamarl host: b ends\n" and agents["b"].returncode == 0
+        nobody = subprocess.run([*drain, "b"], check=False, timeout=60, stderr=subprocess.PIPE, **options)
+        assert nobody.returncode == 1 and "b does not call 127.0.0.2:1 from here" in nobody.stderr
+        assert agents["c"].poll() is None
+    finally:
+        for waiting in agents.values():
+            waiting.kill()
+            waiting.communicate()
+
+
+def test_a_host_is_drained_once_however_often_it_is_told_to(one: HostAgent) -> None:
+    told = list[dict[str, Any]]()
+
+    async def main() -> None:
+        one._task = asyncio.current_task()
+        one._line = SimpleNamespace(tell=lambda **message: told.append(message))  # pyrefly: ignore[bad-assignment]
+        for _ in range(3):
+            one._drain()
+        await asyncio.sleep(0)
+        one._leave()  # Ctrl-C, a second time
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.sleep(1)
+
+    asyncio.run(main())
+    assert told == [{"leaving": True}]
 
 
 def test_each_call_has_the_fingerprint_of_what_is_there_now(one: HostAgent, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import socket
 import ssl
@@ -13,8 +14,11 @@ from pathlib import Path
 import pytest
 
 from llamarl.config import ConfigError
+from llamarl.net.reasons import plain
 from llamarl.parts.hosts.certificates import (
     CONTROLLER,
+    _shown,
+    check_controller,
     check_member,
     client_context,
     make_certificates,
@@ -22,6 +26,7 @@ from llamarl.parts.hosts.certificates import (
     monarch_env,
     server_context,
 )
+from llamarl.parts.hosts.cli import certs
 
 WAIT_S = 10.0
 CONTROLLER_IP, B_IP, C_IP = "127.0.0.2", "127.0.0.3", "127.0.0.4"
@@ -87,6 +92,7 @@ def handshake(server: ssl.SSLContext, client: ssl.SSLContext, calls: str = CONTR
 @pytest.mark.parametrize("calls", [CONTROLLER_IP, "head"])
 def test_hosts_and_controller_let_each_other_in(pki: Path, calls: str) -> None:
     told = handshake(server_context(pki, CONTROLLER), client_context(pki, "b"), calls)
+    check_controller(pki, f"{calls}:6700")
     assert told["echo"] == b"x" and told["version"] == "TLSv1.3" and "server" not in told
     caller = told["caller"]
     assert isinstance(caller, dict)
@@ -114,9 +120,42 @@ def test_a_controller_of_another_authority_is_refused(pki: Path, foreign: Path) 
     assert "CERTIFICATE_VERIFY_FAILED" in str(told["client"]) and "echo" not in told
 
 
+@pytest.mark.parametrize("address", ["127.0.0.9", "elsewhere"])
+def test_a_controller_that_listens_where_its_certificate_is_not_for_is_refused(pki: Path, address: str) -> None:
+    """Hosts would take it for one of another authority."""
+    with pytest.raises(ConfigError) as refused:
+        check_controller(pki, f"{address}:6700")
+    assert str(refused.value) == (
+        f"cluster.listen = '{address}:6700': controller.crt in {pki} is for controller, head, 127.0.0.2, not for "
+        f"{address}, so no host would believe it; listen at one of these, or run "
+        f"`llamarl certs {pki} --controller head={address}`"
+    )
+    words = shlex.split(str(refused.value).rpartition("llamarl certs ")[2].rstrip("`"))
+    certs.main([str(shutil.copytree(pki, pki.parent / f"{address}-pki")), *words[1:]])
+    check_controller(pki.parent / f"{address}-pki", f"{address}:6700")
+
+
+def test_a_controller_that_nobody_would_believe_is_refused(pki: Path, foreign: Path, tmp_path: Path) -> None:
+    own = _mixed(tmp_path / "own", authority=foreign, member=pki, name=CONTROLLER)
+    with pytest.raises(ConfigError, match=r"cluster.pki = '.*own': no host would believe the controller: its cert"):
+        check_controller(own, f"{CONTROLLER_IP}:6700")
+
+
 def test_a_host_that_poses_as_the_controller_is_refused(pki: Path) -> None:
     told = handshake(server_context(pki, "c"), client_context(pki, "b"))
     assert "not valid for '127.0.0.2'" in str(told["client"]) and "echo" not in told
+    with pytest.raises(ssl.SSLCertVerificationError) as refused:
+        _shown(pki, "127.0.0.9")
+    assert plain(refused.value).startswith(
+        "its certificate does not have the name or address under which it was called"
+    )
+
+
+def test_a_certificate_whose_time_is_over_is_told_so(pki: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(pki, tmp_path / "pki"))
+    make_certificates(other, {CONTROLLER: MEMBERS[CONTROLLER]}, days=0)
+    with pytest.raises(ConfigError, match=r"its certificate has expired, by this machine's clock; renew it with `llam"):
+        check_controller(other, "127.0.0.2:6700")
 
 
 @pytest.mark.parametrize("end", ["server", "client"])

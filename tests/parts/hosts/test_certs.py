@@ -26,6 +26,9 @@ def test_a_folder_and_later_another_host(tmp_path: Path, capsys: pytest.CaptureF
     assert (folder / "ca.crt").read_bytes() == authority and (folder / "controller.crt").read_bytes() == controller
     assert main([str(folder), "--hosts", "d=127.0.0.4", "--controller", "head=127.0.0.9"]) == 0
     assert "controller: for controller, head, 127.0.0.9" in capsys.readouterr().out
+    assert main([str(folder), "--controller", "head=127.0.0.8"]) == 0
+    told = capsys.readouterr().out
+    assert "controller: for controller, head, 127.0.0.8" in told and "d: " not in told
     for name in "bcd":
         client_context(folder, name)
     server_context(folder, "controller")

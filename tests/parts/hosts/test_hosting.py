@@ -184,7 +184,7 @@ def test_auto_fills_what_there_is_and_later_what_comes() -> None:
     assert hosting.free_generator_slots() == 3, "generator-1 has not left yet"
     hosts["b"].is_leaving = True
     assert hosting.free_generator_slots() == 0
-    with pytest.raises(NoRoom, match="generator-0 finds no host"):
+    with pytest.raises(NoRoom, match=r"generator-0 finds no host.*: a, b \(is about to leave\), c$"):
         HostPlacer(config_of({"generator": ["z"]}, generator={"replicas": "auto"}), hosts)
 
 
@@ -244,28 +244,36 @@ def test_a_trainer_whose_host_is_lost_goes_where_nobody_is_then_to_others() -> N
     cluster = config.cluster.model_copy(update={"num_hosts": 3, "min_hosts": 1})
     hosts: dict[str, Any] = machines(b=0, c=0, d=0)
     hosting = HostPlacer(config.model_copy(update={"cluster": cluster}), hosts)
-    hosting.trainable.update(hosts.values())
+    hosting.lacks.update(dict.fromkeys(hosts.values(), ""))
     assert where(hosting) == {"trainer": ("b",), "generator-0": ("c",), "reward": ("b",)}
     del hosts["b"]
     assert hosting.again("trainer")[0].name == "d"
     assert hosting.again("reward")[0].name == "d", "as it is with the trainer"
-    hosting.trainable.remove(hosts.pop("d"))
-    hosts["e"] = Machine("e")
-    assert hosting.again("trainer")[0].name == "c", "e has another folder"
-    del hosts["c"]
-    with pytest.raises(NoRoom, match="trainer finds no host; these are here: none"):
+    del hosts["d"]
+    hosts.update(e=Machine("e"), f=Machine("f"))
+    hosting.lacks[hosts["e"]] = "does not see the run's folder /runs/r: another folder is there"
+    assert hosting.again("trainer")[0].name == "c", "e has another folder, and nobody has looked at f"
+    hosts["g"] = hosts.pop("c")
+    hosts["g"].is_leaving = True
+    with pytest.raises(NoRoom) as refused:
         hosting.again("trainer")
-    del hosts["e"]
+    assert str(refused.value) == (
+        "trainer finds no host; these are here: e (does not see the run's folder /runs/r: another folder is there), f "
+        "(was not looked at yet), g (is about to leave)"
+    )
+    hosts.clear()
+    with pytest.raises(NoRoom, match=r"^0 hosts are left, and the run needs 1 \(cluster.min_hosts\)$"):
+        hosting.again("trainer")
 
 
 def test_fewer_hosts_than_the_run_needs_start_no_trainer() -> None:
-    for min_hosts, setting in ((0, "num_hosts"), (2, "min_hosts")):
+    for min_hosts, setting in ((0, "num_hosts; cluster.min_hosts allows for fewer"), (2, "min_hosts")):
         config = config_of(generator={"replicas": 1})
         cluster = config.cluster.model_copy(update={"num_hosts": 2, "min_hosts": min_hosts})
         hosts: dict[str, Any] = machines(b=0, c=0)
         hosting = HostPlacer(config.model_copy(update={"cluster": cluster}), hosts)
         del hosts["b"]
-        with pytest.raises(NoRoom, match=rf"^1 hosts are left, and the run needs 2 \(cluster.{setting}\)$"):
+        with pytest.raises(NoRoom, match=rf"^1 host is left, and the run needs 2 \(cluster.{setting}\)$"):
             hosting.again("trainer")
         assert hosting.again("reward")[0].name == "c"
         hosts["d"] = Machine("d")

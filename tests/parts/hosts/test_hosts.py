@@ -140,6 +140,25 @@ def test_others_take_over_before_the_only_host_of_generators_goes(tmp_path: Path
     assert run.registry.dismissed == ["c"]
 
 
+@pytest.mark.parametrize("adopt_s", [0.5, 6.0])
+def test_a_host_leaves_though_what_takes_over_is_too_slow_to_catch_up_beside_it(tmp_path: Path, adopt_s: float) -> None:
+    """Fetching takes more than half of weight_sync.patience_s, so that a new generator runs after versions for ever."""
+    run, left_s = HostedRun(tmp_path, "bc", "auto"), list[float]()
+    placed, dismiss = run._placed, run.registry.dismiss
+
+    def placed_slow(name: str, host: str, handle: Generator) -> Generator:
+        handle.adopt_s = adopt_s if host == "d" else 0.0
+        return placed(name, host, handle)
+
+    def leaves(host: Any, reason: str) -> None:
+        left_s.append(asyncio.get_running_loop().time())
+        dismiss(host, reason)
+
+    run._placed, run.registry.dismiss = placed_slow, leaves
+    audited(run.train(strike=at((5.0, lambda run: run.comes("d")), (6.0, lambda run: run.leaves("c")))))
+    assert run.registry.dismissed == ["c"] and left_s[0] < 6.0 + START_S + 2 * adopt_s + 1.0
+
+
 def test_a_host_on_which_a_generator_starts_may_leave(tmp_path: Path) -> None:
     run = HostedRun(tmp_path, "bc", "auto", policy="stop")
     audited(run.train(strike=at((5.0, lambda run: run.comes("d")), (6.0, lambda run: run.leaves("d")))))
@@ -185,8 +204,9 @@ def test_a_host_that_asked_to_leave_while_the_run_started_goes_in_order(tmp_path
     run = HostedRun(tmp_path, "bcd", "auto", policy="stop")
     host = run.registry.hosts["c"]
     host.is_leaving, host.name = True, "c"
-    audited(run.train())
+    audited(run.train(strike=at((0.0, lambda run: run.leaves("c")))))  # its call comes as the loop begins
     assert run.registry.dismissed == ["c"]
+    assert not any("is lost" in text or "has left the run" in text for text in run.warnings), "nobody lost a process"
 
 
 @pytest.mark.parametrize("second_s", [5.5, 8.0, 10.5])

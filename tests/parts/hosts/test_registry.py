@@ -19,13 +19,15 @@ from llamarl.config import ConfigError
 from llamarl.net.entrance import MAX_UNPROVED
 from llamarl.observability.files import code_fingerprint
 from llamarl.parts.hosts import home, registry
-from llamarl.parts.hosts.agent import HostRefused, ask_to_leave, call
+from llamarl.parts.hosts.agent import HostRefused, call
 from llamarl.parts.hosts.certificates import CONTROLLER, client_context, make_certificates
 from llamarl.parts.hosts.home import SILENT_S, Inventory, Line, own_inventory
 from llamarl.parts.hosts.registry import Host, HostLost, Registry
 
 ADDRESSES = {"b": "127.0.0.3", "c": "127.0.0.4"}
 MEMBERS = {CONTROLLER: (CONTROLLER, "127.0.0.2"), **{name: (name, address) for name, address in ADDRESSES.items()}}
+
+FOREIGN = "certificate is of another authority than ca.crt"
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +171,11 @@ def test_all_hosts_silent_at_once_mean_that_this_machine_is_cut_off(pki: Path, t
 def test_a_name_whose_address_is_told_late_may_call_again(pki: Path, tmp_path: Path, monkeypatch) -> None:
     """A pod that is back at a new address, and a name that nobody knows yet."""
     make_certificates(pki, {"d": ("d", "d.run")}, days=2)
-    answers: list[set[str] | OSError] = [OSError("Name or service not known"), {"10.9.9.9"}, {"127.0.0.4"}]
+    answers: list[set[str] | OSError] = [
+        socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+        {"10.9.9.9"},
+        {"127.0.0.4"},
+    ]
 
     async def resolved(host: str) -> set[str]:
         assert host == "d.run"
@@ -187,8 +193,9 @@ def test_a_name_whose_address_is_told_late_may_call_again(pki: Path, tmp_path: P
             await line.hear()
             line.tell(**bench.inventory("b") | {"name": "d", "address": "d.run"})
             heard.append(await line.hear())
+        unknown = "its address d.run: nobody knows this name; mend its spelling, or give an IP address"
         late = "it calls from 127.0.0.4, not from its address d.run, by DNS 10.9.9.9, which may be behind"
-        assert heard == [{"busy": "Name or service not known"}, {"busy": late}, {"logs": {}}]
+        assert heard == [{"busy": unknown}, {"busy": late}, {"logs": {}}]
 
     run(pki, tmp_path, main)
 
@@ -197,7 +204,7 @@ def test_mistakes_that_alternate_are_said_once_each(pki: Path, tmp_path: Path) -
     async def main(bench: Bench) -> None:
         for number in range(6):
             await bench.refused("b", **({"code": "0"} if number % 2 else {"packages": {"torch": "1.0"}}))
-        with pytest.raises(ConfigError, match=r"its code is 0.* \(3 times\); "):
+        with pytest.raises(ConfigError, match=r"\n  127.0.0.3 was refused 3 times: its code is 0, the controller's "):
             await bench.registry.until(1, 0.1)
 
     assert len(run(pki, tmp_path, main).told) == 2
@@ -239,7 +246,6 @@ def test_clocks_are_known_as_well_as_the_quickest_answer_tells(pki: Path, tmp_pa
         ("b", None, {"python": "/usr/bin/python (3.8)"}, r"its Python is /usr/bin/python \(3.8\), the controller's"),
         ("b", None, {"packages": {"torch": "1.0"}}, "its torch is 1.0, the controller's"),
         ("b", None, {"cores": "many"}, "it speaks otherwise; install the same version"),
-        ("b", None, {"drain": ["b"]}, "there is no host"),
     ],
 )
 def test_who_does_not_fit_is_refused_and_both_ends_hear_why(
@@ -270,11 +276,10 @@ def test_a_stranger_s_certificate_is_refused_in_the_handshake(
         agent = await asyncio.create_subprocess_exec(sys.executable, *command, stderr=subprocess.PIPE)
         _, heard = await agent.communicate()
         assert agent.returncode == 2
-        assert "does not accept b.crt: TLSV1_ALERT_" in heard.decode()
+        assert f"does not accept b.crt: this end's {FOREIGN} there; it says more" in heard.decode()
 
     (told,) = run(pki, tmp_path, main).told
-    assert told.startswith("127.0.0.3 was refused as a host: ")
-    assert "certificate verify failed" in told
+    assert told.startswith(f"127.0.0.3 was refused as a host: its {FOREIGN} here; both ends need")
 
 
 def test_a_controller_of_another_authority_is_none(
@@ -284,13 +289,12 @@ def test_a_controller_of_another_authority_is_none(
     make_certificates(foreign, MEMBERS, days=2)
 
     async def main(bench: Bench) -> None:
-        with pytest.raises(
-            HostRefused, match=r"127.0.0.2:\d+ is not the controller by ca.crt: self-signed certificate"
-        ):
+        why = f"127.0.0.2:\\d+ is not taken for the controller: its {FOREIGN} here; "
+        with pytest.raises(HostRefused, match=why):
             await bench.call("b", context=client_context(foreign, "b"))
 
     (told,) = run(pki, tmp_path, main).told
-    assert told.startswith("127.0.0.3 was refused as a host: ") and "unknown ca" in told
+    assert told == f"127.0.0.3 was refused as a host: this end's {FOREIGN} there"
 
 
 def test_noise_and_silence_at_the_port_harm_nobody(pki: Path, tmp_path: Path) -> None:
@@ -359,7 +363,8 @@ def test_too_few_hosts_are_named_with_what_was_refused(pki: Path, tmp_path: Path
         await bench.refused("c", code="0")
         beats = asyncio.create_task(_beats(line))
         with pytest.raises(
-            ConfigError, match=r"^cluster.num_hosts = 3, but after 0.2 s .* called: b; 127.0.0.4 was .*0"
+            ConfigError,
+            match=r"^cluster.num_hosts = 3, but only b called within 0.2 s .*\n  127.0.0.4 was refused once: .*0",
         ):
             await bench.registry.until(3, 0.2)
         beats.cancel()
@@ -369,19 +374,22 @@ def test_too_few_hosts_are_named_with_what_was_refused(pki: Path, tmp_path: Path
 
 
 def test_who_is_missing_is_named_by_the_certificates(tmp_path: Path, monkeypatch) -> None:
+    """Of the controller's own machine only where the others are too few."""
     monkeypatch.setattr(registry, "SAY_S", 0.05)
-    make_certificates(tmp_path / "pki", MEMBERS, days=2)
+    own = {"a": ("a", "127.0.0.2"), CONTROLLER: (CONTROLLER, "a", "127.0.0.2")}
+    make_certificates(tmp_path / "pki", MEMBERS | own, days=2)
 
     async def main(bench: Bench) -> None:
-        for number in (1, 2, 3):
-            with pytest.raises(ConfigError, match="called: none"):
+        for number in (1, 2, 3, 4):
+            with pytest.raises(ConfigError, match=r"but no host called within 0.2 s"):
                 await bench.registry.until(number, 0.2)
 
     told = run(tmp_path / "pki", tmp_path, main).told
     assert set(told) == {
         "0 of 1 hosts have called: none; 1 missing, of b, c",
         "0 of 2 hosts have called: none; 2 missing: b, c",
-        "0 of 3 hosts have called: none; 3 missing, of b, c",
+        "0 of 3 hosts have called: none; 3 missing: a, b, c",
+        "0 of 4 hosts have called: none; 4 missing, of a, b, c",
     }
 
 
@@ -394,7 +402,7 @@ def test_fewer_hosts_are_enough_after_the_time_or_when_nobody_else_comes(pki: Pa
             start_s = clock.time()
             await bench.registry.until(2, timeout_s, 1, patience_s)
             assert 0.3 <= clock.time() - start_s < 3.0
-        with pytest.raises(ConfigError, match=r"^cluster.min_hosts = 2, but after 0.2 s .* lower cluster.min_hosts$"):
+        with pytest.raises(ConfigError, match=r"^cluster.min_hosts = 2, but only b called .* lower cluster.min_hosts$"):
             await bench.registry.until(3, 0.2, 2, 0.1)
         beats.cancel()
 
@@ -444,11 +452,8 @@ def test_who_asks_to_leave_is_let_go_by_whom_the_run_tells(pki: Path, tmp_path: 
         leaving = list[Host]()
         bench.registry.leaves = leaving.append
         line, host = await bench.come()
-        with pytest.raises(HostRefused, match="there is no host c here"):
-            await ask_to_leave(bench.place, pki, "c", ADDRESSES["c"])
         for _ in range(2):
-            await ask_to_leave(bench.place, pki, "b", ADDRESSES["b"])
-        line.tell(leaving=True)
+            line.tell(leaving=True)
         await asyncio.sleep(0.05)
         assert leaving == [host], "once, however often it asks"
         bench.registry.dismiss(host, "go")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from llamarl.cli.options import command_parser
 from llamarl.config import ConfigError
+from llamarl.net.reasons import plain
 from llamarl.parts.hosts.certificates import AUTHORITY_DAYS, CONTROLLER, RESERVED, check_member, make_certificates
 from llamarl.parts.hosts.home import address_towards
 
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str]) -> int:
     if not 1 <= options.days <= AUTHORITY_DAYS:
         raise ConfigError(f"--days {options.days}: certificates are valid for 1 to {AUTHORITY_DAYS} days")
     hosts = _hosts(options.hosts)
+    if not (hosts or options.controller):
+        raise ConfigError("--hosts is missing; name them, as in --hosts b=10.0.0.2,c=10.0.0.3")
     members: dict[str, tuple[str, ...]] = {name: (name, address) for name, address in hosts.items()}
     if options.controller or not (options.folder / f"{CONTROLLER}.crt").exists():
         controller = _pair("--controller", options.controller) if options.controller else _this_machine(hosts)
@@ -51,8 +54,6 @@ def _hosts(text: str) -> dict[str, str]:
             why = "named twice" if name in hosts else "the name of a file of another's"
             raise ConfigError(f"--hosts {part}: {name!r} is {why}; give every host a name of its own")
         hosts[name] = address
-    if not hosts:
-        raise ConfigError("--hosts is missing; name them, as in --hosts b=10.0.0.2,c=10.0.0.3")
     return hosts
 
 
@@ -69,7 +70,7 @@ def _this_machine(hosts: dict[str, str]) -> tuple[str, str]:
     try:
         return socket.gethostname(), address_towards(address, 9)
     except OSError as error:
-        raise ConfigError(f"no way from here to {address} ({error.strerror}); add --controller NAME=ADDRESS") from None
+        raise ConfigError(f"--hosts {address}: {plain(error)}; or add --controller NAME=ADDRESS") from None
 
 
 def _last_day(days: int) -> str:

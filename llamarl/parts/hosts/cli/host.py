@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
-from collections.abc import Sequence
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from llamarl.cli.main import FAILURE
@@ -13,9 +16,11 @@ from llamarl.cli.options import command_parser
 from llamarl.cluster.engine_files import own_temporary_folder
 from llamarl.config import ConfigError
 from llamarl.config.cluster import MAX_PORT
-from llamarl.parts.hosts.agent import HostAgent, ask_to_leave
+from llamarl.distributed.links import interface_of
+from llamarl.net.reasons import plain
+from llamarl.parts.hosts.agent import DRAIN, HostAgent
 from llamarl.parts.hosts.certificates import check_member
-from llamarl.parts.hosts.home import BROKEN, address_towards
+from llamarl.parts.hosts.home import address_towards
 
 EPILOG = """It calls until a run answers, and again when that run has ended. Executors inherit its environment.
 Ctrl-C or SIGTERM: what runs here goes on elsewhere, then it ends; a second one ends it at once.
@@ -24,6 +29,28 @@ Exit codes: 0 let go, 1 nobody to ask, 2 refused, with the reason."""
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
+    options = _parser().parse_args(arguments)
+    controllers = options.controller.split(",")
+    for place in controllers:
+        host, _, port = place.rpartition(":")
+        if not host or not port.isdigit() or int(port) > MAX_PORT:
+            raise ConfigError(f"ADDRESS {place!r} is no address:port; give the run's cluster.listen")
+    if options.drain:
+        return _drain(controllers, options.name)
+    address = options.address or _own_address(controllers[0])
+    check_member(options.name, address)
+    if ":" in address:
+        raise ConfigError(f"--address {address}: hosts meet at IPv4 addresses or names alone; give one of this machine")
+    for option, given in (("--address", options.address), ("--weights-address", options.weights_address)):
+        if given and not _is_here(given):
+            raise ConfigError(f"{option} {given}: this machine has no such IPv4 address; give one of `ip -4 address`")
+    own_temporary_folder()
+    pki = Path(options.pki)
+    agent = HostAgent(controllers, pki, options.name, address, options.once, _say, options.weights_address)
+    return asyncio.run(agent.run())
+
+
+def _parser() -> ArgumentParser:
     parser = command_parser("host", "Lend this machine to a run with cluster.kind = 'hosts'.", EPILOG)
     parser.add_argument(
         "controller",
@@ -38,44 +65,40 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--weights-address", default="", help="address here that weights take; default: as --address")
     parser.add_argument("--once", action="store_true", help="end with the first run that it took part in")
     parser.add_argument("--drain", action="store_true", help="let the host of this name, which runs already, leave")
-    options = parser.parse_args(arguments)
-    controllers = options.controller.split(",")
-    for place in controllers:
-        host, _, port = place.rpartition(":")
-        if not host or not port.isdigit() or int(port) > MAX_PORT:
-            raise ConfigError(f"ADDRESS {place!r} is no address:port; give the run's cluster.listen")
-    address = options.address or _own_address(controllers[0])
-    check_member(options.name, address)
-    if ":" in address:
-        raise ConfigError(f"--address {address}: hosts meet at IPv4 addresses or names alone; give one of this machine")
-    for option, given in (("--address", options.address), ("--weights-address", options.weights_address)):
-        if given and not _is_here(given):
-            raise ConfigError(f"{option} {given}: this machine has no such IPv4 address; give one of `ip -4 address`")
-    pki = Path(options.pki)
-    if options.drain:
-        for place in controllers:
-            try:
-                asyncio.run(ask_to_leave(place, pki, options.name, address))
-                return 0
-            except BROKEN as error:
-                print(f"llamarl host: {place}: {error or 'no answer'}", file=sys.stderr)
-        return FAILURE
-    own_temporary_folder()
-    agent = HostAgent(controllers, pki, options.name, address, options.once, _say, options.weights_address)
-    return asyncio.run(agent.run())
+    return parser
+
+
+def _drain(controllers: Sequence[str], name: str) -> int:
+    """Lets the agent of a host leave, whether or not a run has it; the exit code."""
+    agents = list(_agents(controllers, name))
+    for pid in agents:
+        os.kill(pid, DRAIN)
+    if not agents:
+        print(f"llamarl host: {name} does not call {','.join(controllers)} from here as this user", file=sys.stderr)
+    return 0 if agents else FAILURE
+
+
+def _agents(controllers: Sequence[str], name: str) -> Iterator[int]:
+    """Processes of this user, and of this network, that are the host of a name for one of these controllers."""
+    own = _kind(Path("/proc/self"))
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError):  # it has ended, is another user's, or another command
+            words = (entry / "cmdline").read_text().split("\0")[:-1]
+            at = words.index("host")
+            if Path(words[at - 1]).name == "llamarl" and _kind(entry) == own:
+                options = _parser().parse_args(words[at + 1 :])
+                if options.name == name and not options.drain and {*options.controller.split(",")} & {*controllers}:
+                    yield int(entry.name)
+
+
+def _kind(process: Path) -> tuple[int, str, str]:
+    """User, interpreter and network of a process. Raises OSError."""
+    return process.stat().st_uid, os.readlink(process / "exe"), os.readlink(process / "ns/net")
 
 
 def _is_here(address: str) -> bool:
-    """Whether this machine can listen there: at any address of an interface, not its first one alone. Of a name nothing
-    is known: what it stands for may come later."""
-    if not address.replace(".", "").isdigit():
-        return True
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
+    """Whether this machine has it. Of a name nothing is known: what it stands for may come later."""
+    return not address.replace(".", "").isdigit() or bool(interface_of(address))
 
 
 def _own_address(place: str) -> str:
@@ -84,7 +107,7 @@ def _own_address(place: str) -> str:
     try:
         return address_towards(host, int(port))
     except OSError as error:
-        raise ConfigError(f"ADDRESS {place}: {error.strerror}; name one that can be reached") from None
+        raise ConfigError(f"ADDRESS {place}: {plain(error)}") from None
 
 
 def _say(text: str) -> None:
