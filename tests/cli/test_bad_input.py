@@ -77,6 +77,8 @@ def test_no_port_of_a_controller() -> None:
     check(llamarl_here("host", "127.0.0.2:65536"), "ADDRESS '127.0.0.2:65536' is no address:port", command="host")
     away = llamarl_here("host", "127.0.0.2:6700", "--address", "127.0.0.3", "--weights-address", "192.0.2.1")
     check(away, "--weights-address 192.0.2.1: this machine has no such IPv4 address", command="host")
+    near = llamarl_here("host", "127.0.0.2:6700", "--address", "node-b", "--weights-address", "127.0.0.1")
+    check(near, "--weights-address 127.0.0.1: other hosts do not reach it", command="host")
     away = llamarl_here("host", "127.0.0.2:6700", "--address", "192.0.2.1")
     check(away, "--address 192.0.2.1: this machine has no such IPv4 address", command="host")
 

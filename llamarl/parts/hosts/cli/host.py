@@ -44,6 +44,10 @@ def main(arguments: Sequence[str]) -> int:
     for option, given in (("--address", options.address), ("--weights-address", options.weights_address)):
         if given and not _is_here(given):
             raise ConfigError(f"{option} {given}: this machine has no such IPv4 address; give one of `ip -4 address`")
+    if options.weights_address.startswith("127.") and not address.startswith("127."):
+        raise ConfigError(
+            f"--weights-address {options.weights_address}: other hosts do not reach it; give one of `ip -4 address`"
+        )
     own_temporary_folder()
     pki = Path(options.pki)
     agent = HostAgent(controllers, pki, options.name, address, options.once, _say, options.weights_address)
