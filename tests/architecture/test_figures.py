@@ -100,7 +100,6 @@ FIGURES = (
     ),
     Figure("docs/paper.md", "{} points from its accuracy, {} to {} in {} pairs", LEARNING_DEFAULT, of_pairs(1)),
     Figure("docs/staleness.md", "With the default, {} to {} points in {} pairs", LEARNING_DEFAULT, of_pairs(1)[1:]),
-    Figure("docs/staleness.md", "points above, {} to {}.", LEARNING, of_pairs(1)[1:3]),
     Figure("docs/staleness.md", "the KL to the policy that sampled it is {}", LEARNING, ((kl_of_staleness_4, ".3f"),)),
     Figure("docs/paper.md", "with staleness 4 it is {} points", LEARNING, of_pairs(4)[:1]),
     *(
