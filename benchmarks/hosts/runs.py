@@ -220,7 +220,8 @@ class Demo:
 
     def steps(self) -> list[dict[str, Any]]:
         path = self.folder / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n") if path.exists() else ("", "", "")
+        lines = whole.splitlines()  # the last one may not be whole yet
         return [row for line in lines if (row := json.loads(line))["kind"] == "step"]
 
     def until(self, step: int) -> None:
