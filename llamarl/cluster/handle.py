@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, ExecutorSpec, HostStatus, MeshFailed, Tell
-from llamarl.cluster.payload import DEALT_BYTES, Deal, Reply, error_of, parts, pickled, value_of
+from llamarl.cluster.payload import DEALT_BYTES, Deal, Reply, parts, pickled, value_of
 from llamarl.cluster.rank import DEAL, DEALT, PART, PEEK, READY, REST, STATUS
 
 _log = logging.getLogger(__name__)
@@ -99,8 +99,6 @@ class BaseHandle(ExecutorHandle):
         payload = pickled(arguments, self.name, f"the argument list of {method}")
         deadline_s = _now_s() + timeout_s
         replies = await self._whole(await self._ask(method, payload, timeout_s), deadline_s)
-        if errors := [error_of(reply, self.name) for reply in replies if reply.remote_traceback]:
-            raise min(errors, key=lambda error: getattr(error.__cause__, "is_of_others", False))
         return [value_of(reply, self.name) for reply in replies]
 
     async def status(self, timeout_s: float) -> HostStatus:

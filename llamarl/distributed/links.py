@@ -60,9 +60,6 @@ def interface_of(address: str) -> str:
 class RanksLost(RuntimeError):
     """Ranks of this executor died, failed or stayed silent; the message says who waited for what."""
 
-    is_of_others = True
-    """Whoever failed says more, if it can."""
-
 
 def connect(place: str, secret: str, timeout_s: float, reach_s: float = math.inf) -> Connection:
     """Connection to the process that listens at `host:port`, whose system answers within `reach_s`. Raises OSError,

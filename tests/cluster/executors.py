@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from llamarl.cluster.executor import Executor
-from llamarl.distributed.links import RanksLost
 from llamarl.observability.stages import stage
 
 
@@ -145,12 +144,6 @@ class Sharing(Echo):
         whole = b"".join(file.read_bytes() for file in files)
         assert len(whole) == num_bytes
         return whole
-
-    def fail_on(self, rank: int) -> None:
-        """One rank fails by itself, and the others as it does not answer them."""
-        if int(os.environ["RANK"]) == rank:
-            raise ValueError("of its own")
-        raise RanksLost(f"rank {rank} failed")
 
     def dealt_here(self) -> list[int]:
         """Places of the parts that this rank got of the last call that was shared."""

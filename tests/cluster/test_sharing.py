@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from llamarl.cluster.api import CallTimeout, Cluster, ExecutorHandle, ExecutorSpec, MeshFailed, RemoteError
+from llamarl.cluster.api import CallTimeout, Cluster, ExecutorHandle, ExecutorSpec, MeshFailed
 from llamarl.cluster.payload import DEALT_BYTES, MAX_DEALT_RANKS, MAX_MESSAGE_BYTES, Deal
 from tests.cluster.harness import CALL_S, SPAWN_S, echo, run
 
@@ -84,20 +84,6 @@ def test_rank_0_alone_answers_a_call_to_all(tmp_path: Path) -> None:
         assert len(await handle.call("zeros", 3 * MAX_MESSAGE_BYTES, timeout_s=CALL_S)) == 3 * MAX_MESSAGE_BYTES
         assert sum(received) < 3.01 * MAX_MESSAGE_BYTES
         assert await handle.call_each("pid", timeout_s=CALL_S) == handle.pids
-
-    run(main, "monarch")
-
-
-@pytest.mark.parametrize("rank", range(NUM_RANKS))
-def test_the_rank_that_failed_by_itself_is_told_of(tmp_path: Path, rank: int) -> None:
-    """Whichever it is: not those that have lost it, which another try would help."""
-
-    async def main(cluster: Cluster) -> None:
-        handle = await cluster.spawn(sharing(tmp_path), SPAWN_S)
-        for call in (handle.call, handle.call_each):
-            with pytest.raises(RemoteError) as raised:
-                await call("fail_on", rank, timeout_s=CALL_S)
-            assert isinstance(raised.value.__cause__, ValueError)
 
     run(main, "monarch")
 

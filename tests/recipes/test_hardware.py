@@ -190,7 +190,7 @@ def of_hosts(recipe: str, folder: Path) -> list[str]:
 
 def of_controller(folder: Path) -> list[str]:
     """Options of a controller that listens here, with a certificate."""
-    assert llamarl_here("certs", folder / "pki", "--hosts", "b=10.0.0.2", "--controller", "a=10.0.0.1").returncode == 0
+    assert llamarl_here("certs", folder / "pki", "--hosts", "b=10.0.0.2", "--controller", "a=127.0.0.1").returncode == 0
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     return ["--cluster.listen", f"127.0.0.1:{port}", "--cluster.pki", str(folder / "pki")]
