@@ -440,6 +440,16 @@ FIGURES = (
         ),
     ),
     Figure(
+        "docs/measures.md",
+        "{} losses of any host but the controller's in runs of {} steps, of which the trainer went to another host {} "
+        "times, {} failed, longest step {} s",
+        FAR,
+        (
+            ("losses_tried", ".0f"), ("settings/loss_steps", ".0f"), ("losses_of_trainer", ".0f"),
+            ("losses_failed", ".0f"), ("longest_step_s", ".1f"),
+        ),
+    ),
+    Figure(
         "docs/measures.md", "between all hosts a sync takes {} s, beside steps of {} s", FAR,
         (("sync_100ms_s", ".2f"), ("step_100ms_s", ".2f")),
     ),
