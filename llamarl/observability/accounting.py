@@ -70,11 +70,11 @@ def account(spans: SpansByExecutor, start_s: float, end_s: float) -> Accounts:
     by_role: dict[str, list[Span]] = defaultdict(list)
     away: dict[str, list[Span]] = defaultdict(list)
     for name, executor_spans in spans.items():
-        for span in executor_spans:
-            if span.name in WORK_KINDS and span.end_s > start_s and span.start_s < end_s:
+        for span in [one for one in executor_spans if one.end_s > start_s and one.start_s < end_s]:
+            if span.name in WORK_KINDS:
                 by_kind[name][span.name].append(span)
                 by_role[role_of(name)].append(span)
-            elif span.name == AWAY and span.end_s > start_s and span.start_s < end_s:
+            elif span.name == AWAY:
                 away[name].append(span)
 
     def share(work: Sequence[Span]) -> float:
