@@ -1,6 +1,6 @@
 """Forward and backward of packed tokens at 1B or 8B shape, as a share of the device's peak; and the log-prob path.
 
-    python benchmarks/gpu/train.py [--device cuda] [--model 8b] [--tokens 4096]
+    python benchmarks/gpu/train.py [--device cuda] [--model 8b] [--tokens 4096] [--compile]
 
 Of the 8B shape as many layers as fit with gradients and moments. Flops are 6 N plus attention; what is computed again
 does not count.
@@ -40,11 +40,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8b", choices=MODELS)
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--compile", action="store_true", help="trainer.compile")
     options = settings(parser, tokens=256)
     model, device, tokens = options.model, options.device, options.tokens
     bandwidth, shape = copy_bytes_per_s(device), fitted(MODELS[model], device)
-    trainer, groups = make_trainer(shape, device, tokens)
-    say({"model": model}, lambda: trained(trainer, groups, tokens))
+    trainer, groups = make_trainer(shape, device, tokens, compiled=options.compile)
+    say({"model": model, "compile": options.compile}, lambda: trained(trainer, groups, tokens))
+    if options.compile:
+        return
     say({"optimizer": model}, lambda: optimized(trainer, bandwidth))
     say({"logprobs": model}, lambda: log_probabilities(shape, device, 2 * tokens))
 
@@ -60,7 +63,7 @@ def fitted(shape: ModelShape, device: str) -> ModelShape:
 
 
 def make_trainer(
-    shape: ModelShape, device: str, num_tokens: int, read: Read | None = None
+    shape: ModelShape, device: str, num_tokens: int, read: Read | None = None, compiled: bool = False
 ) -> tuple[Trainer, list[SampleGroup]]:
     """With given weights or random ones, and two groups of one prompt and three responses each."""
     rng = np.random.default_rng(0)
@@ -68,7 +71,9 @@ def make_trainer(
     with torch.device("meta"):  # its weights are drawn where they are computed with: a processor takes minutes for 8B
         model = Transformer(shape)
     read = read or part_reader(RandomWeights(shape, device, torch.float32))
-    config = TrainerConfig(dtype="bfloat16", activation_checkpointing=True, microbatch_tokens=num_tokens)
+    config = TrainerConfig(
+        dtype="bfloat16", activation_checkpointing=True, microbatch_tokens=num_tokens, compile=compiled
+    )
     return Trainer(model, config, Aipo(), GroupMean(), 1.0, device=torch.device(device), read=read), groups
 
 

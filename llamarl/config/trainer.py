@@ -113,7 +113,7 @@ class TrainerConfig(Section):
     part of the memory. Gradients stay the same bits."""
     compile: bool = False
     """Fuse what lies between the matrix products with `torch.compile`: worth its minutes of start-up on GPUs and for
-    large models. Results change by rounding."""
+    large models. Experts are not fused. Results change by rounding."""
     threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads."""
     dtype: Literal["float32", "bfloat16"] = "float32"

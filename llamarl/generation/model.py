@@ -3,8 +3,9 @@
 It owns no weights. `specs` says which tensors it wants, in which order; `use` points it to them. Projections of one
 input (q, k, v; gate, up) are neighbors in that order, so that the tensors of one flat buffer serve as one matrix.
 
-On the CPU hidden states are float32 whatever the weights: they are small, the kernels accumulate in float32 anyway,
-and no rounding is left between two layers. On GPUs they are bfloat16 unless the weights are float32.
+The residual stream is float32 everywhere, as the trainer's is: no rounding is left between two layers. What is
+multiplied is float32 too on the CPU, as its kernels accumulate in float32 anyway; on GPUs it is bfloat16 unless the
+weights are float32.
 
 In a mixture of experts the router is float32 in every precision, what it chooses can be recorded, and tensor-parallel
 ranks have columns of every expert, or some experts each (`sharding/tensor_parallel.py` says which).
@@ -104,7 +105,7 @@ class GeneratorModel:
         self._check_device(kv_dtype)
         on_cpu, full = self.device.type == "cpu", dtype == "float32"
         self.dtype = torch.float32 if on_cpu or full else torch.bfloat16
-        """Type of hidden states, queries, keys and values."""
+        """Type of normed hidden states, queries, keys and values."""
         self.head_dtype = torch.float32 if full else torch.bfloat16
         """Type of embedding and head."""
         self.kv_dtype = self.head_dtype if kv_dtype == "auto" else getattr(torch, _QUANTIZED.get(kv_dtype, kv_dtype))
@@ -351,10 +352,10 @@ class GeneratorModel:
     def _embed(self, token_ids_N: Tensor) -> Tensor:
         embedding_V_D = self._used[EMBEDDING]
         if self._parallel is None:
-            return F.embedding(token_ids_N, embedding_V_D).to(self.dtype)
+            return F.embedding(token_ids_N, embedding_V_D).float()
         local_N = token_ids_N - self._first_id
         elsewhere_N = (local_N < 0) | (local_N >= len(embedding_V_D))
-        x_N_D = F.embedding(local_N.masked_fill(elsewhere_N, 0), embedding_V_D).to(self.dtype)
+        x_N_D = F.embedding(local_N.masked_fill(elsewhere_N, 0), embedding_V_D).float()
         return self._parallel.all_reduce(x_N_D.masked_fill_(elsewhere_N[:, None], 0.0))
 
     def _add(self, project: Linear, x: Tensor | QuantizedRows, residual_N_D: Tensor) -> Tensor | None:

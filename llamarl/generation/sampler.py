@@ -12,7 +12,8 @@ What was left out is told by a cutoff: the candidates are the tokens that are at
 e^cutoff, and it lies halfway, in nats, between the least likely candidate and the most likely other token, so that a
 trainer whose logits differ by less than half of that gap finds the same ones (`llamarl/training/logprobs.py`).
 
-Shape suffixes: R rows (capacity), B rows of this step, V vocabulary, U truncated rows.
+Shape suffixes: R rows (capacity), B rows of this step, V vocabulary, U truncated rows; C blocks of the vocabulary, S
+tokens of one block.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.kernels.ops import draw
@@ -29,6 +31,10 @@ from llamarl.types import SamplingParams
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
+_BLOCK = 256
+"""Tokens of a block of the vocabulary."""
+_BELOW_ONE = 1 - 2**-24
+"""The largest float32 below 1."""
 
 
 def _mix(x: int) -> int:
@@ -152,11 +158,7 @@ def invert(
 
     `greedy_B` says which rows take the most likely token; None: none does.
     """
-    cumulative_B_V = probs_B_V.cumsum(dim=-1)
-    total_B_1 = cumulative_B_V[:, -1:]
-    # Noise is at most 1 - 2^-24, so the product lies at least half a unit in the last place below the total and is
-    # never rounded up to it: the search ends at a token with some probability.
-    tokens_B_1 = torch.searchsorted(cumulative_B_V, noise_B[:, None] * total_B_1, right=True)
+    tokens_B_1, total_B_1 = (_by_blocks if probs_B_V.is_cuda else _searched)(probs_B_V, noise_B[:, None])
     tokens_B_1.clamp_(max=probs_B_V.shape[-1] - 1)  # rows that are not finite
     if greedy_B is not None:
         tokens_B_1 = torch.where(greedy_B[:, None], logits_B_V.argmax(dim=-1, keepdim=True), tokens_B_1)
@@ -165,6 +167,29 @@ def invert(
     if least_B is not None:
         found.append(least_B[:, None] - likely_B_1.log())
     return torch.cat((tokens_B_1.int(), *(one_B_1.view(torch.int32) for one_B_1 in found)), dim=1)
+
+
+def _searched(probs_B_V: Tensor, noise_B_1: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens at such shares, below 1, of the sums of probabilities; and these sums, [B, 1]."""
+    cumulative_B_V = probs_B_V.cumsum(dim=-1)
+    total_B_1 = cumulative_B_V[:, -1:]
+    # The product lies at least half a unit in the last place below the total and is never rounded up to it: the search
+    # ends at a token with some probability.
+    return torch.searchsorted(cumulative_B_V, noise_B_1 * total_B_1, right=True), total_B_1
+
+
+def _by_blocks(probs_B_V: Tensor, noise_B_1: Tensor) -> tuple[Tensor, Tensor]:
+    """`_searched`, up to rounding, for GPUs: the sum along a whole vocabulary takes one processor a row, those of its
+    blocks take all."""
+    probs_B_C_S = F.pad(probs_B_V, (0, -probs_B_V.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    ends_B_C = probs_B_C_S.sum(-1).cumsum(-1)
+    total_B_1 = ends_B_C[:, -1:]
+    wanted_B_1 = noise_B_1 * total_B_1
+    block_B_1 = torch.searchsorted(ends_B_C, wanted_B_1, right=True).clamp_(max=ends_B_C.shape[1] - 1)
+    start_B_1 = ends_B_C.gather(1, (block_B_1 - 1).clamp_min(0)).masked_fill_(block_B_1 == 0, 0.0)
+    share_B_1 = (wanted_B_1 - start_B_1) / (ends_B_C.gather(1, block_B_1) - start_B_1)
+    within_B_S = probs_B_C_S.gather(1, block_B_1[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1)
+    return block_B_1 * _BLOCK + _searched(within_B_S, share_B_1.clamp_max_(_BELOW_ONE))[0], total_B_1
 
 
 def unpacked(packed_B_C: Tensor) -> Drawn:

@@ -27,6 +27,8 @@ class Fused:
     """`triton_decode`; None: torch does its work."""
     ops: ModuleType | None = None
     """`triton_ops`, likewise."""
+    logprobs: ModuleType | None = None
+    """`triton_logprobs`, likewise."""
     reason: str = ""
     """Why not."""
 
@@ -34,7 +36,7 @@ class Fused:
 @functools.cache
 def fused(device: torch.device) -> Fused:
     """Compiled, and checked against torch, at the first call."""
-    found, reason = load(device, {"decode": decode_error, "ops": ops_error})
+    found, reason = load(device, {"decode": decode_error, "ops": ops_error, "logprobs": logprobs_error})
     return Fused(**found, reason=reason)
 
 
@@ -74,6 +76,23 @@ def ops_error(ops: ModuleType, device: torch.device) -> float:
         normed - F.rms_norm(added, (200,), weight, 1e-6), activated - F.silu(gate) * up, on_device[0].cpu() - added,
         ((values * scales - weight).abs() - scales / 2).clamp_min(0), scales - weight.max() / 127,
     )  # fmt: skip
+    return max(one.abs().max().item() for one in differences)
+
+
+def logprobs_error(logprobs: ModuleType, device: torch.device) -> float:
+    """Largest difference to torch, relative: log-probabilities in two tiles, and the second one's gradient."""
+    generator = torch.Generator().manual_seed(0)
+    logits_R_V, targets_R = torch.randn(3, 300, generator=generator), torch.tensor([5, 170, 299])
+    largest_R, sums_R, logits_R = (torch.full((3,), start, device=device) for start in (-torch.inf, 0.0, 0.0))
+    tiles = [one.contiguous().to(device) for one in logits_R_V.split((170, 130), 1)]
+    columns = [(targets_R - start).to(device) for start in (0, 170)]
+    for tile_R_T, columns_R in zip(tiles, columns, strict=True):
+        logprobs.add_tile(tile_R_T, columns_R, largest_R, sums_R, logits_R)
+    normalizers_R = largest_R + sums_R.log()
+    grad_R_T = logprobs.gradient(tiles[1], columns[1], normalizers_R, torch.ones_like(sums_R), torch.float32)
+    exact_R_V = logits_R_V.log_softmax(1)
+    exact_R, exact_grad_R_V = exact_R_V.gather(1, targets_R[:, None])[:, 0], F.one_hot(targets_R, 300) - exact_R_V.exp()
+    differences = (logits_R - normalizers_R).cpu() - exact_R, grad_R_T.cpu() - exact_grad_R_V[:, 170:]
     return max(one.abs().max().item() for one in differences)
 
 

@@ -46,7 +46,7 @@ def kernels() -> Kernel:
 def rms_norm(
     x_N_D: Tensor, weight_D: Tensor, eps: float, delta_N_D: Tensor | None = None, takes: torch.dtype | None = None
 ) -> Any:
-    """x / sqrt(mean(x^2) + eps) * weight, after `delta` is added to x in place.
+    """x / sqrt(mean(x^2) + eps) * weight, typed as the weight, after `delta` is added to x in place.
 
     With `takes`, as `Linear.takes` says, quantized rows: values and scales.
     """
@@ -56,7 +56,7 @@ def rms_norm(
     if delta_N_D is not None:
         x_N_D.add_(delta_N_D)
     if library is None:
-        return F.rms_norm(x_N_D, weight_D.shape, weight_D, eps)
+        return F.rms_norm(x_N_D, weight_D.shape, weight_D.to(x_N_D.dtype), eps).to(weight_D.dtype)
     num_rows, width = x_N_D.shape
     assert x_N_D.is_contiguous()
     assert _is_vector(weight_D, width)

@@ -24,10 +24,11 @@ Rows = tuple[Tensor, Tensor]
 def rms_norm(
     x_N_D: Tensor, weight_D: Tensor, eps: float, delta_N_D: Tensor | None, takes: torch.dtype | None
 ) -> Tensor | Rows:
-    """x / sqrt(mean(x^2) + eps) * weight, after `delta` is added to x in place; quantized to `takes`."""
+    """x / sqrt(mean(x^2) + eps) * weight, typed as the weight, after `delta` is added to x in place; quantized to
+    `takes`."""
     assert x_N_D.is_contiguous()
     delta = x_N_D if delta_N_D is None else delta_N_D.contiguous()
-    y, scales = _results(x_N_D.shape, x_N_D, takes)
+    y, scales = _results(x_N_D.shape, weight_D, takes)
     _launch(
         _norm_row, x_N_D, x_N_D, delta, weight_D, y, scales, x_N_D.shape[1], eps,
         ADDS=delta_N_D is not None, MOST=MOST[takes] if takes else 0.0,
@@ -87,8 +88,8 @@ def rotate_and_write(
     return out_N_H_K
 
 
-def _results(shape: torch.Size, x: Tensor, takes: torch.dtype | None) -> Rows:
-    return x.new_empty(shape, dtype=takes or x.dtype), x.new_empty((shape[0], 1), dtype=torch.float32)
+def _results(shape: torch.Size, like: Tensor, takes: torch.dtype | None) -> Rows:
+    return like.new_empty(shape, dtype=takes or like.dtype), like.new_empty((shape[0], 1), dtype=torch.float32)
 
 
 def _launch(kernel: Any, x_N_D: Tensor, *arguments: Any, **options: Any) -> None:

@@ -201,11 +201,18 @@ class Layer(nn.Module):
         return self._compute(x_N_D, rotation, attend, routes_N_W)
 
     def _compute(self, x_N_D: Tensor, rotation: Rotation, attend: Attend, routes_N_W: Tensor | None) -> Tensor:
-        x_N_D = x_N_D + self.self_attn(self.input_layernorm(x_N_D), rotation, attend)
-        normed_N_D = self.post_attention_layernorm(x_N_D)
+        x_N_D = x_N_D + self.self_attn(_narrowed(self.input_layernorm(x_N_D)), rotation, attend)
+        normed_N_D = _narrowed(self.post_attention_layernorm(x_N_D))
         if routes_N_W is None or self.columns is None:
             return x_N_D + self.mlp(normed_N_D)
         return x_N_D + self.mlp(normed_N_D, routes_N_W[:, self.columns])
+
+
+def _narrowed(x: Tensor) -> Tensor:
+    """Autocast makes norms float32 on GPUs: they are cast once then, not by each product that takes them."""
+    if x.is_cuda and torch.is_autocast_enabled("cuda"):
+        return x.to(torch.get_autocast_dtype("cuda"))
+    return x
 
 
 def _feed_forward(shape: ModelShape, index: int) -> nn.Module:

@@ -32,5 +32,6 @@ def set_compute(model: Transformer | ScalarModel, config: TrainerConfig, device:
         if config.compile:
             # Between attention, whose plan differs with every microbatch, and the hooks of tensor parallelism.
             layer.self_attn.heads = torch.compile(layer.self_attn.heads, dynamic=True)
-            layer.mlp.forward = torch.compile(layer.mlp.forward, dynamic=True)
+            if isinstance(layer.mlp, FeedForward):  # how many rows an expert has differs, too
+                layer.mlp.forward = torch.compile(layer.mlp.forward, dynamic=True)
     return has_own

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from llamarl.distributed.mesh import ALONE, Axis
+from llamarl.kernels import gpu
 from llamarl.kernels.products import INPUT, OUTPUT, WEIGHT, multiply
 from llamarl.models.memory import TILE_LOGITS
 
@@ -48,33 +49,45 @@ def target_logprobs(
 
 
 class _Tiles:
-    """Tiles of logits, one after the other in the same memory: fresh pages for each would take a tenth of the time."""
+    """Tiles of logits, one after the other, on processors in the same memory: fresh pages for each would take a tenth
+    of the time."""
 
     def __init__(self, hidden_R_D: Tensor, head_V_D: Tensor, temperature: float) -> None:
         self.dtype = torch.promote_types(hidden_R_D.dtype, torch.float32)
         self._hidden_R_D, self._head_V_D, self._temperature = hidden_R_D, head_V_D, temperature
         # A power of two: products by oneDNN keep code for every size that they have met.
-        most = 1 << (max(1, TILE_LOGITS // max(1, len(hidden_R_D))).bit_length() - 1)
-        self._size = min(most, len(head_V_D))
-        self._room = hidden_R_D.new_empty(len(hidden_R_D) * self._size, dtype=self.dtype)
+        most = 1 << (max(1, tile_logits(hidden_R_D) // max(1, len(hidden_R_D))).bit_length() - 1)
+        self._size, self._room = min(most, len(head_V_D)), None
+        if not hidden_R_D.is_cuda:
+            self._room = hidden_R_D.new_empty(len(hidden_R_D) * self._size, dtype=self.dtype)
 
     def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """First token, rows of the head, and their logits over the temperature [R, T], valid until the next ones."""
         num_rows = len(self._hidden_R_D)
         for start in range(0, len(self._head_V_D), self._size):
             head_T_D = self._head_V_D[start : start + self._size]
-            logits_R_T = self._room[: num_rows * len(head_T_D)].view(num_rows, len(head_T_D))
-            if self._hidden_R_D.dtype == self.dtype:
-                multiply(OUTPUT, self._hidden_R_D, head_T_D, logits_R_T)
+            if self._room is None:
+                logits_R_T = wide_product(self._hidden_R_D, head_T_D.T)
             else:
-                logits_R_T.copy_(wide_product(self._hidden_R_D, head_T_D.T))
+                logits_R_T = self._room[: num_rows * len(head_T_D)].view(num_rows, len(head_T_D))
+                if self._hidden_R_D.dtype == self.dtype:
+                    multiply(OUTPUT, self._hidden_R_D, head_T_D, logits_R_T)
+                else:
+                    logits_R_T.copy_(wide_product(self._hidden_R_D, head_T_D.T))
             yield start, head_T_D, logits_R_T if self._temperature == 1 else logits_R_T.div_(self._temperature)
+
+
+def tile_logits(hidden_R_D: Tensor) -> int:
+    """Logits of a tile at most. On GPUs there are no fewer columns than hidden channels: adding their gradient up takes
+    less time than products then, and as much memory as a tile."""
+    return max(TILE_LOGITS, hidden_R_D.numel()) if hidden_R_D.is_cuda else TILE_LOGITS
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
     """Product of bfloat16 factors, on GPUs as the float32 sums that their units make: rounded, logits are off by 0.02
     nats. Torch knows no such product on processors."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.device.type == "cuda" else a @ b
+    is_rounded = a.is_cuda and a.dtype == torch.bfloat16
+    return torch.mm(a, b, out_dtype=torch.float32) if is_rounded else a @ b
 
 
 def _place(targets_R: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
@@ -103,6 +116,11 @@ def _leave_out(logits_R_T: Tensor, floors_R_1: Tensor | None, columns_R_1: Tenso
         logits_R_T.masked_fill_(is_out_R_T, -torch.inf)
 
 
+def _kernels(hidden_R_D: Tensor, cutoffs_R: Tensor | None) -> Any:
+    """`kernels/triton_logprobs.py` on a GPU; None: torch does its work."""
+    return gpu.fused(hidden_R_D.device).logprobs if cutoffs_R is None and hidden_R_D.dtype != torch.float64 else None
+
+
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -115,13 +133,16 @@ class _TargetLogprobs(torch.autograd.Function):
         cutoffs_R: Tensor | None,
     ) -> Tensor:
         targets_R = targets_R - tp.rank * len(head_V_D)
-        tiles = _Tiles(hidden_R_D, head_V_D, temperature)
+        ctx.kernels, tiles = _kernels(hidden_R_D, cutoffs_R), _Tiles(hidden_R_D, head_V_D, temperature)
         logits_R_1, floors_R_1 = hidden_R_D.new_zeros(len(hidden_R_D), 1, dtype=tiles.dtype), None
         largest_R_1, sums_R_1 = torch.full_like(logits_R_1, -torch.inf), torch.zeros_like(logits_R_1)
         if cutoffs_R is not None:
             largest_R_1 = _target_logits(hidden_R_D, head_V_D, targets_R, tp, tiles.dtype) / temperature  # a candidate
             floors_R_1 = largest_R_1 + cutoffs_R[:, None]
         for start, _, logits_R_T in tiles:
+            if ctx.kernels:
+                ctx.kernels.add_tile(logits_R_T, targets_R - start, largest_R_1, sums_R_1, logits_R_1)
+                continue
             columns_R_1, there_R_1 = _place(targets_R, start, logits_R_T.shape[1])
             logits_R_1 += logits_R_T.gather(1, columns_R_1).where(there_R_1, 0)
             _leave_out(logits_R_T, floors_R_1, columns_R_1, there_R_1)
@@ -149,12 +170,16 @@ class _TargetLogprobs(torch.autograd.Function):
         grad_head_V_D = torch.empty_like(head_V_D) if ctx.needs_input_grad[1] else None
         scale_R_1 = (grad_R / ctx.temperature)[:, None]
         for start, head_T_D, logits_R_T in tiles:
-            columns_R_1, there_R_1 = _place(targets_R, start, len(head_T_D))
-            _leave_out(logits_R_T, floors_R_1, columns_R_1, there_R_1)
-            # d logprob / d logits = onehot(target) - probs, over the temperature
-            grad_R_T = logits_R_T.sub_(normalizers_R[:, None]).exp_().mul_(-scale_R_1)
-            grad_R_T.scatter_add_(1, columns_R_1, scale_R_1.where(there_R_1, 0))
-            if grad_R_T.dtype == hidden_R_D.dtype:
+            if ctx.kernels:
+                dtype = hidden_R_D.dtype
+                grad_R_T = ctx.kernels.gradient(logits_R_T, targets_R - start, normalizers_R, scale_R_1, dtype)
+            else:
+                columns_R_1, there_R_1 = _place(targets_R, start, len(head_T_D))
+                _leave_out(logits_R_T, floors_R_1, columns_R_1, there_R_1)
+                # d logprob / d logits = onehot(target) - probs, over the temperature
+                grad_R_T = logits_R_T.sub_(normalizers_R[:, None]).exp_().mul_(-scale_R_1)
+                grad_R_T.scatter_add_(1, columns_R_1, scale_R_1.where(there_R_1, 0))
+            if hidden_R_D.dtype == tiles.dtype:
                 multiply(INPUT, grad_R_T, head_T_D, grad_hidden_R_D, add=True)
             else:
                 grad_R_T = grad_R_T.to(hidden_R_D.dtype)

@@ -1,4 +1,4 @@
-"""The engine over the Triton kernels, by their interpreter where there is no GPU; see `tests/kernels/`."""
+"""The engine over the Triton kernels, on a GPU or by their interpreter; see `tests/kernels/`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.kernels.interpreter import needs_interpreter
 triton_ops = pytest.importorskip("llamarl.kernels.triton_ops")
 triton_decode = pytest.importorskip("llamarl.kernels.triton_decode")
 pytestmark = needs_interpreter
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.parametrize(
@@ -38,13 +39,14 @@ def test_an_engine_generates_the_same(
     ]  # fmt: skip
 
     def engine(**options: object) -> Engine:
-        served = GeneratorModel(make_model(family=family).shape, "float32", "cpu")
+        served = GeneratorModel(make_model(family=family).shape, "float32", DEVICE)
         served.load(make_model(family=family))
         return make_engine(served, blocks=9, prefill_tokens=7, max_running=3, **options)
 
     monkeypatch.setattr(triton_decode, "_PROGRAMS", 1)
     with computed_by("torch"):
-        expected = run(engine(), requests)
+        monkeypatch.setattr(gpu, "fused", lambda device: gpu.Fused())
+        expected = run(engine(graphs=False), requests)
         monkeypatch.setattr(gpu, "fused", lambda device: gpu.Fused(decode=triton_decode, ops=triton_ops))
         graphed = engine(graphs=True)
         assert " triton" in graphed.describe()
@@ -57,7 +59,7 @@ def test_quantized_rows_and_sums_go_from_kernel_to_kernel(
     make_model: Callable[..., Transformer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Norms add the product before and quantize for the next; against torch, which does one after the other."""
-    token_N, logits = torch.arange(1, 21), list[torch.Tensor]()
+    token_N, logits = torch.arange(1, 21, device=DEVICE), list[torch.Tensor]()
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return q + (k + v).repeat_interleave(2, 1)
@@ -65,9 +67,9 @@ def test_quantized_rows_and_sums_go_from_kernel_to_kernel(
     with computed_by("torch"):
         for fused in (gpu.Fused(), gpu.Fused(ops=triton_ops)):
             monkeypatch.setattr(gpu, "fused", lambda device, fused=fused: fused)
-            served = GeneratorModel(make_model().shape, "int8", "cpu")
+            served = GeneratorModel(make_model().shape, "int8", DEVICE)
             served.load(make_model())
-            hidden_N_D = served(token_N, torch.arange(20), attend)
+            hidden_N_D = served(token_N, torch.arange(20, device=DEVICE), attend)
             logits.append(served.logits(hidden_N_D))
     expected, found = logits
     assert 0 < ((found - expected).norm() / expected.norm()).item() < 0.03
