@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from llamarl.kernels import build
 from llamarl.kernels.attention import BLOCK_SIZE
@@ -29,6 +30,8 @@ class Fused:
     """`triton_ops`, likewise."""
     logprobs: ModuleType | None = None
     """`triton_logprobs`, likewise."""
+    train: ModuleType | None = None
+    """`triton_train`, likewise."""
     reason: str = ""
     """Why not."""
 
@@ -36,7 +39,8 @@ class Fused:
 @functools.cache
 def fused(device: torch.device) -> Fused:
     """Compiled, and checked against torch, at the first call."""
-    found, reason = load(device, {"decode": decode_error, "ops": ops_error, "logprobs": logprobs_error})
+    errors = {"decode": decode_error, "ops": ops_error, "logprobs": logprobs_error, "train": train_error}
+    found, reason = load(device, errors)
     return Fused(**found, reason=reason)
 
 
@@ -77,6 +81,38 @@ def ops_error(ops: ModuleType, device: torch.device) -> float:
         ((values * scales - weight).abs() - scales / 2).clamp_min(0), scales - weight.max() / 127,
     )  # fmt: skip
     return max(one.abs().max().item() for one in differences)
+
+
+def train_error(train: ModuleType, device: torch.device) -> float:
+    """Largest difference to torch in float32: a norm, a gated activation and a rotation of a part of the channels, and
+    their gradients."""
+    generator, apart = torch.Generator().manual_seed(0), list[Tensor]()
+    x, up, grad = torch.randn(3, 6, 200, generator=generator)
+    weight, angles = torch.rand(200, generator=generator), torch.randn(6, 1, 32, generator=generator)
+    turned = [*(one.view(6, 2, 100) for one in (x, grad)), angles.cos(), angles.sin()]
+
+    def compare(exact: Tensor, inputs: tuple[Tensor, ...], found: Iterable[Tensor]) -> None:
+        expected = exact, *torch.autograd.grad(exact, inputs, grad.view_as(exact))
+        apart.extend(one - other.cpu() for one, other in zip(expected, found, strict=True))
+
+    with torch.enable_grad():
+        inputs = [one.clone().requires_grad_() for one in (x, weight, up, turned[0])]
+        own = [one.to(device) for one in (grad, x, weight, up)]
+        found = train.rms_norm(*own[1:3], 1e-6, torch.float32), *train.rms_norm_backward(*own[:3], 1e-6)
+        compare(F.rms_norm(inputs[0], (200,), inputs[1], 1e-6), (inputs[0], inputs[1]), found)
+        found = train.silu_mul(own[1], own[3]), *train.silu_mul_backward(own[0], own[1], own[3])
+        compare(F.silu(inputs[0]) * inputs[2], (inputs[0], inputs[2]), found)
+        heads, grad_heads, *rotation = (one.to(device) for one in turned)
+        found = train.rotated(heads, *rotation), train.rotated(grad_heads, *rotation, back=True)
+        compare(_rotated(inputs[3], *turned[2:]), (inputs[3],), found)
+    return max(one.detach().abs().max().item() for one in apart)
+
+
+def _rotated(x_N_H_K: Tensor, cos_N_1_R: Tensor, sin_N_1_R: Tensor) -> Tensor:
+    """As `ops.rotate_by_torch`, which asks this file for kernels."""
+    size = cos_N_1_R.shape[-1]
+    turned = x_N_H_K[..., :size] * cos_N_1_R + x_N_H_K[..., :size].roll(size // 2, -1) * sin_N_1_R
+    return torch.cat((turned, x_N_H_K[..., size:]), -1)
 
 
 def logprobs_error(logprobs: ModuleType, device: torch.device) -> float:

@@ -105,13 +105,13 @@ def _yarn_ramp(scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:
 
 class RMSNorm(nn.RMSNorm):
     """Under autocast the input is bfloat16 and the weight float32; the fused kernel needs one type for both. On GPUs
-    autocast makes it float32."""
+    autocast makes it float32, unless training sets something else."""
 
     normalize: Callable[..., Tensor] = staticmethod(F.rms_norm)
     """Norm with a gradient, by torch or by what training sets in its place."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
+        if self.normalize is F.rms_norm and x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
             return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps)
         return self.normalize(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
@@ -238,6 +238,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Takes token ids, or the hidden states [N, D] of the pipeline stage before; see `Transformer.forward`."""
         x_N_D = inputs_N if inputs_N.is_floating_point() else self.embed_tokens(inputs_N)
+        if torch.is_autocast_enabled(x_N_D.device.type):  # rounded as generators have it; what is added up is not
+            x_N_D = x_N_D.to(torch.get_autocast_dtype(x_N_D.device.type)).float()
         rotation = self.rope(positions_N, x_N_D.dtype)
         for layer in self.layers.children():
             x_N_D = layer(x_N_D, rotation, attend, routes_N_W)

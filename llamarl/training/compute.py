@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
+
 import torch
+from torch import Tensor, nn
 
 from llamarl.config.schema import TrainerConfig
-from llamarl.kernels import fused, products
+from llamarl.kernels import fused, half, products
 from llamarl.models.lora import LoraLinear
 from llamarl.models.scalar import ScalarModel
 from llamarl.models.transformer import Attention, FeedForward, Layer, Projection, RMSNorm, Transformer
@@ -16,16 +20,14 @@ def set_compute(model: Transformer | ScalarModel, config: TrainerConfig, device:
     serve."""
     has_own = device.type == "cpu" and config.dtype == "float32"
     if has_own:
+        _set_products(model, lambda: products.linear)
+        _set_operations(model, fused)
         for module in model.modules():
             if isinstance(module, Projection | LoraLinear):
-                module.multiply = products.linear
                 products.chosen(*module.weight.shape)  # measured at the start
-            elif isinstance(module, RMSNorm):
-                module.normalize = fused.rms_norm
-            elif isinstance(module, Attention):
-                module.rotate = fused.rotate
-            elif isinstance(module, FeedForward):
-                module.activate = fused.silu_mul
+    elif device.type == "cuda" and config.dtype == "bfloat16" and not config.compile:
+        _set_products(model, half.Product)
+        _set_operations(model.model.layers, half)  # a critic's head takes a norm that was not rounded
     for layer in model.model.layers.children():
         assert isinstance(layer, Layer)
         layer.recompute = config.activation_checkpointing
@@ -35,3 +37,26 @@ def set_compute(model: Transformer | ScalarModel, config: TrainerConfig, device:
             if isinstance(layer.mlp, FeedForward):  # how many rows an expert has differs, too
                 layer.mlp.forward = torch.compile(layer.mlp.forward, dynamic=True)
     return has_own
+
+
+def _set_products(model: nn.Module, multiply: Callable[[], Callable[..., Tensor]]) -> None:
+    for module in model.modules():
+        if isinstance(module, Projection | LoraLinear):
+            module.multiply = multiply()
+
+
+def _set_operations(model: nn.Module, own: ModuleType) -> None:
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.normalize = own.rms_norm
+        elif isinstance(module, Attention):
+            module.rotate = own.rotate
+        elif isinstance(module, FeedForward):
+            module.activate = own.silu_mul
+
+
+def forget_copies(model: Transformer | ScalarModel) -> None:
+    """Gives the memory of copies of weights back, which are made anew."""
+    for module in model.modules():
+        if isinstance(module, Projection | LoraLinear) and isinstance(module.multiply, half.Product):
+            module.multiply.forget()

@@ -20,7 +20,7 @@ from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.mesh import RankMesh
 from llamarl.kernels import products
 from llamarl.sharding.tensor_parallel import is_router
-from llamarl.training.compute import set_compute
+from llamarl.training.compute import forget_copies, set_compute
 from llamarl.training.health import Health, find_cause
 from llamarl.training.optimizer import build_optimizer, set_learning_rate
 from llamarl.training.packing import Microbatch
@@ -209,8 +209,9 @@ class Optimization(ABC, Generic[Model]):
         return self.mesh.pp.is_last and self.mesh.tp.rank == self.mesh.cp.rank == 0
 
     def rest(self) -> None:
-        """Gives what only a step needs to others on the device: gradients, and memory kept for later."""
+        """Gives what only a step needs to others on the device: gradients, copies, and memory kept for later."""
         self.sharding.drop_gradients()
+        forget_copies(self.model)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -1,0 +1,158 @@
+"""What is trained in bfloat16 on GPUs, of float32 weights: products, norms, rotations and gated activations.
+
+Autocast would cast a weight in each forward, again where activations are recomputed, and its gradient to float32 before
+it is added up: 30 bytes a weight and microbatch. Here a weight is cast when it has changed, and the product for its
+gradient adds to it. What lies between products is one launch each (`triton_train.py`). For all but plain tensors on a
+GPU under autocast, and inside of `torch.compile`, torch serves.
+
+Shape suffixes: M rows, I inputs, O outputs; N packed tokens, D model dim, H heads, K head dim, F feed-forward dim, R
+rotated channels of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from llamarl.kernels import gpu, ops
+
+
+class Product:
+    """x W^T + b for one weight, of which it has a copy in bfloat16 until `forget`."""
+
+    def __init__(self) -> None:
+        self._half_O_I: Tensor | None = None
+        self._seen: tuple[int, int] | None = None
+
+    def __call__(self, x: Tensor, weight_O_I: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        is_plain = type(weight_O_I) in (Tensor, nn.Parameter) and weight_O_I.dtype == torch.float32
+        if not (is_plain and _is_half(x)):
+            return F.linear(x, weight_O_I, bias_O)
+        x_M_I = x.to(torch.bfloat16).flatten(0, -2)
+        y_M_O = _ProductFunction.apply(x_M_I, weight_O_I, self._half(weight_O_I))
+        y = y_M_O.view(*x.shape[:-1], len(weight_O_I))
+        return y if bias_O is None else y + bias_O.to(y.dtype)
+
+    def _half(self, weight_O_I: Tensor) -> Tensor:
+        seen = weight_O_I.data_ptr(), weight_O_I._version
+        if self._half_O_I is None or self._seen != seen:
+            # Not in place: of passes before, who reads the old one may still be under way.
+            self._half_O_I, self._seen = weight_O_I.detach().to(torch.bfloat16), seen
+        return self._half_O_I
+
+    def forget(self) -> None:
+        """Gives the memory of the copy back."""
+        self._half_O_I = self._seen = None
+
+
+def rms_norm(x: Tensor, shape: tuple[int, ...], weight_D: Tensor, eps: float) -> Tensor:
+    """`F.rms_norm`, in float32 arithmetic; of float32 rows, of the residual stream, rounded to bfloat16 once."""
+    kernels = gpu.fused(x.device).train if x.ndim == 2 and x.dtype == torch.float32 and _is_half(x) else None
+    if kernels is None:
+        return F.rms_norm(x.float(), shape, weight_D.float(), eps)
+    return _NormFunction.apply(x.contiguous(), weight_D, eps, kernels)
+
+
+def rotate(x_N_H_K: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """`ops.rotate_by_torch`, rounded to bfloat16 once."""
+    kernels = gpu.fused(x_N_H_K.device).train if x_N_H_K.dtype == torch.bfloat16 and _is_half(x_N_H_K) else None
+    if kernels is None or rotation[0].dtype != torch.float32:
+        return ops.rotate_by_torch(x_N_H_K, rotation)
+    return _RotationFunction.apply(x_N_H_K, *rotation, kernels)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, rounded to bfloat16 once."""
+    kernels = gpu.fused(gate.device).train if gate.dtype == torch.bfloat16 and _is_half(gate) else None
+    return ops.gate_by_torch(gate, up) if kernels is None else _GateFunction.apply(gate, up, kernels)
+
+
+def _is_half(x: Tensor) -> bool:
+    return x.is_cuda and torch.is_autocast_enabled("cuda") and not torch.compiler.is_compiling()
+
+
+def add_product(sum_O_I: Tensor, grad_M_O: Tensor, x_M_I: Tensor) -> None:
+    """Adds g^T x of bfloat16 factors to a float32 sum, unrounded."""
+    if _adds_in_place(sum_O_I.device):
+        torch.addmm(sum_O_I, grad_M_O.t(), x_M_I, out_dtype=torch.float32, out=sum_O_I)
+    else:
+        sum_O_I.add_(torch.mm(grad_M_O.t(), x_M_I, out_dtype=torch.float32))
+
+
+@functools.cache
+def _adds_in_place(device: torch.device) -> bool:
+    """Whether torch adds such a product in place here, and rightly."""
+    generator = torch.Generator().manual_seed(0)
+    grad, x, total = (torch.randn(size, generator=generator) for size in ((40, 24), (40, 16), (24, 16)))
+    exact = total.double() + grad.bfloat16().double().t() @ x.bfloat16().double()
+    given, *factors = total.to(device), grad.t().to(device, torch.bfloat16), x.to(device, torch.bfloat16)
+    try:
+        torch.addmm(given, *factors, out_dtype=torch.float32, out=given)
+    except RuntimeError:
+        return False
+    return bool((given.double().cpu() - exact).abs().max() < 1e-4)
+
+
+class _ProductFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_M_I: Tensor, weight_O_I: Tensor, half_O_I: Tensor) -> Tensor:
+        ctx.save_for_backward(x_M_I if ctx.needs_input_grad[1] else None, half_O_I)
+        ctx.weight = weight_O_I
+        return x_M_I @ half_O_I.t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None]:  # pyrefly: ignore[bad-override]
+        (grad_M_O,), (x_M_I, half_O_I), weight_O_I = grads, ctx.saved_tensors, ctx.weight
+        if x_M_I is not None:
+            if weight_O_I.grad is None:
+                weight_O_I.grad = torch.mm(grad_M_O.t(), x_M_I, out_dtype=torch.float32)
+            else:
+                add_product(weight_O_I.grad, grad_M_O, x_M_I)
+        return grad_M_O @ half_O_I if ctx.needs_input_grad[0] else None, None, None
+
+
+class _NormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_N_D: Tensor, weight_D: Tensor, eps: float, kernels: Any) -> Tensor:
+        ctx.save_for_backward(x_N_D, weight_D)
+        ctx.eps, ctx.kernels = eps, kernels
+        return kernels.rms_norm(x_N_D, weight_D, eps, torch.bfloat16)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        x_N_D, weight_D = ctx.saved_tensors
+        return *ctx.kernels.rms_norm_backward(grads[0].contiguous(), x_N_D, weight_D, ctx.eps), None, None
+
+
+class _RotationFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_N_H_K: Tensor, cos_N_1_R: Tensor, sin_N_1_R: Tensor, kernels: Any) -> Tensor:
+        ctx.save_for_backward(cos_N_1_R, sin_N_1_R)
+        ctx.kernels = kernels
+        return kernels.rotated(x_N_H_K, cos_N_1_R, sin_N_1_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        return ctx.kernels.rotated(grads[0].contiguous(), *ctx.saved_tensors, back=True), None, None, None
+
+
+class _GateFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: Any) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        ctx.kernels = kernels
+        return kernels.silu_mul(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        return *ctx.kernels.silu_mul_backward(grads[0].contiguous(), *ctx.saved_tensors), None
