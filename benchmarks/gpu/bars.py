@@ -52,6 +52,8 @@ BARS: Sequence[Bar] = (
         estimate=58, at_least=False),
     Bar(name="8B bf16 by nixl: fetched and proved, s", figure="fetch_s", of=NIXL, bar=0.06, estimate=0.02,
         at_least=False, share="fetch_share"),
+    Bar(name="3B bf16 by nixl (on 80 GB): fetched and proved, s", figure="fetch_s", of=NIXL | {"model": "3b"}, bar=0.06,
+        at_least=False, share="fetch_share"),
     Bar(name="published to served, s", figure="served_s", of=NIXL, bar=0.06, estimate=0.045, at_least=False),
     Bar(name="longest step while weights come, s", figure="slowest_step_s-quiet_step_s", of=NIXL, bar=0.05,
         estimate=0.015, at_least=False),

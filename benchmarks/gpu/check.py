@@ -44,7 +44,7 @@ OPTIONAL = {
 }  # fmt: skip
 TESTS = (
     "tests/cuda", "tests/kernels/test_triton_decode.py", "tests/kernels/test_triton_ops.py",
-    "tests/kernels/test_triton_fingerprint.py", "tests/generation/test_triton.py",
+    "tests/kernels/test_triton_train.py", "tests/kernels/test_triton_fingerprint.py", "tests/generation/test_triton.py",
 )  # fmt: skip
 """Those that compute on a GPU where there is one."""
 UCX_WAYS = re.compile(r"\b(cuda_ipc|cuda_copy|gdr_copy|rc_mlx5|dc_mlx5|tcp|cma|xpmem|sysv|posix|self)/")
@@ -67,6 +67,8 @@ class Part:
 
 PYTEST = "-m pytest -v -rfE --tb=short -p no:cacheprovider -o minversion=0 -o addopts=--import-mode=importlib"
 """A test's name and outcome are a line, as it ends; an older pytest does, and plugins that lack a setting."""
+PARALLEL = "-n 6 --dist load" if importlib.util.find_spec("xdist") else ""
+"""Most of their time is compiling."""
 DEMO = (
     "-m llamarl train configs/demo.toml --cluster.kind inline --trainer.device {device} --generator.device {device} "
     "--steps {steps} --output {folder} --screen.kind lines --eval.every_steps 0 --model.path {base}"
@@ -75,9 +77,9 @@ PARTS = (
     Part("decode-8b-bfloat16", 75, "decode.py --model 8b"),
     Part("train-8b", 40, "train.py --model 8b"),
     Part("train-1b", 25, "train.py --model 1b"),
-    Part("sync-nixl", 40, "sync.py --model 8b --transports nixl"),
+    Part("sync-nixl", 30, "sync.py --model 8b --transports nixl"),
     Part("sync-host", 35, "sync.py --model 1b --transports shared_memory p2p"),
-    Part("tests", 70, f"{PYTEST} {' '.join(TESTS)}"),
+    Part("tests", 80, f"{PYTEST} {PARALLEL} {' '.join(TESTS)}"),
     Part("mismatch", 25, "probes.py mismatch"),
     Part("decode-8b-fp8", 35, "decode.py --model 8b --dtype fp8 --batches 64 256"),
     Part("decode-8b-int8", 30, "decode.py --model 8b --dtype int8 --batches 64"),
@@ -85,12 +87,12 @@ PARTS = (
     Part("prefill", 20, "probes.py prefill"),
     Part("profile", 40, "probes.py profile --model 8b"),
     Part("demo", 90, DEMO),
-    Part("turns-8b", 240, "turns.py --model 8b", is_first=False),
+    Part("turns-8b", 90, "turns.py --model 8b --steps 8", is_first=False),
     Part("turns-1b", 60, "turns.py --model 1b", is_first=False),
     Part("contexts", 120, "decode.py --model 8b --batches 16 64 --context 8192", is_first=False),
     Part("contexts-32k", 120, "decode.py --model 8b --batches 16 --context 32768", is_first=False),
     Part("attention", 90, "probes.py attention --model 8b", is_first=False),
-    Part("sanitizer", 240, f"{PYTEST} {' '.join(TESTS[1:4])}", is_first=False),
+    Part("sanitizer", 240, f"{PYTEST} {' '.join(TESTS[1:5])}", is_first=False),
 )
 
 
@@ -164,7 +166,7 @@ def run(part: Part, options: argparse.Namespace, limit_s: float, said: Said) -> 
         ended = finish(command, limit_s, heard) if command else "skipped: there is no compute-sanitizer"
         if part.name == "demo" and (summary := Path(folder, "demo/summary.json")).exists():
             said.row({"part": "demo"} | json.loads(summary.read_text()))
-    if outcomes := re.findall(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)", "\n".join(lines), re.MULTILINE):
+    if outcomes := outcomes_of(lines):
         failed = [name for name, outcome in outcomes if outcome in ("FAILED", "ERROR")]
         passed = sum(outcome == "PASSED" for _, outcome in outcomes)
         counts = {"tests": len(outcomes), "passed": passed, "num_failed": len(failed)}
@@ -174,6 +176,15 @@ def run(part: Part, options: argparse.Namespace, limit_s: float, said: Said) -> 
     part_s = time.monotonic() - start_s
     said.row({"part": part.name, "ended": ended, "part_s": part_s})
     return f"{ended} in {part_s:.0f} s"
+
+
+def outcomes_of(lines: Sequence[str]) -> list[tuple[str, str]]:
+    """Tests and how they ended, of pytest alone or of its processes."""
+    kinds, text = "(PASSED|FAILED|ERROR|SKIPPED|XFAIL)", "\n".join(lines)
+    alone = re.findall(rf"^(\S+::.+?) {kinds}", text, re.MULTILINE)
+    return alone + [
+        (name, kind) for kind, name in re.findall(rf"^\[gw\d+\] \[ *\d+%\] {kinds} (\S+::.+?) *$", text, re.MULTILINE)
+    ]
 
 
 def ways_of_reads(lines: Sequence[str]) -> list[str]:

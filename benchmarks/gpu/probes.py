@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from decode import running
 from shapes import DATA_SHEET_TFLOPS, MODELS, RandomWeights, copy_bytes_per_s, requests, say, seconds_of, settings
-from train import make_trainer
+from train import fitted, make_trainer
 
 from llamarl.generation.engine import Engine
 from llamarl.generation.model import GeneratorModel, part_reader
@@ -146,9 +146,9 @@ def profile(model: str, device: str) -> Rows:
         return longest(running(served, 4 if is_toy else 64, 64 if is_toy else 1024, not is_toy).step)
 
     def train_step() -> dict[str, Any]:
-        tokens = 256 if is_toy else 4096
-        trainer, groups = make_trainer(shape, device, tokens)
-        return longest(lambda: finished(trainer.accumulate(groups, tokens)))
+        tokens, some = 256 if is_toy else 4096, fitted(shape, device)
+        trainer, groups = make_trainer(some, device, tokens)
+        return {"layers": some.num_layers} | longest(lambda: finished(trainer.accumulate(groups, tokens)))
 
     yield {"step": "decode"}, decode_step
     yield {"step": "train"}, train_step

@@ -21,6 +21,10 @@ MODELS = {
         family="llama", hidden_size=2048, num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64,
         intermediate_size=8192, vocab_size=128_256, max_position_embeddings=4096, tie_embeddings=True,
     ),
+    "3b": ModelShape(
+        family="llama", hidden_size=3072, num_layers=28, num_heads=24, num_kv_heads=8, head_dim=128,
+        intermediate_size=8192, vocab_size=128_256, max_position_embeddings=4096, tie_embeddings=True,
+    ),
     "8b": ModelShape(
         family="llama", hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
         intermediate_size=14_336, vocab_size=128_256, max_position_embeddings=4096,
@@ -30,7 +34,7 @@ MODELS = {
         intermediate_size=128, vocab_size=512, max_position_embeddings=512, tie_embeddings=True,
     ),
 }  # fmt: skip
-"""Llama 3.2 1B, Llama 3.1 8B, and what a processor runs to try the check itself."""
+"""Llama 3.2 1B and 3B, Llama 3.1 8B, and what a processor runs to try the check itself."""
 
 
 DATA_SHEET_TFLOPS = 989.0

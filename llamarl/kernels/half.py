@@ -22,8 +22,15 @@ from torch.autograd.function import once_differentiable
 from llamarl.kernels import gpu, ops
 
 
+def prepare(device: torch.device) -> None:
+    """Compiles and checks now, not inside of a first forward, whose tensors are counted."""
+    gpu.fused(device)
+    _adds_in_place(device)
+
+
 class Product:
-    """x W^T + b for one weight, of which it has a copy in bfloat16 until `forget`."""
+    """x W^T + b for one weight, of which it has a copy in bfloat16 until `forget`: torch's fused optimizers change
+    weights without changing their version."""
 
     def __init__(self) -> None:
         self._half_O_I: Tensor | None = None

@@ -26,6 +26,7 @@ def set_compute(model: Transformer | ScalarModel, config: TrainerConfig, device:
             if isinstance(module, Projection | LoraLinear):
                 products.chosen(*module.weight.shape)  # measured at the start
     elif device.type == "cuda" and config.dtype == "bfloat16" and not config.compile:
+        half.prepare(device)
         _set_products(model, half.Product)
         _set_operations(model.model.layers, half)  # a critic's head takes a norm that was not rounded
     for layer in model.model.layers.children():
@@ -56,7 +57,7 @@ def _set_operations(model: nn.Module, own: ModuleType) -> None:
 
 
 def forget_copies(model: Transformer | ScalarModel) -> None:
-    """Gives the memory of copies of weights back, which are made anew."""
+    """Gives the memory of copies of weights back; they are made anew. Must follow every step of an optimizer."""
     for module in model.modules():
         if isinstance(module, Projection | LoraLinear) and isinstance(module.multiply, half.Product):
             module.multiply.forget()

@@ -135,6 +135,7 @@ class Optimization(ABC, Generic[Model]):
             finite = math.isfinite(grad_norm) and math.isfinite(logged[-1].sums.get("loss", 0.0))
             if finite:
                 self.optimizer.step()
+                forget_copies(self.model)
             self.optimizer.zero_grad(set_to_none=False)  # a step without any gradient still moves by its momentum
         sums, maxima = merged(logged)
         loss = sums.pop("loss", 0.0) / denominator / len(logged)

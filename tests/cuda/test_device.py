@@ -120,13 +120,19 @@ def test_graphs_draw_what_eager_steps_draw(precision: Precision, kv_dtype: str, 
         assert np.isfinite(one.behavior_logprobs_T).all()
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "fp8", "int8"])
 @pytest.mark.parametrize("family", MIXTURES)
-def test_experts_in_graphs_are_those_of_eager_steps(family: str, precision: Precision) -> None:
+def test_experts_in_graphs_are_those_of_eager_steps(family: str) -> None:
     eager, graphed = (
-        generated("cuda:0", precision, graphs=graphs, shape=SHAPES[family], temperature=1.0) for graphs in (False, True)
+        generated("cuda:0", "bfloat16", graphs=graphs, shape=SHAPES[family], temperature=1.0)
+        for graphs in (False, True)
     )
     assert alike(eager, graphed) > 0.9
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_experts_of_8_bits_generate_without_graphs(precision: Precision) -> None:
+    for one in generated("cuda:0", precision, shape=SHAPES["qwen3_moe"], temperature=1.0).values():
+        assert np.isfinite(one.behavior_logprobs_T).all()
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -217,14 +223,21 @@ def test_log_probs_have_float32_sums(monkeypatch: pytest.MonkeyPatch, cutoffs_R:
         ({"lora": LoraConfig(rank=4)}, 1e-4),
         ({"compile": True}, 1e-4),
         ({"dtype": "bfloat16"}, 0.03),
+        ({"dtype": "bfloat16", "activation_checkpointing": True}, 0.03),
+        ({"dtype": "bfloat16", "lora": LoraConfig(rank=4)}, 0.03),
+        ({"dtype": "bfloat16", "compile": True}, 0.03),
         ({"dtype": "bfloat16", "weights": "bfloat16", "moments": "8bit"}, 0.03),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_steps_are_those_of_a_processor(family: str, options: dict[str, Any], bound: float) -> None:
+def test_steps_are_those_of_a_processor(
+    monkeypatch: pytest.MonkeyPatch, family: str, options: dict[str, Any], bound: float
+) -> None:
     """Two: in the first all moments are new. In bfloat16 some tokens meet other experts."""
     bound *= 3 if family in MIXTURES and "dtype" in options else 1
+    if "compile" in options:
+        monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # no processes that outlive this
 
     def steps(device: torch.device, options: dict[str, Any]) -> tuple[list[float], list[float], Tensor]:
         config = TrainerConfig(learning_rate=1e-3, microbatch_tokens=400, **options)
