@@ -109,7 +109,7 @@ def train_error(train: ModuleType, device: torch.device) -> float:
 
 
 def _rotated(x_N_H_K: Tensor, cos_N_1_R: Tensor, sin_N_1_R: Tensor) -> Tensor:
-    """As `ops.rotate_by_torch`, which asks this file for kernels."""
+    """The rotation of `ops.rotate_by_torch`, a file that asks this one for kernels."""
     size = cos_N_1_R.shape[-1]
     turned = x_N_H_K[..., :size] * cos_N_1_R + x_N_H_K[..., :size].roll(size // 2, -1) * sin_N_1_R
     return torch.cat((turned, x_N_H_K[..., size:]), -1)

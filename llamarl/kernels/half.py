@@ -1,9 +1,9 @@
-"""What is trained in bfloat16 on GPUs, of float32 weights: products, norms, rotations and gated activations.
+"""Training in bfloat16 on GPUs, of float32 weights: products, norms, rotations and gated activations.
 
 Autocast would cast a weight in each forward, again where activations are recomputed, and its gradient to float32 before
 it is added up: 30 bytes a weight and microbatch. Here a weight is cast when it has changed, and the product for its
-gradient adds to it. What lies between products is one launch each (`triton_train.py`). For all but plain tensors on a
-GPU under autocast, and inside of `torch.compile`, torch serves.
+gradient adds to it. What lies between products is one launch each (`triton_train.py`). Without autocast on a GPU, for
+sharded weights, and inside of `torch.compile`, torch serves.
 
 Shape suffixes: M rows, I inputs, O outputs; N packed tokens, D model dim, H heads, K head dim, F feed-forward dim, R
 rotated channels of a head.
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from llamarl.kernels import gpu, ops
@@ -37,8 +37,8 @@ class Product:
         self._seen: tuple[int, int] | None = None
 
     def __call__(self, x: Tensor, weight_O_I: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        is_plain = type(weight_O_I) in (Tensor, nn.Parameter) and weight_O_I.dtype == torch.float32
-        if not (is_plain and _is_half(x)):
+        is_whole = weight_O_I.dtype == torch.float32 and not hasattr(weight_O_I, "placements")  # of a DTensor
+        if not (is_whole and _is_half(x)):
             return F.linear(x, weight_O_I, bias_O)
         x_M_I = x.to(torch.bfloat16).flatten(0, -2)
         y_M_O = _ProductFunction.apply(x_M_I, weight_O_I, self._half(weight_O_I))
@@ -62,7 +62,7 @@ def rms_norm(x: Tensor, shape: tuple[int, ...], weight_D: Tensor, eps: float) ->
     kernels = gpu.fused(x.device).train if x.ndim == 2 and x.dtype == torch.float32 and _is_half(x) else None
     if kernels is None:
         return F.rms_norm(x.float(), shape, weight_D.float(), eps)
-    return _NormFunction.apply(x.contiguous(), weight_D, eps, kernels)
+    return _HalfNormFunction.apply(x.contiguous(), weight_D, eps, kernels)
 
 
 def rotate(x_N_H_K: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
@@ -70,13 +70,13 @@ def rotate(x_N_H_K: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     kernels = gpu.fused(x_N_H_K.device).train if x_N_H_K.dtype == torch.bfloat16 and _is_half(x_N_H_K) else None
     if kernels is None or rotation[0].dtype != torch.float32:
         return ops.rotate_by_torch(x_N_H_K, rotation)
-    return _RotationFunction.apply(x_N_H_K, *rotation, kernels)
+    return _HalfRotationFunction.apply(x_N_H_K, *rotation, kernels)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, rounded to bfloat16 once."""
     kernels = gpu.fused(gate.device).train if gate.dtype == torch.bfloat16 and _is_half(gate) else None
-    return ops.gate_by_torch(gate, up) if kernels is None else _GateFunction.apply(gate, up, kernels)
+    return ops.gate_by_torch(gate, up) if kernels is None else _HalfGateFunction.apply(gate, up, kernels)
 
 
 def _is_half(x: Tensor) -> bool:
@@ -100,9 +100,9 @@ def _adds_in_place(device: torch.device) -> bool:
     given, *factors = total.to(device), grad.t().to(device, torch.bfloat16), x.to(device, torch.bfloat16)
     try:
         torch.addmm(given, *factors, out_dtype=torch.float32, out=given)
+        return bool((given.double().cpu() - exact).abs().max() < 1e-4)
     except RuntimeError:
         return False
-    return bool((given.double().cpu() - exact).abs().max() < 1e-4)
 
 
 class _ProductFunction(torch.autograd.Function):
@@ -124,7 +124,7 @@ class _ProductFunction(torch.autograd.Function):
         return grad_M_O @ half_O_I if ctx.needs_input_grad[0] else None, None, None
 
 
-class _NormFunction(torch.autograd.Function):
+class _HalfNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_N_D: Tensor, weight_D: Tensor, eps: float, kernels: Any) -> Tensor:
         ctx.save_for_backward(x_N_D, weight_D)
@@ -138,7 +138,7 @@ class _NormFunction(torch.autograd.Function):
         return *ctx.kernels.rms_norm_backward(grads[0].contiguous(), x_N_D, weight_D, ctx.eps), None, None
 
 
-class _RotationFunction(torch.autograd.Function):
+class _HalfRotationFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_N_H_K: Tensor, cos_N_1_R: Tensor, sin_N_1_R: Tensor, kernels: Any) -> Tensor:
         ctx.save_for_backward(cos_N_1_R, sin_N_1_R)
@@ -151,7 +151,7 @@ class _RotationFunction(torch.autograd.Function):
         return ctx.kernels.rotated(grads[0].contiguous(), *ctx.saved_tensors, back=True), None, None, None
 
 
-class _GateFunction(torch.autograd.Function):
+class _HalfGateFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: Any) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()

@@ -1,6 +1,6 @@
-"""What `training/logprobs.py` does to a tile of logits on GPUs, in one read of it each: the running softmax with the
-targets' logits, and the gradient, rounded to the type of the product that comes next. Torch takes seven passes, which
-cost more than the products.
+"""A tile of logits on GPUs, for `training/logprobs.py`, in one read each: the running softmax with the targets' logits,
+and the gradient, rounded to the type of the product that comes next. Torch takes seven passes, which cost more than the
+products.
 
 Shape suffixes: R target tokens, T tokens of the vocabulary in a tile; in the kernels T columns of a block.
 """

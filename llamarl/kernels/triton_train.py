@@ -91,7 +91,7 @@ def _norm(x, weight, y, width, eps, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_backward(grad, x, weight, grad_x, parts, num_rows, width, eps, D: tl.constexpr):
-    """With s = 1 / sqrt(mean(x^2) + eps) and h = grad * weight: grad_x = s * h - x * s^3 * mean(h * x)."""
+    """Let s = 1 / sqrt(mean(x^2) + eps) and h = grad * weight; then grad_x = s * h - x * s^3 * mean(h * x)."""
     d_D = tl.arange(0, D)
     here_D = d_D < width
     weight_D = tl.load(weight + d_D, mask=here_D, other=0.0).to(tl.float32)

@@ -54,6 +54,8 @@ class TrainerLoad:
     checkpointing: bool
     flash: bool
     """Attention on a GPU in bfloat16, without context ranks."""
+    fused: bool
+    """Operations of `kernels/half.py` compute: on a GPU in bfloat16, without `torch.compile`."""
     tp: Number = 1
     cp: Number = 1
     pp: Number = 1
@@ -123,27 +125,41 @@ def _peak(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
     # The embedding's comes whole, too; where it is the head, both of them and their sum are there at once.
     is_one = sizes.tie_embeddings and not load.is_critic
     ends_gradient = (3 if is_one else 1) * load.weight * sizes.vocab_size * hidden / load.tp * (load.lora is None)
-    logits = 0 if load.is_critic else 3 * 4 * TILE_LOGITS + width * hidden * load.targets + gradient
+    logits = 0 if load.is_critic else _logits(sizes, load) + width * hidden * load.targets + gradient
     cast, one = _cast(sizes, load)
+    after = cast if load.fused else np.where(load.checkpointing, one, cast)
     gathered, sent, outer = _gathered(sizes, load)
     moments: list[Parts] = [
         {"copies": np.where(is_cut, gathered, cast), "activations": kept + last + ends, "head": 0},
         {
-            "copies": np.where(is_cut, gathered, 0 if load.checkpointing else cast)
+            "copies": np.where(is_cut, gathered, 0 if load.checkpointing and not load.fused else cast)
             + (2 * vocabulary if load.half and load.weight == 4 else 0),
             "activations": kept + ends,
             "head": logits,
         },
         # The head's gradient waits: for what the embedding adds where they are one, with FSDP2 for the embedding's.
         {
-            "copies": np.where(is_cut, gathered + sent, one if load.checkpointing else cast),
+            "copies": np.where(is_cut, gathered + sent, after),
             "activations": kept + table + work,
             "head": np.where(is_cut | is_one, gradient, 0),
         },
-        {"copies": np.where(is_cut, outer, 0), "activations": table, "head": np.where(is_cut, 0, ends_gradient)},
+        {
+            "copies": np.where(is_cut, outer, cast if load.fused else 0),
+            "activations": table,
+            "head": np.where(is_cut, 0, ends_gradient),
+        },
     ]
     worst = np.argmax(np.broadcast_arrays(*map(total, moments)), axis=0)
     return {name: np.choose(worst, [moment[name] for moment in moments])[()] for name in moments[0]}
+
+
+def _logits(sizes: DecoderSizes, load: TrainerLoad) -> Number:
+    """Bytes of tiles of logits; on GPUs, where they have as many columns as hidden states, of one with its gradient in
+    bfloat16, and of the gradient of the hidden states, which is added up in float32."""
+    if not load.fused:
+        return 3 * 4 * TILE_LOGITS
+    hidden = sizes.hidden_size * load.targets
+    return 6 * np.maximum(TILE_LOGITS, hidden) + 8 * hidden
 
 
 def _uneven(load: TrainerLoad) -> Number:
@@ -157,8 +173,8 @@ def _active_width(sizes: DecoderSizes, load: TrainerLoad) -> Number:
 
 
 def _cast(sizes: DecoderSizes, load: TrainerLoad) -> tuple[Number, Number]:
-    """Bytes of the copies of all layers' matrices that autocast makes, which live until the forward ends, and longer
-    where activations are kept; and of one layer's."""
+    """Bytes of the copies of all layers' matrices in bfloat16, and of one layer's. Those of autocast live until the
+    forward ends, and longer where activations are kept; fused products keep theirs until the step ends."""
     frozen = sum(a * b for a, b in _projections(sizes, load.lora)) if load.lora else 0
     one = 2 * (sizes.layer_parameters - frozen) / load.tp if load.half and load.weight == 4 else 0
     return one * np.ceil(sizes.num_layers / load.pp), one
@@ -204,22 +220,26 @@ def activation_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Number:
     width, lora = (2 if load.half else 4), load.lora
     # Residual stream at two places, and both normed before their weights are applied (which frozen ones do not need).
     # Tensor ranks have rows of their own there; what goes into blocks is gathered, and cast for each of its products.
-    own = 4 * hidden * (2 + 2 * (lora is None))
-    if load.half:
+    own = 4 * hidden * (2 + 2 * (lora is None and not load.fused))
+    if load.fused:  # cast once
+        targets = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"} if lora is None else {*lora.targets}
+        blocks = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
+        gathered = 2 * hidden * sum(bool(block & targets) for block in blocks)
+    elif load.half:
         casts = 5 if lora is None else len({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"} & {*lora.targets})
         gathered = 2 * hidden * casts
     else:
         gathered = 4 * hidden * 2
     # Gate, up, silu of gate, and their product; of a mixture also its experts' rows.
-    heads = width * (4 * inner + hidden * sizes.rows_per_token * _uneven(load))
+    kept = 3 if load.fused and sizes.moe is None else 4
+    heads = width * (kept * inner + hidden * sizes.rows_per_token * _uneven(load))
     # Queries, keys, values, outputs, and the logarithm of each query's sum; without flash attention queries and outputs
     # twice, as they also have an order of its own.
     heads += width * (2 * query + 2 * kv) + 4 * sizes.num_heads if load.flash else width * 4 * query
     if getattr(sizes, "qk_norm", False):
         heads += (2 if lora is None else 1) * 4 * (query + kv)
-    kept = (own / load.tp + gathered + heads / load.tp) * tokens
     copied = 0 if load.flash else width * 2 * query * load.keys / (load.cp * load.tp)
-    return kept + copied
+    return (own / load.tp + gathered + heads / load.tp) * tokens + copied
 
 
 def kv_token_bytes(sizes: DecoderSizes, tp: Number, width: int) -> Number:

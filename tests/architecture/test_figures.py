@@ -77,6 +77,31 @@ def of_pairs(staleness: int) -> tuple[tuple[Value, str], ...]:
     return (f"gap_points/{way}", ".1f"), (low, ".1f"), (high, ".1f"), (f"seeds/{way}", ".0f")
 
 
+def of_gpu(figure: str, factor: float = 1.0, less: str = "", **row: Any) -> Callable[[Any], float]:
+    """A figure of the only row of the check that says so."""
+
+    def found(data: Any) -> float:
+        rows = [one for one in data["rows"] if figure in one and all(one.get(key) == row[key] for key in row)]
+        (only,) = rows
+        return factor * (only[figure] - (only[less] if less else 0.0))
+
+    return found
+
+
+def quotient(above: Callable[[Any], float], below: Callable[[Any], float]) -> Callable[[Any], float]:
+    return lambda data: above(data) / below(data)
+
+
+GPU = "gpu-2026-11-26"
+
+
+def decoded(dtype: str, figure: str = "step_s", graphs: bool = True, factor: float = 1.0) -> Callable[[Any], float]:
+    return of_gpu(figure, factor, model="8b", dtype=dtype, graphs=graphs, batch=64, context=1024)
+
+
+BF16 = decoded("bfloat16")
+MFU_8B = of_gpu("mfu", part="train-8b", model="8b")
+APART = of_gpu("mean", probe="mismatch", dtype="bfloat16")
 LEARNING, LEARNING_DEFAULT = "learning-2026-11-26", "learning-2026-11-25"
 ASYNC, HOSTS, WIRE = "asynchrony-2026-11-21", "hosts-2026-11-22", "hosts_weights-2026-11-25"
 BAD_LINKS, FAR = "hosts-2026-11-25", "hosts-2026-11-26"
@@ -90,6 +115,36 @@ SCALE: tuple[tuple[Value, str], ...] = (
 )
 P405 = "planning/405B, 512 to 512 ranks/"
 FIGURES = (
+    Figure("README.md", "8B decodes at {} of its bandwidth", GPU, ((decoded("bfloat16", "bandwidth_share"), ".2f"),)),
+    Figure(
+        "docs/paper.md", "on an H100 8B decodes {} times as fast with them as without", GPU,
+        ((quotient(decoded("bfloat16", graphs=False), BF16), ".2f"),),
+    ),
+    Figure(
+        "docs/measures.md",
+        "8B decodes at {} of the bandwidth, gradients at {} of the peak, trainer and generator {} nats apart", GPU,
+        ((decoded("bfloat16", "bandwidth_share"), ".2f"), (MFU_8B, ".3f"), (APART, ".3f")),
+    ),
+    *(
+        Figure("docs/gpus.md", words, GPU, numbers)
+        for words, numbers in (
+            ("| {} ms a step, {} of the time that reading", ((decoded("bfloat16", factor=1e3), ".2f"),
+             (decoded("bfloat16", "bandwidth_share"), ".2f"))),
+            ("| {} times as long | 1.3 |", ((quotient(decoded("bfloat16", graphs=False), BF16), ".2f"),)),
+            ("| {} and {} times as fast", tuple((quotient(BF16, decoded(one)), ".2f") for one in ("fp8", "int8"))),
+            ("| {} of the bandwidth | 0.8 |", ((of_gpu("bandwidth_share", probe="attention", context=8192,
+             cached="bfloat16", stages=3), ".2f"),)),
+            ("| {} of the peak | 0.35 |", ((of_gpu("mfu", probe="prefill", prompt=2048), ".2f"),)),
+            ("| {} of the peak | 0.40: missed |", ((MFU_8B, ".3f"),)),
+            ("| {} of the peak | 0.35: missed |", ((of_gpu("mfu", part="train-1b", model="1b"), ".2f"),)),
+            ("| {} times as long | 1.15 |", ((of_gpu("time_ratio", logprobs="8b"), ".2f"),)),
+            ("| {} of the bandwidth | 0.6: missed |", ((of_gpu("bandwidth_share", optimizer="1b"), ".2f"),)),
+            ("| {} s | 0.06: missed |", ((of_gpu("fetch_s", transport="nixl", model="3b"), ".3f"),)),
+            ("| {} nats apart in the mean", ((APART, ".3f"),)),
+            ("Of {} tests {} failed", ((of_gpu("tests"), ".0f"), (of_gpu("num_failed"), ".0f"))),
+            ("| {} points more", ((of_gpu("accuracy_after", 100.0, "accuracy_before", part="demo"), ".1f"),)),
+        )
+    ),
     Figure(
         "README.md", "{} times the synchronous mode's samples per second, {} times the colocated one's", ASYNC,
         (("speedup_vs_max_staleness_0", ".2f"), ("speedup_vs_colocated", ".2f")),

@@ -25,6 +25,7 @@ from llamarl.distributed.mesh import ALONE, AXES, CPU, Axis, RankMesh
 from llamarl.generation.engine import Engine
 from llamarl.generation.kv_cache import KVCache
 from llamarl.generation.model import GeneratorModel
+from llamarl.kernels import gpu, half
 from llamarl.models import fit, memory
 from llamarl.models.hf import new_model
 from llamarl.models.lora import add_adapters
@@ -33,6 +34,7 @@ from llamarl.models.shape import ModelShape, MoeShape
 from llamarl.models.transformer import Transformer
 from llamarl.sharding.box import Box
 from llamarl.training import logprobs
+from llamarl.training.compute import forget_copies
 from llamarl.training.optimization import finished
 from llamarl.training.packing import pack
 from llamarl.training.preflight import example_groups
@@ -84,6 +86,30 @@ def _valueless() -> Iterator[Any]:
         MEMORY.device = "cpu"
 
 
+class TrainKernels:
+    """What `kernels/triton_train.py` takes, without what it computes."""
+
+    @staticmethod
+    def rms_norm(x: Tensor, _weight: Tensor, _eps: float, dtype: torch.dtype) -> Tensor:
+        return torch.empty_like(x, dtype=dtype)
+
+    @staticmethod
+    def rms_norm_backward(_grad: Tensor, x: Tensor, weight: Tensor, _eps: float) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(x), torch.empty_like(weight)
+
+    @staticmethod
+    def silu_mul(gate: Tensor, _up: Tensor) -> Tensor:
+        return torch.empty_like(gate)
+
+    @staticmethod
+    def silu_mul_backward(_grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(gate), torch.empty_like(up)
+
+    @staticmethod
+    def rotated(x: Tensor, _cos: Tensor, _sin: Tensor, back: bool = False) -> Tensor:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def group(prompt: int, responses: tuple[int, ...]) -> SampleGroup:
     def sample(length: int) -> TrainSample:
         numbers = {name: np.zeros(length, np.float32) for name in ("behavior_logprobs", "advantages")}
@@ -105,7 +131,10 @@ def trained(name: str, num_groups: int, config: dict[str, Any], tp: int = 1) -> 
         model = Transformer(shape)
     if settings.lora:
         add_adapters(model, settings.lora, 0, getattr(torch, settings.dtype))
-    with _valueless() as counted, _mesh(tp) as mesh:
+    kernels: Any = TrainKernels
+    own = patch.object(gpu, "fused", lambda _: gpu.Fused(train=kernels))
+    added = patch.object(half, "add_product", lambda *_: None)  # in place
+    with _valueless() as counted, _mesh(tp) as mesh, own, added:
         before = counted.live_bytes
         trainer = Trainer(model, settings, Aipo(), GroupMean(), 1.0, mesh, device, read=_nothing)
         (batch,) = pack([group(PROMPT, RESPONSES)] * num_groups, 1 << 30)
@@ -115,9 +144,10 @@ def trained(name: str, num_groups: int, config: dict[str, Any], tp: int = 1) -> 
             trainer.logprobs(batch).sum().backward()
             peak = counted.peak_bytes - held
             trainer.optimizer.step()
+            forget_copies(trainer.model)
     load = TrainerLoad(
         tokens=len(batch.token_ids_N), targets=len(batch.targets_R), keys=0, half=settings.dtype == "bfloat16",
-        checkpointing=settings.activation_checkpointing, flash=True, lora=settings.lora, tp=tp,
+        checkpointing=settings.activation_checkpointing, flash=True, fused=True, lora=settings.lora, tp=tp,
         weight=memory.WIDTHS[settings.weights], moments=memory.MOMENTS_BYTES[settings.moments],
     )  # fmt: skip
     table = 8 * shape.head_dim * shape.max_position_embeddings  # of the rotation: made once, counted with a step
@@ -264,7 +294,7 @@ def sharded(
             finished(trainer.accumulate(groups, 1))
         load = TrainerLoad(
             tokens=num_tokens, targets=num_tokens, keys=2 * num_tokens, half=settings.dtype == "bfloat16",
-            checkpointing=settings.activation_checkpointing, flash=False, shards=num_ranks, ep=ep,
+            checkpointing=settings.activation_checkpointing, flash=False, fused=False, shards=num_ranks, ep=ep,
             weight=memory.WIDTHS[settings.weights], moments=memory.MOMENTS_BYTES[settings.moments],
         )  # fmt: skip
         parts = memory.trainer_bytes(shape, load)

@@ -28,7 +28,7 @@ def test_graphs_and_eager_steps_draw_alike(on_gpu: Run, family: str, precision: 
         assert sum(step.downloads.values()) == sum(step.syncs.values()) == 1
     # The inputs, the graph, logits and sampling; and zeros into new blocks, which have to be named.
     assert {sum(step.uploads.values()) for step in graphed.steps} == {1, 2}
-    assert all(step.kernels < 20 for step in graphed.steps)
+    assert all(step.kernels < 40 for step in graphed.steps)
 
 
 def test_queries_are_rotated_as_the_trainer_rotates(on_gpu: Run) -> None:

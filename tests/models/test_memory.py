@@ -33,7 +33,7 @@ SHAPE = ModelShape(
     family="llama", hidden_size=2048, num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64, intermediate_size=8192,
     vocab_size=128_256, max_position_embeddings=4096, tie_embeddings=True,
 )  # fmt: skip
-LOAD = TrainerLoad(tokens=8192, targets=7000, keys=0, half=True, checkpointing=False, flash=True)
+LOAD = TrainerLoad(tokens=8192, targets=7000, keys=0, half=True, checkpointing=False, flash=True, fused=True)
 D, F, Q, V, P = 2048, 8192, 2048, 512, SHAPE.num_parameters
 LAYER = 2 * D * (Q + V) + 3 * D * F + 2 * D
 

@@ -99,7 +99,9 @@ def test_estimate_of_activations(make_trainer, make_groups, shape: dict, recompu
     model_shape = ModelShape(**SHAPE | shape)
     num_tokens = sum(len(g.prompt.token_ids_T) + sum(r.num_tokens - 1 for r in g.rollouts) for g in groups)
     num_keys = sum(len(g.prompt.token_ids_T) + 3 * (len(g.prompt.token_ids_T) + 39) for g in groups)
-    load = TrainerLoad(tokens=num_tokens, targets=0, keys=num_keys, half=False, checkpointing=False, flash=False)
+    load = TrainerLoad(
+        tokens=num_tokens, targets=0, keys=num_keys, half=False, checkpointing=False, flash=False, fused=False
+    )
     layer, ends = activation_bytes(model_shape, load), 4 * 4 * 64 * num_tokens
     if recompute:
         # Of the layers only the inputs are kept, and one of them is computed again at a time.
