@@ -117,10 +117,12 @@ def _peak(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
     # A pipeline's first stage holds its part of the layers for as many microbatches as there are stages.
     kept = sizes.num_layers * (4 * hidden * rows if load.checkpointing else layer)
     # Gradients of gate, up and their product, of experts' rows, and of the residual stream; recomputed, also the layer.
+    # Fused, the product is gone when its gradient comes, and so are rows that were normed.
     active = _active_width(sizes, load)
     copied = hidden * sizes.rows_per_token * _uneven(load)
-    work = (width * (3 * active + copied) + 12 * hidden) * rows + (layer if load.checkpointing else 0)
-    last = 4 * width * active * rows if load.checkpointing else 0
+    work = (width * ((_inner(sizes, load) - 1) * active + copied) + 12 * hidden * (not load.fused)) * rows
+    work = work + (layer if load.checkpointing else 0)
+    last = _inner(sizes, load) * width * active * rows if load.checkpointing else 0
     gradient = load.weight * vocabulary if load.lora is None else 0  # comes whole; a frozen head has none
     # The embedding's comes whole, too; where it is the head, both of them and their sum are there at once.
     is_one = sizes.tie_embeddings and not load.is_critic
@@ -160,6 +162,11 @@ def _logits(sizes: DecoderSizes, load: TrainerLoad) -> Number:
         return 3 * 4 * TILE_LOGITS
     hidden = sizes.hidden_size * load.targets
     return 6 * np.maximum(TILE_LOGITS, hidden) + 8 * hidden
+
+
+def _inner(sizes: DecoderSizes, load: TrainerLoad) -> int:
+    """Gate, up and their product, and silu of gate where it is an operation of its own."""
+    return 3 if load.fused and sizes.moe is None else 4
 
 
 def _uneven(load: TrainerLoad) -> Number:
@@ -230,9 +237,8 @@ def activation_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Number:
         gathered = 2 * hidden * casts
     else:
         gathered = 4 * hidden * 2
-    # Gate, up, silu of gate, and their product; of a mixture also its experts' rows.
-    kept = 3 if load.fused and sizes.moe is None else 4
-    heads = width * (kept * inner + hidden * sizes.rows_per_token * _uneven(load))
+    # Of a mixture also its experts' rows.
+    heads = width * (_inner(sizes, load) * inner + hidden * sizes.rows_per_token * _uneven(load))
     # Queries, keys, values, outputs, and the logarithm of each query's sum; without flash attention queries and outputs
     # twice, as they also have an order of its own.
     heads += width * (2 * query + 2 * kv) + 4 * sizes.num_heads if load.flash else width * 4 * query
