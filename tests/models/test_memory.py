@@ -47,35 +47,56 @@ def test_state_is_sixteen_bytes_a_weight_over_all_ranks_that_share_it() -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_float32_has_no_second_copy_of_the_weights(checkpointing: bool) -> None:
-    """16 bytes a weight, where bfloat16 has 18 while a forward runs."""
-    load = replace(LOAD, half=False, flash=False, keys=9000, checkpointing=checkpointing)
+    """16 bytes a weight, where bfloat16 has 18: while a forward runs, or on GPUs until the step ends."""
+    load = replace(LOAD, half=False, flash=False, fused=False, keys=9000, checkpointing=checkpointing)
     assert trainer_bytes(SHAPE, load)["copies"] == 0
-    half = trainer_bytes(SHAPE, replace(LOAD, tokens=100, targets=90))
-    assert half["copies"] == 2 * (16 * LAYER + 128_256 * D)
+    for fused in (False, True):
+        few = replace(LOAD, tokens=100, targets=90, fused=fused, checkpointing=checkpointing)
+        # Fused, or recomputed, the backward of the embedding is the worst moment, when the head's copy is gone.
+        layers = 2 * 16 * LAYER * (fused or not checkpointing)
+        head = 2 * 128_256 * D * (not fused and not checkpointing)
+        assert trainer_bytes(SHAPE, few)["copies"] == layers + head
 
 
 def test_one_layer_keeps_what_its_docstring_lists() -> None:
-    """By hand, per token in bfloat16: 16 D of the residual stream and norms, 10 D of casts, 8 F, and attention's."""
-    assert activation_bytes(SHAPE, LOAD) == 8192 * (26 * D + 8 * F + 4 * Q + 4 * V + 4 * 32)
+    """By hand, per token in bfloat16: 8 D of the residual stream, 4 D of normed rows, 6 F, and attention's; by autocast
+    16 D of stream and norms, 10 D of casts, and 8 F."""
+    heads = 4 * Q + 4 * V + 4 * 32
+    assert activation_bytes(SHAPE, LOAD) == 8192 * (12 * D + 6 * F + heads)
+    plain = replace(LOAD, fused=False)
+    assert activation_bytes(SHAPE, plain) == 8192 * (26 * D + 8 * F + heads)
     norms = activation_bytes(replace(SHAPE, family="qwen3"), LOAD) - activation_bytes(SHAPE, LOAD)
     assert norms == 8192 * 8 * (Q + V)
-    exact = replace(LOAD, half=False, flash=False, keys=9000)
+    exact = replace(LOAD, half=False, flash=False, fused=False, keys=9000)
     assert activation_bytes(SHAPE, exact) == 4 * (8192 * (6 * D + 4 * F + 4 * Q) + 9000 * 2 * Q)
-    cut = replace(LOAD, tp=4)
-    assert activation_bytes(SHAPE, cut) == 8192 * (10 * D + (16 * D + 8 * F + 4 * Q + 4 * V + 4 * 32) / 4)
+    assert activation_bytes(SHAPE, replace(LOAD, tp=4)) == 8192 * (4 * D + (8 * D + 6 * F + heads) / 4)
+    assert activation_bytes(SHAPE, replace(plain, tp=4)) == 8192 * (10 * D + (16 * D + 8 * F + heads) / 4)
 
 
 def test_a_step_at_its_worst_moment() -> None:
     load = replace(LOAD, tokens=1 << 15)
     layer, table = activation_bytes(SHAPE, load), 8 * 64 * (4096 + (1 << 15))
     many = trainer_bytes(SHAPE, load)
-    # In the backward of a layer: the head's gradient waits for the embedding's, of which it is a part.
-    assert many["activations"] == 16 * layer + table + (6 * F + 12 * D << 15)
+    # In the backward of the head: a tile of logits, its gradient, that of hidden states twice, these, and the head's.
+    assert many["activations"] == 16 * layer + table + (8 * D << 15)
+    assert many["head"] == (6 + 8 + 2) * D * 7000 + 4 * 128_256 * D
+    # In that of a layer: the head's gradient waits for the embedding's, of which it is a part.
+    load = replace(LOAD, tokens=1 << 16, targets=90)
+    layer, table = activation_bytes(SHAPE, load), 8 * 64 * (4096 + (1 << 16))
+    many = trainer_bytes(SHAPE, load)
+    assert many["activations"] == 16 * layer + table + (4 * F << 16)
     assert many["head"] == 4 * 128_256 * D
     few = trainer_bytes(SHAPE, replace(LOAD, tokens=100, targets=90))
+    assert few["head"] == 12 * 128_256 * D, "three of the embedding, which is the head"
+    few = trainer_bytes(SHAPE, replace(LOAD, tokens=100, targets=90, fused=False))
     assert few["head"] == 12 * TILE_LOGITS + 2 * D * 90 + 4 * 128_256 * D
     thrifty = trainer_bytes(SHAPE, replace(load, checkpointing=True))
-    assert thrifty["activations"] == (4 * D * 16 << 15) + layer + table + (6 * F + 12 * D << 15)
+    assert thrifty["activations"] == (4 * D * 16 << 16) + layer + table + (4 * F << 16)
+    assert thrifty["copies"] == 2 * 16 * LAYER
+    thrifty, layer = (
+        one(SHAPE, replace(load, checkpointing=True, fused=False)) for one in (trainer_bytes, activation_bytes)
+    )
+    assert thrifty["activations"] == (4 * D * 16 << 16) + layer + table + (6 * F + 12 * D << 16)
     assert thrifty["copies"] == 2 * LAYER
 
 
