@@ -179,3 +179,21 @@ def test_noise_is_uniform_and_differs_in_every_part_of_its_key() -> None:
     streams = noise_B.reshape(len(keys), 20)
     assert abs(np.corrcoef(streams[:, 0], streams[:, 1])[0, 1]) < 0.05
     assert abs(np.corrcoef(streams[:-1, 0], streams[1:, 0])[0, 1]) < 0.05
+
+
+@pytest.mark.parametrize("size", [10, 256, 257, 5000])
+def test_a_search_by_blocks_finds_what_one_along_the_vocabulary_finds(size: int) -> None:
+    """Up to rounding, which moves a token to a neighbor with some probability; never one without any."""
+    generator = torch.Generator().manual_seed(0)
+    probs_B_V = torch.softmax(torch.randn(400, size, generator=generator) * 6, -1)
+    probs_B_V[:, 1::3] = 0.0
+    probs_B_V[3] = torch.nan
+    noise_B_1 = torch.rand(400, 1, generator=generator)
+    noise_B_1[0], noise_B_1[1] = 0.0, 1 - 2**-24
+    found_B_1, total_B_1 = sampler_module._by_blocks(probs_B_V, noise_B_1)
+    expected_B_1, _ = sampler_module._searched(probs_B_V, noise_B_1)
+    whole = torch.arange(400) != 3
+    assert (probs_B_V.gather(1, found_B_1.clamp_max(size - 1))[whole] > 0).all()
+    assert (found_B_1 == expected_B_1)[whole].float().mean() > 0.99
+    torch.testing.assert_close(total_B_1[whole], probs_B_V.sum(1, keepdim=True)[whole])
+    assert total_B_1[3].isnan()

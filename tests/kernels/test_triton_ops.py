@@ -50,6 +50,14 @@ def test_norms(size: int, adds: bool) -> None:
     assert torch.equal(x, total), "added in place"
 
 
+def test_rows_in_float32_are_normed_to_the_type_of_the_weight() -> None:
+    x, delta, weight = drawn(3, 100), drawn(3, 100, seed=2).bfloat16(), drawn(100, seed=1).bfloat16()
+    total = x + delta.float()
+    found = triton_ops.rms_norm(x, weight, EPS, delta, None)
+    assert found.dtype == torch.bfloat16 and torch.equal(x, total), "what is added up is not rounded"
+    torch.testing.assert_close(found.float(), F.rms_norm(total, (100,), weight.float(), EPS), rtol=0.01, atol=0.01)
+
+
 def test_activations_of_the_halves_of_a_matrix() -> None:
     gate, up = drawn(5, 140).split(70, 1)
     expected = F.silu(gate) * up
