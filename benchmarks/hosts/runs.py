@@ -271,32 +271,34 @@ def demo(folder: Path, pairs: int) -> dict[str, Any]:
     return {"demo_ratio": statistics.median(ratios), "demo_ratios": ratios}
 
 
-def losses(folder: Path, number: int, minutes: float) -> dict[str, Any]:
-    """Runs with three losses each, of any host but the controller's; none begins after so many minutes."""
+def losses(folder: Path, number: int, minutes: float, tell: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """Runs with three losses each, of any host but the controller's; none begins after so many minutes. What is known
+    is told after each."""
     draw, events, failures = random.Random(0), list[dict[str, Any]](), list[str]()
-    accuracies, num_trainers, num_runs, start_s = list[float](), 0, 0, time.monotonic()
+    accuracies, num_trainers, start_s = list[float](), 0, time.monotonic()
+    found = dict[str, Any]()
     for i in range(-(-number // LOSSES_PER_RUN)):
-        if time.monotonic() - start_s > 60 * minutes:
+        if found and time.monotonic() - start_s > 60 * minutes:
             break
-        num_runs += 1
         place = Path(tempfile.mkdtemp(dir=folder))
         try:
-            found, accuracy = one_run(place, draw, slow=i % 3 == 2)
-            events += found
+            befell, accuracy = one_run(place, draw, slow=i % 3 == 2)
+            events += befell
             accuracies.append(accuracy)
             num_trainers += len(ORIGIN.findall((place / "out.txt").read_text()))
         except (AssertionError, subprocess.TimeoutExpired) as error:
             failures.append(str(error)[-2000:])
-    slowest = max((event["longest_step_s"] for event in events), default=0.0)
-    return {
-        "losses_tried": LOSSES_PER_RUN * num_runs,
-        "losses_failed": len(failures),
-        "losses_of_trainer": num_trainers,
-        "losses": events,
-        "failures": failures,
-        "accuracies": accuracies,
-        "longest_step_s": slowest,
-    }
+        found = {
+            "losses_tried": LOSSES_PER_RUN * (i + 1),
+            "losses_failed": len(failures),
+            "losses_of_trainer": num_trainers,
+            "losses": events,
+            "failures": failures,
+            "accuracies": accuracies,
+            "longest_step_s": max((event["longest_step_s"] for event in events), default=0.0),
+        }
+        tell(found)
+    return found
 
 
 def one_run(place: Path, draw: random.Random, *, slow: bool) -> tuple[list[dict[str, Any]], float]:
@@ -454,22 +456,28 @@ def main() -> None:
     if reason := available():
         sys.exit(f"no network namespaces: {reason}")
     figures = earlier(options.output or RESULTS)
+    notes = ["hosts are network namespaces on one machine, whose processors all of them share"]
+    settings = {"agents": options.agents, "pairs": options.pairs, "steps": STEPS, "loss_steps": LOSS_STEPS}
+    where = {"folder": options.output} if options.output else {}
+
+    def write(found: dict[str, Any]) -> Path:
+        """Each part, and each run with losses, is kept as soon as it has ended."""
+        figures.update(found)
+        return write_result("hosts", settings, figures, notes, **where)
+
     parts: dict[str, Callable[[Path], dict[str, Any]]] = {
         "attach": attach,
         "registry": partial(registry, num_agents=options.agents),
         "demo": partial(demo, pairs=options.pairs),
-        "losses": partial(losses, number=options.losses, minutes=options.minutes),
+        "losses": partial(losses, number=options.losses, minutes=options.minutes, tell=write),
         "trainers": partial(trainers, number=options.trainers),
         "distance": distance,
         "lossy": lossy,
     }
     with tempfile.TemporaryDirectory() as temporary:
         for name in options.only or PARTS:
-            figures |= parts[name](Path(temporary))
-    notes = ["hosts are network namespaces on one machine, whose processors all of them share"]
-    settings = {"agents": options.agents, "pairs": options.pairs, "steps": STEPS, "loss_steps": LOSS_STEPS}
-    where = {"folder": options.output} if options.output else {}
-    print(write_result("hosts", settings, figures, notes, **where).read_text(encoding="utf-8"))
+            path = write(parts[name](Path(temporary)))
+    print(path.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":
