@@ -26,11 +26,12 @@ from llamarl.config.trainer import TrainerConfig
 from llamarl.distributed.mesh import join_mesh
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.distributed.runtime import set_up_device
-from llamarl.kernels import build, fused, products
+from llamarl.kernels import build, fused, half, products
 from llamarl.models.hf import open_model
 from llamarl.models.lora import add_adapters
 from llamarl.models.memory import MOMENTS_BYTES
 from llamarl.models.transformer import Transformer
+from llamarl.training.compute import uses_halves
 from llamarl.training.optimization import Optimization
 from llamarl.training.parallel import Read
 from llamarl.training.preflight import check_layout
@@ -77,9 +78,11 @@ class OptimizingExecutor(Executor):
     def _built(self, optimization: Optimization[Any]) -> None:
         """Says in the log what multiplies. Raises ConfigError when there is no room for the mirror of weights and both
         moments of AdamW."""
-        if said := products.describe():
-            with suppress(OSError):  # into the executor's log, unless that disk is full
-                sys.stdout.write(f"{said}\n{fused.describe()}\n")
+        said = [products.describe(), fused.describe()] if products.describe() else list[str]()
+        if uses_halves(optimization.config, optimization.device):
+            said = [half.describe(optimization.device)]
+        with suppress(OSError):  # into the executor's log, unless that disk is full
+            sys.stdout.write("".join(f"{line}\n" for line in said))
         if self._mirror:
             each = MOMENTS_BYTES[optimization.config.moments]
             held = [tensor for _, tensor in optimization.shards().values()]

@@ -28,8 +28,16 @@ class Fused:
     """`triton_decode`; None: torch does its work."""
     ops: ModuleType | None = None
     """`triton_ops`, likewise."""
+    reason: str = ""
+    """Why not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingKernels:
+    """Kernels of training that there are for one device."""
+
     logprobs: ModuleType | None = None
-    """`triton_logprobs`, likewise."""
+    """`triton_logprobs`; None: torch does its work."""
     train: ModuleType | None = None
     """`triton_train`, likewise."""
     reason: str = ""
@@ -39,9 +47,15 @@ class Fused:
 @functools.cache
 def fused(device: torch.device) -> Fused:
     """Compiled, and checked against torch, at the first call."""
-    errors = {"decode": decode_error, "ops": ops_error, "logprobs": logprobs_error, "train": train_error}
-    found, reason = load(device, errors)
+    found, reason = load(device, {"decode": decode_error, "ops": ops_error})
     return Fused(**found, reason=reason)
+
+
+@functools.cache
+def training(device: torch.device) -> TrainingKernels:
+    """Likewise."""
+    found, reason = load(device, {"logprobs": logprobs_error, "train": train_error})
+    return TrainingKernels(**found, reason=reason)
 
 
 def load(
@@ -60,7 +74,8 @@ def load(
     except ImportError as error:
         return {}, str(error)
     try:
-        off = {name: errors[name](kernel, device) for name, kernel in found.items()}
+        with torch.inference_mode(False):  # which a first caller may be in, and gradients are checked
+            off = {name: errors[name](kernel, device) for name, kernel in found.items()}
     except (*FAILURES, TritonError) as failed:
         return {}, f"{type(failed).__name__}: {failed}"
     wrong = [f"triton_{name}.py is off by {error:.1g} here" for name, error in off.items() if not error < 1e-2]

@@ -24,8 +24,15 @@ from llamarl.kernels import gpu, ops
 
 def prepare(device: torch.device) -> None:
     """Compiles and checks now, not inside of a first forward, whose tensors are counted."""
-    gpu.fused(device)
+    gpu.training(device)
     _adds_in_place(device)
+
+
+def describe(device: torch.device) -> str:
+    """Line for the log: what serves in bfloat16 on a GPU."""
+    reason = gpu.training(device).reason
+    added = "in place" if _adds_in_place(device) else "by a sum of its own, as torch has no product for it"
+    return f"norms, rotations, activations: {f'torch ({reason})' if reason else 'fused'}; gradients are added {added}"
 
 
 class Product:
@@ -41,9 +48,8 @@ class Product:
         if not (is_whole and _is_half(x)):
             return F.linear(x, weight_O_I, bias_O)
         x_M_I = x.to(torch.bfloat16).flatten(0, -2)
-        y_M_O = _ProductFunction.apply(x_M_I, weight_O_I, self._half(weight_O_I))
-        y = y_M_O.view(*x.shape[:-1], len(weight_O_I))
-        return y if bias_O is None else y + bias_O.to(y.dtype)
+        y_M_O = _ProductFunction.apply(x_M_I, weight_O_I, self._half(weight_O_I), bias_O)
+        return y_M_O.view(*x.shape[:-1], len(weight_O_I))
 
     def _half(self, weight_O_I: Tensor) -> Tensor:
         seen = weight_O_I.data_ptr(), weight_O_I._version
@@ -59,7 +65,7 @@ class Product:
 
 def rms_norm(x: Tensor, shape: tuple[int, ...], weight_D: Tensor, eps: float) -> Tensor:
     """`F.rms_norm`, in float32 arithmetic; of float32 rows, of the residual stream, rounded to bfloat16 once."""
-    kernels = gpu.fused(x.device).train if x.ndim == 2 and x.dtype == torch.float32 and _is_half(x) else None
+    kernels = gpu.training(x.device).train if x.ndim == 2 and x.dtype == torch.float32 and _is_half(x) else None
     if kernels is None:
         return F.rms_norm(x.float(), shape, weight_D.float(), eps)
     return _HalfNormFunction.apply(x.contiguous(), weight_D, eps, kernels)
@@ -67,7 +73,7 @@ def rms_norm(x: Tensor, shape: tuple[int, ...], weight_D: Tensor, eps: float) ->
 
 def rotate(x_N_H_K: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """`ops.rotate_by_torch`, rounded to bfloat16 once."""
-    kernels = gpu.fused(x_N_H_K.device).train if x_N_H_K.dtype == torch.bfloat16 and _is_half(x_N_H_K) else None
+    kernels = gpu.training(x_N_H_K.device).train if x_N_H_K.dtype == torch.bfloat16 and _is_half(x_N_H_K) else None
     if kernels is None or rotation[0].dtype != torch.float32:
         return ops.rotate_by_torch(x_N_H_K, rotation)
     return _HalfRotationFunction.apply(x_N_H_K, *rotation, kernels)
@@ -75,7 +81,7 @@ def rotate(x_N_H_K: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, rounded to bfloat16 once."""
-    kernels = gpu.fused(gate.device).train if gate.dtype == torch.bfloat16 and _is_half(gate) else None
+    kernels = gpu.training(gate.device).train if gate.dtype == torch.bfloat16 and _is_half(gate) else None
     return ops.gate_by_torch(gate, up) if kernels is None else _HalfGateFunction.apply(gate, up, kernels)
 
 
@@ -107,21 +113,22 @@ def _adds_in_place(device: torch.device) -> bool:
 
 class _ProductFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_M_I: Tensor, weight_O_I: Tensor, half_O_I: Tensor) -> Tensor:
+    def forward(ctx: Any, x_M_I: Tensor, weight_O_I: Tensor, half_O_I: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_M_I if ctx.needs_input_grad[1] else None, half_O_I)
-        ctx.weight = weight_O_I
-        return x_M_I @ half_O_I.t()
+        ctx.weight, ctx.bias_dtype = weight_O_I, None if bias_O is None else bias_O.dtype
+        return F.linear(x_M_I, half_O_I, None if bias_O is None else bias_O.to(half_O_I.dtype))  # rounded once
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None]:  # pyrefly: ignore[bad-override]
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (grad_M_O,), (x_M_I, half_O_I), weight_O_I = grads, ctx.saved_tensors, ctx.weight
         if x_M_I is not None:
             if weight_O_I.grad is None:
                 weight_O_I.grad = torch.mm(grad_M_O.t(), x_M_I, out_dtype=torch.float32)
             else:
                 add_product(weight_O_I.grad, grad_M_O, x_M_I)
-        return grad_M_O @ half_O_I if ctx.needs_input_grad[0] else None, None, None
+        grad_O = grad_M_O.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
+        return grad_M_O @ half_O_I if ctx.needs_input_grad[0] else None, None, None, grad_O
 
 
 class _HalfNormFunction(torch.autograd.Function):

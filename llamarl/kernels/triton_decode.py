@@ -31,7 +31,9 @@ _PROGRAMS = 1024
 """At least so many, where rows are long enough: 7 on each of an H100's 132 processors. An estimate."""
 _STAGES = 5
 """Some are spent on the table, through which keys and values are found. On an H100 3 % faster than 3 with a cache of
-bfloat16, 20 % with one of float8 (`gpu-check`'s part `attention`). In float32 so many do not fit small GPUs."""
+bfloat16, 20 % with one of float8 (`gpu-check`'s part `attention`)."""
+_WIDE_STAGES = 3
+"""In float32, and with wide heads: more would not fit small GPUs."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -64,8 +66,10 @@ def decode_attention(
     sums_B_H_P_K = q_B_H_K.new_empty((num_rows, num_heads, parts, head_dim), dtype=torch.float32)
     scales_B_H_P_2 = q_B_H_K.new_empty((num_rows, num_heads, parts, 2), dtype=torch.float32)
     out_B_H_K = torch.empty_like(q_B_H_K, memory_format=torch.contiguous_format)
-    tile = _TILE if channels * q_B_H_K.element_size() <= _TILE_ROW_BYTES else _TILE // 2
+    row_bytes = channels * q_B_H_K.element_size()
+    tile = _TILE if row_bytes <= _TILE_ROW_BYTES else _TILE // 2
     exact = q_B_H_K.dtype == torch.float32 or not q_B_H_K.is_cuda
+    is_wide = exact or row_bytes >= _TILE_ROW_BYTES
     context = {"S": BLOCK_SIZE, "T": tile, "P": parts, "LEAST": _LEAST_TILES}
     with torch.cuda.device_of(q_B_H_K):
         attend: Any = _attend_to_part[num_rows, num_kv_heads, parts]
@@ -73,7 +77,7 @@ def decode_attention(
             q_B_H_K, keys_C_J_K_S, values_C_J_S_K, table, width, prefix_B, own_B, sums_B_H_P_K, scales_B_H_P_2,
             q_B_H_K.stride(0), *(keys_C_J_K_S.stride(i) for i in (0, 1, 3)), *values_C_J_S_K.stride()[:3],
             head_dim**-0.5 * _LOG2_E, heads, head_dim, R=max(16, triton.next_power_of_2(heads)), K=channels,
-            EXACT=exact, **context, num_warps=4, num_stages=3 if exact else _STAGES,
+            EXACT=exact, **context, num_warps=4, num_stages=_WIDE_STAGES if is_wide else _STAGES,
         )  # fmt: skip
         join: Any = _join_parts[num_rows, num_heads]
         join(sums_B_H_P_K, scales_B_H_P_2, prefix_B, own_B, out_B_H_K, head_dim, K=channels, **context, num_warps=4)

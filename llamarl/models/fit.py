@@ -157,7 +157,7 @@ def trainer_load(
         tokens=tokens, targets=tokens * responses / group,
         keys=tokens * (prompt + rollout.group_size * (prompt + response)) / group,
         half=half, checkpointing=settings.activation_checkpointing, flash=on_gpu and half and layout.cp == 1,
-        fused=on_gpu and half and not settings.compile,
+        on_gpu=on_gpu, fused=on_gpu and half and not settings.compile,
         tp=layout.tp, cp=layout.cp, pp=layout.pp, shards=layout.fsdp * layout.cp, ep=layout.ep,
         is_critic=critic is not None,
         weight=WIDTHS[settings.weights], moments=memory.MOMENTS_BYTES[settings.moments],

@@ -54,6 +54,8 @@ class TrainerLoad:
     checkpointing: bool
     flash: bool
     """Attention on a GPU in bfloat16, without context ranks."""
+    on_gpu: bool
+    """Its head's tiles are wider there."""
     fused: bool
     """Operations of `kernels/half.py` compute: on a GPU in bfloat16, without `torch.compile`."""
     tp: Number = 1
@@ -156,12 +158,14 @@ def _peak(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
 
 
 def _logits(sizes: DecoderSizes, load: TrainerLoad) -> Number:
-    """Bytes of tiles of logits; on GPUs, where they have as many columns as hidden states, of one with its gradient in
-    bfloat16, and of the gradient of the hidden states, which is added up in float32."""
-    if not load.fused:
+    """Bytes of tiles of logits; on GPUs, where they have as many columns as hidden states, of one with its gradient,
+    and of the gradient of the hidden states, which is added up in float32, with what is added; or of the next tile
+    beside one and its gradient."""
+    if not load.on_gpu:
         return 3 * 4 * TILE_LOGITS
-    hidden = sizes.hidden_size * load.targets
-    return 6 * np.maximum(TILE_LOGITS, hidden) + 8 * hidden
+    hidden, width = sizes.hidden_size * load.targets, 2 if load.half else 4
+    tile = np.maximum(TILE_LOGITS, hidden)
+    return np.maximum((4 + width) * tile + 8 * hidden, (8 + width) * tile + 4 * hidden)
 
 
 def _inner(sizes: DecoderSizes, load: TrainerLoad) -> int:

@@ -111,9 +111,10 @@ class RMSNorm(nn.RMSNorm):
     """Norm with a gradient, by torch or by what training sets in its place."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.normalize is F.rms_norm and x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
-            return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps)
-        return self.normalize(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        weight_D = self.weight.to(x.dtype)
+        if x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
+            x, weight_D = (x.float(), self.weight.float()) if self.normalize is F.rms_norm else (x, self.weight)
+        return self.normalize(x, self.normalized_shape, weight_D, self.eps)
 
 
 class Projection(nn.Linear):
@@ -237,13 +238,19 @@ class Decoder(nn.Module):
         self, inputs_N: Tensor, positions_N: Tensor, attend: Attend, routes_N_W: Tensor | None = None
     ) -> Tensor:
         """Takes token ids, or the hidden states [N, D] of the pipeline stage before; see `Transformer.forward`."""
-        x_N_D = inputs_N if inputs_N.is_floating_point() else self.embed_tokens(inputs_N)
-        if torch.is_autocast_enabled(x_N_D.device.type):  # rounded as generators have it; what is added up is not
-            x_N_D = x_N_D.to(torch.get_autocast_dtype(x_N_D.device.type)).float()
+        x_N_D = inputs_N if inputs_N.is_floating_point() else self._embedded(inputs_N)
         rotation = self.rope(positions_N, x_N_D.dtype)
         for layer in self.layers.children():
             x_N_D = layer(x_N_D, rotation, attend, routes_N_W)
         return self.norm(x_N_D)
+
+    def _embedded(self, token_ids_N: Tensor) -> Tensor:
+        """Under autocast rounded as generators have them, but neither what layers add nor the gradient."""
+        x_N_D = self.embed_tokens(token_ids_N)
+        if not torch.is_autocast_enabled(x_N_D.device.type):
+            return x_N_D
+        x_N_D = x_N_D.float()
+        return x_N_D + (x_N_D.to(torch.get_autocast_dtype(x_N_D.device.type)) - x_N_D).detach()
 
 
 class Transformer(nn.Module):

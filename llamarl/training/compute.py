@@ -25,7 +25,7 @@ def set_compute(model: Transformer | ScalarModel, config: TrainerConfig, device:
         for module in model.modules():
             if isinstance(module, Projection | LoraLinear):
                 products.chosen(*module.weight.shape)  # measured at the start
-    elif device.type == "cuda" and config.dtype == "bfloat16" and not config.compile:
+    elif uses_halves(config, device):
         half.prepare(device)
         _set_products(model, half.Product)
         _set_operations(model.model.layers, half)  # a critic's head takes a norm that was not rounded
@@ -38,6 +38,11 @@ def set_compute(model: Transformer | ScalarModel, config: TrainerConfig, device:
             if isinstance(layer.mlp, FeedForward):  # how many rows an expert has differs, too
                 layer.mlp.forward = torch.compile(layer.mlp.forward, dynamic=True)
     return has_own
+
+
+def uses_halves(config: TrainerConfig, device: torch.device) -> bool:
+    """The operations of `kernels/half.py` serve."""
+    return device.type == "cuda" and config.dtype == "bfloat16" and not config.compile
 
 
 def _set_products(model: nn.Module, multiply: Callable[[], Callable[..., Tensor]]) -> None:

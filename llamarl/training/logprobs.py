@@ -118,7 +118,7 @@ def _leave_out(logits_R_T: Tensor, floors_R_1: Tensor | None, columns_R_1: Tenso
 
 def _kernels(hidden_R_D: Tensor, cutoffs_R: Tensor | None) -> Any:
     """`kernels/triton_logprobs.py` on a GPU; None: torch does its work."""
-    return gpu.fused(hidden_R_D.device).logprobs if cutoffs_R is None and hidden_R_D.dtype != torch.float64 else None
+    return gpu.training(hidden_R_D.device).logprobs if cutoffs_R is None and hidden_R_D.dtype != torch.float64 else None
 
 
 class _TargetLogprobs(torch.autograd.Function):

@@ -132,7 +132,7 @@ def trained(name: str, num_groups: int, config: dict[str, Any], tp: int = 1) -> 
     if settings.lora:
         add_adapters(model, settings.lora, 0, getattr(torch, settings.dtype))
     kernels: Any = TrainKernels
-    own = patch.object(gpu, "fused", lambda _: gpu.Fused(train=kernels))
+    own = patch.object(gpu, "training", lambda _: gpu.TrainingKernels(train=kernels))
     added = patch.object(half, "add_product", lambda *_: None)  # in place
     with _valueless() as counted, _mesh(tp) as mesh, own, added:
         before = counted.live_bytes
@@ -147,7 +147,7 @@ def trained(name: str, num_groups: int, config: dict[str, Any], tp: int = 1) -> 
             forget_copies(trainer.model)
     load = TrainerLoad(
         tokens=len(batch.token_ids_N), targets=len(batch.targets_R), keys=0, half=settings.dtype == "bfloat16",
-        checkpointing=settings.activation_checkpointing, flash=True, fused=True, lora=settings.lora, tp=tp,
+        checkpointing=settings.activation_checkpointing, flash=True, on_gpu=True, fused=True, lora=settings.lora, tp=tp,
         weight=memory.WIDTHS[settings.weights], moments=memory.MOMENTS_BYTES[settings.moments],
     )  # fmt: skip
     table = 8 * shape.head_dim * shape.max_position_embeddings  # of the rotation: made once, counted with a step
@@ -294,7 +294,8 @@ def sharded(
             finished(trainer.accumulate(groups, 1))
         load = TrainerLoad(
             tokens=num_tokens, targets=num_tokens, keys=2 * num_tokens, half=settings.dtype == "bfloat16",
-            checkpointing=settings.activation_checkpointing, flash=False, fused=False, shards=num_ranks, ep=ep,
+            checkpointing=settings.activation_checkpointing, flash=False, on_gpu=False, fused=False,
+            shards=num_ranks, ep=ep,
             weight=memory.WIDTHS[settings.weights], moments=memory.MOMENTS_BYTES[settings.moments],
         )  # fmt: skip
         parts = memory.trainer_bytes(shape, load)

@@ -26,7 +26,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from llamarl.kernels import triton_decode, triton_fingerprint, triton_ops
+from llamarl.kernels import triton_decode, triton_fingerprint, triton_logprobs, triton_ops, triton_train
 
 ARCHITECTURE = 90
 FP8 = torch.float8_e4m3fn
@@ -85,12 +85,35 @@ def rotate(shape: Shape, x: torch.dtype, cached: torch.dtype, shift: int = 0) ->
 
 
 def rows(shape: Shape, takes: torch.dtype | None) -> None:
-    x, weight = given(3, shape.hidden, dtype=torch.bfloat16), given(shape.hidden, dtype=torch.bfloat16)
+    x, weight = given(3, shape.hidden, dtype=torch.float32), given(shape.hidden, dtype=torch.bfloat16)
+    delta = given(3, shape.hidden, dtype=torch.bfloat16)
     inner = given(3, shape.inner, dtype=torch.bfloat16)
-    triton_ops.rms_norm(x, weight, 1e-6, x, takes)
+    triton_ops.rms_norm(x, weight, 1e-6, delta, takes)
     triton_ops.silu_mul(inner, inner, takes)
     if takes:
-        triton_ops.quantize(x, takes)
+        triton_ops.quantize(delta, takes)
+
+
+def train(shape: Shape) -> None:
+    stream, weight = given(3, shape.hidden, dtype=torch.float32), given(shape.hidden, dtype=torch.float32)
+    grad, inner = given(3, shape.hidden, dtype=torch.bfloat16), given(3, shape.inner, dtype=torch.bfloat16)
+    triton_train.rms_norm(stream, weight, 1e-6, torch.bfloat16)
+    triton_train.rms_norm_backward(grad, stream, weight, 1e-6)
+    triton_train.silu_mul(inner, inner)
+    triton_train.silu_mul_backward(inner, inner, inner)
+    heads, angles = (
+        given(3, shape.heads, shape.head_dim, dtype=torch.bfloat16),
+        given(3, 1, shape.head_dim, dtype=torch.float32),
+    )
+    for back in (False, True):
+        triton_train.rotated(heads, angles, angles, back)
+
+
+def logprobs() -> None:
+    logits, numbers = given(3, 4096, dtype=torch.float32), given(3, 1, dtype=torch.float32)
+    targets = given(3, dtype=torch.int64)
+    triton_logprobs.add_tile(logits, targets, numbers, numbers, numbers)
+    triton_logprobs.gradient(logits, targets, given(3, dtype=torch.float32), numbers, torch.bfloat16)
 
 
 def fingerprint(columns: int = 2048) -> None:
@@ -108,6 +131,7 @@ def cases(shape: Shape) -> dict[str, Any]:
             found[f"decode {cached}, {batch} rows"] = lambda cached=cached, batch=batch: decode(
                 shape, torch.bfloat16, cached, batch
             )
+    found["train"] = lambda: train(shape)
     return found
 
 
@@ -124,6 +148,10 @@ SMALL: dict[str, Any] = {
     "decode bfloat16": lambda: decode(SHAPES["8b"], torch.bfloat16, torch.bfloat16),
     "decode float8": lambda: decode(SHAPES["8b"], torch.bfloat16, FP8),
     "decode float32, wide heads": lambda: decode(WIDE, torch.float32, torch.float32),
+    "decode bfloat16, wide heads": lambda: decode(WIDE, torch.bfloat16, torch.bfloat16),
+    "decode float8, wide heads": lambda: decode(WIDE, torch.bfloat16, FP8),
+    "train": lambda: train(SHAPES["8b"]),
+    "log-probs": logprobs,
     "rotate bfloat16": lambda: rotate(replace(SHAPES["8b"], norms=True), torch.bfloat16, torch.bfloat16),
     "rotate float8": lambda: rotate(replace(SHAPES["8b"], norms=True), torch.bfloat16, FP8),
     "rows": lambda: rows(SHAPES["8b"], None),

@@ -15,6 +15,7 @@ train = pytest.importorskip("llamarl.kernels.triton_train")
 logprobs = pytest.importorskip("llamarl.kernels.triton_logprobs")
 pytestmark = needs_interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GPU = torch.device("cuda", 0)
 EPS = 1e-5
 
 
@@ -84,8 +85,12 @@ def test_log_probs_in_tiles(widths: tuple[int, ...]) -> None:
         assert_near(grad, expected[:, start : start + tile.shape[1]])
 
 
-def test_what_a_gpu_checks_at_start() -> None:
+def test_what_a_gpu_checks_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu.train_error(train, DEVICE) < 1e-4
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    with torch.inference_mode():  # a reference's first forward
+        found, reason = gpu.load(GPU, {"train": lambda kernels, _: gpu.train_error(kernels, DEVICE)})
+    assert found == {"train": train}, reason
     assert gpu.logprobs_error(logprobs, DEVICE) < 1e-4
 
 

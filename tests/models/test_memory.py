@@ -33,7 +33,9 @@ SHAPE = ModelShape(
     family="llama", hidden_size=2048, num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64, intermediate_size=8192,
     vocab_size=128_256, max_position_embeddings=4096, tie_embeddings=True,
 )  # fmt: skip
-LOAD = TrainerLoad(tokens=8192, targets=7000, keys=0, half=True, checkpointing=False, flash=True, fused=True)
+LOAD = TrainerLoad(
+    tokens=8192, targets=7000, keys=0, half=True, checkpointing=False, flash=True, on_gpu=True, fused=True
+)
 D, F, Q, V, P = 2048, 8192, 2048, 512, SHAPE.num_parameters
 LAYER = 2 * D * (Q + V) + 3 * D * F + 2 * D
 
@@ -48,10 +50,10 @@ def test_state_is_sixteen_bytes_a_weight_over_all_ranks_that_share_it() -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_float32_has_no_second_copy_of_the_weights(checkpointing: bool) -> None:
     """16 bytes a weight, where bfloat16 has 18: while a forward runs, or on GPUs until the step ends."""
-    load = replace(LOAD, half=False, flash=False, fused=False, keys=9000, checkpointing=checkpointing)
+    load = replace(LOAD, half=False, flash=False, on_gpu=False, fused=False, keys=9000, checkpointing=checkpointing)
     assert trainer_bytes(SHAPE, load)["copies"] == 0
     for fused in (False, True):
-        few = replace(LOAD, tokens=100, targets=90, fused=fused, checkpointing=checkpointing)
+        few = replace(LOAD, tokens=100, targets=90, on_gpu=fused, fused=fused, checkpointing=checkpointing)
         # Fused, or recomputed, the backward of the embedding is the worst moment, when the head's copy is gone.
         layers = 2 * 16 * LAYER * (fused or not checkpointing)
         head = 2 * 128_256 * D * (not fused and not checkpointing)
@@ -67,7 +69,7 @@ def test_one_layer_keeps_what_its_docstring_lists() -> None:
     assert activation_bytes(SHAPE, plain) == 8192 * (26 * D + 8 * F + heads)
     norms = activation_bytes(replace(SHAPE, family="qwen3"), LOAD) - activation_bytes(SHAPE, LOAD)
     assert norms == 8192 * 8 * (Q + V)
-    exact = replace(LOAD, half=False, flash=False, fused=False, keys=9000)
+    exact = replace(LOAD, half=False, flash=False, on_gpu=False, fused=False, keys=9000)
     assert activation_bytes(SHAPE, exact) == 4 * (8192 * (6 * D + 4 * F + 4 * Q) + 9000 * 2 * Q)
     assert activation_bytes(SHAPE, replace(LOAD, tp=4)) == 8192 * (4 * D + (8 * D + 6 * F + heads) / 4)
     assert activation_bytes(SHAPE, replace(plain, tp=4)) == 8192 * (10 * D + (16 * D + 8 * F + heads) / 4)
@@ -88,16 +90,25 @@ def test_a_step_at_its_worst_moment() -> None:
     assert many["head"] == 4 * 128_256 * D
     few = trainer_bytes(SHAPE, replace(LOAD, tokens=100, targets=90))
     assert few["head"] == 12 * 128_256 * D, "three of the embedding, which is the head"
-    few = trainer_bytes(SHAPE, replace(LOAD, tokens=100, targets=90, fused=False))
+    few = trainer_bytes(SHAPE, replace(LOAD, tokens=100, targets=90, on_gpu=False, fused=False))
     assert few["head"] == 12 * TILE_LOGITS + 2 * D * 90 + 4 * 128_256 * D
     thrifty = trainer_bytes(SHAPE, replace(load, checkpointing=True))
     assert thrifty["activations"] == (4 * D * 16 << 16) + layer + table + (4 * F << 16)
     assert thrifty["copies"] == 2 * 16 * LAYER
     thrifty, layer = (
-        one(SHAPE, replace(load, checkpointing=True, fused=False)) for one in (trainer_bytes, activation_bytes)
+        one(SHAPE, replace(load, checkpointing=True, on_gpu=False, fused=False))
+        for one in (trainer_bytes, activation_bytes)
     )
     assert thrifty["activations"] == (4 * D * 16 << 16) + layer + table + (6 * F + 12 * D << 16)
     assert thrifty["copies"] == 2 * LAYER
+
+
+def test_tiles_on_a_gpu_are_as_wide_as_hidden_states_whoever_computes() -> None:
+    """With `trainer.compile`, and in float32, too."""
+    load = replace(LOAD, tokens=64, targets=64_000, fused=False)  # so that the head decides
+    for half, each in ((True, 14 + 2), (False, 16 + 4)):
+        parts = trainer_bytes(SHAPE, replace(load, half=half, flash=half))
+        assert parts["head"] == each * 64_000 * D + 4 * 128_256 * D
 
 
 def test_a_pipeline_s_stage_has_its_layers_and_one_end() -> None:

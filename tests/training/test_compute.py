@@ -100,7 +100,14 @@ def test_estimate_of_activations(make_trainer, make_groups, shape: dict, recompu
     num_tokens = sum(len(g.prompt.token_ids_T) + sum(r.num_tokens - 1 for r in g.rollouts) for g in groups)
     num_keys = sum(len(g.prompt.token_ids_T) + 3 * (len(g.prompt.token_ids_T) + 39) for g in groups)
     load = TrainerLoad(
-        tokens=num_tokens, targets=0, keys=num_keys, half=False, checkpointing=False, flash=False, fused=False
+        tokens=num_tokens,
+        targets=0,
+        keys=num_keys,
+        half=False,
+        checkpointing=False,
+        flash=False,
+        on_gpu=False,
+        fused=False,
     )
     layer, ends = activation_bytes(model_shape, load), 4 * 4 * 64 * num_tokens
     if recompute:

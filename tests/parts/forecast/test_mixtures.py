@@ -83,7 +83,8 @@ EXPERTS_235B = 94 * 3 * 128 * 4096 * 1536
 def test_a_rank_holds_its_part_of_all_weights() -> None:
     """235B, experts by number over 32 of 128 ranks, and rows of each over four: a quarter of four experts' 1,536."""
     load = TrainerLoad(
-        tokens=8192, targets=8192, keys=0, half=True, checkpointing=True, flash=True, fused=True, shards=128, ep=32
+        tokens=8192, targets=8192, keys=0, half=True, checkpointing=True, flash=True, on_gpu=True, fused=True,
+        shards=128, ep=32,
     )  # fmt: skip
     dense = QWEN_235B.num_parameters - EXPERTS_235B
     rank = dense / 128 + 94 * 3 * 4 * 4096 * 384
