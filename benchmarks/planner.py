@@ -55,7 +55,7 @@ The paper's batch and lengths could not be looked up: the workload is an assumpt
 A first choice of constants, train_efficiency with decode_overhead_s, met the 8B rows only at 7 % of peak and missed the
 70B asynchronous row by +287 % and the 405B one by +96 %; it was given up for that reason, so the choice of constants,
 though not their values, has seen the other rows.
-peer_error is for NeMo RL, whose workload is published, with default constants.
+peer_error is for NeMo RL, whose workload is published, with default constants; what fits in no layout is left out.
 """
 
 

@@ -548,7 +548,7 @@ FIGURES = (
     Figure(
         "docs/measures.md",
         "predicted step time against the paper's, calibrated at 8B: {} for 70B, {} for 405B",
-        "planner-2026-11-23",
+        "planner-2026-11-26",
         (("paper_error/70b", "+.0%"), ("paper_error/405b", "+.0%")),
     ),
     Figure(

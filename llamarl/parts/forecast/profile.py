@@ -134,8 +134,8 @@ def planner_constants(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """`constants` and `gpu` with which the planner's formulas give the measured seconds for the run's own work.
 
-    Peak FLOPs of a CPU core are what training reached, so that its efficiency is 1. Skipped samples and prompts that a
-    group shares make training look faster than it is; that stays in the efficiency.
+    Peak FLOPs of a CPU core are what training reached, so that its efficiency is 1. Skipped samples make training
+    look faster than it is; that stays in the efficiency.
     """
     default = Constants()
     request = run_request(run, replace(default, recompute=0.0))

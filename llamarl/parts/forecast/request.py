@@ -101,9 +101,9 @@ class PlanRequest:
         return self.prompts_per_step * self.group_size
 
     @property
-    def sample_tokens(self) -> float:
-        """Mean prompt plus response."""
-        return self.prompt_tokens + self.lengths.mean_tokens
+    def step_tokens(self) -> float:
+        """Tokens that a step computes: of a prompt once, for all of its responses."""
+        return self.prompts_per_step * self.prompt_tokens + self.num_samples * self.lengths.mean_tokens
 
     @property
     def longest_tokens(self) -> int:

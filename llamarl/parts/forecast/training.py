@@ -17,24 +17,25 @@ PASSES = 3
 def step_flops(request: PlanRequest) -> float:
     """FLOPs of one optimizer step with recompute.
 
-    Per token 2 N forward and 4 N backward plus `recompute` forwards (arXiv 2001.08361, eq. 2.2; 2205.05198), and the
-    same multiple of causal attention over half the squared mean sequence length. Frozen weights have no gradients,
-    which saves 2 N; adapters have all of them.
+    Per token, of a prompt once for its responses, 2 N forward and 4 N backward plus `recompute` forwards (arXiv
+    2001.08361, eq. 2.2; 2205.05198), and the same multiple of causal attention over half the squared lengths. Frozen
+    weights have no gradients, which saves 2 N; adapters have all of them.
     """
     lengths, prompt = request.lengths, request.prompt_tokens
-    squares = prompt**2 + 2 * prompt * lengths.mean_tokens + lengths.square_tokens
+    squares = request.prompts_per_step * prompt**2
+    squares += request.num_samples * (2 * prompt * lengths.mean_tokens + lengths.square_tokens)
     attention = request.model.attention_flops(1.0) * squares / 2
     passes = 3 + request.constants.recompute
-    products = 2.0 * request.model.matmul_parameters * request.sample_tokens
-    trained = 2.0 * request.trained_parameters * request.sample_tokens if request.lora else products
+    products = 2.0 * request.model.matmul_parameters * request.step_tokens
+    trained = 2.0 * request.trained_parameters * request.step_tokens if request.lora else products
     frozen = products * (passes - 1) if request.lora else 0.0
-    return request.num_samples * (frozen + (trained + attention) * passes)
+    return frozen + (trained + attention) * passes
 
 
 def routed_flops(request: PlanRequest) -> float:
     """FLOPs of one optimizer step, recompute included, in the experts that routers choose."""
     passes = 3 + request.constants.recompute - (request.lora is not None)
-    return 2.0 * request.model.routed_scalars * request.num_samples * request.sample_tokens * passes
+    return 2.0 * request.model.routed_scalars * request.step_tokens * passes
 
 
 def inverse_efficiency(request: PlanRequest, ep: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -79,7 +80,7 @@ def training_parts(
     model, constants, gpu = request.model, request.constants, pool.gpu
     tp, cp, pp, dp, ep = layouts.tp_L, layouts.cp_L, layouts.pp_L, layouts.dp_L, layouts.ep_L
     rank_samples = request.rank_samples(dp)
-    rank_tokens = rank_samples * request.sample_tokens
+    rank_tokens = rank_samples / request.num_samples * request.step_tokens
     microbatches = np.ceil(rank_tokens / layouts.microbatch_tokens_L)
     tokens = rank_tokens / microbatches / cp
     stage_layers = np.ceil(model.num_layers / pp)

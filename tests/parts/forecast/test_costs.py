@@ -16,7 +16,7 @@ from llamarl.parts.forecast.constants import Constants, load_profile
 from llamarl.parts.forecast.generation import Generators, decode_parts, drain_s, generation_memory, generation_parts
 from llamarl.parts.forecast.hardware import GPUS
 from llamarl.parts.forecast.request import ASYNCHRONOUS, SYNCHRONOUS
-from llamarl.parts.forecast.training import TrainerLayouts, training_memory, training_parts
+from llamarl.parts.forecast.training import TrainerLayouts, step_flops, training_memory, training_parts
 from tests.parts.forecast.conftest import make_request
 
 PERFECT = Constants(
@@ -82,17 +82,40 @@ def test_training_flops_and_time() -> None:
     """8 FLOPs per parameter and token with recompute, at the peak."""
     request = make_request("llama3-8b", 8, constants=PERFECT, prompt_tokens=1)
     parts = training_parts(request, request.pools[0], layouts_of(dp=8))
-    tokens = request.num_samples * request.sample_tokens
+    tokens = 64 * (1 + 8 * request.lengths.mean_tokens)
     least_s = 8 * 7.504e9 * tokens / (8 * 989e12)
     assert parts["compute"][0] == pytest.approx(least_s, rel=0.02)  # attention adds under 2 % at this length
     assert parts["compute"][0] > least_s
 
 
+def test_a_prompt_is_computed_once_for_its_group() -> None:
+    """Prompts of 4,000 tokens, each with eight responses of 100: 38,400 tokens, where each alone makes 262,400.
+
+    Attention of a pair of tokens is 4 x 32 layers x 4,096 channels; pairs are triangles of 4,000 and of 100, and a
+    response with its prompt 100 x 4,000.
+    """
+    request = make_request(
+        "llama3-8b", 8, prompts_per_step=8, group_size=8, prompt_tokens=4000, sigma=0.0, mean_tokens=100.0,
+        limit_tokens=100, constants=replace(PERFECT, recompute=0.0),
+    )  # fmt: skip
+    assert request.step_tokens == pytest.approx(8 * (4000 + 8 * 100))
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336
+    products = 6 * (32 * layer + 128_256 * 4096) * 38_400
+    pairs = 8 * (4000**2 / 2 + 8 * (100 * 4000 + 100**2 / 2))
+    assert step_flops(request) == pytest.approx(products + 3 * 4 * 32 * 4096 * pairs, rel=1e-3)
+    alone = replace(request, prompts_per_step=64, group_size=1)
+    assert alone.step_tokens == pytest.approx(64 * 4100)
+    one, eight = (training_parts(each, each.pools[0], layouts_of(dp=8))["compute"][0] for each in (alone, request))
+    assert one / eight == pytest.approx(step_flops(alone) / step_flops(request)) and one > 6 * eight
+
+
 def test_gathers_repeat_with_each_microbatch() -> None:
     request = make_request("llama3-8b", 64, constants=PERFECT)
+    rank_tokens = 128 + 8 * request.lengths.mean_tokens  # a group on each rank: about 2,530
+    assert 3 * 768 < rank_tokens < 4 * 768
     one, four = (
         training_parts(request, request.pools[0], layouts_of(dp=64, microbatch_tokens=tokens))["fsdp"][0]
-        for tokens in (1 << 20, 1024)
+        for tokens in (1 << 20, 768)
     )
     assert one == pytest.approx(3 * 2 * request.model.num_parameters * 63 / 64 / 400e9)
     assert four == pytest.approx(4 * one)
@@ -102,8 +125,9 @@ def test_a_pipeline_has_a_bubble_of_stages_less_one() -> None:
     request = make_request("llama3-8b", 8, constants=PERFECT, prompts_per_step=8, group_size=1)
     longest = request.longest_tokens
     parts = training_parts(request, request.pools[0], layouts_of(pp=4, microbatch_tokens=longest))
-    microbatches = np.ceil(8 * request.sample_tokens / longest)
-    activations_s = 2 * 8 * request.sample_tokens * 4096 * 2 / 50e9
+    tokens = 8 * (128 + request.lengths.mean_tokens)  # groups of one
+    microbatches = np.ceil(tokens / longest)
+    activations_s = 2 * tokens * 4096 * 2 / 50e9
     assert parts["pipeline"][0] == pytest.approx(3 / microbatches * parts["compute"][0] + activations_s)
 
 

@@ -69,7 +69,7 @@ def _step_s(toml: Path, *options: object) -> tuple[float, str]:
 def test_the_step_time_is_that_of_the_run_s_work(tmp_path: Path) -> None:
     """Of its prompts and not the longest that may come, with what a CPU takes for a call, or by what was measured."""
     model, runs = make_model(tmp_path / "model"), tmp_path / "runs"
-    toml, output = write_toml(tmp_path, model), ("--output", runs, "--rollout.prompts_per_step", 64)
+    toml, output = write_toml(tmp_path, model), ("--output", runs, "--rollout.prompts_per_step", 256)
     plain, line = _step_s(toml, *output)
     assert line.endswith("by the tables of `llamarl plan`, not measured here")
     assert _step_s(toml, *output, "--data.max_prompt_tokens", 200) == (plain, line)

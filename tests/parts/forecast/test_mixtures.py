@@ -121,8 +121,8 @@ def test_rows_go_to_their_experts_and_back() -> None:
     assert seconds[2] == pytest.approx(sent[2] * 24 / 31 / 50e9 / PERFECT.link_efficiency), "24 of 31 are elsewhere"
     layouts = layouts_of(dp=256, ep=32)
     part = training_parts(request, request.pools[0], layouts)["exchange"][0]
-    tokens = request.rank_samples(np.array([256.0])) * request.sample_tokens
-    assert part == pytest.approx(1.3 * 3 * 94 * float(tokens[0]) / 1000 * seconds[2])
+    tokens = 128 + 8 * request.lengths.mean_tokens  # the fullest rank has one group: its prompt once, eight responses
+    assert part == pytest.approx(1.3 * 3 * 94 * tokens / 1000 * seconds[2])
     assert training_parts(request, request.pools[0], layouts_of(dp=256))["exchange"][0] == 0
 
 
@@ -145,7 +145,8 @@ def test_experts_multiply_few_rows_slowly() -> None:
     # 2,048 x 8 / 128 = 128 rows of each expert, or with those of eight ranks 1,024.
     slower = inverse_efficiency(request, ep, tokens) * constants.train_efficiency - 1
     assert slower[1] / slower[0] == pytest.approx(1.3 * (1 + 1 / 8) - 1)
-    experts = 2 * 94 * 8 * 3 * 4096 * 1536 * 4 * request.num_samples * request.sample_tokens
+    step_tokens = 64 * (128 + 8 * request.lengths.mean_tokens)
+    experts = 2 * 94 * 8 * 3 * 4096 * 1536 * 4 * step_tokens
     assert slower[0] == pytest.approx(experts / step_flops(request)), "all others are as fast as ever"
     dense = inverse_efficiency(make_request("llama3-8b", 8), ep[:1], tokens[:1])
     assert dense[0] == pytest.approx((1 + 128 / 2048) / constants.train_efficiency)

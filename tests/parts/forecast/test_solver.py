@@ -135,7 +135,7 @@ def test_synchronous_wins_on_a_cluster_too_small_to_share() -> None:
 
 def test_synchronous_wins_when_the_integers_are_coarse() -> None:
     """Responses of one length leave no tail to hide, and two GPUs split one to one whatever the work."""
-    request = make_request(SMALL, 2, sigma=0.0, mean_tokens=64.0, limit_tokens=64, prompt_tokens=3000, max_staleness=1)
+    request = make_request(SMALL, 2, sigma=0.0, mean_tokens=16.0, limit_tokens=16, prompt_tokens=3000, max_staleness=1)
     synchronous, asynchronous = plans(request)
     assert synchronous
     assert asynchronous
