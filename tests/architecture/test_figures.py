@@ -67,7 +67,9 @@ def errors_of_steps(data: Any) -> list[float]:
 
 
 def kl_of_staleness_4(data: Any) -> float:
-    return statistics.fmean(run["kl_to_behavior"] for run in data["runs"] if run["way"] == "S=4")
+    return statistics.fmean(
+        run["kl_to_behavior"] for run in data["runs"] if (run["task"], run["way"]) == ("demo", "S=4")
+    )
 
 
 def of_pairs(staleness: int) -> tuple[tuple[Value, str], ...]:
@@ -102,6 +104,19 @@ def decoded(dtype: str, figure: str = "step_s", graphs: bool = True, factor: flo
 BF16 = decoded("bfloat16")
 MFU_8B = of_gpu("mfu", part="train-8b", model="8b")
 APART = of_gpu("mean", probe="mismatch", dtype="bfloat16")
+
+
+def half_way(way: str) -> Callable[[Any], float]:
+    """Points behind staleness 0 after half of the demo; at half the learning rate behind the same of that rate."""
+
+    def found(data: Any) -> float:
+        gaps = data["gap_points"]
+        beside = gaps["half demo S=0 half rate"] if way.endswith("half rate") else 0.0
+        return beside - gaps[f"half demo {way}"]
+
+    return found
+
+
 LEARNING, LEARNING_DEFAULT = "learning-2026-11-26", "learning-2026-11-25"
 ASYNC, HOSTS, WIRE = "asynchrony-2026-11-21", "hosts-2026-11-22", "hosts_weights-2026-11-25"
 BAD_LINKS, FAR = "hosts-2026-11-25", "hosts-2026-11-26"
@@ -156,6 +171,13 @@ FIGURES = (
     Figure("docs/paper.md", "{} points from its accuracy, {} to {} in {} pairs", LEARNING_DEFAULT, of_pairs(1)),
     Figure("docs/staleness.md", "With the default, {} to {} points in {} pairs", LEARNING_DEFAULT, of_pairs(1)[1:]),
     Figure("docs/staleness.md", "the KL to the policy that sampled it is {}", LEARNING, ((kl_of_staleness_4, ".3f"),)),
+    *(
+        Figure("docs/staleness.md", words, LEARNING, ((half_way(way), ".1f"),))
+        for way, words in {
+            "S=4": "when staleness 4 is {} points behind", "S=4 window 1": "leaves {} points",
+            "S=4 rho 1": "makes it worse, {};", "S=4 half rate": "staleness 4 is then {} points behind",
+        }.items()
+    ),
     Figure("docs/paper.md", "with staleness 4 it is {} points", LEARNING, of_pairs(4)[:1]),
     *(
         Figure(
@@ -404,6 +426,16 @@ FIGURES = (
         "tokens per CPU second against vLLM's fastest type here, 10M parameters: {} in bfloat16, {} in int8",
         "generation-avx2-2026-11-21",
         (("ratio_vs_vllm_best/10m_bf16", ".2f"), ("ratio_vs_vllm_best/10m_int8", ".2f")),
+    ),
+    *(
+        Figure(
+            "docs/measures.md", words, "generation-avx2-2026-11-26",
+            tuple((f"ratio_vs_vllm/{model}_{kind}", ".2f") for model in ("10m", "35m", "100m")),
+        )
+        for kind, words in {
+            "fp32": "its fastest here: {} (10M), {} (35M), {} (100M) in float32", "bf16": "; {}, {}, {} in bfloat16",
+            "int8": "; {}, {}, {} in int8 (10M two repeats, others one)",
+        }.items()
     ),
     Figure(
         "docs/measures.md",
