@@ -72,9 +72,9 @@ def kl_of_staleness_4(data: Any) -> float:
     )
 
 
-def of_pairs(staleness: int) -> tuple[tuple[Value, str], ...]:
+def of_pairs(staleness: int, more: str = "") -> tuple[tuple[Value, str], ...]:
     """Difference to staleness 0, both ends of its interval, and pairs."""
-    way = f"demo S={staleness}"
+    way = f"demo S={staleness}{more}"
     low, high = (lambda data, end=end: data["interval"][way][end] for end in (0, 1))
     return (f"gap_points/{way}", ".1f"), (low, ".1f"), (high, ".1f"), (f"seeds/{way}", ".0f")
 
@@ -178,6 +178,7 @@ FIGURES = (
             "S=4 rho 1": "makes it worse, {};", "S=4 half rate": "staleness 4 is then {} points behind",
         }.items()
     ),
+    Figure("docs/staleness.md", "staleness 1 it is {} points, {} to {} in {} pairs", LEARNING, of_pairs(1, " int8")),
     Figure("docs/paper.md", "with staleness 4 it is {} points", LEARNING, of_pairs(4)[:1]),
     *(
         Figure(
