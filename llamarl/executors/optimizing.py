@@ -78,11 +78,13 @@ class OptimizingExecutor(Executor):
     def _built(self, optimization: Optimization[Any]) -> None:
         """Says in the log what multiplies. Raises ConfigError when there is no room for the mirror of weights and both
         moments of AdamW."""
-        said = [products.describe(), fused.describe()] if products.describe() else list[str]()
         if uses_halves(optimization.config, optimization.device):
-            said = [half.describe(optimization.device)]
-        with suppress(OSError):  # into the executor's log, unless that disk is full
-            sys.stdout.write("".join(f"{line}\n" for line in said))
+            said = half.describe(optimization.device)
+        elif said := products.describe():
+            said += f"\n{fused.describe()}"
+        if said:
+            with suppress(OSError):  # into the executor's log, unless that disk is full
+                sys.stdout.write(f"{said}\n")
         if self._mirror:
             each = MOMENTS_BYTES[optimization.config.moments]
             held = [tensor for _, tensor in optimization.shards().values()]

@@ -35,8 +35,11 @@ def rotate(x_N_H_K: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 def silu_mul(gate_N_F: Tensor, up_N_F: Tensor) -> Tensor:
     """silu(gate) * up."""
-    serve = _GateFunction.apply if _are_served(gate_N_F, up_N_F) else ops.gate_by_torch
-    return serve(gate_N_F, up_N_F)
+    return (
+        GateFunction.apply(gate_N_F, up_N_F, ops)
+        if _are_served(gate_N_F, up_N_F)
+        else ops.gate_by_torch(gate_N_F, up_N_F)
+    )
 
 
 def describe() -> str:
@@ -82,14 +85,17 @@ class _RotationFunction(torch.autograd.Function):
         return ops.rotated(grads[0], cos_N_1_R, sin_N_1_R.roll(sin_N_1_R.shape[-1] // 2, -1)), None, None
 
 
-class _GateFunction(torch.autograd.Function):
+class GateFunction(torch.autograd.Function):
+    """The gated activation by the `silu_mul` and `silu_mul_backward` of `ops`, or of another module of kernels."""
+
     @staticmethod
-    def forward(ctx: Any, gate_N_F: Tensor, up_N_F: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_N_F: Tensor, up_N_F: Tensor, kernels: Any) -> Tensor:
         gate_N_F, up_N_F = gate_N_F.contiguous(), up_N_F.contiguous()
         ctx.save_for_backward(gate_N_F, up_N_F)
-        return ops.silu_mul(gate_N_F.flatten(0, -2), up_N_F.flatten(0, -2)).view_as(gate_N_F)
+        ctx.kernels = kernels
+        return kernels.silu_mul(gate_N_F.flatten(0, -2), up_N_F.flatten(0, -2)).view_as(gate_N_F)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:  # pyrefly: ignore[bad-override]
-        return ops.silu_mul_backward(grads[0].contiguous(), *ctx.saved_tensors)
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        return *ctx.kernels.silu_mul_backward(grads[0].contiguous(), *ctx.saved_tensors), None

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from llamarl.kernels import gpu, ops
+from llamarl.kernels.fused import GateFunction
 
 
 def prepare(device: torch.device) -> None:
@@ -82,7 +83,7 @@ def rotate(x_N_H_K: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, rounded to bfloat16 once."""
     kernels = gpu.training(gate.device).train if gate.dtype == torch.bfloat16 and _is_half(gate) else None
-    return ops.gate_by_torch(gate, up) if kernels is None else _HalfGateFunction.apply(gate, up, kernels)
+    return ops.gate_by_torch(gate, up) if kernels is None else GateFunction.apply(gate, up, kernels)
 
 
 def _is_half(x: Tensor) -> bool:
@@ -156,17 +157,3 @@ class _HalfRotationFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         return ctx.kernels.rotated(grads[0].contiguous(), *ctx.saved_tensors, back=True), None, None, None
-
-
-class _HalfGateFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: Any) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
-        ctx.save_for_backward(gate, up)
-        ctx.kernels = kernels
-        return kernels.silu_mul(gate, up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        return *ctx.kernels.silu_mul_backward(grads[0].contiguous(), *ctx.saved_tensors), None

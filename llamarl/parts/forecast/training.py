@@ -145,9 +145,8 @@ def training_memory(request: PlanRequest, layouts: TrainerLayouts) -> dict[str, 
     load = TrainerLoad(
         tokens=tokens, targets=tokens * request.lengths.limit_tokens / request.longest_tokens, keys=0 * tokens,
         half=True, checkpointing=request.constants.recompute > 0, flash=True, on_gpu=True, fused=True, tp=layouts.tp_L,
-        cp=layouts.cp_L,
-        pp=layouts.pp_L, shards=layouts.shards_L, ep=layouts.ep_L, lora=request.lora, weight=request.weight_bytes,
-        moments=request.moment_bytes,
+        cp=layouts.cp_L, pp=layouts.pp_L, shards=layouts.shards_L, ep=layouts.ep_L, lora=request.lora,
+        weight=request.weight_bytes, moments=request.moment_bytes,
     )  # fmt: skip
     parts = trainer_bytes(request.model, load)
     return {
