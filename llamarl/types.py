@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cache
 from itertools import chain, pairwise
 from typing import Any, Literal, Protocol
 
@@ -79,10 +80,18 @@ def add_column(column: Column) -> None:
     """Adds a column of a module outside this package, as that is imported. Raises ValueError: the name is taken."""
     if COLUMNS.setdefault(column.name, column) != column:
         raise ValueError(f"a column {column.name!r} exists, with another meaning; choose another name")
+    _nothing.cache_clear()
 
 
 Columns = dict[str, np.ndarray]
 """Arrays of one length T, by the name of their column."""
+
+
+@cache
+def _nothing() -> Columns:
+    """Those of no token, of a generator."""
+    always = (one for one in COLUMNS.values() if one.filled_by == "generator" and not one.is_wide)
+    return {column.name: np.empty(0, column.dtype) for column in always}
 
 
 def unknown_routes(num_tokens: int, width: int, dtype: Any) -> np.ndarray:
@@ -290,6 +299,11 @@ class GenerationRequest:
     """Oldest policy version that may sample it. A request may leave before its generator serves that one; it waits
     there."""
 
+    @property
+    def indices(self) -> Sequence[int]:
+        """Those of the rollouts that are asked for."""
+        return [one.index for one in self.partials] or range(self.group_size)
+
     def starts(self) -> Sequence[Rollout]:
         """Rollouts that are asked for, each as it begins."""
         return self.partials or [Rollout.empty(self.group_id, index) for index in range(self.group_size)]
@@ -318,9 +332,7 @@ class Rollout(_PerToken):
     @classmethod
     def empty(cls, group_id: int, index: int, reason: FinishReason = FinishReason.PARKED, error: str = "") -> Rollout:
         """One without a token: not begun yet, or failed."""
-        always = (one for one in COLUMNS.values() if one.filled_by == "generator" and not one.is_wide)
-        nothing = {column.name: np.empty(0, column.dtype) for column in always}
-        return cls(group_id=group_id, index=index, columns=nothing, finish_reason=reason, error=error)
+        return cls(group_id=group_id, index=index, columns=dict(_nothing()), finish_reason=reason, error=error)
 
     def with_only(self, *names: str) -> Rollout:
         """The rollout with these columns alone: what is not read need not travel."""
@@ -333,7 +345,10 @@ class Rollout(_PerToken):
     @property
     def oldest_version(self) -> int:
         """Smallest policy version among the sampled tokens; -1 for a rollout without tokens."""
-        return int(self.policy_versions_T[self.is_sampled_T].min()) if self.num_tokens else -1
+        if not self.num_tokens:
+            return -1
+        oldest = self.policy_versions_T.min()
+        return int(self.policy_versions_T[self.is_sampled_T].min() if oldest == OBSERVED else oldest)
 
     @property
     def num_turns(self) -> int:

@@ -18,7 +18,6 @@ this same code. Without a trainer it evaluates.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -179,12 +178,12 @@ class Controller:
             self._watch.progress()
 
     def _num_wanted(self) -> int:
-        """Requests, of one generator, whose answers a step waits for; 0: somebody waits for each rollout."""
+        """Requests of one generator that the next step lacks, or the one after; 0: somebody waits for each rollout."""
         if self._turns or not self._trains:
             return 0
         num_there = self._buffer.num_ready + self._to_score.qsize() + self._num_in_scoring
-        num_lacking = self._config.rollout.prompts_per_step - num_there
-        return -(-num_lacking // len(self.replicas.alive)) if num_lacking > 0 else sys.maxsize
+        prompts = self._config.rollout.prompts_per_step
+        return -(-(prompts - num_there % prompts) // len(self.replicas.alive))
 
     def _rollouts_ended(self, pending: PendingGroup) -> None:
         """Rollouts of this group have ended, all or some."""

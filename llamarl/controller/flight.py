@@ -293,15 +293,15 @@ class Flight:
 
     def queued(self, requests: Iterable[GenerationRequest]) -> list[GenerationRequest]:
         """Requests among these that somebody still waits for."""
-        return [one for one in requests if all((one.group_id, start.index) in self for start in one.starts())]
+        return [one for one in requests if all((one.group_id, index) in self for index in one.indices)]
 
     def ask(self, replica: Replica, requests: Iterable[GenerationRequest]) -> None:
         """A generator is about to be asked: from now on it owes these."""
         if not self.owed(replica):
             replica.begins()
         for request in requests:
-            for start in request.starts():
-                self._move(self[request.group_id, start.index], RolloutState.ASKED, replica)
+            for index in request.indices:
+                self._move(self[request.group_id, index], RolloutState.ASKED, replica)
 
     def serves(self, replica: Replica, version: int) -> None:
         """A generator serves `version` from now on, and begins with what has waited for that."""

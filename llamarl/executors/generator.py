@@ -112,7 +112,7 @@ class GeneratorExecutor(Executor):
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queues requests; their rollouts come out of `collect`. Those for a version to come begin when it serves."""
         for request in requests:
-            self._owed[request.group_id] += len(request.starts())
+            self._owed[request.group_id] += len(request.indices)
         self._rescorer.submitted(requests)
         self._early += [request for request in requests if request.from_version > self._adoptions.version]
         self._engine.submit([request for request in requests if request.from_version <= self._adoptions.version])
@@ -220,7 +220,7 @@ class GeneratorExecutor(Executor):
                     rollouts=rollouts,
                     stats=self._work._replace(
                         num_running=stats.running,
-                        num_waiting=stats.waiting + sum(len(request.starts()) for request in self._early),
+                        num_waiting=stats.waiting + sum(len(request.indices) for request in self._early),
                         generated_tokens=stats.decode_tokens,
                         background_s=time.process_time() - time.thread_time(),
                         recomputed_tokens=stats.recomputed_tokens,

@@ -29,7 +29,7 @@ class Rescorer:
 
     def submitted(self, requests: Iterable[GenerationRequest]) -> None:
         """These have been submitted."""
-        asked = (one for one in requests if one.is_rescored and any(start.index == 0 for start in one.starts()))
+        asked = (one for one in requests if one.is_rescored and 0 in one.indices)
         self._asked.update((request.group_id, request) for request in asked)
 
     def update(self, version: int) -> None:

@@ -170,7 +170,7 @@ class Engine:
                 self._submit(request)
             except Exception as error:  # others decode here
                 said = f"{type(error).__name__}: {error}"
-                self._refused += [failed(request, start.index, said) for start in request.starts()]
+                self._refused += [failed(request, index, said) for index in request.indices]
 
     def _submit(self, request: GenerationRequest) -> None:
         siblings = self._siblings(request)
@@ -263,7 +263,7 @@ class Engine:
         groups = self._scheduler.groups
         taken = defaultdict[int, set[int]](set)
         for request in requests:
-            group_id, indices = request.group_id, {start.index for start in request.starts()}
+            group_id, indices = request.group_id, set(request.indices)
             if group_id in groups:
                 taken[group_id] |= groups[group_id].unfinished.keys()
             if twice := sorted(indices & taken[group_id]):

@@ -95,7 +95,7 @@ class Fleet:
         """Deals out requests. Raises ExecutorError."""
         for request in requests:
             member = min(self._members, key=lambda one: one.owed.total())
-            member.owed[request.group_id] = len(request.starts())
+            member.owed[request.group_id] = len(request.indices)
             self._now(self._ask(member, request))
 
     def step(self) -> list[Rollout]:
@@ -159,7 +159,7 @@ class Fleet:
 
     async def _ask(self, member: _Member, request: GenerationRequest) -> None:
         await member.short.submit([request])
-        member.num_open += len(request.starts())
+        member.num_open += len(request.indices)
         member.is_asked.set()
 
     async def _end(self, limit_s: float) -> None:

@@ -65,7 +65,7 @@ class Agents:
         tasks, now_s = list[AgentTask](), asyncio.get_running_loop().time()
         for request in requests:
             prompt = self._flight.groups[request.group_id].prompt
-            for row in [self._flight[request.group_id, start.index] for start in request.starts()]:
+            for row in [self._flight[request.group_id, index] for index in request.indices]:
                 task = AgentTask(*row.key, prompt, request.sampling, 0)
                 self._flight.turn(row)
                 self._episodes[row.key] = _RunningEpisode(task=task, row=row, since_s=now_s)
