@@ -12,10 +12,10 @@ import shutil
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from llamarl.distributed.links import connect, open_entrance
-from llamarl.distributed.streams import receive, send
+from llamarl.distributed.streams import keep_pace, receive, send
 
 KEPT = 2
 """Newest states: the step of the newest one may have to be taken again."""
@@ -73,8 +73,7 @@ class MirrorKeeper:
             size = file.seek(0, 2)
             connection.send((size, path.read_text()))
             file.seek(0)
-            while block := file.read(BLOCK_BYTES):
-                send(connection, [memoryview(block)])
+            _put(connection, file)
 
     def _keep(self, connection: Connection, name: str, num_bytes: int, about: str) -> None:
         path = self._path(name)
@@ -130,8 +129,7 @@ def entrust(keeper: Place, path: Path) -> None:
         connection.send(("keep", name_of(path), tensors.stat().st_size, path.read_text()))
         if refused := connection.recv():
             raise NotKept(refused)
-        while block := file.read(BLOCK_BYTES):
-            send(connection, [memoryview(block)])
+        _put(connection, file)
         connection.recv()
 
 
@@ -147,6 +145,13 @@ def fetch(keeper: Place, path: Path) -> None:
 def name_of(path: Path) -> str:
     """Run, executor, part and step."""
     return "/".join(path.parts[-4:])
+
+
+def _put(connection: Connection, file: BinaryIO) -> None:
+    """The rest of a file, at the pace of a way that may be long or bad."""
+    keep_pace(connection)
+    while block := file.read(BLOCK_BYTES):
+        send(connection, [memoryview(block)])
 
 
 def _take(connection: Connection, path: Path, num_bytes: int, about: str) -> None:

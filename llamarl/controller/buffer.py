@@ -24,7 +24,7 @@ Discarding old groups would bound staleness too, but favors short answers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from llamarl.config.schema import staleness_limit
 from llamarl.types import RolloutGroup
@@ -139,24 +139,43 @@ class RolloutBuffer:
         """The P groups of the next step in admission order, or None while the window does not hold enough."""
         if self.num_ready < self.prompts_per_step:
             return None
-        taken, limit = list[RolloutGroup](), None
-        for group_id, group in self._waiting.items():
-            if limit is not None and group_id >= limit:
-                return None
-            if group is not None:
-                taken.append(group)
-            elif limit is None:  # the oldest group that stays: the window begins with it
-                limit = group_id + self.window
-            if len(taken) == self.prompts_per_step:
-                break
-        else:
+        ids = self._next(self._waiting, lambda group_id: self._waiting[group_id] is not None)
+        if ids is None:
             return None
-        for group in taken:
-            del self._waiting[group.group_id]
+        taken = [group for group_id in ids if (group := self._waiting.pop(group_id)) is not None]
         self.num_ready -= len(taken)
         self._num_dropped = 0
         self._num_unreleased += len(taken)
         return taken
+
+    def lacking(self, coming: Container[int]) -> tuple[int, list[int]]:
+        """What the first step lacks that cannot be taken yet: how many groups at least, and ids of those without which
+        it cannot be. Those `coming` are as good as ready."""
+
+        def is_there(group_id: int) -> bool:
+            return self._waiting[group_id] is not None or group_id in coming
+
+        left = list(self._waiting)
+        while taken := frozenset(self._next(left, is_there) or ()):
+            left = [group_id for group_id in left if group_id not in taken]
+        number = self.prompts_per_step - sum(map(is_there, left))
+        # The oldest that stays has at most W - 1 behind it that are taken.
+        surely = left[: max(0, self.prompts_per_step - self.window + 1)]
+        return max(1, number), [group_id for group_id in surely if not is_there(group_id)]
+
+    def _next(self, unconsumed: Iterable[int], is_ready: Callable[[int], bool]) -> list[int] | None:
+        """Ids of the P groups that a step would take."""
+        taken, limit = list[int](), None
+        for group_id in unconsumed:
+            if limit is not None and group_id >= limit:
+                return None
+            if is_ready(group_id):
+                taken.append(group_id)
+            elif limit is None:  # the oldest group that stays: the window begins with it
+                limit = group_id + self.window
+            if len(taken) == self.prompts_per_step:
+                return taken
+        return None
 
     def release(self, count: int) -> None:
         """A version was made of `count` more groups."""

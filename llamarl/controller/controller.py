@@ -83,7 +83,8 @@ class Controller:
             config, executors, supervisor, flight, self.replicas, self._rollouts_ended, telemetry.waited
         )
         """None: a response is one turn."""
-        self._to_score, self._num_in_scoring = asyncio.Queue[PendingGroup](), 0
+        self._to_score, self._coming = asyncio.Queue[PendingGroup](), set[int]()
+        """Whole groups, and ids of all that are not scored yet."""
         self._score = Scorers(executors.reward, executors.models, config.reward.model, timeout_s)
         self._evaluations = dict[int, Evaluation]()
         """Evaluations under way, by the ids of their groups."""
@@ -159,7 +160,7 @@ class Controller:
         while True:
             await replica.busy.wait()
             await self.replicas.changed.until(lambda: self.flight.may_answer(replica))  # no call stands open meanwhile
-            reply = None if replica.is_gone else replica.port.collect(self._num_wanted())
+            reply = None if replica.is_gone else replica.port.collect(*self._lacking())
             collected = await self.replicas.unless_dead(replica, reply) if reply else None
             if collected is None or replica.is_gone:
                 return
@@ -177,18 +178,19 @@ class Controller:
                 self._rollouts_ended(pending)
             self._watch.progress()
 
-    def _num_wanted(self) -> int:
-        """Requests of one generator that the next step lacks, or the one after; 0: somebody waits for each rollout."""
+    def _lacking(self) -> tuple[int, list[int]]:
+        """Requests of one generator that a step lacks: how many at least, 0 where somebody waits for each rollout, and
+        which surely."""
         if self._turns or not self._trains:
-            return 0
-        num_there = self._buffer.num_ready + self._to_score.qsize() + self._num_in_scoring
-        prompts = self._config.rollout.prompts_per_step
-        return -(-(prompts - num_there % prompts) // len(self.replicas.alive))
+            return 0, []
+        number, surely = self._buffer.lacking(self._coming)
+        return -(-number // len(self.replicas.alive)), surely
 
     def _rollouts_ended(self, pending: PendingGroup) -> None:
         """Rollouts of this group have ended, all or some."""
         if pending.is_whole:
             self._telemetry.flow.mark("generated", [pending.group_id])
+            self._coming.add(pending.group_id)
             self._to_score.put_nowait(pending)
 
     # 3. Rewards
@@ -202,9 +204,8 @@ class Controller:
             while not self._to_score.empty() and num_tokens < SCORED_TOKENS:
                 batch.append(self._to_score.get_nowait())
                 num_tokens += batch[-1].num_tokens
-            self._num_in_scoring = len(batch)
             groups = await self._score(batch)
-            self._num_in_scoring = 0
+            self._coming.difference_update(group.group_id for group in groups)
             for pending, group in zip(batch, groups, strict=True):
                 self.flight.remove(pending)
                 if not pending.is_trained_on:

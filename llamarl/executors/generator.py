@@ -84,6 +84,8 @@ class GeneratorExecutor(Executor):
         self._finished = list[Rollout]()
         self._num_whole = self._num_wanted = 0
         """Requests of which all rollouts have finished since the last reply, and how many are waited for."""
+        self._needed = set[int]()
+        """Those among them that nobody can do without, by group, and that have not finished."""
         self._reply: Future[Collected] | None = None
         self._replied_s = 0.0
         self._work = GeneratorStats()
@@ -141,17 +143,18 @@ class GeneratorExecutor(Executor):
             self._owed[rollout.group_id] -= 1
             if not self._owed[rollout.group_id]:
                 del self._owed[rollout.group_id]
+                self._needed.discard(rollout.group_id)
                 self._num_whole += 1
 
     def release(self, rollouts: Sequence[tuple[int, int]]) -> None:
         """Rollouts, by group and index, that waited for their environment and do not come back."""
         self._engine.release(rollouts)
 
-    def collect(self, num_wanted: int) -> Future[Collected] | None:
-        """The next finished rollouts: as soon as so many requests are done (0: as soon as one rollout is), or after a
-        while those that are done by then."""
+    def collect(self, num_wanted: int, needed: Sequence[int] = ()) -> Future[Collected] | None:
+        """The next finished rollouts: as soon as so many requests are done (0: as soon as one rollout is), and all that
+        are `needed` of those that are here; or after a while those that are done by then."""
         assert self._reply is None, "one collect at a time"
-        self._num_wanted = num_wanted
+        self._num_wanted, self._needed = num_wanted, {one for one in needed if one in self._owed}
         self._reply = reply = Future[Collected]()
         self._hand_over()
         return reply
@@ -198,7 +201,8 @@ class GeneratorExecutor(Executor):
 
     def _is_due(self, now_s: float) -> bool:
         """Whether what has finished is handed over now."""
-        if (self._num_wanted and self._num_whole >= self._num_wanted) or not self._engine.has_work:
+        is_all = self._num_wanted and self._num_whole >= self._num_wanted and not self._needed
+        if is_all or not self._engine.has_work:
             return True
         is_parked = any(not one.finish_reason.is_final for one in self._finished)
         if not self._num_wanted or is_parked:  # somebody else may go on with it
@@ -259,7 +263,7 @@ class GeneratorFollower(GeneratorExecutor):
         """Rank 0 answers."""
         return []
 
-    def collect(self, num_wanted: int) -> None:
+    def collect(self, num_wanted: int, needed: Sequence[int] = ()) -> None:
         """Rank 0 answers."""
 
     def adopt(self, version: int, address: Address) -> None:

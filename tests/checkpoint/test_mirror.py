@@ -215,6 +215,23 @@ def test_a_keeper_gives_and_takes_states_alone(tmp_path: Path, hosts: Any) -> No
         keeper.ask((place[0], "another"), "free")
 
 
+def test_states_travel_at_the_pace_of_their_way(tmp_path: Path, hosts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever end sends: over a bad way a state takes the longer, the more steps have to be taken again."""
+    paced = list[Any]()
+    monkeypatch.setattr(keeper, "keep_pace", paced.append)
+    places = [hosts(name).place for name in (A, B)]
+    hosts(A)
+    save(Ranks([tmp_path / A / "run/trainer"], places).all[0], 1)
+    assert len(paced) == 1
+    hosts(A).close()
+
+    shutil.move(tmp_path / B / "run", tmp_path / C / "run")
+    third = hosts(C).place
+    hosts(B)
+    assert [one.step for one in Ranks([tmp_path / B / "run/trainer"], [third]).load(9)] == [1]
+    assert len(paced) == 2
+
+
 def test_a_slow_memory_skips_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = Mirror(tmp_path, 0, 1, lambda value: [value])
     writes = list[Any]()

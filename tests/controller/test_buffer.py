@@ -224,6 +224,47 @@ def test_any_finish_order(
         assert model.consumed == sorted(model.consumed), "a window of 1 is first in, first out"
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    sizes=SIZES,
+    seed=st.integers(0, 2**32),
+    max_dropped=st.sampled_from([0, 1, 3]),
+    flat=st.sampled_from([0.0, 0.3, 0.8]),
+)
+def test_no_step_is_possible_without_what_it_lacks(
+    sizes: tuple[int, int, int, int], seed: int, max_dropped: int, flat: float
+) -> None:
+    """Whatever else has come: as long as fewer groups have than are said to lack, or one that surely lacks has not."""
+    P, S, W, num_steps = sizes
+    model, rng = Model(P, S, W, num_steps, 0, max_dropped, flat), random.Random(seed)
+    while not model.done:
+        while model.num_admissible:
+            model.admit(model.num_admissible)
+        for group_id in rng.sample(list(model.generating), rng.randint(0, len(model.generating))):
+            model.finish(group_id)
+        coming = set(rng.sample(list(model.generating), rng.randint(0, len(model.generating))))
+        number, surely = model.buffer.lacking(coming)
+        assert (
+            number > 0 and not coming & set(surely) and set(surely) <= set(model.generating) | set(model.buffer._flat)
+        )
+        tried = copy.deepcopy(model.buffer)
+        for group_id in coming:
+            tried.put(group(group_id))
+        while tried.take():
+            pass
+        others = [one for one in model.generating if one not in coming]
+        rng.shuffle(others)
+        left_out = set(rng.sample(surely, min(1, len(surely))))
+        missing = left_out & set(others)
+        for group_id in [one for one in others if one not in left_out][: None if missing else number - 1]:
+            tried.put(group(group_id), is_flat=model.is_flat(group_id))
+        assert tried.take() is None
+        for group_id in list(model.generating):
+            model.finish(group_id)
+        while model.train():
+            model.adopt()
+
+
 def all_sizes() -> Iterator[tuple[int, int, int]]:
     for P in (1, 2, 3, 4):
         for S in (0, 1, 2):
@@ -292,6 +333,32 @@ class TestWindow:
     def test_the_window_moves_within_one_step(self) -> None:
         assert self.taken(self.ready(1, [1, 0])) == [0, 1]
         assert self.taken(self.ready(2, [0, 2])) == [0, 2], "once 0 is taken, the oldest is 1 and 2 is below 1 + 2"
+
+    @pytest.mark.parametrize(
+        ("window", "ids", "coming", "lacking"),
+        [
+            (1, [], [], (2, [0, 1])),
+            (1, [0, 3], [], (1, [1])),
+            (2, [1], [], (1, [0])),
+            (2, [1, 2], [], (1, [0])),
+            (2, [0], [1], (2, [2])),
+            (2, [0, 1, 2], [], (1, [])),
+            (3, [1, 2, 4], [], (1, [])),
+            (4, [], [], (2, [])),
+            (1, [0, 1, 2], [3], (2, [4, 5])),
+        ],
+    )  # fmt: skip
+    def test_what_the_next_step_lacks(self, window, ids, coming, lacking) -> None:
+        assert self.ready(window, ids).lacking(coming) == lacking
+
+    def test_what_is_flat_may_be_kept_without_others(self) -> None:
+        buffer = RolloutBuffer(2, max_staleness=3, window=2, max_dropped=1)
+        buffer.admit(8)
+        for group_id in (1, 2):
+            buffer.put(group(group_id), is_flat=True)
+        assert buffer.lacking(()) == (1, [0])
+        buffer.put(group(0))
+        assert self.taken(buffer) == [0, 2]
 
     def test_a_refused_take_changes_nothing(self) -> None:
         buffer = self.ready(3, [1, 5])

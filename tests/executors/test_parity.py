@@ -317,8 +317,16 @@ def test_rollouts_are_handed_over_as_whole_groups(
         assert generator.work()
     whole = Counter(one.group_id for one in reply.result().rollouts)
     assert sum(count == GROUP for count in whole.values()) >= 2
+    left = [one.group_id for one in requests(0) if whole[one.group_id] < GROUP]
+    generator.submit(requests(100, max_new_tokens=200))
+    needing = generator.collect(1, [*left, 10**6])
+    assert needing is not None and len(left) > 1
+    while not needing.done():
+        assert generator.work()
+    whole += Counter(one.group_id for one in needing.result().rollouts)
+    assert all(whole[group_id] == GROUP for group_id in left) and whole.total() < 8 * GROUP
     rest = generator.collect(1000)
     assert rest is not None
     while not rest.done():
         assert generator.work()
-    assert sum(whole.values()) + len(rest.result().rollouts) == 4 * GROUP, "the last ones come when there are no others"
+    assert whole.total() + len(rest.result().rollouts) == 8 * GROUP, "the last ones come when there are no others"

@@ -226,7 +226,7 @@ class SimulatedGenerator(SimulatedHandle):
         self._begun = dict[tuple[int, int], Rollout]()
         """Rollouts as they were when generation began, for unfinished ones, by group and index."""
         self._reply: asyncio.Future[Collected] | None = None
-        self._replied_s, self._num_wanted = 0.0, 0
+        self._replied_s, self._num_wanted, self._needed = 0.0, 0, set[int]()
         self._early = list[GenerationRequest]()
         """Requests that wait for a version to come."""
         self._ended_rollouts = list[Decoded]()
@@ -244,8 +244,10 @@ class SimulatedGenerator(SimulatedHandle):
         queue = self._queue
         return queue.num_running + queue.num_waiting + len(queue.finished) + len(self._ended_rollouts)
 
-    def do_collect(self, num_wanted: int) -> tuple[float, Any]:
+    def do_collect(self, num_wanted: int, needed: Sequence[int] = ()) -> tuple[float, Any]:
         self._num_wanted, self._reply = num_wanted, self._loop.create_future()
+        here = {group_id for group_id, _ in self._begun} | {one.group_id for one in self._early}
+        self._needed = here.intersection(needed) - {one.attempt.group_id for one in self._ended_rollouts if one.is_last}
         self._schedule()
         return 0.0, self._reply
 
@@ -323,7 +325,7 @@ class SimulatedGenerator(SimulatedHandle):
     def _due_s(self) -> float:
         """When what has ended is handed over, as a generator does."""
         is_all = not (self._queue.has_work or self._queue.finished)
-        if (self._num_wanted and self._num_whole >= self._num_wanted) or is_all:
+        if is_all or (self._num_wanted and self._num_whole >= self._num_wanted and not self._needed):
             return -math.inf
         if not self._num_wanted or self._num_parked:
             return self._replied_s + REPLY_INTERVAL_S
@@ -343,6 +345,7 @@ class SimulatedGenerator(SimulatedHandle):
         while queue.finished and queue.finished[0].finished_s <= now_s:
             self._ended_rollouts.append(decoded := queue.finished.popleft())
             self._num_whole += decoded.is_last
+            self._needed.difference_update([decoded.attempt.group_id] * decoded.is_last)
             self._num_parked += decoded.attempt.later_tokens > 0
         if not queue.has_work and not queue.finished and self._decoding_since_s is not None:
             self._spans.append(Span("generate", self._decoding_since_s, now_s))

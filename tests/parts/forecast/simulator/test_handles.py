@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -79,6 +80,29 @@ def test_a_group_is_whole_when_its_last_rollout_has_ended_and_not_in_the_step_be
 
     taken_back = [(0.35, [(3, 0, 0, "aborted"), (3, 1, 0, "aborted")])] if looks_ahead[0] == "abort" else []
     assert given(main) == [*taken_back, (0.4, [(0, 0, 3, "stop"), (0, 1, 4, "stop")])]
+
+
+@pytest.mark.parametrize("withdrawn", [False, True])
+def test_one_reply_waits_for_a_group_that_is_needed_while_it_is_there(withdrawn: bool, monkeypatch) -> None:
+    monkeypatch.setattr("llamarl.parts.forecast.simulator.handles.GROUPS_INTERVAL_S", 3600.0)
+
+    async def main(world: World) -> list[Any]:
+        found = list[Any]()
+        for needed in ([], [1, 10**6]):
+            generator = SimulatedGenerator("generator-0", world)
+            await call(generator, "submit", [request(0), request(1)])
+            reply = asyncio.ensure_future(call(generator, "collect", 1, needed))
+            await asyncio.sleep(0.05)
+            if needed and withdrawn:
+                await call(generator, "abort", [1])
+                found += [{one.group_id for one in (await reply).rollouts}]
+                reply = asyncio.ensure_future(call(generator, "collect", 1, needed))
+            found += [Counter(one.group_id for one in (await reply).rollouts)]
+        return found
+
+    alone, *others = given(main)
+    assert alone[0] == 2 and alone[1] < 2
+    assert others == ([{1}, {0: 2}] if withdrawn else [{0: 2, 1: 2}])
 
 
 def test_what_is_taken_back_comes_with_its_tokens_and_its_place_is_free() -> None:
