@@ -14,7 +14,7 @@ from llamarl.weight_sync.layout import Address
 
 REPLY_INTERVAL_S = 0.02
 """Finished rollouts that somebody waits for are handed over at most this often, unless there is nothing else to do."""
-GROUPS_INTERVAL_S = 0.1
+GROUPS_INTERVAL_S = 0.5
 """Whole groups are handed over at most this often, unless a step lacks no others."""
 LATEST_S = 1.0
 """Rollouts of groups that are not whole are handed over after this time: what is handed over is not lost in a crash."""
