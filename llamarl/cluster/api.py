@@ -60,20 +60,24 @@ class ExecutorError(Exception):
 
 
 class RemoteError(ExecutorError):
-    """A method, the constructor or `work()` raised. `__cause__` is the original exception when it can be pickled."""
+    """A method, the constructor or `work()` raised, in any rank. `__cause__` is the original exception when it can be
+    pickled."""
 
-    def __init__(self, executor: str, method: str, remote_traceback: str) -> None:
-        super().__init__(executor, method, remote_traceback)
+    def __init__(self, executor: str, method: str, remote_traceback: str, rank: int | None = None) -> None:
+        """`rank`: the one that raised; None: there is just one."""
+        super().__init__(executor, method, remote_traceback, rank)
         self.executor = executor
         self.method = method
         self.remote_traceback = remote_traceback
+        self.rank = rank
 
     def __str__(self) -> str:
-        return f"{self.executor}.{self.method} failed\n{self.remote_traceback.rstrip()}"
+        where = "" if self.rank is None else f" in rank {self.rank}"
+        return f"{self.executor}.{self.method} failed{where}\n{self.remote_traceback.rstrip()}"
 
 
 class MeshFailed(ExecutorError):
-    """The processes of an executor are gone, or can no longer be reached."""
+    """The processes of an executor are gone, or can no longer be reached: by the controller, or by each other."""
 
     def __init__(self, executor: str, ranks: tuple[int, ...], cause: str) -> None:
         super().__init__(executor, ranks, cause)

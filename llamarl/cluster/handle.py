@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, ExecutorSpec, HostStatus, MeshFailed, Tell
-from llamarl.cluster.payload import DEALT_BYTES, Deal, Reply, parts, pickled, value_of
+from llamarl.cluster.payload import DEALT_BYTES, Deal, Reply, error_of, parts, pickled
 from llamarl.cluster.rank import DEAL, DEALT, PART, PEEK, READY, REST, STATUS
 
 _log = logging.getLogger(__name__)
@@ -27,6 +27,8 @@ _MARGIN_S = 0.5
 """Seconds at most by which the host gives a call up before the caller leaves: a late result is then not lost."""
 _ABANDON_S = 2.0
 """Time to stop an executor that was never ready."""
+CAUSE_S = 4.0
+"""Longest wait for why an executor has died, once that has shown by what follows from it."""
 
 
 class BaseHandle(ExecutorHandle):
@@ -64,8 +66,8 @@ class BaseHandle(ExecutorHandle):
             self._watch()
             telling = asyncio.create_task(self._tell_stages(tell)) if tell else None
             try:
-                for reply in await self._ask(READY, _NO_ARGUMENTS, max(0.0, deadline_s - _now_s())):
-                    self._shares_calls = value_of(reply, self.name) and self._num_ranks > 1
+                built = await self._ask(READY, _NO_ARGUMENTS, max(0.0, deadline_s - _now_s()))
+                self._shares_calls = all(await self._values(built)) and self._num_ranks > 1
             finally:
                 if telling:
                     telling.cancel()
@@ -98,8 +100,19 @@ class BaseHandle(ExecutorHandle):
         self.num_calls += 1
         payload = pickled(arguments, self.name, f"the argument list of {method}")
         deadline_s = _now_s() + timeout_s
-        replies = await self._whole(await self._ask(method, payload, timeout_s), deadline_s)
-        return [value_of(reply, self.name) for reply in replies]
+        return await self._values(await self._whole(await self._ask(method, payload, timeout_s), deadline_s))
+
+    async def _values(self, replies: list[Reply]) -> list[Any]:
+        """The results. Raises what a rank's own code raised, whichever rank that is; an executor whose ranks have but
+        lost others is dead, of what is known by then or soon."""
+        errors = [error_of(reply, self.name) for reply in replies if reply.remote_traceback]
+        if not errors:
+            return [pickle.loads(reply.value) for reply in replies]
+        first = next((error for error in errors if not isinstance(error, MeshFailed)), None)
+        if first is None:
+            await asyncio.wait((self._ended,), timeout=CAUSE_S)
+            self._fail(errors[0])
+        raise first or _again(self._ended.result())
 
     async def status(self, timeout_s: float) -> HostStatus:
         return (await self.status_each(timeout_s))[0]

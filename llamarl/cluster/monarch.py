@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle, Executor
 from llamarl.cluster.deaths import cause_of, cause_of_reaped, kill_group, killed_by, rank_of
 from llamarl.cluster.engine_files import quiet_stderr
 from llamarl.cluster.engine_ports import bound_strangers
-from llamarl.cluster.handle import BaseHandle, stop_all
+from llamarl.cluster.handle import CAUSE_S, BaseHandle, stop_all
 from llamarl.cluster.payload import Reply, error_of, pickled, value_of
 from llamarl.cluster.private_sockets import keep_private, warn_if_open
 from llamarl.cluster.rank import CLOSE, FAILURE, ExecutorRank
@@ -38,6 +38,7 @@ try:
     from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
     from monarch.actor import (
         Actor,
+        Future,
         HostMesh,
         MeshFailure,
         ProcMesh,
@@ -79,8 +80,6 @@ _CLIENT_S = 0.3
 _END_S = 10.0
 """Longest wait for Monarch's client to end. Where the interpreter goes on before, a thread of Monarch's that notices
 ends the process with code 1, so that a run that went well looks failed; one busy machine needs more than a second."""
-_CAUSE_S = 4.0
-"""Longest wait for Monarch to tell why a process that is known to be dead has died."""
 
 
 def serve_host(address: str) -> None:
@@ -158,19 +157,26 @@ class MonarchHandle(BaseHandle):
 
     def _watch_work(self) -> None:
         first = 0
-        for _, ranks in self._meshes:  # one call for all ranks of a mesh, of which the first answer counts
-            failure = next(ranks.invoke.stream(FAILURE, b"", 0.0)).as_asyncio()
-            failure.add_done_callback(partial(self._failure_told, first))
+        for _, ranks in self._meshes:  # one call for all ranks of a mesh
+            self._hear(first, ranks.invoke.stream(FAILURE, b"", 0.0))
             first += ranks.size()
 
-    def _failure_told(self, first: int, failure: asyncio.Future[Reply]) -> None:
-        """Either `work()` raised in a rank of a mesh, which begins with rank `first`, or Monarch has lost one."""
-        error = failure.exception()
-        if error is None:
-            self._fail(error_of(failure.result(), self.name))
-        else:
-            rank, cause = first + rank_of(str(error)), cause_of(str(error))
+    def _hear(self, first: int, failures: Iterator[Future[Reply]]) -> None:
+        """The next failure of a mesh."""
+        if failure := next(failures, None):
+            failure.as_asyncio().add_done_callback(partial(self._failure_told, first, failures))
+
+    def _failure_told(self, first: int, failures: Iterator[Future[Reply]], failure: asyncio.Future[Reply]) -> None:
+        """Either `work()` raised in a rank of a mesh, which begins with rank `first`, or Monarch has lost one. A rank
+        that has but lost others may be heard before them."""
+        if (lost := failure.exception()) is not None:
+            rank, cause = first + rank_of(str(lost)), cause_of(str(lost))
             self._fail(MeshFailed(self.name, (rank,), f"pid {self.pids[rank]}{self._where(rank)} {cause}"))
+        elif isinstance(raised := error_of(failure.result(), self.name), MeshFailed):
+            asyncio.get_running_loop().call_later(CAUSE_S, self._fail, raised)
+            self._hear(first, failures)
+        else:
+            self._fail(raised)
 
     def _where(self, rank: int) -> str:
         """Which host, where it may be another one."""
@@ -200,10 +206,10 @@ class MonarchHandle(BaseHandle):
         if cause is not None:
             self._fail(error)
         elif not self._ended.done():
-            asyncio.get_running_loop().call_later(_CAUSE_S, self._fail, error)
+            asyncio.get_running_loop().call_later(CAUSE_S, self._fail, error)
 
     async def _lost(self, error: BaseException | None) -> ExecutorError:
-        await asyncio.wait((self._ended,), timeout=_CAUSE_S)
+        await asyncio.wait((self._ended,), timeout=CAUSE_S)
         if self._ended.done():
             return self._ended.result()
         return MeshFailed(self.name, tuple(range(self._num_ranks)), f"a process {cause_of(str(error))}")

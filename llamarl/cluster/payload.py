@@ -11,7 +11,8 @@ import traceback
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from llamarl.cluster.api import MAX_PAYLOAD_BYTES, ExecutorError, PayloadTooLarge, RemoteError
+from llamarl.cluster.api import MAX_PAYLOAD_BYTES, ExecutorError, MeshFailed, PayloadTooLarge, RemoteError
+from llamarl.config.errors import RanksLost
 
 MAX_MESSAGE_BYTES = 1 << 20
 """Upper bound of one message of a backend; short messages pass between the parts of a long one."""
@@ -55,6 +56,8 @@ class Reply(NamedTuple):
     """Text of the traceback; empty for a result."""
     exception: bytes = b""
     """The pickled exception; empty when it cannot be pickled."""
+    rank: int | None = None
+    """The rank that raised; None: there is just one."""
     expired: bool = False
     """The call's deadline passed at the host, before its turn or before its deferred reply."""
 
@@ -73,13 +76,13 @@ def parts(data: bytes, size: int = MAX_MESSAGE_BYTES) -> list[bytes]:
     return [data[start : start + size] for start in starts]
 
 
-def error_reply(error: BaseException, method: str, caught: bool = True) -> Reply:
+def error_reply(error: BaseException, method: str, rank: int | None, caught: bool = True) -> Reply:
     """An exception as data. A `caught` one has the catching frame first, which is left out of the traceback."""
     trace = error.__traceback__
     if caught and trace is not None:
         trace = trace.tb_next
     text = "".join(traceback.format_exception(type(error), error, _from_theirs(trace)))
-    return Reply(method=method, remote_traceback=text, exception=_pickled_exception(error))
+    return Reply(method=method, remote_traceback=text, exception=_pickled_exception(error), rank=rank)
 
 
 def _from_theirs(trace: TracebackType | None) -> TracebackType | None:
@@ -92,18 +95,21 @@ def _from_theirs(trace: TracebackType | None) -> TracebackType | None:
 
 
 def value_of(reply: Reply, executor: str) -> Any:
-    """The result. Raises what the reply reports: PayloadTooLarge as it is, anything else as RemoteError."""
+    """The result. Raises what the reply reports, as `error_of` has it."""
     if not reply.remote_traceback:
         return pickle.loads(reply.value)
     raise error_of(reply, executor)
 
 
 def error_of(reply: Reply, executor: str) -> ExecutorError:
-    """The exception that an error reply stands for."""
+    """The exception that an error reply stands for: PayloadTooLarge as it is, MeshFailed where a rank has but lost
+    others, anything else as RemoteError."""
     cause = _unpickled_exception(reply.exception)
     if isinstance(cause, PayloadTooLarge):
         return cause
-    error = RemoteError(executor, reply.method, reply.remote_traceback)
+    if isinstance(cause, RanksLost):
+        return MeshFailed(executor, (reply.rank or 0,), str(cause))
+    error = RemoteError(executor, reply.method, reply.remote_traceback, reply.rank)
     error.__cause__ = cause
     return error
 

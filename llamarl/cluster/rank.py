@@ -79,7 +79,8 @@ class ExecutorRank:
 
     def __init__(self, spec: ExecutorSpec) -> None:
         self._spec = spec
-        self._rank = int(os.environ.get("RANK", "0")) if spec.num_ranks > 1 else 0
+        self._rank = int(os.environ.get("RANK", "0")) if spec.num_ranks > 1 else None
+        """None: it is the only one."""
         self._queue: queue.SimpleQueue[_QueuedCall | None] = queue.SimpleQueue()
         self._lock = threading.Condition()
         """Notified when a part of a deal has come."""
@@ -140,7 +141,8 @@ class ExecutorRank:
         try:
             reply = self._live()
         except BaseException as error:  # no memory was left to say so where it happened
-            reply = Reply(method=self._doing[0], remote_traceback=f"{type(error).__name__}: {error}")
+            text = f"{type(error).__name__}: {error}"
+            reply = Reply(method=self._doing[0], remote_traceback=text, rank=self._rank)
             if not self._failure.done():
                 self._fail(reply)
             for promise in (self._ready, self._closed):
@@ -164,7 +166,7 @@ class ExecutorRank:
             try:
                 executor.close()
             except BaseException as error:
-                reply = error_reply(error, "close")
+                reply = error_reply(error, "close", self._rank)
             self._end()
         return reply
 
@@ -177,7 +179,7 @@ class ExecutorRank:
             self._span_names = executor_class.SPANS
             executor = executor_class(**self._spec.options)
         except BaseException as error:
-            reply = error_reply(error, "__init__")
+            reply = error_reply(error, "__init__", self._rank)
             self._fail(reply)
             self._ready.set_result(reply)
             return None
@@ -201,7 +203,7 @@ class ExecutorRank:
             try:
                 asleep = not executor.work()
             except BaseException as error:
-                self._fail(error_reply(error, "work"))
+                self._fail(error_reply(error, "work", self._rank))
                 return
             self._end(is_work=not asleep)
 
@@ -223,7 +225,7 @@ class ExecutorRank:
         reply = None
         try:
             args, kwargs, is_each = pickle.loads(self._arguments(executor, call))
-            call.is_answered = is_each or self._rank == 0
+            call.is_answered = is_each or not self._rank
             result = getattr(executor, call.method)(*args, **kwargs)
             if isinstance(result, Future):
                 self._deferred.append((call, result))
@@ -231,7 +233,7 @@ class ExecutorRank:
             else:
                 reply = self._value_reply(call, result)
         except BaseException as error:
-            reply = error_reply(error, call.method)
+            reply = error_reply(error, call.method, self._rank)
         self._end()
         if reply is not None:
             self._answer(call, reply)
@@ -263,11 +265,11 @@ class ExecutorRank:
             return Reply(method=call.method, remote_traceback="the executor canceled its deferred reply")
         error = future.exception()
         if error is not None:
-            return error_reply(error, call.method, caught=False)
+            return error_reply(error, call.method, self._rank, caught=False)
         try:
             return self._value_reply(call, future.result())
         except BaseException as error:
-            return error_reply(error, call.method)
+            return error_reply(error, call.method, self._rank)
 
     def _cancel_expired(self) -> None:
         if not self._deferred:

@@ -1,4 +1,4 @@
-"""The one exception for a user's mistake."""
+"""Exceptions that several rooms know: a user's mistake, and the loss of other ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from difflib import get_close_matches
 
 class ConfigError(ValueError):
     """A setting that cannot work: the message names the option, its value and the fix, in one sentence."""
+
+
+class RanksLost(RuntimeError):
+    """Ranks of this executor died, failed or stayed silent; the message says who waited for what. It is never the first
+    cause: who raises it is well."""
 
 
 _LONG = {"lr": "learning_rate", "wd": "weight_decay"}

@@ -100,6 +100,7 @@ class Admission:
         self.buffer = RolloutBuffer(
             rollout.prompts_per_step, rollout.max_staleness, rollout.window, first_group_id, max_dropped,
             resumed=sorted(self._prompt_of), max_active=rollout.max_active,
+            num_dropped=state.get("num_dropped", 0) if state else 0,
         )  # fmt: skip
         self.num_left = (config.steps - (state["step"] if state else 0)) * rollout.prompts_per_step
         """Groups that the steps to come will consume."""
@@ -218,4 +219,5 @@ class Admission:
             "sampler": self._sampler.state(),
             "next_group_id": self.buffer.next_group_id,
             "unconsumed": sorted(self._prompt_of.items()),
+            "num_dropped": self.buffer.num_dropped,
         }

@@ -43,11 +43,13 @@ class RolloutBuffer:
         max_dropped: int = 0,
         resumed: Sequence[int] = (),
         max_active: int = 0,
+        num_dropped: int = 0,
     ) -> None:
         """
         Args:
             max_active: groups, at most; 0: (S + 1) * P.
             resumed: older groups that nobody has consumed yet; they are admitted again, under their numbers, first.
+            num_dropped: groups, by the run that goes on, since its last step was taken.
         """
         self.prompts_per_step = prompts_per_step
         self.window = window
@@ -59,7 +61,8 @@ class RolloutBuffer:
         self._waiting: dict[int, RolloutGroup | None] = {}  # unconsumed groups in admission order; None: not ready
         self._flat: dict[int, RolloutGroup] = {}  # of those, the ones that may be dropped: older groups decide
         self._max_dropped = max_dropped
-        self._num_dropped = 0  # since the last step
+        self.num_dropped = num_dropped
+        """Flat groups that were dropped since the last step was taken."""
         self._num_unreleased = 0  # consumed, their version not yet made
         self.num_ready = 0
 
@@ -117,14 +120,14 @@ class RolloutBuffer:
             else:
                 del self._waiting[flat.group_id]
                 dropped.append(flat.group_id)
-        self._num_dropped += len(dropped)
+        self.num_dropped += len(dropped)
         self.num_ready += len(ready)
         return ready, dropped
 
     def _settled(self) -> list[tuple[RolloutGroup, bool]]:
         """Flat groups whose fate no older group can change any more, and whether they are kept."""
         settled = list[tuple[RolloutGroup, bool]]()
-        surely = possibly = self._num_dropped  # flat groups before the one looked at, and those that may turn out so
+        surely = possibly = self.num_dropped  # flat groups before the one looked at, and those that may turn out so
         for group_id in self._waiting if self._flat else ():
             flat = self._flat.get(group_id)
             if flat is None:
@@ -144,7 +147,7 @@ class RolloutBuffer:
             return None
         taken = [group for group_id in ids if (group := self._waiting.pop(group_id)) is not None]
         self.num_ready -= len(taken)
-        self._num_dropped = 0
+        self.num_dropped = 0
         self._num_unreleased += len(taken)
         return taken
 

@@ -21,20 +21,16 @@ from llamarl.cluster.api import (
     HostFailed,
     HostStatus,
     MeshFailed,
-    RemoteError,
 )
 from llamarl.config.cluster import ClusterConfig
 from llamarl.config.errors import ConfigError
 from llamarl.controller.ports import Executors, SpawnAgain
 from llamarl.controller.supervision import Supervisor
-from llamarl.distributed.links import RanksLost
 from llamarl.observability.spans import AWAY, Span, now_s
 
 T = TypeVar("T")
 STOP_S = 2.0
 """Seconds that what is left of an executor has to end; then it is killed."""
-CAUSE_S = 1.0
-"""A call that fails since its executor died is explained by that death, which may be noticed a bit later."""
 NOT_REPEATED = frozenset({"save", "commit", "publish_sample"})
 """Calls that mean nothing to a new life: the caller hears that they are lost."""
 FIRST_PAUSE_S = 0.5
@@ -204,7 +200,7 @@ class RestartableHandle(ExecutorHandle):
             error = await self._cleared(error)
             try:
                 self._deaths.count(error)
-                self._deaths.tell(f"{_sentence(error)}; it is started again")
+                self._deaths.tell(f"{error}; it is started again")
                 await asyncio.sleep(pause_s)
                 life = await self._spawn(self.name)
                 self._lives(life)
@@ -235,8 +231,6 @@ class RestartableHandle(ExecutorHandle):
     async def _cleared(self, error: ExecutorError) -> ExecutorError:
         """Ends what is left of a life, which may hold devices; what it died of."""
         life = self._life
-        if isinstance(error, RemoteError):
-            await asyncio.wait({life.failed}, timeout=CAUSE_S)
         was_killed = life.failed.done() and len(life.pids) == 1
         stopping = asyncio.ensure_future(life.stop(STOP_S))
         stopping.add_done_callback(lambda stopped: stopped.cancelled() or stopped.exception())
@@ -265,9 +259,4 @@ def lasting(executors: Executors, config: ClusterConfig, supervisor: Supervisor,
 
 
 def _is_death(error: ExecutorError) -> bool:
-    is_of_ranks = isinstance(error, RemoteError) and isinstance(error.__cause__, RanksLost)
-    return isinstance(error, MeshFailed | CallTimeout) or is_of_ranks
-
-
-def _sentence(error: ExecutorError) -> str:
-    return f"{error.executor}: {_cause(error)}" if isinstance(error, RemoteError) else str(error)
+    return isinstance(error, MeshFailed | CallTimeout)

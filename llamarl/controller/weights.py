@@ -49,6 +49,8 @@ class WeightSync:
         self._lost: Published | None = None
         """Published version that was the newest when the trainer died."""
         self._num_publishing = 0
+        self._asked = NO_VERSION
+        """The newest version that was to leave the trainer; one that has ended since is not on record yet."""
         self._published = Signal()
         self._num_resyncs = 0
         self._reports = dict[int, SyncReport]()
@@ -70,7 +72,7 @@ class WeightSync:
         where it is late go elsewhere."""
         clock, replicas = asyncio.get_running_loop(), self._replicas
         start_s, report = clock.time(), SyncReport()
-        self._reports[version] = report
+        self._reports[version], self._asked = report, version
         await self._publish(version)
         report.publish_s = clock.time() - start_s
         hurries, patience_s = patience_s is None, patience_s or self._settings.patience_s
@@ -143,8 +145,9 @@ class WeightSync:
         clock = asyncio.get_running_loop()
         try:
             is_new = await self._replicas.unless_dead(replica, self._transports.choose([replica]))
-            if is_new and not self._optimized.is_stepping:  # else the next version comes by it
-                await self._publish(self._optimized.version)
+            may_leave = self._asked == self._optimized.version and not self._optimized.is_stepping
+            if is_new and may_leave:  # else the next version comes by it
+                await self._publish(self._asked)
             while True:
                 await self._published.until(lambda: self._is_news(replica))
                 published = self._newest

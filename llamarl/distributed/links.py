@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import Any
 
 from llamarl.config.device import ADDRESS, WEIGHTS_ADDRESS
+from llamarl.config.errors import RanksLost
 from llamarl.net.entrance import PROOF_S, Entrance, Proved, listen
 
 BROKEN = (OSError, EOFError, AuthenticationError)
@@ -55,10 +56,6 @@ def interface_of(address: str) -> str:
             if socket.inet_ntoa(entry[20:24]) == address:
                 return entry[:16].partition(b"\0")[0].decode()
     return ""
-
-
-class RanksLost(RuntimeError):
-    """Ranks of this executor died, failed or stayed silent; the message says who waited for what."""
 
 
 def connect(place: str, secret: str, timeout_s: float, reach_s: float = math.inf) -> Connection:

@@ -100,6 +100,8 @@ class ControllerState(TypedDict):
     next_group_id: int
     unconsumed: list[tuple[int, int]]
     """Group id and prompt index of each group that was admitted and not trained on."""
+    num_dropped: NotRequired[int]
+    """`RolloutBuffer.num_dropped`; not in states that older code saved."""
     journal: NotRequired[JournalPosition]
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from llamarl.distributed.links import RanksLost
+from llamarl.config.errors import RanksLost
 from llamarl.distributed.mesh import Axis, RankMesh
 from llamarl.generation.backend import EngineStats
 from llamarl.generation.engine import Engine

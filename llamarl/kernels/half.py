@@ -12,6 +12,7 @@ rotated channels of a head.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -62,6 +63,12 @@ class Product:
     def forget(self) -> None:
         """Gives the memory of the copy back."""
         self._half_O_I = self._seen = None
+
+
+def forget(products: Iterable[Product]) -> None:
+    """Gives the memory of their copies back; they are made anew."""
+    for product in products:
+        product.forget()
 
 
 def rms_norm(x: Tensor, shape: tuple[int, ...], weight_D: Tensor, eps: float) -> Tensor:

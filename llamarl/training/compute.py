@@ -61,8 +61,7 @@ def _set_operations(model: nn.Module, own: ModuleType) -> None:
             module.activate = own.silu_mul
 
 
-def forget_copies(model: Transformer | ScalarModel) -> None:
-    """Gives the memory of copies of weights back; they are made anew. Must follow every step of an optimizer."""
-    for module in model.modules():
-        if isinstance(module, Projection | LoraLinear) and isinstance(module.multiply, half.Product):
-            module.multiply.forget()
+def copying(model: Transformer | ScalarModel) -> list[half.Product]:
+    """Products that keep copies of weights, which must be forgotten after every step of an optimizer: `half.forget`."""
+    products = [module.multiply for module in model.modules() if isinstance(module, Projection | LoraLinear)]
+    return [one for one in products if isinstance(one, half.Product)]

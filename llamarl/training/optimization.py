@@ -18,9 +18,9 @@ from torch import Tensor
 
 from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.mesh import RankMesh
-from llamarl.kernels import products
+from llamarl.kernels import half, products
 from llamarl.sharding.tensor_parallel import is_router
-from llamarl.training.compute import forget_copies, set_compute
+from llamarl.training.compute import copying, set_compute
 from llamarl.training.health import Health, find_cause
 from llamarl.training.optimizer import build_optimizer, set_learning_rate
 from llamarl.training.packing import Microbatch
@@ -88,12 +88,14 @@ class Optimization(ABC, Generic[Model]):
         self.module = module
         for name, weight in module.named_parameters() if not config.train_router else ():
             weight.requires_grad_(weight.requires_grad and not is_router(name))
-        half = torch.bfloat16 if config.dtype == "bfloat16" else None
+        narrow = torch.bfloat16 if config.dtype == "bfloat16" else None
         if config.weights == "bfloat16":
             module.to(torch.bfloat16)
             # The residual stream stays what it is beside float32 weights.
             self.model.model.embed_tokens.register_forward_hook(lambda _module, _args, x_N_D: x_N_D.to(dtype))
-        self.sharding = parallelize(module, self.model, mesh, device, read, half)
+        self.sharding = parallelize(module, self.model, mesh, device, read, narrow)
+        self.copying = copying(self.model)
+        """Products that keep copies of weights until a step changes these."""
         self.pipeline = Pipeline(mesh.pp, dtype, device)
         weights, specs = self.sharding.weights, self.sharding.specs
         self.optimizer: torch.optim.Optimizer = build_optimizer(
@@ -135,7 +137,7 @@ class Optimization(ABC, Generic[Model]):
             finite = math.isfinite(grad_norm) and math.isfinite(logged[-1].sums.get("loss", 0.0))
             if finite:
                 self.optimizer.step()
-                forget_copies(self.model)
+                half.forget(self.copying)
             self.optimizer.zero_grad(set_to_none=False)  # a step without any gradient still moves by its momentum
         sums, maxima = merged(logged)
         loss = sums.pop("loss", 0.0) / denominator / len(logged)
@@ -212,7 +214,7 @@ class Optimization(ABC, Generic[Model]):
     def rest(self) -> None:
         """Gives what only a step needs to others on the device: gradients, copies, and memory kept for later."""
         self.sharding.drop_gradients()
-        forget_copies(self.model)
+        half.forget(self.copying)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

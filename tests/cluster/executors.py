@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from llamarl.cluster.executor import Executor
+from llamarl.config.errors import RanksLost
 from llamarl.observability.stages import stage
 
 
@@ -36,11 +37,11 @@ class Echo(Executor):
         self.num_work = num_work
         self.work_left = num_work
         self.polls: list[Future[Any]] = []
-        self.work_error = ""
+        self.work_error: str | Exception = ""
 
     def work(self) -> bool:
         if self.work_error:
-            raise RuntimeError(self.work_error)
+            raise RuntimeError(self.work_error) if isinstance(self.work_error, str) else self.work_error
         if self.work_left:
             self.work_left -= 1
             return True
@@ -76,6 +77,15 @@ class Echo(Executor):
 
     def fail_in_work(self, message: str) -> None:
         self.work_error = message
+
+    def fail_in_rank(self, rank: int, others_wait_s: float, in_work: bool) -> None:
+        """One rank raises by itself, and the others as they have lost it; no such rank: they say so of each other."""
+        own = int(os.environ["RANK"])
+        time.sleep(others_wait_s if own != rank else 0.5 - others_wait_s)
+        error = LookupError(f"no such row in rank {rank}") if own == rank else RanksLost(f"rank {rank} is gone")
+        if not in_work:
+            raise error
+        self.work_error = error
 
     def zeros_of_rank(self, size: int) -> bytes:
         return bytes(3 * size * int(os.environ["RANK"]))

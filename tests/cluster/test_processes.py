@@ -11,15 +11,20 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from llamarl.cluster import handle as handle_module
+from llamarl.cluster import monarch
 from llamarl.cluster.api import (
     CallTimeout,
     Cluster,
     ExecutorSpec,
     MeshFailed,
+    RemoteError,
 )
 from tests.cluster.harness import CALL_S, HERE, SPAWN_S, echo, is_alive, run, until
 
@@ -49,6 +54,64 @@ def test_ranks_environment_and_log_files(tmp_path: Path) -> None:
 
     run(main, "monarch", tmp_path)
     assert (tmp_path / "two.0.log").read_text() == (tmp_path / "two.1.log").read_text() == "hello\nhello on stderr\n"
+
+
+@pytest.mark.parametrize("in_work", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("others_wait_s", [0.0, 0.5])
+def test_what_one_rank_raises_is_the_error_whichever_it_is(rank: int, others_wait_s: float, in_work: bool) -> None:
+    """Not what follows from it in the others, which may be heard first."""
+
+    async def main(cluster: Cluster) -> None:
+        handle = await cluster.spawn(replace(echo("two"), num_ranks=2), SPAWN_S)
+        start_s = time.monotonic()
+        call = handle.call("fail_in_rank", rank, others_wait_s, in_work, timeout_s=CALL_S)
+        if in_work:
+            with suppress(RemoteError):
+                await call
+            error = await asyncio.wait_for(handle.failed, CALL_S)
+        else:
+            with pytest.raises(RemoteError) as caught:
+                await call
+            error = caught.value
+        assert time.monotonic() - start_s < 2.0
+        assert isinstance(error, RemoteError) and isinstance(error.__cause__, LookupError)
+        assert error.rank == rank
+        method = "work" if in_work else "fail_in_rank"
+        assert str(error).startswith(f"two.{method} failed in rank {rank}\nTraceback")
+        assert str(error).endswith(f"LookupError: no such row in rank {rank}")
+        if in_work:
+            with pytest.raises(RemoteError, match="no such row"):
+                await handle.call("echo", 1, timeout_s=CALL_S)
+
+    run(main, "monarch")
+
+
+@pytest.mark.parametrize("in_work", [False, True])
+def test_ranks_that_have_but_lost_others_are_dead(monkeypatch: pytest.MonkeyPatch, in_work: bool) -> None:
+    """Of what is known to have befallen the others, or else of what they say."""
+    monkeypatch.setattr(handle_module, "CAUSE_S", 0.5)
+    monkeypatch.setattr(monarch, "CAUSE_S", 0.5)
+
+    async def main(cluster: Cluster) -> None:
+        two, killed = await asyncio.gather(
+            *(cluster.spawn(replace(echo(name), num_ranks=2), SPAWN_S) for name in ("two", "killed"))
+        )
+        with suppress(MeshFailed):
+            await two.call("fail_in_rank", 7, 0.0, in_work, timeout_s=CALL_S)
+        error = await asyncio.wait_for(two.failed, CALL_S)
+        assert isinstance(error, MeshFailed) and error.cause == "rank 7 is gone"
+        with pytest.raises(MeshFailed, match="rank 7 is gone"):
+            await two.call("echo", 1, timeout_s=CALL_S)
+        call = asyncio.ensure_future(killed.call("fail_in_rank", 7, 0.0, in_work, timeout_s=CALL_S))
+        await asyncio.sleep(0.2)
+        os.kill(killed.pids[1], signal.SIGKILL)
+        with suppress(MeshFailed):
+            await call
+        error = await asyncio.wait_for(killed.failed, CALL_S)
+        assert str(error) == f"killed (rank 1): pid {killed.pids[1]} was killed by SIGKILL"
+
+    run(main, "monarch")
 
 
 def test_kill_is_noticed_and_named_and_the_executor_can_be_spawned_again() -> None:

@@ -11,13 +11,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from llamarl.cluster.api import CallTimeout, ExecutorHandle, HostFailed, MeshFailed, RemoteError
+from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostFailed, MeshFailed, RemoteError
 from llamarl.config import ConfigError
 from llamarl.config.cluster import ClusterConfig
 from llamarl.controller.lives import Deaths, RestartableHandle, TooManyDeaths
 from llamarl.controller.optimized import StepsLost
 from llamarl.controller.supervision import Supervisor
-from llamarl.distributed.links import RanksLost
 from llamarl.observability.spans import AWAY, now_s
 from tests.controller.fakes import Run, Strike, config, kills
 from tests.executors.ledger import Generator, Ledgered, Model, Trainer, logprobs, values
@@ -161,24 +160,26 @@ def test_a_generator_that_does_not_answer_counts_as_dead(tmp_path: Path) -> None
 
 
 def test_lost_ranks_are_a_death_and_a_bug_is_none(tmp_path: Path) -> None:
-    """Both come as an exception of the executor."""
+    """Both come as the answer of a call."""
 
-    def raises(cause: Exception) -> Strike:
+    def raises(error: ExecutorError) -> Strike:
         async def strike(run: Run) -> None:
             await asyncio.sleep(3.0)
 
             def broken(*args: object) -> None:
-                raise RemoteError("trainer", "step", "Traceback: boom") from cause
+                raise error
 
             run.handles["trainer"].do_step = broken
 
         return strike
 
     run = run_of(tmp_path)
-    audit(run.train(strike=raises(RanksLost("rank 1 waits for rank 0 in mesh.py:12"))))
-    assert run.warnings[0] == "trainer: rank 1 waits for rank 0 in mesh.py:12; it is started again"
-    with pytest.raises(RemoteError, match="boom"):
-        run_of(tmp_path).train(strike=raises(ValueError("a bug")))
+    audit(run.train(strike=raises(MeshFailed("trainer", (1,), "rank 1 waits for rank 0 in mesh.py:12"))))
+    assert run.warnings[0] == "trainer (rank 1): rank 1 waits for rank 0 in mesh.py:12; it is started again"
+    run = run_of(tmp_path)
+    with pytest.raises(RemoteError, match="in rank 1\nTraceback: boom"):
+        run.train(strike=raises(RemoteError("trainer", "step", "Traceback: boom", 1)))
+    assert not run.lives["trainer"]
 
 
 @pytest.mark.parametrize("name", ["trainer", "reward"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from llamarl.controller.flight import FIRST_GREEDY_ID, FlyingRollout, PendingGroup, greedy_request
+from llamarl.controller.supervision import Interrupted
 from llamarl.data.sampler import PromptSampler
 from llamarl.executors.replies import ScoredResponse
 from llamarl.types import FinishReason, GenerationRequest, Outcome, RewardResult, Rollout, SamplingParams
@@ -97,6 +99,32 @@ def test_a_resumed_run_drops_and_trains_on(tmp_path: Path) -> None:
     trained = [row["prompt_id"] for row in again.rollouts if not row["index"]]
     assert len(set(trained)) == len(trained) == 9 * 2
     assert [row["step"] for row in again.steps] == list(range(1, 10))
+
+
+def test_an_interrupted_run_tries_no_more_than_one_that_was_not(tmp_path: Path) -> None:
+    """Attempts in vain for the step to come are in its checkpoint, so that it takes what the whole run took."""
+    settings = config(tmp_path, steps=5, rollout={"max_attempts": 3, "max_staleness": 0})
+    whole = Run(settings, tmp_path, [random_durations(0)], Reward(lambda one: RIGHT)).train()
+    steps = [(row["step"], row["group_id"], row["index"]) for row in whole.rollouts]
+
+    async def interrupt(run: Run) -> None:
+        await asyncio.sleep(moments[0])
+        run.supervisor.fail(Interrupted("ended by SIGINT"))
+
+    num_in_vain, moments = 0, list(range(5, int(whole.wall_s), 9))
+    while moments:
+        for file in tmp_path.glob("*.jsonl"):
+            file.unlink()
+        disk = Trainer()
+        with pytest.raises(Interrupted):
+            Run(settings, tmp_path, [random_durations(0)], Reward(lambda one: RIGHT), disk).train(strike=interrupt)
+        moments.pop(0)
+        state = json.loads(disk.saved[-1][1])
+        num_in_vain += state["num_dropped"] > 0
+        again = Trainer(version=state["step"], saved=disk.saved)
+        run = Run(settings, tmp_path, [random_durations(1)], Reward(lambda one: RIGHT), again).train(state)
+        assert [(row["step"], row["group_id"], row["index"]) for row in run.rollouts] == steps
+    assert num_in_vain > 2
 
 
 @pytest.mark.parametrize("segment_tokens", [0, 3])

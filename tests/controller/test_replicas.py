@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from llamarl.cluster.api import MeshFailed
 from llamarl.cluster.port import port
+from llamarl.controller import weights
 from llamarl.controller.flight import Flight
 from llamarl.controller.journal import Journal
 from llamarl.controller.ports import TrainerPort
@@ -209,6 +211,34 @@ def test_one_on_another_host_gets_the_weights_that_were_published_before_it_came
     assert run.version == 6 and trainer.chosen == [("memory", True), ("dove", False)]
     versions = [version for version, _ in trainer.published]
     assert sorted(set(versions)) == list(range(7)) and len(versions) == 8, "one was published again"
+
+
+def test_one_that_comes_by_a_new_transport_while_a_step_waits_gets_its_weights_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that has ended waits until generators let go of versions: until then its own stays with the trainer, and
+    its row tells how it came to the generators."""
+    monkeypatch.setattr(weights, "MAX_HELD_BY_ALL", 2)
+    trainer, waited = SamplingTrainer(), list[tuple[int, int]]()
+
+    def waits(run: Run) -> tuple[int, int]:
+        """The version that is there, and the one that was published last."""
+        return run.controller.version, trainer.published[-1][0]
+
+    async def strike(run: Run) -> None:
+        while not trainer.published or len(set(waits(run))) == 1 or trainer.calls("step")[-1].end_s == math.inf:
+            await asyncio.sleep(0.25)
+        waited.append(waits(run))
+        await run.add("generator-9", Fetching(hosts=("b",)))
+
+    holding = Fetching(adopt_s=lambda version: 30.0 if version == 2 else 0.1)
+    wanted = config(tmp_path, rollout={"max_staleness": 1})
+    run = Run(wanted, tmp_path, [Fetching(), holding], trainer=trainer).train(strike=strike)
+    assert waited[0] == (4, 3) and trainer.chosen == [("memory", True), ("dove", False)]
+    assert [version for version, _ in trainer.published] == list(range(7)), "step 4 when generators have let go"
+    assert {row["step"]: row["fingerprint"] for row in run.steps} == {step: f"{step:016x}" for step in range(1, 7)}
+    assert {row["extra.sync_bytes"] for row in run.steps} == {1000}
+    assert not run.complaints
 
 
 def test_a_slow_one_is_spared_and_is_back_soon_after_it_is_quick(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from llamarl.cluster.api import ExecutorHandle, ExecutorSpec, RemoteError
 from llamarl.cluster.open import open_cluster
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.cluster import ClusterConfig
-from llamarl.distributed.links import RanksLost
 from llamarl.distributed.rendezvous import open_rendezvous
 from llamarl.run.executors import executor_spec, spawn_all
 from llamarl.training.result import PolicyStepResult
@@ -55,7 +54,7 @@ def group(number: int) -> RolloutGroup:
 
 
 def test_the_failure_of_one_rank_and_of_its_part_of_the_checkpoint(model: Path, tmp_path: Path) -> None:
-    """A step fails at once with the sentence of the rank that failed; so does the start."""
+    """A step fails at once with the error of the rank that failed; so does the start."""
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in model.iterdir():
@@ -96,8 +95,10 @@ def test_the_failure_of_one_rank_and_of_its_part_of_the_checkpoint(model: Path, 
             return failed.value, time.monotonic() - start_s
 
     error, after_s = asyncio.run(ends())
-    assert isinstance(error.__cause__, RanksLost)
-    assert str(error.__cause__).startswith("rank 1 failed: ZeroDivisionError: no luck, in token_losses (layouts.py:")
+    assert isinstance(error.__cause__, ZeroDivisionError)
+    assert (error.executor, error.rank) == ("trainer", 1)
+    assert str(error).startswith("trainer.step failed in rank 1\nTraceback")
+    assert "in token_losses\n" in str(error) and str(error).endswith("ZeroDivisionError: no luck")
     assert after_s < END_S
     assert "ZeroDivisionError: no luck" in (tmp_path / "logs/trainer.1.log").read_text()
 

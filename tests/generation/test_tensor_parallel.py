@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.distributed.links import RanksLost
+from llamarl.config.errors import RanksLost
 from llamarl.distributed.mesh import RankMesh
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.generation.engine import Engine, kv_budget

@@ -34,7 +34,6 @@ from llamarl.models.shape import ModelShape, MoeShape
 from llamarl.models.transformer import Transformer
 from llamarl.sharding.box import Box
 from llamarl.training import logprobs
-from llamarl.training.compute import forget_copies
 from llamarl.training.optimization import finished
 from llamarl.training.packing import pack
 from llamarl.training.preflight import example_groups
@@ -144,7 +143,7 @@ def trained(name: str, num_groups: int, config: dict[str, Any], tp: int = 1) -> 
             trainer.logprobs(batch).sum().backward()
             peak = counted.peak_bytes - held
             trainer.optimizer.step()
-            forget_copies(trainer.model)
+            half.forget(trainer.copying)
     load = TrainerLoad(
         tokens=len(batch.token_ids_N), targets=len(batch.targets_R), keys=0, half=settings.dtype == "bfloat16",
         checkpointing=settings.activation_checkpointing, flash=True, on_gpu=True, fused=True, lora=settings.lora, tp=tp,

@@ -22,8 +22,8 @@ from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.checkpoint.mirror import Mirror
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config import ConfigError
+from llamarl.config.errors import RanksLost
 from llamarl.config.trainer import LoraConfig, TrainerConfig
-from llamarl.distributed.links import RanksLost
 from llamarl.distributed.mesh import ALONE, CPU, RankMesh
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.models import hf

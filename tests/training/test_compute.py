@@ -14,10 +14,12 @@ from llamarl.config import RunConfig
 from llamarl.config.schema import TrainerConfig
 from llamarl.config.trainer import LoraConfig
 from llamarl.distributed.mesh import RankMesh
-from llamarl.kernels import ops, products
+from llamarl.kernels import half, ops, products
 from llamarl.models.lora import add_adapters
 from llamarl.models.memory import TrainerLoad, activation_bytes
 from llamarl.models.shape import ModelShape
+from llamarl.models.transformer import Projection
+from llamarl.training import compute
 from llamarl.training.cost import step_cost
 from llamarl.training.optimizer import learning_rate_at
 from llamarl.training.packing import pack, to_sample_group
@@ -85,6 +87,23 @@ class TestActivationCheckpointing:
             for on in (False, True)
         )
         assert thrifty < 0.15 * plain
+
+
+def test_who_steps_knows_what_keeps_copies(
+    make_model, make_trainer, make_groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU nothing does. Not covered: that a copy which is forgotten is made anew; see tests/kernels."""
+    assert not make_trainer().copying
+    monkeypatch.setattr(compute, "uses_halves", lambda config, device: True)
+    monkeypatch.setattr(half, "prepare", lambda device: None)
+    settings = TrainerConfig(dtype="bfloat16", learning_rate=1e-3)
+    trainer = Trainer(make_model(), settings, Aipo(), GroupMean(), temperature=0.7)
+    products = [one.multiply for one in trainer.model.modules() if isinstance(one, Projection)]
+    assert trainer.copying == products and len(products) == 2 * 7
+    for product in products:
+        product._half_O_I = torch.zeros(1)
+    trainer.step(make_groups())
+    assert all(product._half_O_I is None for product in products)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
