@@ -1,6 +1,6 @@
 """Do asynchronous runs learn what synchronous ones learn? Paired by seed, judged on fresh problems.
 
-    python benchmarks/learning.py [--more RESULT] [--minutes 170] [--ways "S=2" "S=4"]
+    python benchmarks/learning.py [--more RESULT] [--minutes 170] [--ways "S=2" "S=4"] [--tasks calculator]
 
 Fixed before the first run: the demo for 60 steps, and its final weights judged greedily on 4,096 problems that nobody
 trained on; 20 seeds with `rollout.max_staleness` 0 and 1, ten with 2 and 4; at 1, ten seeds each with segments, with
@@ -167,6 +167,7 @@ def main() -> None:
     parser.add_argument(
         "--ways", nargs="+", default=[], help="of the planned runs only these, and what they are compared with"
     )
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="of the planned runs only these")
     parser.add_argument("--picture", action="store_true", help="draw docs/pictures/learning.svg, too")
     parser.add_argument("--minutes", type=float, default=170.0, help="no run begins later")
     options = parser.parse_args()
@@ -175,7 +176,7 @@ def main() -> None:
     settings = {"ways": WAYS | WHY, "plan": PLAN, "looked_into": LOOKED_INTO, "tasks": TASKS, "bar_points": BAR_POINTS}
     with tempfile.TemporaryDirectory() as folder:
         for task, way, seed in planned(LOOKED_INTO if options.why else PLAN, options.ways):
-            if (task, way, seed) in known or time.monotonic() > end:
+            if (task, way, seed) in known or task not in options.tasks or time.monotonic() > end:
                 continue
             known.add((task, way, seed))
             runs.append(run(task, way, seed, Path(folder)))
