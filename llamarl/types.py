@@ -89,7 +89,7 @@ Columns = dict[str, np.ndarray]
 
 @cache
 def _nothing() -> Columns:
-    """Those of no token, of a generator."""
+    """Columns of no token, as a generator makes them."""
     always = (one for one in COLUMNS.values() if one.filled_by == "generator" and not one.is_wide)
     return {column.name: np.empty(0, column.dtype) for column in always}
 
@@ -301,7 +301,7 @@ class GenerationRequest:
 
     @property
     def indices(self) -> Sequence[int]:
-        """Those of the rollouts that are asked for."""
+        """Indices of the rollouts that are asked for."""
         return [one.index for one in self.partials] or range(self.group_size)
 
     def starts(self) -> Sequence[Rollout]:

@@ -152,8 +152,8 @@ class RolloutBuffer:
         return taken
 
     def lacking(self, coming: Container[int]) -> tuple[int, list[int]]:
-        """What the first step lacks that cannot be taken yet: how many groups at least, and ids of those without which
-        it cannot be. Those `coming` are as good as ready."""
+        """Number of groups, at least, that the first step lacks which cannot be taken yet, and ids of those without
+        which it cannot be. Groups that are `coming` are as good as ready."""
 
         def is_there(group_id: int) -> bool:
             return self._waiting[group_id] is not None or group_id in coming

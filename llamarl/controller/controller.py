@@ -266,6 +266,9 @@ class Controller:
             if self._config.generators_sleep:
                 await asyncio.gather(*evaluations, *([causes[1]] if causes else []))  # which need the generators
                 await self._weights.sleep()
+            # From here on a step has them, and no wait comes before it begins: an interrupted run may save its state.
+            self._admission.consumed(groups, self.version)
+            self._groups_changed.notify()
             self._under_way = self._optimized.begin(self.version + 1, groups)
             self._under_way.causes = causes
             # Bookkeeping of steps before, while the trainer works on this one.
@@ -290,8 +293,6 @@ class Controller:
             await self._groups_changed.wait()
         if warning := self._admission.check(groups, self.version + 1):
             self._telemetry.warn(warning)
-        self._admission.consumed(groups, self.version)
-        self._groups_changed.notify()
         return groups
 
     def _ask_for_causes(self, groups: Sequence[RolloutGroup]) -> tuple[CauseProbe, asyncio.Task[Any]] | None:

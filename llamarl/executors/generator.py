@@ -85,7 +85,7 @@ class GeneratorExecutor(Executor):
         self._num_whole = self._num_wanted = 0
         """Requests of which all rollouts have finished since the last reply, and how many are waited for."""
         self._needed = set[int]()
-        """Those among them that nobody can do without, by group, and that have not finished."""
+        """Groups among them that nobody can do without and that have not finished."""
         self._reply: Future[Collected] | None = None
         self._replied_s = 0.0
         self._work = GeneratorStats()

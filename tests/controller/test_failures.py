@@ -155,6 +155,38 @@ def test_after_an_interruption_no_step_is_lost(tmp_path: Path, staleness: int, w
     assert num_in_step > 1
 
 
+class Sleeper(Generator):
+    """Takes a while to give its memory up."""
+
+    num_sleeps = 0
+
+    def do_sleep(self) -> tuple[float, Any]:
+        self.num_sleeps += 1
+        return 2.0, None
+
+
+def test_an_interruption_while_generators_go_to_sleep_loses_no_prompt(tmp_path: Path) -> None:
+    """The groups of a step that has not begun yet are admitted again."""
+    generator, disk = Sleeper(duration_s=uneven(1).duration_s), Trainer()
+    settings = config(
+        tmp_path,
+        steps=NUM_STEPS,
+        rollout={"max_staleness": 0, "window": 1},
+        checkpoint={"every_steps": 2},
+        cluster={"placement": "colocated"},
+    )
+
+    async def interrupt(run: Run) -> None:
+        while generator.num_sleeps < 3:
+            await asyncio.sleep(0.5)
+        run.supervisor.fail(Interrupted("ended by SIGINT"))
+
+    with pytest.raises(Interrupted):
+        Run(settings, tmp_path, [generator], trainer=disk, num_train=NUM_TRAIN).train(strike=interrupt)
+    assert disk.saved[-1][0] == disk.version == 2
+    audit(resumed(tmp_path, 0, 1, disk, 1001))
+
+
 @pytest.mark.parametrize("waits_for", ["weights", "critic"])
 def test_an_interrupted_run_waits_for_no_weights(tmp_path: Path, waits_for: str) -> None:
     """It is asked to end while it waits for slow generators, or a slow critic, with a step under way."""
