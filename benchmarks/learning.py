@@ -10,7 +10,8 @@ staleness 0. **Equal** means that the interval of 95 % (Student's t) of the mean
 within 2 points either way; an interval that reaches beyond is not equal, wherever its middle is.
 
 `--why` looks for what holds staleness 4 back: half as many steps, three seeds, with another cap of the importance
-ratio, a narrower window, a lower learning rate. It was not fixed in advance, and says nothing about being equal.
+ratio, a narrower window, a lower learning rate, and less momentum of the optimizer, as gradients that come late act
+like more of it (Mitliagkas et al., "Asynchrony begets Momentum", arXiv 1605.09774). It was not fixed in advance, and says nothing about being equal.
 
 The result is written after each run, so a stopped one goes on with `--more` of its own file. By time: the share of
 sampled responses that are right, a mean of five steps, beside the seconds since the first step began.
@@ -51,6 +52,8 @@ WHY = {
     "S=4 window 1": [*AT["S=4"], "--rollout.window", "1"],
     "S=0 half rate": [*AT["S=0"], *HALF_RATE],
     "S=4 half rate": [*AT["S=4"], *HALF_RATE],
+    "S=4 beta1 0.5": [*AT["S=4"], "--trainer.beta1", "0.5"],
+    "S=4 beta1 0": [*AT["S=4"], "--trainer.beta1", "0"],
 }
 PLAN = [
     ("demo", ("S=0", "S=1"), 20), ("demo", ("S=0", "S=2", "S=4"), 10),
