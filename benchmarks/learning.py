@@ -11,7 +11,8 @@ within 2 points either way; an interval that reaches beyond is not equal, wherev
 
 `--why` looks for what holds staleness 4 back: half as many steps, three seeds, with another cap of the importance
 ratio, a narrower window, a lower learning rate, and less momentum of the optimizer, as gradients that come late act
-like more of it (Mitliagkas et al., "Asynchrony begets Momentum", arXiv 1605.09774). It was not fixed in advance, and says nothing about being equal.
+like more of it (Mitliagkas et al., "Asynchrony begets Momentum", arXiv 1605.09774). It was not fixed in advance, and
+says nothing about being equal.
 
 The result is written after each run, so a stopped one goes on with `--more` of its own file. By time: the share of
 sampled responses that are right, a mean of five steps, beside the seconds since the first step began.
