@@ -6,10 +6,13 @@ import base64
 import hashlib
 import importlib
 import inspect
+import io
 import json
 import linecache
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 from llamarl.config import ConfigError, Ref
@@ -19,8 +22,13 @@ from llamarl.observability.files import write_atomically
 from llamarl.rewards._function_worker import is_coroutine
 
 GIVEN = ".given"
-"""Folder below that of the runs; a file's name is its digest, so that what is given twice is there once."""
+"""Folder below that of the runs; a file's name is a digest, so that what is given twice is there once."""
 MAX_SOURCE_CHARS = 1 << 20
+_OF_CODE = (
+    "name", "argcount", "posonlyargcount", "kwonlyargcount", "flags", "names", "varnames", "freevars", "cellvars",
+    "consts", "code", "exceptiontable",
+)  # fmt: skip
+"""Attributes of code, without file and lines."""
 RewardFunction = Callable[..., Any]
 Rewards = RewardFunction | str | Mapping[Any, float] | Sequence[Any] | None
 Rows = Any
@@ -144,7 +152,7 @@ def _part(reward: Any, output: Path) -> dict[str, Any]:
     own["curve"] = getattr(reward, "__name__", type(reward).__name__)
     if place := _importable(reward):
         return own | {"call": place}
-    path = _kept(pickled(reward), output, "pickle")
+    path = _kept(pickled(reward), output, "pickle", what_it_does(reward))
     write_atomically(path.with_suffix(".py"), _source(reward))
     return own | {"file": str(path)}
 
@@ -178,6 +186,40 @@ def pickled(function: Any) -> bytes:
         raise ConfigError(f"the reward {name} cannot go to another process: {cause}") from error
 
 
+def what_it_does(function: Any) -> bytes:
+    """Bytes by which a function that can be pickled is known, in every process: with all that it refers to, and without
+    its place. A line above it, another call below it or a kernel that was started again make it no other function, by
+    which a run that goes on would lose what was scored. Nothing reads them."""
+    import cloudpickle
+
+    class Bare(cloudpickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, CodeType):
+                return tuple, tuple(_in_order(getattr(obj, f"co_{name}")) for name in _OF_CODE)
+            reduced = super().reducer_override(obj)
+            if not isinstance(reduced, tuple):  # it is known by its name
+                return reduced
+            make, given, state, *rest = reduced
+            if isinstance(obj, FunctionType):
+                inner, slots = state
+                held = {name: _in_order(one) for name, one in slots["__globals__"].items() if name != "__loader__"}
+                return make, given[:1], (inner, slots | {"__globals__": held}), *rest  # the loader is Monarch's
+            # A class has a random name beside its own, by which one process knows it.
+            given = tuple(one for one in given if not (isinstance(one, str) and re.fullmatch("[0-9a-f]{32}", one)))
+            return make, given, state, *rest
+
+    file = io.BytesIO()
+    Bare(file).dump(function)
+    return file.getvalue()
+
+
+def _in_order(value: Any) -> Any:
+    """A set, or those among constants, as a sorted list, as each process has its own order of texts."""
+    if isinstance(value, tuple):
+        return tuple(map(_in_order, value))
+    return [type(value).__name__, *sorted(map(repr, value))] if isinstance(value, set | frozenset) else value
+
+
 def _source(function: Any) -> str:
     try:
         return inspect.getsource(function)
@@ -185,8 +227,8 @@ def _source(function: Any) -> str:
         return f"# the source of {function!r} is not known\n"
 
 
-def _kept(data: bytes, output: Path, suffix: str) -> Path:
-    path = output / GIVEN / f"{hashlib.sha256(data).hexdigest()[:32]}.{suffix}"
+def _kept(data: bytes, output: Path, suffix: str, known_by: bytes = b"") -> Path:
+    path = output / GIVEN / f"{hashlib.sha256(known_by or data).hexdigest()[:32]}.{suffix}"
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         write_atomically(path, data)

@@ -134,6 +134,51 @@ def test_rows_of_other_libraries(tmp_path: Path) -> None:
             source_of(rows, tmp_path, "data.train")
 
 
+NAMED = """
+import contextlib, enum, sys
+from pathlib import Path
+from llamarl.run.given import reward_settings
+{above}
+LIMITS, WORDS = {{"low": 1, "high": {high}}}, {{"one", "two", "three", "four"}}
+class Unit(enum.Enum):
+    METER = 1
+class Scale:
+    def __init__(self, unit): self.unit = unit
+    def __call__(self, response): return sum(word in {{"alpha", "beta", "gamma", "delta"}} for word in WORDS)
+scale = Scale(Unit.METER)
+def helper(text): return helper(text[1:]) if len(text) > LIMITS["high"] else scale(text)
+def reward(response, **row):
+    try:
+        return helper(response)
+    except ValueError:
+        return 0.0
+for one in (reward, scale, lambda response: helper(response)):
+    print(Path(reward_settings(one, Path("runs"))["parts"][0]["file"]).name)
+{below}
+"""
+
+
+def test_a_function_is_known_by_what_it_does(tmp_path: Path) -> None:
+    """A script that is changed elsewhere, or a kernel that is started again, goes on with the same reward; else the
+    steps since the last checkpoint would be lost."""
+    monarch = "with contextlib.suppress(ImportError):\n    import monarch._src.actor.pickle  # who changes cloudpickle"
+    texts = (
+        NAMED.format(above="", below="", high=2),
+        NAMED.format(above=f"{monarch}\n\n", below="print(end='')  # steps=20, resume=True", high=2),
+        NAMED.format(above="", below="", high=3),
+    )
+    found = []
+    for number, text in enumerate(texts):
+        (script := tmp_path / f"cell_{number}.py").write_text(text)
+        own = environment() | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": str(number + 1)}
+        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=own, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout.split())
+    first, elsewhere, other = found
+    assert first == elsewhere and len(set(first)) == 3
+    assert other[0] != first[0] and other[1] == first[1], "a value that a helper reads is part of it"
+
+
 def test_functions_that_cannot_be_used(toml: Path) -> None:
     lock = __import__("threading").Lock()
 
