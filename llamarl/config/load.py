@@ -76,10 +76,15 @@ def tables(path: str | Path) -> dict[str, Any]:
 def _with(data: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """`data` with other settings, tables within tables. Raises ConfigError."""
     for name, value in settings.items():
-        first, _, rest = name.partition(".")
+        first, _, rest = str(name).partition(".")
         if rest or (isinstance(value, Mapping) and "name" not in value):
-            below = data.get(first) or {}
-            data[first] = _with(below if isinstance(below, dict) else {"name": below}, {rest: value} if rest else value)
+            below, given = data.get(first) or {}, {rest: value} if rest else value
+            if isinstance(below, list):  # entries have numbers, as on the command line
+                numbers = [_place_in(below, str(one).partition(".")[0], name) for one in given]
+                entries = _with({str(number): below[int(number)] for number in numbers}, given)
+                data[first] = [entries.get(str(number), one) for number, one in enumerate(below)]
+                continue
+            data[first] = _with(below if isinstance(below, dict) else {"name": below}, given)
         else:  # a part that is named brings its own options
             data[first] = os.fspath(value) if isinstance(value, os.PathLike) else value
     return data

@@ -29,6 +29,8 @@ _OF_CODE = (
     "consts", "code", "exceptiontable",
 )  # fmt: skip
 """Attributes of code, without file and lines."""
+_TABLES = ("file", "hub", "jsonl")
+"""Sources whose options have names that fields of a row have."""
 RewardFunction = Callable[..., Any]
 Rewards = RewardFunction | str | Mapping[Any, float] | Sequence[Any] | None
 Rows = Any
@@ -57,7 +59,9 @@ def sources_of(data: Rows, output: Path, option: str) -> dict[str, Any] | list[d
 def _is_set(one: Any) -> bool:
     """Whether something in a list is a set of rows, and no row."""
     if isinstance(one, Mapping):
-        return not {"question", "messages"} & one.keys() and ("data" in one or _is_flat(one))
+        names_columns = one.get("name") in _TABLES and "path" in one
+        is_row = bool({"question", "prompt", "messages"} & one.keys()) and not names_columns
+        return not is_row and ("data" in one or _is_flat(one))
     return not isinstance(one, str | int | float | None)
 
 

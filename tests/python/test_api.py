@@ -300,6 +300,11 @@ def test_settings_of_python(toml: Path, tmp_path: Path) -> None:
     own = _settled("demo", {"data.train": {"name": "jsonl", "path": "x.jsonl"}})
     assert own.data.train.options == {"path": "x.jsonl"}, "another part brings its own options"
     assert _settled(load_config("demo"), {"recipe": "grpo"}).trainer == _settled("demo", {"recipe": "grpo"}).trainer
+    several = {"data": {"train": [{"name": "jsonl", "path": "x.jsonl"}, {"name": "jsonl", "path": "y.jsonl"}]}}
+    mixed = _settled(several | {"model": {"path": "m"}}, {"data.train.1.weight": 3.0, "data.train.0.label": "z"})
+    assert [(one.label, one.weight) for one in mixed.data.sources] == [("z", 1.0), ("y", 3.0)]
+    with pytest.raises(llamarl.ConfigError, match="the list has no entry '2'; it has 2"):
+        _settled(several | {"model": {"path": "m"}}, {"data.train.2.weight": 3.0})
     lora = _settled(load_config(toml).model_dump(), {"trainer": {"lora": {"rank": 8}}}).trainer.lora
     assert lora and lora.rank == 8
 
@@ -396,10 +401,12 @@ def pandas_like(rows: list[dict[str, Any]]) -> SimpleNamespace:
         ({"a": {"name": "running_total", "count": 3}, "b": ROWS[:2]}, ["a", "b"]),
         ({"a": {"name": "running_total", "weight": 3, "reward": ends_right}, "b": ROWS[:2]}, ["a", "b"]),
         ([{"name": "jsonl", "path": "x.jsonl", "weight": 3}, ROWS[:2]], ["x", "data-2"]),
+        ([{"name": "file", "path": f"{one}.csv", "question": "q", "answer": "a"} for one in "xy"], ["x", "y"]),
         ([{"data": ROWS[:2], "reward": {"parts": ["gsm8k"], "weights": [2.0]}}], ["data-1"]),
         ([{"data": {"of": "a row"}, "question": "q", "answer": "a"}], []),
         ([{"name": "of a row", "question": "q", "answer": "a"}], []),
         ([{"data": "a row of its own", "question": "q", "answer": "a"}], []),
+        ([{"data": "a row of its own", "name": "n", "prompt": "q", "answer": "a"}], []),
         ({"name": "running_total", "count": 3}, []),
         (ROWS[:2], []),
     ],
