@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
-from llamarl.cli.options import MODEL_HELP, add_settings, command_parser, told_of_delay, write_output
+from llamarl.cli.options import MODEL_HELP, add_settings, check_output, command_parser, told_of_delay, write_output
 from llamarl.config import ConfigError, RunConfig, load_config, settled
 from llamarl.data.files import suffix
 from llamarl.run.answering import ENGINE
@@ -69,6 +69,9 @@ def main(arguments: Sequence[str]) -> int:
 
     if options.rates and (unfit := [name for name in ("only", "against") if getattr(options, name)]):
         raise ConfigError(f"--rates measures all of data.train, by one model; leave --{unfit[0]} out")
+    for option in ("output", "rates"):
+        if named := getattr(options, option):
+            check_output(named, options.data, options.config, option=f"--{option}")
     try:
         with redirect_stdout(sys.stderr) if options.json else nullcontext():  # which executors write to, too
             # A mistake in the other model shows before the first one is asked.

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llamarl.cli.options import command_parser, write_output
+from llamarl.cli.options import check_output, command_parser, write_output
 from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.hub.names import HubName
 
@@ -89,7 +89,7 @@ def _export_rollouts(run: Path, options: argparse.Namespace) -> int:
     for name in ("folder", "merge", "step"):
         if getattr(options, name) not in (None, False):
             raise ConfigError(f"--rollouts writes rows and no model, so {name} means nothing; leave one of them out")
-    output = Path(options.output) if options.output else run / "rollouts.jsonl"
+    output = check_output(options.output or run / "rollouts.jsonl")
     lacks = list[str]()
     write_output(output, (f"{line}\n" for line in rollout_lines(run, lacks.append, output)))
     print(output)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
-from llamarl.cli.options import MODEL_HELP, add_settings, command_parser, told_of_delay
+from llamarl.cli.options import MODEL_HELP, add_settings, check_output, command_parser, told_of_delay
 from llamarl.config import ConfigError, read_rows, read_text, settled
 from llamarl.run.answering import BASE, ENGINE, PromptRun, row_of
 from llamarl.types import FinishReason, Rollout
@@ -49,6 +49,8 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
     options = _parser().parse_args(arguments)
     settled(BASE, options.overrides)  # a mistake is told at once
+    if options.output:
+        check_output(options.output, options.prompts)
     prompts = read_prompts(Path(options.prompts), options.field)
 
     from llamarl.run.names import resolved_path

@@ -89,6 +89,21 @@ def add_settings(parser: argparse.ArgumentParser, base: Mapping[str, Any], *name
                 parser.add_argument(f"--{old}", dest=name, action=_Renamed, help=argparse.SUPPRESS)
 
 
+def check_output(path: str | Path, *read: str | None, option: str = "--output") -> Path:
+    """The file of an option that names one to write, before anything takes time. Raises ConfigError: it cannot be made,
+    or it would take the place of what the command reads, or of what no command can make again."""
+    from llamarl.run.folder import run_of_record
+
+    path = Path(path)
+    if run := run_of_record(path):
+        raise ConfigError(f"{option} {path} is what the run {run} has on record; give {option} another path")
+    if any(one and Path(one).exists() and path.exists() and path.samefile(one) for one in read):
+        raise ConfigError(f"{option} {path} is a file that this command reads; give {option} another path")
+    if not path.parent.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no folder {path.parent}; give {option} one that exists")
+    return path
+
+
 def write_output(path: Path, text: str | Iterable[str]) -> None:
     """The file of --output, whole or not at all, from a text or pieces of it. Raises ConfigError."""
     try:

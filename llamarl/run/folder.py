@@ -270,6 +270,17 @@ def runner(path: Path) -> tuple[int, str] | None:
     return None
 
 
+def run_of_record(path: Path) -> Path | None:
+    """Folder of the run that has written this file, or will, and that is less without it; None: there is none."""
+    path = path.resolve()
+    for run in (RunFolder(folder) for folder in path.parents if (folder / _LOCK).exists()):
+        name = re.sub(r"-\d{5}\.jsonl.*", ".jsonl", path.name)  # of a full piece
+        own = {path.with_name(name), *path.parents} & {*run.files, run.journal, run.weights, run.path / _LOCK}
+        if own and run.config.exists():
+            return run.path
+    return None
+
+
 def _locked(path: Path) -> IO[str]:
     """Raises ConfigError, when another process has it, and OSError, where nothing can be locked."""
     file = (path / _LOCK).open("a+", encoding="utf-8")

@@ -230,6 +230,55 @@ def test_run_folders(toml: Path, tmp_path: Path, file: str, kind: str) -> None:
     refused(llamarl_here("train", toml, "--resume"), str(run / file))
 
 
+OUTPUTS = (
+    ("plan", "--model", "llama3-8b", "--gpus", "8", "--output"), ("export", "RUN", "--rollouts", "--output"),
+    ("report", "RUN", "--output"), ("eval", "MODEL", "DATA", "--output"), ("eval", "MODEL", "DATA", "--rates"),
+    ("generate", "MODEL", "--prompts", "DATA", "--field", "question", "--output"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("words", OUTPUTS, ids=lambda words: "".join(words[::3]))
+def test_outputs_take_the_place_of_nothing_that_is_needed(
+    toml: Path, model: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """And what cannot be written is told before anything is computed."""
+    (run := tmp_path / "runs" / "tiny").mkdir(parents=True)
+    shutil.copy(toml, run / "config.toml")
+    (data := tmp_path / "data.jsonl").write_text(json.dumps(ROW) + "\n")
+    for name in (".lock", "metrics.jsonl", "metrics-00001.jsonl.gz", "journal/00000001.groups", "checkpoints/step"):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).touch()
+    command, *rest = [{"RUN": str(run), "MODEL": str(model), "DATA": str(data)}.get(word, word) for word in words]
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for path in sorted(set(before) - {data, toml}):
+        refused(llamarl_here(command, *rest, path), words[-1], f"{path} is what the run", command=command)
+    refused(llamarl_here(command, *rest, tmp_path / "none" / "x"), "there is no folder", command=command)
+    if str(data) in rest:
+        refused(llamarl_here(command, *rest, data), f"{data} is a file that this command reads", command=command)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_no_files(toml: Path) -> None:
+    refused(llamarl_here("train", toml, "--data.train", "{name = 'file', path = []}"), "path = [] names no file")
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--against", "RUN", "--only", "train"], "leave --only and --steps out"),
+        (["--against", "RUN", "--steps", "1:2"], "leave --only and --steps out"),
+        (["--name", "other"], "--trainer.learning_rate VALUE"),
+        (["--overwrite"], "--trainer.learning_rate VALUE"),
+        (["--name", "../other", "--trainer.learning_rate", "1.0"], "`name = '../other'`"),
+    ],
+)
+def test_what_replay_would_not_heed(toml: Path, tmp_path: Path, words: list[str], part: str) -> None:
+    shutil.copy(toml, tmp_path / "config.toml")
+    (tmp_path / "journal.jsonl").write_text('{"step": 1, "groups": [0]}\n')
+    rest = [str(tmp_path) if word == "RUN" else word for word in words]
+    refused(llamarl_here("replay", tmp_path, *rest), part, command="replay")
+
+
 @pytest.mark.parametrize("jobs", ["0", "-3"])
 def test_replay_by_nobody(tmp_path: Path, jobs: str) -> None:
     refused(llamarl_here("replay", tmp_path, "--jobs", jobs), f"--jobs {jobs}", command="replay")

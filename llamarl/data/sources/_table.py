@@ -194,8 +194,10 @@ def of_files(
     paths: str | tuple[str, ...], read: Callable[[Path], Iterator[PlacedRow]], stem_of: Callable[[str], str]
 ) -> Iterator[tuple[str, PlacedRow]]:
     """Rows of local files in turn, with ids of a file's stem and the line or row; of its path, where files have one
-    stem."""
+    stem. Raises ConfigError."""
     paths = (paths,) if isinstance(paths, str) else paths
+    if not paths:
+        raise ConfigError("path = [] names no file of rows; give at least one")
     stems = [stem_of(path) for path in paths]
     for path, prefix in zip(paths, stems if len(set(stems)) == len(stems) else paths, strict=True):
         for place, values in read(Path(path)):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llamarl.cli.options import add_settings, command_parser, write_output
+from llamarl.cli.options import add_settings, check_output, command_parser, write_output
 from llamarl.config import ConfigError, RunConfig, load_config, settled
 from llamarl.parts.forecast.constants import load_profile
 from llamarl.parts.forecast.feasibility import plans
@@ -73,6 +73,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
     options = parser().parse_args(arguments)
+    if options.output:
+        check_output(options.output)
     base = load_config(options.config) if options.config else None
     request = asked(options, base)
     synchronous, asynchronous = plans(request)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llamarl.cli.options import command_parser, write_output
+from llamarl.cli.options import check_output, command_parser, write_output
 from llamarl.config import ConfigError
 from llamarl.parts.forecast.flame import record
 from llamarl.parts.forecast.profile import make_profile
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"`--cores {cores:g}` is no machine; give a number above 0")
     run = read_run(options.run)
     profile = make_profile(run, cores=cores, gpu=options.gpu)
-    path = Path(options.output or run.path / "profile.json")
+    path = check_output(options.output or run.path / "profile.json")
     write_output(path, json.dumps(profile) + "\n")
     print(_render(profile["costs"]) + f"\nwrote {path}")
     return 0
@@ -61,7 +61,7 @@ def _flame(options: argparse.Namespace) -> int:
     seconds = 15.0 if options.seconds is None else options.seconds
     if not 1 <= seconds <= 3600:
         raise ConfigError(f"--seconds {seconds:g} is no time to look; give a number from 1 to 3600")
-    path = Path(options.output or Path(options.run) / "flame.svg")
+    path = check_output(options.output or Path(options.run, "flame.svg"))
     record(Path(options.run), seconds, path)
     print(f"wrote {path}; a browser shows it")
     return 0

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from llamarl.cli.options import command_parser, told_of_delay, write_output
+from llamarl.cli.options import check_output, command_parser, told_of_delay, write_output
 from llamarl.config import ConfigError
 from llamarl.parts.page.document import document, whole
 from llamarl.parts.page.rollouts import Decode
@@ -23,13 +23,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--output", metavar="FILE", help="where to write it (RUN/report.html)")
     options = parser.parse_args(arguments)
     folders = [Path(name) for name in options.runs]
+    output = check_output(options.output) if options.output else folders[0] / "report.html"
     described = list[dict[str, object]]()
     with told_of_delay("report"):
         for folder in folders:
             data = RunData(folder)
             data.read_all()
             described.append(whole(data, decoder(folder), len(folders)))
-    output = Path(options.output) if options.output else folders[0] / "report.html"
     write_output(output, document(described))
     print(f"{output}  {output.stat().st_size / 1e6:.1f} MB; open it in a browser")
     return 0

@@ -49,6 +49,10 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--jobs {options.jobs}: nothing would be replayed; give at least 1")
     if overrides and (options.against or options.only or options.jobs > 1):
         raise ConfigError(f"{overrides[0]}: not with --against, --only or --jobs; leave them, or it, out")
+    if options.against and (options.only or options.steps):
+        raise ConfigError("--against compares all that both have on record; leave --only and --steps out")
+    if not overrides and (options.name or options.overwrite):
+        raise ConfigError("--name and --overwrite are of what others learn; say how: --trainer.learning_rate VALUE")
     try:
         if options.against:
             steps, found = first_divergence(_folder(options.run), _folder(options.against))
@@ -137,7 +141,7 @@ def _request(
 def _what_if(options: argparse.Namespace, overrides: Sequence[str], first: int, last: int) -> int:
     folder, said, tally = _folder(options.run), list[str](), Tally()
     name = {"name": options.name or f"{folder.path.name}-replay", "output": str(folder.path.parent), "steps": last}
-    asked = load_config(folder.config, overrides).model_copy(update=name)
+    asked = load_config(folder.config, overrides, name)
     pinned = _pinned(asked, folder)
     config = replayable(pinned, ("train",), tally)[0]
     request = _request(_pinned(load_config(folder.config), folder, ""), config, folder, first, last, tally)
