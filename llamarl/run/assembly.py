@@ -86,7 +86,7 @@ def nothing_to_resume(resume: bool, damaged: Sequence[str], warn: Callable[[str]
 @contextmanager
 def interruptible(supervisor: Supervisor, leave: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Ctrl-C, SIGTERM and the end of the terminal (unless `nohup` has it ignored) end the run in order; a second one
-    ends this process at once, after `leave`, and the executors with it."""
+    ends this process at once, after `leave`, and the executors with it. Afterwards they mean what they meant before."""
     loop = asyncio.get_running_loop()
     if threading.current_thread() is not threading.main_thread():  # where signals do not come
         if isinstance(loop, PatientLoop):
@@ -95,6 +95,7 @@ def interruptible(supervisor: Supervisor, leave: Callable[[], None] = lambda: No
         return
     hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     numbers = (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if hangs_up else ()))
+    before = [signal.getsignal(number) for number in numbers]
 
     def ask(number: signal.Signals) -> None:
         for other in numbers:
@@ -116,5 +117,6 @@ def interruptible(supervisor: Supervisor, leave: Callable[[], None] = lambda: No
     try:
         yield
     finally:
-        for number in numbers:
+        for number, handler in zip(numbers, before, strict=True):
             loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: native code's

@@ -66,11 +66,15 @@ def run(folder: Path, number: int | None, at_stop: int | None) -> list[str]:
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    """As they were: a run that was asked to end leaves its own."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    """Signals mean what they meant, so that Ctrl-C does not end a script or a prompt whose run was ended by one."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    signal.signal(signal.SIGTERM, own := lambda number, frame: None)
     yield
-    for number, handler in before.items():
+    after = [signal.getsignal(number) for number in numbers]
+    for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
+    assert after == [before[0], own, before[2]]
 
 
 @pytest.mark.usefixtures("handlers")
