@@ -32,7 +32,7 @@ def write_atomically(path: Path, text: str | bytes | Iterable[str]) -> None:
     Raises:
         OSError: it cannot be written; what `path` held before is untouched.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another process may write the same
+    partial = path.with_name(f".{path.name}.{os.urandom(8).hex()}.partial")  # others may write the same, here too
     try:
         is_binary = isinstance(text, bytes)
         with partial.open("wb" if is_binary else "w", encoding=None if is_binary else "utf-8") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,22 @@ def test_two_processes_may_write_the_same_file(tmp_path: Path, monkeypatch: pyte
             os._exit(0)
         assert os.waitpid(pid, 0)[1] == 0
         assert path.read_text() == "second"
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", beside)
+    write_atomically(path, "first")
+    assert path.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_so_may_two_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs side by side in one process keep the same reward."""
+    sync, path = os.fsync, tmp_path / "reward.py"
+
+    def beside(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", sync)
+        (other := threading.Thread(target=write_atomically, args=(path, "second"))).start()
+        other.join()
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", beside)
