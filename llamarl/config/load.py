@@ -178,7 +178,7 @@ def read_text(path: str | Path, fix: str) -> str:
     """A file of text. Raises ConfigError, which ends with the `fix`."""
     try:
         with open_file(path) as file:
-            return file.read().decode("utf-8").replace("\r\n", "\n")
+            return file.read().decode("utf-8-sig").replace("\r\n", "\n")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; {fix}") from None
     except UnicodeDecodeError as error:
@@ -236,7 +236,7 @@ def _no_number(name: str) -> Any:
 
 def _parse_row(line: bytes, place: str) -> dict[str, Any]:
     try:
-        row = parse_json(line.decode("utf-8"))
+        row = parse_json(line.decode("utf-8-sig"))
         json.dumps(row, ensure_ascii=False).encode("utf-8") if b"\\u" in line else None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{place}: is not UTF-8 (byte {error.start} of the line); save the file as UTF-8") from None

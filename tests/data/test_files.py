@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.config import ConfigError
-from llamarl.config.load import MAX_ROW_BYTES
+from llamarl.config.load import MAX_ROW_BYTES, read_text
 from llamarl.data.files import no_json, read_file, suffix
 
 Rows = list[dict[str, Any]]
@@ -48,6 +48,7 @@ def as_parquet(rows: Rows) -> bytes:
 
 WRITERS: dict[str, Callable[[Rows], bytes]] = {
     "a.jsonl": lambda rows: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode(),
+    "bom.jsonl": lambda rows: b"\xef\xbb\xbf" + "".join(json.dumps(row) + "\n" for row in rows).encode(),
     "a.json": lambda rows: json.dumps(rows, indent=1).encode(),
     "lines.json": lambda rows: "".join(json.dumps(row) + "\n" for row in rows).encode(),
     "bom.json": lambda rows: b"\xef\xbb\xbf" + json.dumps(rows).encode(),
@@ -67,6 +68,12 @@ def test_each_kind_of_file_has_the_same_rows(tmp_path_factory: pytest.TempPathFa
     path = tmp_path_factory.mktemp("rows") / name
     path.write_bytes(WRITERS[name](rows))
     assert [row for _, row in read_file(path)] == rows
+
+
+def test_the_mark_with_which_windows_begins_a_text_is_no_part_of_it(tmp_path: Path) -> None:
+    """A first prompt would begin with it."""
+    (path := tmp_path / "prompts.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo")
+    assert read_text(path, "") == "one\ntwo"
 
 
 def test_a_place_is_the_line_in_text_and_the_row_elsewhere(tmp_path: Path) -> None:
