@@ -131,7 +131,7 @@ def generate(model: str | Path, prompts: Iterable[str], *, chat: bool = False, *
     from llamarl.run.answering import BASE, PromptRun, row_of
     from llamarl.run.names import resolved_path
 
-    if isinstance(prompts, str) or not (asked := list(prompts)):
+    if isinstance(prompts, str) or not (asked := list(prompts)) or not all(isinstance(one, str) for one in asked):
         raise ConfigError(f"prompts = {prompts!r:.60}: give a list of texts, at least one")
     path = resolved_path(str(model), "model", command="llamarl")
     config = load_config(BASE | {"model": {"path": path}}, settings=settings)

@@ -284,7 +284,7 @@ def test_prompts_of_any_kind(model: Path) -> None:
     limits: dict[str, Any] = {"rollout": {"max_new_tokens": 2}}
     for prompts in (Series(), (text for text in ("one", "two"))):
         assert [row["prompt"] for row in llamarl.generate(model, prompts, **limits)] == ["one", "two"]
-    for prompts in ("Hello", []):
+    for prompts in ("Hello", [], ["a hole of a table:", None]):
         with pytest.raises(llamarl.ConfigError, match="give a list of texts, at least one"):
             llamarl.generate(model, prompts, **limits)
     rows = (row for row in ROWS[:2])
