@@ -73,8 +73,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
     options = parser().parse_args(arguments)
-    if options.output:
-        check_output(options.output)
+    output = options.output and check_output(options.output)
     base = load_config(options.config) if options.config else None
     request = asked(options, base)
     synchronous, asynchronous = plans(request)
@@ -82,9 +81,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"llamarl plan: {said}", file=sys.stderr)
     print(text := render_plans(request, synchronous, asynchronous))
     plan = choose(synchronous, asynchronous)
-    if options.output:
-        write_output(Path(options.output), run_toml(plan, data_path=options.data, base=base))
-        print(f"wrote {options.output}")
+    if output:
+        write_output(output, run_toml(plan, data_path=options.data, base=base))
+        print(f"wrote {output}")
     if options.folder:
         found = {"end": "planned", "verdict": verdict(synchronous, asynchronous)}
         write_forecast(Path(options.folder), found, text, plan_curves(request, max(1, plan.staleness)))
