@@ -98,7 +98,8 @@ class TrainerConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled decay, on matrices only."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment."""
+    """Decay of the first moment. Gradients of stale rollouts act like more momentum: lower it where
+    `rollout.max_staleness` is 3 or more (docs/staleness.md)."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
     """Decay of the second moment; 0.95 forgets old gradients sooner, as RL gradients drift."""
     max_grad_norm: float = Field(default=1.0, gt=0)

@@ -176,7 +176,16 @@ FIGURES = (
         for way, words in {
             "S=4": "when staleness 4 is {} points behind", "S=4 window 1": "leaves {} points",
             "S=4 rho 1": "makes it worse, {};", "S=4 half rate": "staleness 4 is then {} points behind",
+            "S=4 beta1 0": "(`trainer.beta1 = 0`) it is {} points behind",
         }.items()
+    ),
+    Figure(
+        "docs/staleness.md", "the synchronous mode itself gains {} points", LEARNING,
+        (("gap_points/half demo S=0 beta1 0", ".1f"),),
+    ),
+    Figure(
+        "docs/staleness.md", "are {} points from the synchronous mode with the default, {} to {}", LEARNING,
+        of_pairs(4, " beta1 0")[:3],
     ),
     Figure("docs/staleness.md", "staleness 1 it is {} points, {} to {} in {} pairs", LEARNING, of_pairs(1, " int8")),
     Figure("docs/paper.md", "with staleness 4 it is {} points", LEARNING, of_pairs(4)[:1]),

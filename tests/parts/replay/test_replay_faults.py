@@ -18,7 +18,7 @@ from llamarl.parts.replay import recorded
 from tests.end_to_end.tiny import llamarl_here, rows, write_toml
 from tests.parts.replay.test_replay import differs, rewrite, trained, untrained
 
-ROW, TOKEN = 20, 9
+TOKEN = 9
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +58,13 @@ def in_journal(run: Path, change: Callable[[dict[str, Any], dict[tuple[int, int]
 
 def place(run: Path) -> tuple[int, int]:
     """Group and index of a rollout with enough tokens."""
-    row = rows(run / "rollouts.jsonl")[ROW]
-    assert len(row["token_ids"]) > TOKEN
+    row = suitable(rows(run / "rollouts.jsonl"))
     return row["group_id"], row["index"]
+
+
+def suitable(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The row of a rollout with enough tokens that was learnt from; a group with equal rewards is not."""
+    return next(row for row in found[15:] if "trainer_logprobs" in row and len(row["token_ids"]) > TOKEN)
 
 
 def reward_in_journal(run: Path) -> None:
@@ -111,7 +115,9 @@ def beside_a_file(fault: Callable[[Path], None]) -> Callable[[Path], None]:
 
 
 def value_in(file: str, change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
-    return lambda run: rewrite(run / file, lambda found: change(found[ROW if file == "rollouts.jsonl" else 2]))
+    return lambda run: rewrite(
+        run / file, lambda found: change(suitable(found) if file == "rollouts.jsonl" else found[2])
+    )
 
 
 def setting(section: str, name: str, value: str) -> Callable[[Path], None]:
