@@ -80,7 +80,7 @@ def add_column(column: Column) -> None:
     """Adds a column of a module outside this package, as that is imported. Raises ValueError: the name is taken."""
     if COLUMNS.setdefault(column.name, column) != column:
         raise ValueError(f"a column {column.name!r} exists, with another meaning; choose another name")
-    _nothing.cache_clear()
+    _no_columns.cache_clear()
 
 
 Columns = dict[str, np.ndarray]
@@ -88,7 +88,7 @@ Columns = dict[str, np.ndarray]
 
 
 @cache
-def _nothing() -> Columns:
+def _no_columns() -> Columns:
     """Columns of no token, as a generator makes them."""
     always = (one for one in COLUMNS.values() if one.filled_by == "generator" and not one.is_wide)
     return {column.name: np.empty(0, column.dtype) for column in always}
@@ -332,7 +332,7 @@ class Rollout(_PerToken):
     @classmethod
     def empty(cls, group_id: int, index: int, reason: FinishReason = FinishReason.PARKED, error: str = "") -> Rollout:
         """One without a token: not begun yet, or failed."""
-        return cls(group_id=group_id, index=index, columns=dict(_nothing()), finish_reason=reason, error=error)
+        return cls(group_id=group_id, index=index, columns=dict(_no_columns()), finish_reason=reason, error=error)
 
     def with_only(self, *names: str) -> Rollout:
         """The rollout with these columns alone: what is not read need not travel."""
