@@ -188,6 +188,11 @@ FIGURES = (
         of_pairs(4, " beta1 0")[:3],
     ),
     Figure("docs/staleness.md", "staleness 1 it is {} points, {} to {} in {} pairs", LEARNING, of_pairs(1, " int8")),
+    Figure("docs/staleness.md", "segments of 16 tokens {}, {} to {} in {} pairs", LEARNING, of_pairs(1, " segments")),
+    Figure(
+        "docs/staleness.md", "computed again for new weights {}, {} to {} in {} pairs", LEARNING,
+        of_pairs(1, " recompute"),
+    ),
     Figure("docs/paper.md", "with staleness 4 it is {} points", LEARNING, of_pairs(4)[:1]),
     *(
         Figure(
