@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, ExecutorSpec, HostStatus, MeshFailed, Tell
-from llamarl.cluster.payload import DEALT_BYTES, Deal, Reply, error_of, parts, pickled
+from llamarl.cluster.payload import DEALT_BYTES, Deal, Reply, error_of, parts, pickled, value_of
 from llamarl.cluster.rank import DEAL, DEALT, PART, PEEK, READY, REST, STATUS
 
 _log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class BaseHandle(ExecutorHandle):
         lost others is dead, of what is known by then or soon."""
         errors = [error_of(reply, self.name) for reply in replies if reply.remote_traceback]
         if not errors:
-            return [pickle.loads(reply.value) for reply in replies]
+            return [value_of(reply, self.name) for reply in replies]
         first = next((error for error in errors if not isinstance(error, MeshFailed)), None)
         if first is None:
             await asyncio.wait((self._ended,), timeout=CAUSE_S)

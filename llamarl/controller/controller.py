@@ -160,7 +160,7 @@ class Controller:
         while True:
             await replica.busy.wait()
             await self.replicas.changed.until(lambda: self.flight.may_answer(replica))  # no call stands open meanwhile
-            reply = None if replica.is_gone else replica.port.collect(*self._lacking())
+            reply = None if replica.is_gone else replica.port.collect(*self._lacking(replica))
             collected = await self.replicas.unless_dead(replica, reply) if reply else None
             if collected is None or replica.is_gone:
                 return
@@ -178,13 +178,14 @@ class Controller:
                 self._rollouts_ended(pending)
             self._watch.progress()
 
-    def _lacking(self) -> tuple[int, list[int]]:
-        """Requests of one generator that a step lacks: how many at least, 0 where somebody waits for each rollout, and
+    def _lacking(self, replica: Replica) -> tuple[int, list[int]]:
+        """Requests of a generator that a step lacks: how many at least, 0 where somebody waits for each rollout, and
         which surely."""
         if self._turns or not self._trains:
             return 0, []
         number, surely = self._buffer.lacking(self._coming)
-        return -(-number // len(self.replicas.alive)), surely
+        asked = self.flight.asked(replica)
+        return -(-number // len(self.replicas.alive)), [group_id for group_id in surely if group_id in asked]
 
     def _rollouts_ended(self, pending: PendingGroup) -> None:
         """Rollouts of this group have ended, all or some."""

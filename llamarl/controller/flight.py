@@ -234,6 +234,10 @@ class Flight:
         """Rollouts that a generator has been asked for and has not answered."""
         return self._owed.get(replica, {})
 
+    def asked(self, replica: Replica) -> Mapping[int, int]:
+        """Number of rollouts that a generator owes of each request."""
+        return self._asked.get(replica, {})
+
     def groups_of(self, rollouts: Iterable[Rollout]) -> Iterable[PendingGroup]:
         """The groups that rollouts are of, each once: a greedy response, which has a request of its own, may come with
         its group."""
@@ -313,7 +317,7 @@ class Flight:
 
     def may_answer(self, replica: Replica) -> bool:
         """Whether a generator owes something that does not wait for a version to come, or is gone."""
-        requests = (next(iter(self._rows[one].values())).request for one in self._asked.get(replica, ()))
+        requests = (next(iter(self._rows[one].values())).request for one in self.asked(replica))
         is_free = any(request.from_version <= max(replica.version, 0) for request in requests)
         return is_free or bool(replica.withdrawn) or replica.is_gone
 
@@ -339,7 +343,7 @@ class Flight:
             if is_final:
                 finished.append(one)
         replica.answered(seconds, num_tokens, is_idle=not self.owed(replica))
-        busy = self._asked.get(replica, {})
+        busy = self.asked(replica)
         idle = [row.request.group_id for row, _ in own if row.request.group_id not in busy]
         return finished, self._requeued(replica, idle)
 
