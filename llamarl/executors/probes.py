@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llamarl.config import RunConfig
-from llamarl.training.probe import NUM_SEQUENCES, CauseProbe, probe_sequences
+from llamarl.training.probe import NUM_SEQUENCES, CauseProbe, is_probed, probe_sequences
 from llamarl.training.result import CauseScores, RoutingEffect
 from llamarl.types import RolloutGroup
 
@@ -70,7 +70,7 @@ class Probes:
 
     def of(self, version: int) -> Probe | None:
         """The probe by the trainer's weights, which are this version; None where it is not to be probed."""
-        if not self._every_steps or version % self._every_steps or not self._groups:
+        if not self._groups or not is_probed(self._every_steps, version):
             return None
         sequences, is_sampled_N = probe_sequences(self._groups)
         return Probe(sequences=sequences, logprobs=self._trainer.score(sequences), is_compared_N=is_sampled_N)

@@ -47,11 +47,12 @@ class KernelAttention:
         """
         assert cache.library is not None
         tasks = _tasks(rows, chunks, blocks_N * BLOCK_SIZE + offsets_N)
-        self._layers = [*zip(cache.keys_L_C_J_K_S, cache.values_L_C_J_S_K, strict=True)]
-        self._attend = PagedAttention(cache.library, tasks, *self._layers[0])
+        self.cached = cache.keys_L_C_J_K_S, cache.values_L_C_J_S_K
+        """Keys and values of all layers, as in `KVCache`."""
+        self.paged = PagedAttention(cache.library, tasks, *(one[0] for one in self.cached))
 
     def __call__(self, layer: int, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor) -> Tensor:
-        return self._attend(q_N_H_K, k_N_J_K, v_N_J_K, *self._layers[layer])
+        return self.paged(q_N_H_K, k_N_J_K, v_N_J_K, *(one[layer] for one in self.cached))
 
 
 def _tasks(rows: Rows, chunks: list[Chunk], slots_N: np.ndarray) -> Tasks:

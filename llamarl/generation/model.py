@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.config.errors import ConfigError
+from llamarl.generation.attention import KernelAttention
 from llamarl.generation.network import (
     ExpertMixture,
     GatedLinears,
@@ -36,10 +37,11 @@ from llamarl.generation.network import (
     expert_mixture,
     gated_linears,
     linears_of,
+    stack_of,
 )
 from llamarl.generation.torch_attention import TorchAttention
 from llamarl.kernels import gpu
-from llamarl.kernels.linear import Linear, QuantizedRows, Room
+from llamarl.kernels.linear import Linear, QuantizedRows, Room, is_exact
 from llamarl.kernels.ops import rms_norm, rotate
 from llamarl.models.folder import load_shape
 from llamarl.models.hf import EMBEDDING, HEAD, Read, open_model
@@ -266,6 +268,7 @@ class GeneratorModel:
         network.room = self._rooms[bool(self._used) and self._network.room is self._rooms[0]]
         network.built = network.room.begin()
         network.layers = [self._layer(network, index) for index in range(self.shape.num_layers)]
+        network.stack = stack_of(network.layers, self.shape) if self._parallel is None else None
         network.head = Linear(network[self._head_name], room=network.room)
         return network
 
@@ -280,6 +283,9 @@ class GeneratorModel:
         """
         chosen = list[Tensor]()
         x_N_D, delta_N_D, eps = self._embed(token_ids_N), None, self.shape.rms_norm_eps
+        if (stack := self._network.stack) and isinstance(attend, KernelAttention) and not is_exact():
+            stack(x_N_D, self._rope(positions_N, torch.float32), attend.paged, *attend.cached)
+            return rms_norm(x_N_D, self._used["model.norm.weight"], eps)
         rotates_all = self.shape.rotary_dim == self.shape.head_dim
         paged = attend if isinstance(attend, TorchAttention) and attend.rotates and rotates_all else None
         rotation = self._rope(positions_N, torch.float32)  # as the trainer, whatever attends

@@ -17,8 +17,9 @@ from llamarl.kernels import experts
 from llamarl.kernels.experts import ExpertFeedForward, RouteKernel
 from llamarl.kernels.linear import Linear, QuantizedRows, Room, is_exact
 from llamarl.kernels.ops import silu_mul
+from llamarl.kernels.stack import DenseLayer, LayerStack, can_stack
 from llamarl.models.experts import route
-from llamarl.models.shape import MoeShape
+from llamarl.models.shape import ModelShape, MoeShape
 
 _ARGUMENTS = {"weight": "values_N_K", "weight.scale": "scales_N", "bias": "bias_N"}
 """Arguments of `Linear`, by the names of a module's tensors."""
@@ -91,6 +92,15 @@ class GeneratorLayer:
     post_norm_D: Tensor
     mlp: GatedLinears | ExpertMixture
 
+    def dense(self) -> DenseLayer | None:
+        """Its form in a `LayerStack`; None: it is a mixture, or its projections are multiplied one by one."""
+        if isinstance(self.mlp, ExpertMixture) or len(self.qkv) > 1 or len(self.mlp.gate_up) > 1:
+            return None
+        return DenseLayer(
+            input_norm_D=self.input_norm_D, qkv=self.qkv[0], qk_norms=self.qk_norms, o=self.o,
+            post_norm_D=self.post_norm_D, gate_up=self.mlp.gate_up[0], down=self.mlp.down,
+        )  # fmt: skip
+
     def linears(self) -> Iterator[Linear]:
         yield from (*self.qkv, self.o)
         gated = self.mlp
@@ -105,6 +115,8 @@ class Network(dict[str, Tensor]):
     """Tensors, and what computes with them."""
 
     layers: Sequence[GeneratorLayer] = ()
+    stack: LayerStack | None = None
+    """All layers in one call, where that can be."""
     head: Linear
     room: Room
     """Holds the packed copies."""
@@ -148,6 +160,17 @@ def linears_of(tensors: Mapping[str, Tensor], modules: Sequence[str], room: Room
     if len(joined) == len(parts):
         return (Linear(**joined, room=room),)
     return tuple(Linear(**dict(zip(parts, one, strict=True)), room=room) for one in zip(*parts.values(), strict=True))
+
+
+def stack_of(layers: Sequence[GeneratorLayer], shape: ModelShape) -> LayerStack | None:
+    """The layers in one call, where they are dense, joined, and multiplied by C++ kernels. `shape` has their heads."""
+    dense = [one for layer in layers if (one := layer.dense()) is not None]
+    if len(dense) < len(layers) or not can_stack(dense):
+        return None
+    return LayerStack(
+        dense, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim,
+        rotary_dim=shape.rotary_dim, eps=shape.rms_norm_eps,
+    )  # fmt: skip
 
 
 def gated_linears(tensors: Mapping[str, Tensor], module: str, room: Room) -> GatedLinears:

@@ -76,6 +76,15 @@ def instructions(library: ctypes.CDLL) -> str:
     return library.instructions().decode()
 
 
+class PagedStep(ctypes.Structure):
+    """Attention of one step's tokens in all layers, as `stack.cpp` takes it."""
+
+    _fields_ = (
+        ("attend", _P), ("slots", _P), ("tasks", _P), ("num_tasks", _I),
+        *((name, _P) for name in ("members", "blocks", "keys", "values")), ("layer_bytes", _I),
+    )  # fmt: skip
+
+
 class PagedAttention:
     """Attention of one step's tokens; called once per layer."""
 
@@ -117,6 +126,16 @@ class PagedAttention:
             *self._arguments,
         )  # fmt: skip
         return out_N_H_K if q_N_H_K.dtype == torch.float32 else out_N_H_K.to(q_N_H_K.dtype)
+
+    def step(self, num_tokens: int, keys_L_C_J_K_S: Tensor, values_L_C_J_S_K: Tensor) -> PagedStep:
+        """Pointers for C++; they hold while this, and the cache of all layers, live."""
+        assert len(self._tasks.slots_N) == num_tokens
+        assert self._cache_shapes == (keys_L_C_J_K_S.shape[1:], values_L_C_J_S_K.shape[1:])
+        cached = keys_L_C_J_K_S, values_L_C_J_S_K
+        assert all(one.is_contiguous() for one in cached)
+        pointers = (one.data_ptr() for one in cached)
+        layer_bytes = keys_L_C_J_K_S.stride(0) * keys_L_C_J_K_S.element_size()
+        return PagedStep(ctypes.cast(self._function, _P), *self._arguments, *pointers, layer_bytes)
 
 
 def _rows(x_N_H_K: Tensor) -> Tensor:

@@ -90,6 +90,12 @@ class Room:
         return self._parts[index]
 
 
+class Matrix(ctypes.Structure):
+    """Pointers to weights, and to what multiplies them, for `stack.cpp`."""
+
+    _fields_ = (*((name, _P) for name in ("multiply", "weights", "scales", "bias")), ("n", _I), ("k", _I))
+
+
 class Linear:
     """y = x W^T + b. Holds pointers, and a packed copy of the weights where the path that serves them wants one."""
 
@@ -148,8 +154,7 @@ class Linear:
         if self._path is None or _EXACT.get():
             y_M_N = by_torch(x_M_K, self._values_N_K, self._scales_N, self._bias_N)
             return y_M_N if add_to_M_N is None else add_to_M_N.add_(y_M_N)
-        if self._packed is not None and self._values_N_K._version != self._version:
-            self._pack()
+        self.renew()
         (m, width), (n, k) = x_M_K.shape, self.shape
         assert width == k, f"{width} columns, not {k}"
         y_M_N = torch.empty(m, n) if add_to_M_N is None else add_to_M_N
@@ -157,6 +162,18 @@ class Linear:
         assert all(map(_is_plain, (x_M_K, y_M_N))), "the kernel takes contiguous float32 on the CPU"
         self._path.multiply(x_M_K.data_ptr(), *self._arguments, y_M_N.data_ptr(), m, n, k, add_to_M_N is not None)
         return y_M_N
+
+    def matrix(self) -> Matrix:
+        """Pointers for C++, where there is a path; they hold while this lives. Before each use comes `renew`."""
+        assert self._path is not None
+        weights, *vectors = self._arguments
+        scales, bias = vectors if len(vectors) > 1 else (None, *vectors)
+        return Matrix(ctypes.cast(self._path.multiply, _P), weights, scales, bias, *self.shape)
+
+    def renew(self) -> None:
+        """Packs the weights again where they have changed in place since."""
+        if self._packed is not None and self._values_N_K._version != self._version:
+            self._pack()
 
     def _pack(self) -> None:
         assert self._path is not None

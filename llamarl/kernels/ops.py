@@ -59,7 +59,7 @@ def rms_norm(
         return F.rms_norm(x_N_D, weight_D.shape, weight_D.to(x_N_D.dtype), eps).to(weight_D.dtype)
     num_rows, width = x_N_D.shape
     assert x_N_D.is_contiguous()
-    assert _is_vector(weight_D, width)
+    assert is_vector(weight_D, width)
     y_N_D = torch.empty_like(x_N_D)
     library.rms_norm(x_N_D.data_ptr(), weight_D.data_ptr(), y_N_D.data_ptr(), num_rows, width, eps)
     return y_N_D
@@ -87,7 +87,7 @@ def rotate(
         assert x.stride(2) == 1
         assert x.shape[1] == 1 or x.stride(1) == head_dim, "the heads of a row lie next to each other"
     for x_N_H_K, weight_K in pairs:
-        assert weight_K is None or _is_vector(weight_K, head_dim)
+        assert weight_K is None or is_vector(weight_K, head_dim)
         library.rotate(
             x_N_H_K.data_ptr(), x_N_H_K.stride(0), x_N_H_K.shape[1], None if weight_K is None else weight_K.data_ptr(),
             cos_N_1_R.data_ptr(), sin_N_1_R.data_ptr(), cos_N_1_R.stride(0), len(x_N_H_K), head_dim, rotary_dim, eps,
@@ -196,7 +196,13 @@ def _there() -> ctypes.CDLL:
     return library
 
 
-def _is_vector(weight: Tensor, size: int) -> bool:
+def addresses(*names: str) -> ctypes.Array[ctypes.c_void_p]:
+    """Kernels for C++ to call, where there are any."""
+    return (_P * len(names))(*(ctypes.cast(getattr(_there(), name), _P) for name in names))
+
+
+def is_vector(weight: Tensor, size: int) -> bool:
+    """Whether a kernel can read so many weights of a norm there."""
     return weight.shape == (size,) and weight.dtype == torch.float32 and weight.is_contiguous()
 
 

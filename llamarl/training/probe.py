@@ -19,16 +19,24 @@ WHOLE_TOKENS = 1024
 """Tokens of a probe after a weight sync, and of each sequence in one by cause: from their beginnings, so that each
 token has its context."""
 CAUSES_EVERY, FIRST_CAUSES = 16, 4
-"""In one of so many steps that are probed a few rollouts tell causes; the first one is late enough to learn from
-rollouts as old as those of later steps."""
+"""In one of so many steps a few rollouts tell causes; the first one is late enough to learn from rollouts as old as
+those of later steps."""
 _COMPARED = ("token_ids", "behavior_logprobs", "policy_versions", "cutoffs", "fresh_logprobs")
+
+
+def is_probed(every_steps: int, version: int) -> bool:
+    """Whether trainer and generators are compared as this version is adopted: wrong weights show at the first one."""
+    return every_steps > 0 and version > 0 and (version == 1 or version % every_steps == 0)
 
 
 def is_rescored(config: RunConfig, group_id: int) -> bool:
     """Whether the first rollout of a group is to tell causes: so numbered, it is of a step that is probed by cause."""
     every = config.weight_sync.probe_every_steps if config.generator.backend == "native" else 0
     step, place = divmod(group_id, config.rollout.prompts_per_step)
-    return every > 0 and place < NUM_SEQUENCES and (step + 1) % (CAUSES_EVERY * every) == FIRST_CAUSES * every
+    if every == 0 or place >= NUM_SEQUENCES:
+        return False
+    period, first = (every * max(1, count // every) for count in (CAUSES_EVERY, FIRST_CAUSES))
+    return (step + 1) % period == first % period
 
 
 def probe_sequences(groups: Sequence[RolloutGroup]) -> tuple[list[np.ndarray], np.ndarray]:

@@ -104,7 +104,9 @@ def test_which_tokens_saw_what_older_weights_had_computed(
     ("settings", "expected"),
     [
         ({}, [24, 25, 26, 27, 152, 153, 154, 155]),
-        ({"weight_sync": {"probe_every_steps": 2}}, [56, 57, 58, 59]),
+        ({"weight_sync": {"probe_every_steps": 1}}, [24, 25, 26, 27, 152, 153, 154, 155]),
+        ({"weight_sync": {"probe_every_steps": 5}}, [32, 33, 34, 35, 152, 153, 154, 155]),
+        ({"weight_sync": {"probe_every_steps": 20}}, [152, 153, 154, 155]),
         ({"weight_sync": {"probe_every_steps": 0}}, []),
         ({"generator": {"backend": "vllm", "vllm": {"python": "python"}}}, []),
     ],

@@ -34,6 +34,7 @@ from llamarl.parts.forecast.simulator.decoding import Attempt, Decoded, DecodeQu
 from llamarl.parts.forecast.simulator.draws import ResponseLengths
 from llamarl.parts.forecast.simulator.faults import Faults
 from llamarl.parts.forecast.simulator.records import repeated
+from llamarl.training.probe import is_probed
 from llamarl.training.result import PolicyStepResult
 from llamarl.types import Columns, FinishReason, GenerationRequest, Prompt, Rollout, RolloutGroup, continued
 from llamarl.weight_sync.layout import Address
@@ -412,8 +413,7 @@ class SimulatedTrainer(SimulatedHandle):
         return 0.0, None
 
     def do_publish(self, version: int, _: tuple[int, ...]) -> tuple[float, Any]:
-        every = self._world.config.weight_sync.probe_every_steps
-        probe = PROBE if every and version % every == 0 else None
+        probe = PROBE if is_probed(self._world.config.weight_sync.probe_every_steps, version) else None
         return self._costs.publish_s, Published(version=version, addresses={"": NOWHERE}, probe=probe)
 
     def do_save(self, *_: Any) -> tuple[float, Any]:

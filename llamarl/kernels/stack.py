@@ -1,0 +1,135 @@
+"""Dense layers of a decoder in one call on the CPU (`stack.cpp`), bit for bit what their kernels compute one by one.
+
+A layer is nine kernels. When a model is small each takes microseconds, and its call from Python as long again: a decode
+step of 88 rows of the demo's model took 1.9 ms so, of which its kernels take half.
+
+Shape suffixes: N packed tokens, D model dim, K head dim, L layers, C blocks of the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llamarl.kernels import ops
+from llamarl.kernels.attention import PagedAttention
+from llamarl.kernels.build import Kernel, load
+from llamarl.kernels.linear import Linear, Matrix
+
+_P, _I = ctypes.c_void_p, ctypes.c_int64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseLayer:
+    """One layer of the stack."""
+
+    input_norm_D: Tensor
+    qkv: Linear
+    """Queries, keys and values side by side."""
+    qk_norms: tuple[Tensor, Tensor] | None
+    """Weights [K] of the norms of query and key heads."""
+    o: Linear
+    post_norm_D: Tensor
+    gate_up: Linear
+    """Gates, and then what they multiply."""
+    down: Linear
+
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.o, self.gate_up, self.down
+
+
+class _LayerPointers(ctypes.Structure):
+    _fields_ = (
+        *((name, _P) for name in ("input_norm", "q_norm", "k_norm", "post_norm")),
+        *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
+    )
+
+
+class _Sizes(ctypes.Structure):
+    _fields_ = tuple(
+        (name, _I) for name in ("num_layers", "width", "num_heads", "num_kv_heads", "head_dim", "rotary_dim", "inner")
+    )
+
+
+@functools.cache
+def kernel() -> Kernel:
+    """Compiled at the first call; there only where the kernels that it calls are."""
+    loaded = load("stack") if ops.kernels().library is not None else ops.kernels()
+    if loaded.library is not None:
+        run = loaded.library.run_layers
+        run.argtypes, run.restype = (*[_P] * 4, ctypes.c_float, _P, _P, _I, _P, _I, _P), None
+    return loaded
+
+
+class LayerStack:
+    """Layers whose every kernel is there."""
+
+    def __init__(
+        self, layers: Sequence[DenseLayer], *, num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int,
+        eps: float,
+    ) -> None:  # fmt: skip
+        """Takes what `can_stack` accepts."""
+        run, self._layers, self._eps = kernel().library, tuple(layers), eps
+        assert run is not None
+        self._run = run.run_layers
+        width, inner = layers[0].down.shape
+        self._sizes = _Sizes(len(layers), width, num_heads, num_kv_heads, head_dim, rotary_dim, inner)
+        heads, others = num_heads * head_dim, 2 * num_kv_heads * head_dim
+        self._width, self._rotary_dim = width, rotary_dim
+        self._row_floats = width + heads + others + heads + 3 * inner
+        for layer in layers:
+            shapes = tuple(one.shape for one in layer.linears())
+            assert shapes == ((heads + others, width), (width, heads), (2 * inner, width), (width, inner))
+            norms = (layer.input_norm_D, width), (layer.post_norm_D, width)
+            norms += tuple((one, head_dim) for one in layer.qk_norms or ())
+            assert all(ops.is_vector(weight, size) for weight, size in norms)
+        self._linears = [one for layer in layers for one in layer.linears()]
+        self._matrices = (_LayerPointers * len(layers))(*map(_as_structure, layers))
+        self._kernels = ops.addresses("rms_norm", "rotate", "silu_mul")
+
+    def __call__(
+        self, x_N_D: Tensor, rotation: tuple[Tensor, Tensor], attend: PagedAttention,
+        keys_L_C_J_K_S: Tensor, values_L_C_J_S_K: Tensor,
+    ) -> None:  # fmt: skip
+        """Runs the tokens' residual stream through all layers, in place; their keys and values are stored.
+
+        Args:
+            rotation: as `ops.rotate` takes it.
+            attend: of this step.
+        """
+        cos_N_1_R, sin_N_1_R = rotation
+        num_rows = len(x_N_D)
+        assert x_N_D.shape == (num_rows, self._width)
+        assert x_N_D.is_contiguous()
+        for one in (x_N_D, cos_N_1_R, sin_N_1_R):
+            assert one.dtype == torch.float32
+            assert len(one) == num_rows
+        assert cos_N_1_R.shape[-1] == sin_N_1_R.shape[-1] == self._rotary_dim
+        assert cos_N_1_R.stride() == sin_N_1_R.stride()
+        assert cos_N_1_R.stride(2) == 1
+        for linear in self._linears:
+            linear.renew()
+        room = torch.empty(num_rows * self._row_floats)
+        step = attend.step(num_rows, keys_L_C_J_K_S, values_L_C_J_S_K)
+        self._run(
+            ctypes.addressof(self._sizes), ctypes.addressof(self._kernels), ctypes.addressof(self._matrices),
+            ctypes.addressof(step), self._eps, cos_N_1_R.data_ptr(), sin_N_1_R.data_ptr(), cos_N_1_R.stride(0),
+            x_N_D.data_ptr(), num_rows, room.data_ptr(),
+        )  # fmt: skip
+
+
+def can_stack(layers: Sequence[DenseLayer]) -> bool:
+    """Whether C++ kernels serve all of these."""
+    linears = [one for layer in layers for one in layer.linears()]
+    return bool(linears) and all(one.path != "torch" for one in linears) and kernel().library is not None
+
+
+def _as_structure(layer: DenseLayer) -> _LayerPointers:
+    q_norm, k_norm = (one.data_ptr() for one in layer.qk_norms) if layer.qk_norms else (None, None)
+    matrices = (one.matrix() for one in layer.linears())
+    return _LayerPointers(layer.input_norm_D.data_ptr(), q_norm, k_norm, layer.post_norm_D.data_ptr(), *matrices)

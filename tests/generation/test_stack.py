@@ -1,0 +1,126 @@
+"""Dense layers in one call: bit for bit what their kernels give one by one, in whole engines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llamarl.generation.model import GeneratorModel
+from llamarl.kernels import linear, stack
+from llamarl.kernels.stack import LayerStack
+from llamarl.types import GenerationRequest, SamplingParams
+from tests.generation.native import make_engine, run
+from tests.generation.test_model import PRECISIONS, SHAPE, SHAPES, loaded, trainer
+from tests.kernels.engines import ENGINES, engine
+
+MORE = {"partial_rotary": replace(SHAPE, partial_rotary_factor=0.5), "one_layer": replace(SHAPE, num_layers=1)}
+STACKED = {name: SHAPES[name] for name in ("llama", "qwen2", "qwen3_tied", "mistral_yarn")} | MORE
+
+
+@pytest.fixture(params=ENGINES)
+def computed_by(request: Any) -> Any:
+    with engine(request.param):
+        yield request.param
+
+
+def drawn(generator: GeneratorModel, **options: Any) -> dict[Any, tuple[bytes, bytes]]:
+    """Tokens and log-probabilities of rollouts that share prompts, join late and are prefilled in chunks."""
+    rng = np.random.default_rng(1)
+    requests = [
+        GenerationRequest(
+            group_id=number, prompt_token_ids_T=rng.integers(0, 130, size).astype(np.int32), group_size=3,
+            sampling=SamplingParams(max_new_tokens=20, seed=3),
+        )
+        for number, size in enumerate((1, 40, 17, 33))
+    ]  # fmt: skip
+    rollouts = run(make_engine(generator, max_running=5, prefill_tokens=24, **options), requests)  # type: ignore[arg-type]
+    return {key: (one.token_ids_T.tobytes(), one.behavior_logprobs_T.tobytes()) for key, one in rollouts.items()}
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each call."""
+    rows, call = list[int](), LayerStack.__call__
+
+    def counting(self: LayerStack, x_N_D: torch.Tensor, *rest: Any) -> None:
+        rows.append(len(x_N_D))
+        call(self, x_N_D, *rest)
+
+    monkeypatch.setattr(LayerStack, "__call__", counting)
+    return rows
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", STACKED)
+def test_bits_are_those_of_kernels_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, computed_by: str, name: str, precision: str
+) -> None:
+    generator, rows = loaded(trainer(STACKED[name]), precision), counted(monkeypatch)
+    in_one = drawn(generator)
+    if computed_by == "torch" or stack.kernel().library is None:
+        assert generator._network.stack is None and not rows
+        return
+    assert len(rows) > 20 and max(rows) > 24, "decode steps, and prompts beside them"
+    del rows[:]
+    generator._network.stack = None
+    assert drawn(generator) == in_one
+    assert not rows
+
+
+def test_weights_that_change_in_place_are_packed_again() -> None:
+    generator = loaded(trainer(SHAPE), "float32")
+    if generator._network.stack is None:
+        pytest.skip(stack.kernel().reason)
+    before = drawn(generator)
+    with torch.no_grad():
+        for name, tensor in generator._used.items():
+            if name.endswith("_proj.weight"):
+                tensor.mul_(0.5)
+    after = drawn(generator)
+    assert after != before
+    generator._network.stack = None
+    assert drawn(generator) == after
+
+
+def test_new_weights_have_a_stack_of_their_own() -> None:
+    generator = loaded(trainer(SHAPE), "bfloat16")
+    if generator._network.stack is None:
+        pytest.skip(stack.kernel().reason)
+    first = drawn(generator)
+    for seed in (1, 0):
+        generator.load(trainer(SHAPE, seed))
+        assert (drawn(generator) == first) == (seed == 0)
+
+
+def test_who_asks_for_exact_products_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, rows = loaded(trainer(SHAPE), "bfloat16"), counted(monkeypatch)
+    with linear.exactly():
+        drawn(generator)
+    assert not rows
+
+
+def test_layers_of_one_rank_of_several_go_one_by_one() -> None:
+    class Two:
+        size, rank = 2, 0
+
+    half = GeneratorModel(SHAPE, "float32", "cpu", Two())  # type: ignore[arg-type]
+    half.use(half.spare())
+    assert half._network.stack is None
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    generator = loaded(trainer(SHAPE), "float32")
+    if generator._network.stack is None:
+        pytest.skip(stack.kernel().reason)
+    dense = [layer.dense() for layer in generator._network.layers]
+    sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "rotary_dim": 16, "eps": 1e-6}
+    LayerStack(dense, **sizes)  # type: ignore[arg-type]
+    for wrong in ({"num_heads": 2}, {"num_kv_heads": 4}, {"head_dim": 8}):
+        with pytest.raises(AssertionError):
+            LayerStack(dense, **sizes | wrong)  # type: ignore[arg-type]
+    swapped = [replace(dense[0], o=dense[0].down)]  # type: ignore[type-var]
+    with pytest.raises(AssertionError):
+        LayerStack(swapped, **sizes)  # type: ignore[arg-type]
