@@ -32,7 +32,7 @@ def test_help_is_fast_and_imports_no_torch() -> None:
     taken_s = []
     for _ in range(TRIES):
         before_s = cpu_s()
-        done = subprocess.run([sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, text=True, timeout=240)
         taken_s.append(cpu_s() - before_s)
         assert done.returncode == 0, done.stderr
         assert "train" in done.stdout

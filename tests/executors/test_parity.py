@@ -121,7 +121,7 @@ def synced(trainer: TrainerExecutor, generator: GeneratorExecutor, version: int,
     """The generator serves what the trainer has."""
     published = trainer.publish(version, in_use)
     *_, address = published.addresses.values()  # of the transport that was chosen last
-    answer, deadline_s = generator.adopt(version, address), time.monotonic() + 10
+    answer, deadline_s = generator.adopt(version, address), time.monotonic() + 240
     while not answer.done() and time.monotonic() < deadline_s:
         generator.work()
     adoption = answer.result(timeout=0)
@@ -182,7 +182,7 @@ def test_transports_are_tried_with_a_sample_and_one_carries_all(
     trainer.choose("file")
     synced(trainer, generator, 0, ())
     for thread in [thread for thread in threading.enumerate() if thread.name == "entrance"]:
-        thread.join(5)
+        thread.join(240)
     gc.collect()
     assert open_sockets().keys() <= before.keys()  # garbage of earlier tests may go meanwhile
     trainer.close()

@@ -58,7 +58,7 @@ YARN = YarnScaling(factor=4.0, original_max_position_embeddings=32)
 MISTRAL = SHAPE | {"family": "mistral", "tie_embeddings": False, "rope_scaling": YARN, "dtype": torch.float32}
 QWEN3 = SHAPE | {"family": "qwen3", "tie_embeddings": True, "dtype": torch.float32}
 QWEN2 = SHAPE | {"family": "qwen2", "tie_embeddings": True, "dtype": torch.float64}
-LIMIT_S = 6.0
+LIMIT_S = 15.0
 """Of one collective, where a rank hangs: much more than ranks are apart on a busy machine."""
 SEQUENCES = [np.arange(length, dtype=np.int32) + length for length in (9, 1, 4, 2)]
 
@@ -274,7 +274,7 @@ def failing(
     where: Rendezvous, number: int, sizes: Mapping[str, int], groups: list[RolloutGroup], how: str
 ) -> tuple[str, float, bool]:
     """How and when a step ends for which the last rank fails, and whether this one may wait for ever."""
-    mesh = join(where, number, sizes, timeout_s=LIMIT_S if how in ("stop", "hang") else 50.0)
+    mesh = join(where, number, sizes, timeout_s=LIMIT_S if how in ("stop", "hang") else 240.0)
     is_lost = False
     try:
         with mesh.together():
