@@ -24,7 +24,7 @@ def ends() -> Iterator[Ends]:
 
     def serve(connection: Connection, _: str) -> None:
         came.append(connection)
-        over.wait(20)
+        over.wait(240)
 
     with closing(RendezvousStore(serve=serve)) as store, store.rendezvous.connect("bytes", 2.0) as ours:
         while not came:

@@ -178,9 +178,9 @@ def save(trainer: Trainer | Critic, checkpoints: Path) -> dict[str, Any]:
     """What was saved."""
     world = trainer.mesh.world
     store = CheckpointStore(checkpoints, 2, world.rank, world.size, trainer.mesh.exchange)
-    store.save(trainer.policy_version, trainer.shards(), training_state(trainer)).result(30)
+    store.save(trainer.policy_version, trainer.shards(), training_state(trainer)).result(240)
     if committed := store.commit():
-        committed.result(30)
+        committed.result(240)
     return parts(trainer)
 
 
@@ -413,7 +413,7 @@ def mirrored(
                 if not is_new and trainer.policy_version == len(batches) - 1:
                     mirror.save(trainer.policy_version, trainer.shards(), training_state(trainer))
                     assert mirror._written is not None
-                    mirror._written.result(30)
+                    mirror._written.result(240)
                 trainer.step(batch)
             found.append(parts(trainer))
         return found
@@ -478,7 +478,7 @@ def in_mirror(
         if batches:
             mirror.save(trainer.policy_version, trainer.shards(), training_state(trainer))
             assert mirror._written is not None
-            mirror._written.result(30)
+            mirror._written.result(240)
         return parts(trainer)
     finally:
         mesh.close()

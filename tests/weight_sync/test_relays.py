@@ -152,7 +152,7 @@ class Fault:
         if strikes and self._kind == "die":
             raise ConnectionResetError("dead")
         if strikes and self._kind == "freeze":
-            self.over.wait(10)
+            self.over.wait(240)
             raise ConnectionResetError("thawed")
         if strikes and self._kind == "crawl":
             time.sleep(0.1)
@@ -194,7 +194,7 @@ def test_one_that_was_silent_passes_nothing_on_for_a_while(replicas, monkeypatch
 
     def is_there(relay: Relay, *args: Any) -> bool:
         if host_of(relay.place) == HOSTS[0] and not thawed.is_set():
-            thawed.wait(10)
+            thawed.wait(240)
         return found(relay, *args)
 
     def counted(chains: Chains, place: str, *args: int) -> None:

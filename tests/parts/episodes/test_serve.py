@@ -221,7 +221,7 @@ def test_others_are_answered_while_a_text_is_encoded(chatting: Path, monkeypatch
 
     def slow(tokenizer: Tokenizer, text: str, **how: Any) -> np.ndarray:
         begun.set()
-        assert goes_on.wait(60)
+        assert goes_on.wait(240)
         return encode(tokenizer, text, **how)
 
     monkeypatch.setattr(Tokenizer, "encode", slow)
