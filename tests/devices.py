@@ -14,4 +14,4 @@ def has_gpu() -> bool:
     if not any(DEVICES.glob("nvidia*")):
         return False
     code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    return subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+    return subprocess.run([sys.executable, "-c", code], check=False, timeout=240).returncode == 0

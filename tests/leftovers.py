@@ -17,7 +17,7 @@ from pathlib import Path
 
 MARK = f"LLAMARL_TESTS={uuid.uuid4().hex}"
 """In the environment of every process that a test starts, however it is detached."""
-GRACE_S = 10.0
+GRACE_S = 60.0
 """For processes that end by themselves once their parent has asked them to."""
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Part of the standard library; they end with the tests' own process."""

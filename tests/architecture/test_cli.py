@@ -10,9 +10,9 @@ import pytest
 
 from tests.architecture.repository import PACKAGE, ROOT
 
-HELP_CPU_S = 1.0
-TRIES = 3
-"""The best of these counts: other processes share the machine's caches; of its time they take none that is counted."""
+MOST, TRIES = 6, 3
+"""So many times what Python itself takes to start and to import numpy, on the same machine; the best try counts, as
+other processes share its caches."""
 
 HELP = """
 import sys
@@ -29,16 +29,22 @@ assert "torch" not in sys.modules, "torch was imported"
 
 @pytest.mark.skipif(not (PACKAGE / "cli" / "main.py").exists(), reason="llamarl/cli/main.py is not written yet")
 def test_help_is_fast_and_imports_no_torch() -> None:
-    taken_s = []
+    tries = []
     for _ in range(TRIES):
-        before_s = cpu_s()
-        done = subprocess.run([sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, text=True, timeout=60)
-        taken_s.append(cpu_s() - before_s)
-        assert done.returncode == 0, done.stderr
-        assert "train" in done.stdout
-        if taken_s[-1] < HELP_CPU_S:
+        (_, least_s), (told, taken_s) = spent("import numpy"), spent(HELP)
+        assert "train" in told
+        tries.append(f"{taken_s:.2f} s of CPU time beside {least_s:.2f} s")
+        if taken_s < MOST * least_s:
             return
-    pytest.fail(f"llamarl --help took {taken_s} s of CPU time, at most {HELP_CPU_S} s is allowed")
+    pytest.fail(f"llamarl --help took {tries}, at most {MOST} times as much is allowed")
+
+
+def spent(code: str) -> tuple[str, float]:
+    """What a program says, and its CPU time."""
+    before_s = cpu_s()
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, cpu_s() - before_s
 
 
 def cpu_s() -> float:

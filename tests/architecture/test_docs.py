@@ -183,7 +183,7 @@ def _refusal(*command: str) -> str:
     """Why a subcommand shows no help, in a process that has imported nothing else; empty: it does."""
     code = "import sys; from llamarl.cli.main import main; sys.argv[0] = 'llamarl'; sys.exit(main())"
     done = subprocess.run(
-        [sys.executable, "-c", code, *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     return done.stderr or "no help" if done.returncode else ""
 

@@ -38,7 +38,7 @@ def test_a_run_notes_what_its_files_took_unless_it_chooses_tests(tmp_path: Path)
 
     def ordered(*arguments: str) -> list[str]:
         command = [sys.executable, "-m", "pytest", "-v", "-p", "no:randomly", f"--rootdir={tmp_path}", *arguments]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout
         return [line.split()[0].rpartition("/")[2] for line in done.stdout.splitlines() if "PASSED" in line]
 

@@ -23,7 +23,7 @@ def process() -> Iterator[None]:
     code = "import time; time.sleep(60)"
     running = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     yield
-    assert running.wait(5) == -9, "it was left running"
+    assert running.wait(240) == -9, "it was left running"
 
 
 @contextmanager

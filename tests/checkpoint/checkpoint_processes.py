@@ -23,7 +23,7 @@ from llamarl.weight_sync.layout import TensorSpec
 
 FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 """Audit events (PEP 578) of operations that change files, or stand between two that do."""
-DEADLINE_S = 30.0
+DEADLINE_S = 240.0
 T = TypeVar("T")
 Shards = dict[str, tuple[TensorSpec, Tensor]]
 

@@ -35,4 +35,4 @@ def start() -> Iterator[Start]:
     yield start_one
     for process in started:
         process.kill()
-        process.join(10)
+        process.join(240)

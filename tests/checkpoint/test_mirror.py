@@ -32,7 +32,7 @@ def shards(value: float, rank: int = 0) -> Shards:
 
 def wait(one: Mirror) -> None:
     assert one._written is not None
-    one._written.result(timeout=10)
+    one._written.result(timeout=240)
 
 
 def save(one: Mirror, step: int, rank: int = 0) -> None:
@@ -80,7 +80,7 @@ class Ranks:
 
     def __init__(self, folders: Sequence[Path], keepers: Sequence[Place] = ()) -> None:
         self._values: list[Any] = [None] * len(folders)
-        self._barrier = threading.Barrier(len(folders), timeout=20)
+        self._barrier = threading.Barrier(len(folders), timeout=240)
         self.all = self.each(
             lambda rank: Mirror(folders[rank], rank, len(folders), lambda value: self._exchange(rank, value), keepers)
         )
@@ -198,7 +198,7 @@ def test_nobody_elsewhere_keeps_it(tmp_path: Path, hosts: Any, monkeypatch: pyte
     hosts(B).close()
     one.save(1, shards(1.0), {})
     assert one._written is not None
-    assert str(one._written.exception(timeout=10)).startswith(f"no other host keeps it ({B}: ")
+    assert str(one._written.exception(timeout=240)).startswith(f"no other host keeps it ({B}: ")
     one.keep_at([hosts(C).place])
     save(one, 2)
     assert (tmp_path / C / "run/trainer/0-of-1/step-00000002").exists()
@@ -258,7 +258,7 @@ def test_what_cannot_be_written_is_said_and_tried_again(tmp_path: Path, capsys: 
     folder = tmp_path / "0-of-1"
     folder.rename(tmp_path / "away")
     one.save(1, shards(1.0), {})
-    assert one._written is not None and isinstance(one._written.exception(timeout=10), OSError)
+    assert one._written is not None and isinstance(one._written.exception(timeout=240), OSError)
     (tmp_path / "away").rename(folder)
     save(one, 2)
     assert "no mirror of this step: [Errno 2]" in capsys.readouterr().out

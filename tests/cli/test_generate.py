@@ -61,7 +61,7 @@ def test_text_in_another_process_to_standard_output(model: Path, tmp_path: Path)
     with out.open("a") as stdout:
         done = subprocess.run(
             [*LLAMARL, "generate", model, "--prompts", file, "--eval.temperature=0", "--rollout.max_new_tokens=4"],
-            cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=90, env=environment(),
+            cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=240, env=environment(),
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert {row.get("prompt") for row in rows(out)} == {None, "first prompt", "  second"}
@@ -210,5 +210,5 @@ def test_help_imports_no_torch() -> None:
         "import sys\nfrom llamarl.cli.main import main\nsys.argv = ['llamarl', 'generate', '--help']\n"
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\nassert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and "--prompts FILE" in done.stdout, done.stderr

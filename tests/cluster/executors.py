@@ -147,7 +147,7 @@ class Sharing(Echo):
             (self.folder / f"{self.num_shared}-{place}.part").write_bytes(part)
             (self.folder / f"{self.num_shared}-{place}.part").rename(self.folder / f"{self.num_shared}-{place}")
         files = [self.folder / f"{self.num_shared}-{place}" for place in range(len(owners))]
-        deadline_s = time.monotonic() + 10.0
+        deadline_s = time.monotonic() + 240.0
         while not all(file.exists() for file in files):
             assert time.monotonic() < deadline_s, "a part is missing"
             time.sleep(0.001)

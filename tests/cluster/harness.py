@@ -17,8 +17,8 @@ from llamarl.config.cluster import ClusterConfig
 
 Kind = Literal["monarch", "inline"]
 HERE = Path(__file__).parent
-SPAWN_S = 30.0
-CALL_S = 10.0
+SPAWN_S = 240.0
+CALL_S = 240.0
 
 
 def echo(name: str = "echo", target: str = "executors:Echo", **options: Any) -> ExecutorSpec:
@@ -27,7 +27,7 @@ def echo(name: str = "echo", target: str = "executors:Echo", **options: Any) -> 
 
 def run(main: Callable[[Cluster], Awaitable[None]], kind: Kind, log_folder: Path | None = None) -> None:
     async def within() -> None:
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(500.0):
             async with open_cluster(ClusterConfig(kind=kind), log_folder) as cluster:
                 await main(cluster)
 

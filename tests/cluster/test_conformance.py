@@ -72,7 +72,7 @@ def test_deferred_reply_leaves_the_thread_free_and_is_canceled_when_its_caller_h
 def test_timeout_names_what_runs_and_drops_what_waits(kind: Kind) -> None:
     async def main(cluster: Cluster) -> None:
         handle = await cluster.spawn(echo(), SPAWN_S)
-        sleep = asyncio.ensure_future(handle.call("sleep", 0.6, timeout_s=CALL_S))
+        sleep = asyncio.ensure_future(handle.call("sleep", 2.0, timeout_s=CALL_S))
         await asyncio.sleep(0)
         with pytest.raises(
             CallTimeout,
@@ -88,8 +88,9 @@ def test_timeout_names_what_runs_and_drops_what_waits(kind: Kind) -> None:
 
 def test_status_while_busy_and_spans(kind: Kind) -> None:
     async def main(cluster: Cluster) -> None:
+        start_s = time.monotonic()
         handle = await cluster.spawn(echo(num_work=1), SPAWN_S)
-        sleep = asyncio.ensure_future(handle.call("sleep", 0.4, timeout_s=CALL_S))
+        sleep = asyncio.ensure_future(handle.call("sleep", 2.0, timeout_s=CALL_S))
         queued = asyncio.ensure_future(handle.call("echo", 1, timeout_s=CALL_S))
         await asyncio.sleep(0)
         statuses = [await handle.status(CALL_S)]
@@ -97,14 +98,14 @@ def test_status_while_busy_and_spans(kind: Kind) -> None:
             statuses.append(await handle.status(CALL_S))
         status = statuses[-1]
         assert status.queued_calls == 1
-        assert 0 <= status.doing_age_s < 0.4
+        assert 0 <= status.doing_age_s < 2.0
         assert status.usage.rss_bytes > 1 << 20 and status.usage.descriptors > 2 and status.usage.threads > 1
         assert [status.pid] == handle.pids
         await asyncio.gather(sleep, queued)
         after = await handle.status(CALL_S)
         names = [span.name for status in (*statuses, after) for span in status.spans]
         assert sorted(names) == ["generate", "train"], "one span per busy stretch, none for idling and other methods"
-        assert 0.4 <= after.busy_s["generate"] < 2.0
+        assert 2.0 <= after.busy_s["generate"] <= time.monotonic() - start_s
         assert (await handle.status(CALL_S)).spans == []
 
     run(main, kind)
@@ -254,9 +255,9 @@ def test_a_long_result_that_nobody_takes_is_dropped(monkeypatch: pytest.MonkeyPa
     def asked(size: int, timeout_s: float) -> Reply:
         return one.submit("zeros", pickle.dumps(((size,), {}, True)), timeout_s).result(CALL_S)
 
-    first = asked(3 * MAX_MESSAGE_BYTES, 0.5)
+    first = asked(3 * MAX_MESSAGE_BYTES, 3.0)
     assert len(first.value) == MAX_MESSAGE_BYTES and first.rest_of == 1
-    time.sleep(0.5)  # until nobody can be waiting any more
+    time.sleep(3.0)  # until nobody can be waiting any more
     asked(1, CALL_S)
     assert one.submit(rank.REST, pickle.dumps(1), 0.0).result(CALL_S) == Reply()
     one.submit(rank.CLOSE, b"", 0.0).result(CALL_S)

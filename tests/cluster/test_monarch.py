@@ -42,6 +42,6 @@ def test_a_report_of_a_loss_names_a_rank() -> None:
 def test_a_slow_end_of_the_engine_is_nobody_s_business() -> None:
     """Monarch's own function at the end of the process would print a traceback. Its loop of callbacks may say on a
     loaded machine that it was cut short: that isn't ours."""
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0
     assert "TimeoutError" not in done.stderr

@@ -28,6 +28,9 @@ from llamarl.cluster.api import (
 )
 from tests.cluster.harness import CALL_S, HERE, SPAWN_S, echo, is_alive, run, until
 
+SOON_S = 60.0
+"""Much less than what the executor would otherwise be waited for."""
+
 
 def test_ranks_environment_and_log_files(tmp_path: Path) -> None:
     async def main(cluster: Cluster) -> None:
@@ -49,7 +52,7 @@ def test_ranks_environment_and_log_files(tmp_path: Path) -> None:
         assert [status.pid for status in await handle.status_each(CALL_S)] == handle.pids
 
         os.kill(handle.pids[1], signal.SIGKILL)
-        error = await asyncio.wait_for(handle.failed, 5.0)
+        error = await asyncio.wait_for(handle.failed, CALL_S)
         assert str(error) == f"two (rank 1): pid {handle.pids[1]} was killed by SIGKILL"
 
     run(main, "monarch", tmp_path)
@@ -59,8 +62,12 @@ def test_ranks_environment_and_log_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("in_work", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("others_wait_s", [0.0, 0.5])
-def test_what_one_rank_raises_is_the_error_whichever_it_is(rank: int, others_wait_s: float, in_work: bool) -> None:
+def test_what_one_rank_raises_is_the_error_whichever_it_is(
+    rank: int, others_wait_s: float, in_work: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not what follows from it in the others, which may be heard first."""
+    for module in (handle_module, monarch):
+        monkeypatch.setattr(module, "CAUSE_S", 200.0)
 
     async def main(cluster: Cluster) -> None:
         handle = await cluster.spawn(replace(echo("two"), num_ranks=2), SPAWN_S)
@@ -74,7 +81,7 @@ def test_what_one_rank_raises_is_the_error_whichever_it_is(rank: int, others_wai
             with pytest.raises(RemoteError) as caught:
                 await call
             error = caught.value
-        assert time.monotonic() - start_s < 2.0
+        assert time.monotonic() - start_s < SOON_S, "as long as for a cause that may still come"
         assert isinstance(error, RemoteError) and isinstance(error.__cause__, LookupError)
         assert error.rank == rank
         method = "work" if in_work else "fail_in_rank"
@@ -123,8 +130,8 @@ def test_kill_is_noticed_and_named_and_the_executor_can_be_spawned_again() -> No
         await handle.call("echo", 1, timeout_s=CALL_S)
         start_s = time.monotonic()
         os.kill(handle.pids[0], signal.SIGKILL)
-        error = await asyncio.wait_for(handle.failed, 5.0)
-        assert time.monotonic() - start_s < 2.0
+        error = await asyncio.wait_for(handle.failed, CALL_S)
+        assert time.monotonic() - start_s < SOON_S
         assert isinstance(error, MeshFailed)
         assert error.cause == f"pid {handle.pids[0]} was killed by SIGKILL"
         for call in (poll, handle.call("echo", 1, timeout_s=CALL_S)):
@@ -148,7 +155,7 @@ def test_a_hanging_method_does_not_hold_up_shutdown_and_nothing_is_left() -> Non
             await asyncio.sleep(0.01)
         start_s = time.monotonic()
         await cluster.shutdown(timeout_s=3.0)
-        assert time.monotonic() - start_s < 3.5
+        assert time.monotonic() - start_s < SOON_S, "as long as the method takes"
         with pytest.raises(MeshFailed):
             await hang
         assert not any(map(is_alive, pids))
@@ -223,7 +230,7 @@ async def main(code_path, folder):
         return ExecutorSpec(name=name, target="executors:Echo", options=options, code_paths=(code_path,))
 
     async with open_cluster(ClusterConfig(kind="monarch")) as cluster:
-        handles = await asyncio.gather(*(cluster.spawn(spec(name), 30.0) for name in "ab"))
+        handles = await asyncio.gather(*(cluster.spawn(spec(name), 240.0) for name in "ab"))
         print(*(pid for handle in handles for pid in handle.pids), flush=True)
         await asyncio.to_thread(sys.stdin.read)
 
@@ -253,7 +260,7 @@ def test_no_orphans_after_the_controller_is_killed(tmp_path: Path) -> None:
     process, pids = start_controller(tmp_path)
     process.kill()
     process.communicate(timeout=CALL_S)
-    asyncio.run(until(lambda: not any(map(is_alive, pids)), 10.0))
+    asyncio.run(until(lambda: not any(map(is_alive, pids)), CALL_S))
 
 
 def test_a_controller_says_nothing_and_leaves_nothing(tmp_path: Path) -> None:

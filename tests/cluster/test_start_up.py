@@ -11,7 +11,7 @@ import pytest
 
 from llamarl.cluster import start_up
 
-WAIT_S = 30.0
+WAIT_S = 240.0
 
 
 def test_a_dependent_ends_with_the_process_that_started_it() -> None:

@@ -88,7 +88,7 @@ def test_a_disk_that_refuses_keeps_files_as_they_are(ended: Author, monkeypatch:
 
     def frozen(descriptor: int) -> None:
         if threading.current_thread().name == "compress":
-            thawed.wait(30.0)
+            thawed.wait(240.0)
         fsync(descriptor)
 
     with monkeypatch.context() as patched:

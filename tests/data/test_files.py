@@ -155,7 +155,7 @@ def test_parquet_without_its_package_says_how_to_get_it(tmp_path: Path) -> None:
 from llamarl.data.files import read_file
 assert list(read_file("a.csv"))
 list(read_file("a.parquet"))"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert "ConfigError: Parquet files need the package pyarrow: pip install 'llamarl[data]'" in done.stderr
 
 

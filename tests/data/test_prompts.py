@@ -131,4 +131,4 @@ def test_gsm8k_loads(base_tokenizer: Tokenizer) -> None:
 
 def test_data_imports_no_torch() -> None:
     code = "import sys, llamarl.data.prompts, llamarl.data.sampler; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0

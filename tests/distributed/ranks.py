@@ -16,7 +16,7 @@ from tests.fork_server import fork_server
 if TYPE_CHECKING:
     from llamarl.distributed.mesh import RankMesh
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 class Worker:

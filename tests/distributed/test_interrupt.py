@@ -53,11 +53,11 @@ def test_at_once_when_all_wait(pair) -> None:
 
 def test_not_while_bytes_move(pair, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = pair
-    monkeypatch.setattr(interrupt, "QUIET_S", 0.2)
-    monkeypatch.setattr(interrupt, "PATIENCE_S", 30.0)
+    monkeypatch.setattr(interrupt, "QUIET_S", 1.0)
+    monkeypatch.setattr(interrupt, "PATIENCE_S", 600.0)
     sender = Sender(other)
-    threading.Timer(0.5, sender.over.set).start()
-    assert 0.5 < end(one) < 20
+    threading.Timer(2.0, sender.over.set).start()
+    assert 2.0 < end(one) < 120
     sender.join()
     assert not sender.refused
 
@@ -67,7 +67,7 @@ def test_bytes_that_never_stop_end_too(pair, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(interrupt, "PATIENCE_S", 0.2)
     sender = Sender(other)
     assert end(one) >= 0.2
-    sender.join(10)
+    sender.join(240)
     assert sender.refused
 
 

@@ -22,5 +22,5 @@ def test_a_moment_without_descriptors_closes_no_store(monkeypatch: pytest.Monkey
     monkeypatch.setattr(socket.socket, "accept", accept_later)
     with closing(RendezvousStore(host="127.0.0.1")) as store, store.rendezvous.connect() as connection:
         connection.send(("set", "key", b"value"))
-        assert connection.poll(30.0) and connection.recv() is None
+        assert connection.poll(240.0) and connection.recv() is None
     assert not failures

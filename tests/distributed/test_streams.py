@@ -19,14 +19,14 @@ Ends = tuple[Connection, Connection]
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    """Two ends that know the secret; reads of the first wait for at most 0.3 s."""
+    """Two ends that know the secret; reads of the first wait for at most 2 s."""
     came, over = list[Connection](), threading.Event()
 
     def serve(connection: Connection, _: str) -> None:
         came.append(connection)
-        over.wait(20)
+        over.wait(240)
 
-    with closing(RendezvousStore(serve=serve)) as store, store.rendezvous.connect("bytes", 0.3) as ours:
+    with closing(RendezvousStore(serve=serve)) as store, store.rendezvous.connect("bytes", 2.0) as ours:
         while not came:
             time.sleep(0.001)
         yield ours, came[0]
@@ -44,7 +44,7 @@ def test_pieces_arrive_in_order_however_they_are_cut(ends: Ends) -> None:
     sender = threading.Thread(target=send, args=(theirs, cut(data, 1)))
     sender.start()
     receive(ours, cut(found, 2))
-    sender.join(10)
+    sender.join(240)
     assert np.array_equal(found, data)
     theirs.send("messages go on")
     assert ours.recv() == "messages go on"
@@ -67,8 +67,8 @@ def test_silence_slowness_and_death_have_an_end(ends: Ends) -> None:
     with pytest.raises(TimeoutError, match="slow"):
         receive(ours, [memoryview(room)], time.monotonic() + 0.5)
     over.set()
-    dripping.join(5)
+    dripping.join(240)
     theirs.close()
     with pytest.raises(EOFError, match="gone"):
         receive(ours, [memoryview(bytearray(1000))])
-    assert time.monotonic() - started_s < 5
+    assert time.monotonic() - started_s < 60

@@ -74,7 +74,7 @@ class Alone:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alone]:
     made = Alone(tmp_path_factory.mktemp("hidden"))
     yield made
-    made.process.communicate(timeout=10)  # there is no more to do, so it ends
+    made.process.communicate(timeout=240)  # there is no more to do, so it ends
 
 
 def test_the_core_trains_evaluates_saves_and_resumes(tmp_path: Path, toml: Path, run: Alone) -> None:

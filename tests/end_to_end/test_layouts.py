@@ -30,7 +30,7 @@ def learn_alike(folder: Path, toml: Path, *layouts: tuple[object, ...]) -> tuple
     weights arrive; the steps of both runs."""
     for number, layout in enumerate(layouts):
         steps = ("--steps", 3 * (number + 1), *(["--resume"] if number else []))
-        done = llamarl("train", toml, "--output", folder / "many", *SYNCHRONOUS, *steps, *layout, timeout_s=240)
+        done = llamarl("train", toml, "--output", folder / "many", *SYNCHRONOUS, *steps, *layout)
         assert done.returncode == 0, done.stderr
     done = llamarl_here(
         "train", toml, "--output", folder / "one", *SYNCHRONOUS, "--steps", 6, "--cluster.kind", "inline"
@@ -68,14 +68,14 @@ def test_a_killed_rank_ends_the_run(tmp_path: Path, toml: Path) -> None:
         "--trainer.parallelism.fsdp", 2,
     )  # fmt: skip
     checkpoints = tmp_path / "tiny/checkpoints"
-    command.until(lambda: any(checkpoints.glob("step-*")), timeout_s=240)
+    command.until(lambda: any(checkpoints.glob("step-*")))
     pids = descendants(command.process.pid)
     os.kill(command.children()["trainer.1"], signal.SIGKILL)
     start_s = time.monotonic()
-    code, said = command.wait(timeout_s=60)
+    code, said = command.wait()
     assert code == 1
     assert "trainer (rank 1)" in said
-    assert time.monotonic() - start_s < 20
+    assert time.monotonic() - start_s < 120, "a call that waits for it takes 600 s"
     assert gone(pids) == []
     assert CheckpointStore(checkpoints, keep=2).load_newest()[0] is not None
 
@@ -89,10 +89,10 @@ def test_a_critic_of_two_processes(tmp_path: Path, toml: Path) -> None:
         "--checkpoint.every_steps", 2, "--critic.parallelism.fsdp", 2, "--cluster.on_failure", "stop",
     )  # fmt: skip
     two, one = (tmp_path / name / "tiny" for name in ("two", "one"))
-    command.until((two / "checkpoints/step-00000004").exists, timeout_s=240)
+    command.until((two / "checkpoints/step-00000004").exists)
     pids, killed = descendants(command.process.pid), command.children()["critic.1"]
     os.kill(killed, signal.SIGKILL)
-    code, said = command.wait(timeout_s=20)
+    code, said = command.wait()
     assert code == 1
     found = re.search(rf"MeshFailed: critic \(rank 1\): pid {killed} .*; --resume goes on from step (\d+)\n", said)
     assert found, said

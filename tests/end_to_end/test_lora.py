@@ -83,7 +83,7 @@ def test_cut_trainers_and_quantized_cut_generators(tmp_path: Path, toml: Path) -
     done = llamarl(
         "train", toml, "--output", tmp_path, "--steps", 3, "--trainer.parallelism.fsdp", 2, *LORA,
         "--generator.tensor_parallel", 2, "--generator.dtype", "int8", "--trainer.dtype", "bfloat16",
-        "--reward.parts", "[{name = 'tests.executors.rewards:EvenLength'}]", timeout_s=240,
+        "--reward.parts", "[{name = 'tests.executors.rewards:EvenLength'}]",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     steps = [row for row in rows(tmp_path / "tiny/metrics.jsonl") if row["kind"] == "step"]

@@ -111,7 +111,7 @@ def test_a_run_that_is_killed_draws_nothing_twice(tmp_path: Path, mixture: Path)
     """Asynchronous, in processes of its own: groups in flight keep their prompts."""
     options = ("--output", tmp_path, "--steps", 12, "--checkpoint.every_steps", 3, "--data.train.0.count", 30)
     command, metrics = Command.start(tmp_path, "train", mixture, *options), tmp_path / "tiny/metrics.jsonl"
-    command.until(lambda: metrics.exists() and '"step": 5,' in metrics.read_text(), 200.0)
+    command.until(lambda: metrics.exists() and '"step": 5,' in metrics.read_text())
     command.process.kill()
     command.process.wait()
     done = llamarl_here("train", mixture, *options, "--resume", "--cluster.kind", "inline")

@@ -24,10 +24,15 @@ from tests.end_to_end.learning import write_task
 from tests.end_to_end.tiny import Command, descendants, environment, gone, is_alive, llamarl, llamarl_here, rows
 from tests.nightly import NIGHTLY
 
-END_S = 30.0
-"""A run that was asked to end, or that has lost a process, ends within this time."""
+END_S = 120.0
+"""A run that was asked to end, or that has lost a process, ends within this time; a call that hangs takes 600 s."""
+AT_ONCE_S = 20.0
+"""Much less than executors get to close (`cluster.shutdown_timeout_s` below), whatever else the machine does."""
 EXECUTORS = {"generator-0", "reward", "trainer"}
-FOR_EVER = ("--steps", 100_000, "--checkpoint.every_steps", 5, "--cluster.on_failure", "stop")
+FOR_EVER = (
+    "--steps", 100_000, "--checkpoint.every_steps", 5, "--cluster.on_failure", "stop",
+    "--cluster.start_timeout_s", 240, "--cluster.shutdown_timeout_s", 60,
+)  # fmt: skip
 
 GRADERS = ("--reward.parts", "[{name = 'exact'}, {name = 'math'}]")
 """A reward whose graders are processes of their own, which must end with it."""
@@ -99,7 +104,7 @@ def test_ctrl_c_and_resume(running: Running, toml: Path) -> None:
     assert code == 130
     assert said.strip().startswith("llamarl train: ended by SIGINT; go on with --resume. Files: ")
     assert len(said.strip().splitlines()) == 1, said
-    assert gone(running.pids, 1.0) == []
+    assert gone(running.pids, AT_ONCE_S) == []
     last = running.check_files()
     steps = [row["step"] for row in rows(running.folder / "metrics.jsonl") if row["kind"] == "step"]
     assert last == steps[-1], "the last step was not saved"
@@ -124,7 +129,7 @@ def test_being_asked_to_end_and_a_second_signal(tmp_path: Path, toml: Path, numb
     polite.wait_for_steps()
     code, said = polite.command.end(number, END_S)
     assert code == 130 and f"ended by {number.name}; go on with --resume" in said
-    assert gone(polite.pids, 1.0) == []
+    assert gone(polite.pids, AT_ONCE_S) == []
     polite.check_files()
     if hasty is not None:
         end_hastily(hasty)
@@ -136,7 +141,7 @@ def end_hastily(hasty: Running) -> None:
     hasty.command.process.send_signal(signal.SIGINT)
     start_s = time.monotonic()
     while hasty.command.process.poll() is None:
-        assert time.monotonic() - start_s < 3.0, "the second signal does not end it at once"
+        assert time.monotonic() - start_s < AT_ONCE_S, "the second signal does not end it at once"
         time.sleep(0.02)
         hasty.command.process.send_signal(signal.SIGINT)
     assert hasty.command.process.returncode in (-signal.SIGINT, 130)
@@ -164,7 +169,7 @@ def test_kill_of_an_executor(tmp_path: Path, toml: Path, model: Path, kill: str)
     died = rf"llamarl train: MeshFailed: {kill} \(rank 0\): pid {pid} {how}"
     found = re.fullmatch(rf"{died}; --resume goes on from step (\d+)", lines[0])
     assert found, said
-    assert gone(run.pids, 2.0) == []
+    assert gone(run.pids, AT_ONCE_S) == []
     last = [row["step"] for row in rows(run.folder / "metrics.jsonl") if row["kind"] == "step"][-1]
     saved = run.check_files()
     # The journal, from which it goes on, may have a step whose weights had not arrived yet.
@@ -193,7 +198,7 @@ def test_a_run_survives_the_kill_of_a_generator(tmp_path: Path, toml: Path, poli
 @pytest.mark.parametrize("kind", ["inline", *(["monarch"] if NIGHTLY else [])])
 def test_a_run_that_is_stopped_goes_on(tmp_path: Path, toml: Path, kind: str) -> None:
     """As by Ctrl-Z: for longer than it may stall; at night for longer than Monarch waits for an answer."""
-    stall_s, stopped_s = (4, 8.0) if kind == "inline" else (30, 50.0)
+    stall_s, stopped_s = (10, 14.0) if kind == "inline" else (30, 50.0)
     run = Running(tmp_path / "runs", toml, "--cluster.kind", kind, "--cluster.stall_timeout_s", stall_s)
     metrics = run.folder / "metrics.jsonl"
     run.command.until(lambda: metrics.exists() and '"step": 3,' in metrics.read_text())
@@ -201,7 +206,7 @@ def test_a_run_that_is_stopped_goes_on(tmp_path: Path, toml: Path, kind: str) ->
     time.sleep(stopped_s)
     last = rows(metrics)[-1]["step"]
     run.command.process.send_signal(signal.SIGCONT)
-    run.command.until(lambda: f'"step": {last + 20},' in metrics.read_text(), timeout_s=30.0)
+    run.command.until(lambda: f'"step": {last + 20},' in metrics.read_text())
     code, said = run.command.end(signal.SIGINT, END_S)
     assert code == 130 and "no checkpoint" not in said and "had no answer" not in said, said
 
@@ -282,7 +287,7 @@ def test_an_end_while_executors_start(tmp_path: Path, toml: Path, number: signal
     code, said = command.end(number, END_S)
     assert code == 130
     assert said.strip().splitlines()[-1].startswith(f"llamarl train: ended by {number.name}"), said
-    assert gone(pids, 2.0) == []
+    assert gone(pids, AT_ONCE_S) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -310,7 +315,7 @@ def test_parts_of_the_user_s_own_are_found_from_the_working_folder(tmp_path: Pat
     )
     script = Path(sys.executable).with_name("llamarl")
     command = [script, "train", toml, "--reward.parts", "['mine:Mine']", "--cluster.kind", "inline"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment())
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=environment())
     assert done.returncode == 1
     assert "reward.score failed" in done.stderr and "ZeroDivisionError: in a file of mine" in done.stderr
 

@@ -16,7 +16,7 @@ from tests.end_to_end import tiny
 from tests.end_to_end.tiny import Command, descendants, gone, llamarl_here, rows
 from tests.nightly import nightly
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 STEPS = 24
 OPTIONS = (
     "--rollout.max_staleness", 0, "--rollout.window", 1, "--steps", STEPS, "--eval.every_steps", 0,
@@ -59,7 +59,7 @@ class Faulty:
     def strike(self, name: str, step: int, number: signal.Signals = signal.SIGKILL) -> int:
         """After a step; the process's pid."""
         metrics = self.folder / "tiny/metrics.jsonl"
-        self.command.until(lambda: metrics.exists() and f'"step": {step},' in metrics.read_text(), 120.0)
+        self.command.until(lambda: metrics.exists() and f'"step": {step},' in metrics.read_text())
         pid = self.command.children()[name]
         self.pids += descendants(self.command.process.pid)
         os.kill(pid, number)
@@ -67,9 +67,9 @@ class Faulty:
 
     def end(self) -> str:
         """What it said; it has finished, and nobody is left."""
-        code, said = self.command.wait(180.0)
+        code, said = self.command.wait()
         assert code == 0, said
-        assert gone(self.pids, 5.0) == []
+        assert gone(self.pids) == []
         return said
 
 
@@ -105,7 +105,8 @@ def test_with_a_mirror_one_step_is_taken_again(tmp_path: Path, toml: Path, whole
 @nightly("two runs of two ranks; of one rank it is said above, of ranks in tests/training/test_layouts.py")
 def test_a_rank_that_is_killed_or_stopped(tmp_path: Path, toml: Path) -> None:
     """One of two ranks of the trainer dies, later one stands still: the sentence says which, and nothing is lost."""
-    two = ("--trainer.parallelism.fsdp", 2, "--cluster.call_timeout_s", 8, "--checkpoint.mirror", "true", "--steps", 12)
+    two = ("--trainer.parallelism.fsdp", 2, "--cluster.call_timeout_s", 20, "--checkpoint.mirror", "true")
+    two += ("--steps", 12)
     (tmp_path / "whole").mkdir()
     (tmp_path / "faulty").mkdir()
     whole, faulty = (Faulty(tmp_path / name, toml, *two) for name in ("whole", "faulty"))

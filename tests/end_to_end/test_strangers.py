@@ -10,7 +10,7 @@ from benchmarks.strangers import ANSWER_S, TinyRun, measured
 from tests.nightly import nightly
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @nightly("half a minute of silent connections")
 def test_they_end_nothing_and_keep_nobody_waiting(tmp_path: Path) -> None:
     run = TinyRun(tmp_path, files=1024)

@@ -95,10 +95,10 @@ def watched(words: Sequence[str], folder: Path) -> str:
         try:
             assert command.stdout is not None
             address = command.stdout.readline().split()[-1]
-            with urllib.request.urlopen(address, timeout=30) as answer:
+            with urllib.request.urlopen(address, timeout=240) as answer:
                 page: str = answer.read().decode()
             command.send_signal(signal.SIGINT)
-            assert command.wait(10) == 130
+            assert command.wait(240) == 130
         finally:
             command.kill()
     return page

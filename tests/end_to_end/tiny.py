@@ -23,6 +23,9 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 LLAMARL = (sys.executable, "-m", "llamarl")
 
+SOMETIME_S = 240.0
+"""For what comes sometime, however slow the machine is; no speed is meant. A test has longer (pyproject.toml)."""
+
 TOML = """
 name = "tiny"
 steps = 4
@@ -77,7 +80,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def llamarl(*arguments: object, timeout_s: float = 240.0, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def llamarl(*arguments: object, timeout_s: float = SOMETIME_S, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """A command, to its end."""
     return subprocess.run(
         [*LLAMARL, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=timeout_s, env=environment()
@@ -127,7 +130,7 @@ class Command:
         STARTED.append(process)
         return cls(process, out, err)
 
-    def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    def until(self, condition: Callable[[], bool], timeout_s: float = SOMETIME_S) -> None:
         """Waits for a condition while the command runs."""
         deadline_s = time.monotonic() + timeout_s
         while not condition():
@@ -136,12 +139,12 @@ class Command:
             assert time.monotonic() < deadline_s, f"not in {timeout_s} s: {self.out.read_text()}{self.err.read_text()}"
             time.sleep(0.02)
 
-    def end(self, number: signal.Signals, timeout_s: float = 10.0) -> tuple[int, str]:
+    def end(self, number: signal.Signals, timeout_s: float = SOMETIME_S) -> tuple[int, str]:
         """Sends a signal to the command alone; its exit code and what it said on stderr."""
         self.process.send_signal(number)
         return self.wait(timeout_s)
 
-    def wait(self, timeout_s: float = 10.0) -> tuple[int, str]:
+    def wait(self, timeout_s: float = SOMETIME_S) -> tuple[int, str]:
         return self.process.wait(timeout_s), self.err.read_text()
 
     def children(self) -> dict[str, int]:
@@ -178,7 +181,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def gone(pids: list[int], within_s: float = 10.0) -> list[int]:
+def gone(pids: list[int], within_s: float = SOMETIME_S) -> list[int]:
     """Those that are still alive after a time; empty as soon as all have ended."""
     deadline_s = time.monotonic() + within_s
     while any(map(is_alive, pids)) and time.monotonic() < deadline_s:

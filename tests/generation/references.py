@@ -19,7 +19,7 @@ from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingPara
 
 TOLERANCE = 1e-4
 """Natural log-probabilities and logits of two float32 implementations of one model."""
-DEADLINE_S = 90.0
+DEADLINE_S = 240.0
 Key = tuple[int, int]
 """Group id and index."""
 

@@ -267,7 +267,7 @@ def test_what_an_update_costs(model: Transformer, make_requests: Requests) -> No
     assert (costs["keep"].recomputed_tokens, costs["keep"].recompute_s) == (0, 0)
     assert costs["recompute"].recomputed_tokens == 16 + 3 * 10
     assert costs["recompute"].prefill_tokens == costs["keep"].prefill_tokens + 46
-    assert 0 < costs["recompute"].recompute_s < 5
+    assert 0 < costs["recompute"].recompute_s < 240
     assert costs["recompute"].decode_tokens == costs["keep"].decode_tokens == 72
 
 

@@ -223,7 +223,7 @@ def test_two_ranks_equal_one(name: str, by_expert: bool, precision: str, monkeyp
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=240)
     wanted, routes = routes_of(loaded(model, precision))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
     same = (found[0][1] == routes).all(1)

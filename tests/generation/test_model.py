@@ -259,7 +259,7 @@ class Meeting:
     parts: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self):
-        self.barrier = threading.Barrier(self.size, timeout=20)
+        self.barrier = threading.Barrier(self.size, timeout=240)
 
     def gather(self, rank: int, x: Tensor) -> list[Tensor]:
         self.parts[rank] = x.clone()
@@ -302,7 +302,7 @@ def test_two_ranks_equal_one(name, precision):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=240)
     expected = logits(loaded(model, precision))
     assert torch.equal(found[0], found[1])
     path = ranks[0]._network.layers[0].o.path

@@ -58,7 +58,7 @@ def follow(where: Rendezvous, folder: Path, rank: int, size: int, mishap: str, g
 
 
 def follow_here(where: Rendezvous, folder: Path, rank: int, size: int, mishap: str, graphs: bool) -> str:
-    mesh = join(where, rank, {"tp": size}, timeout_s=30.0)
+    mesh = join(where, rank, {"tp": size}, timeout_s=240.0)
     model, engine = build(mesh, folder, graphs)
     follower = FollowerRank(engine, mesh, lambda version: load(model, folder, version))
     follower.report(7, f"part {rank}")
@@ -113,7 +113,7 @@ def serve(
     with rendezvous() as where, workers.take(size - 1) as others:
         for rank, worker in enumerate(others, start=1):
             worker.start(follow, where, folder, rank, size, mishap if rank == size - 1 else "", graphs)
-        mesh = join(where, 0, {"tp": size}, timeout_s=30.0)
+        mesh = join(where, 0, {"tp": size}, timeout_s=240.0)
         try:
             model, engine = build(mesh, folder, graphs)
             yield (
@@ -170,7 +170,7 @@ def test_four_ranks_equal_one(workers: Workers, tmp_path: Path, graphs: bool) ->
 def test_all_ranks_report_a_version(workers: Workers, tmp_path: Path) -> None:
     with serve(workers, 4, tmp_path) as (served, others):
         backend = served.backend
-        deadline_s = time.monotonic() + 20.0
+        deadline_s = time.monotonic() + 240.0
         assert backend.reports(7) is None, "rank 0 has not got it"
         backend.report(7, "part 0")
         while (reports := backend.reports(7)) is None:
@@ -198,7 +198,7 @@ def test_a_lost_rank_ends_all(mishap: str, cause: str, workers: Workers, tmp_pat
             backend.step()
         assert all("RanksLost" in worker.result() for worker in others[:2])
         if mishap == "die":
-            others[2].process.join(5.0)
+            others[2].process.join(240.0)
         else:
             assert others[2].result().startswith(("MemoryError", "OutOfStep"))
 

@@ -35,7 +35,7 @@ def rows_in(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for path in paths for line in path.read_text().splitlines() if line.endswith("}")]
 
 
-def wait_for(what: Callable[[], Any], limit_s: float = 120.0) -> Any:
+def wait_for(what: Callable[[], Any], limit_s: float = 240.0) -> Any:
     deadline_s = time.monotonic() + limit_s
     while not (found := what()):
         assert time.monotonic() < deadline_s, "nothing came"
@@ -53,7 +53,7 @@ def started(folder: Path, *options: str) -> subprocess.Popen[str]:
 
 
 @nightly("it starts all parts of a check that is made for a machine with a GPU")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_all_parts_have_rows_but_one_that_is_killed(tmp_path: Path) -> None:
     process = started(tmp_path, "--steps", "3", "--parts", *(part.name for part in check.PARTS))
     first = wait_for(lambda: [row for row in rows_in(tmp_path) if row.get("part") == "train-8b" and "mfu" in row])
@@ -82,7 +82,7 @@ def test_all_parts_have_rows_but_one_that_is_killed(tmp_path: Path) -> None:
         "--output",
         str(tmp_path),
     ]
-    subprocess.run(collected, check=True, capture_output=True, timeout=60)
+    subprocess.run(collected, check=True, capture_output=True, timeout=240)
     (path,) = tmp_path.glob("gpu-toy-*.json")
     result = json.loads(path.read_text())
     assert len(result["rows"]) == len(rows) - 1 and len(result["machines"]) == 1
@@ -96,9 +96,9 @@ def test_rows_are_on_disk_as_they_come_and_nothing_survives_its_end(tmp_path: Pa
     assert machine["torch"] and machine["cores"] and machine["gpu"] is None
     process.terminate()
     (part,) = children_of(process.pid) or [0]
-    process.communicate(timeout=30)
+    process.communicate(timeout=240)
     assert process.returncode in (143, 0)  # the part may have been faster
-    wait_for(lambda: not part or not Path(f"/proc/{part}").exists(), 10)
+    wait_for(lambda: not part or not Path(f"/proc/{part}").exists())
 
 
 def test_what_a_part_has_started_ends_with_it(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_what_a_part_has_started_ends_with_it(tmp_path: Path) -> None:
         f"open({str(pids)!r}, 'a').write(f'{{other.pid}}\\n'); print('{{\"a\": 1}}'); time.sleep(600)"
     )
     heard = list[str]()
-    assert check.finish([sys.executable, "-c", code], 1.5, heard.append) == "not done after 2 s"
+    assert check.finish([sys.executable, "-c", code], 8.0, heard.append) == "not done after 8 s"
     assert heard == ['{"a": 1}']
     run = (
         f"import sys; sys.path.insert(0, {str(GPU)!r}); import check, signal; "
@@ -119,22 +119,22 @@ def test_what_a_part_has_started_ends_with_it(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", run])
     wait_for(lambda: len(pids.read_text().split()) == 2)
     process.terminate()
-    assert process.wait(timeout=30) == 143
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split()), 10)
+    assert process.wait(timeout=240) == 143
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split()))
 
 
 def test_a_part_that_never_falls_silent_is_late() -> None:
     start_s = time.monotonic()
     assert check.finish([sys.executable, "-c", "while True: print('a')"], 1.0, lambda _: None).startswith("not done")
-    assert time.monotonic() - start_s < 10
+    assert time.monotonic() - start_s < 60
 
 
 def test_a_part_dies_with_a_check_that_is_killed(tmp_path: Path) -> None:
     process = started(tmp_path, "--parts", "train-8b")
     (part,) = wait_for(lambda: children_of(process.pid) if list(tmp_path.iterdir()) else [])
     process.kill()
-    process.communicate(timeout=30)
-    wait_for(lambda: not Path(f"/proc/{part}").exists(), 10)
+    process.communicate(timeout=240)
+    wait_for(lambda: not Path(f"/proc/{part}").exists())
 
 
 def test_a_check_needs_no_git(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def sync(precision: Precision, options: dict[str, Any]) -> Synced:
                 address = publisher.publish(version, sharding.weights, (version - 1,))
             with ledger() as found.adopted:
                 adopter.begin(version, address)
-                adoption = adopter.poll(60.0)
+                adoption = adopter.poll(240.0)
             assert adoption is not None and adoption.outcome == "adopted", adoption
             with ledger() as found.used:
                 adopter.use(version)

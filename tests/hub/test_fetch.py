@@ -392,7 +392,7 @@ def test_a_cache_that_is_read_only_serves(hub: HubServer, disk: Path, monkeypatc
 
 def test_nobody_but_the_client_s_process_imports_it() -> None:
     code = "import sys, llamarl.cli.train, llamarl.run.train; sys.exit('huggingface_hub' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60.0).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=240.0).returncode == 0
 
 
 def test_a_client_that_dies_is_no_endless_wait(hub: HubServer, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,8 +405,8 @@ def test_a_client_that_dies_is_no_endless_wait(hub: HubServer, model: str, monke
 
 @pytest.fixture
 def slow(hub: HubServer, model: str) -> Iterator[Callable[[], subprocess.Popen[str]]]:
-    """Starts processes that fetch a model whose weights take a minute."""
-    hub.fail("/lfs/", bytes_per_s=50_000)
+    """Starts processes that fetch a model whose weights take five minutes."""
+    hub.fail("/lfs/", bytes_per_s=10_000)
     started = list[subprocess.Popen[str]]()
 
     def start() -> subprocess.Popen[str]:
@@ -421,7 +421,7 @@ def slow(hub: HubServer, model: str) -> Iterator[Callable[[], subprocess.Popen[s
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 60.0
+    deadline_s = time.monotonic() + 240.0
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -445,8 +445,8 @@ def test_ctrl_c_ends_it_at_once_and_the_next_start_goes_on(hub: HubServer, model
     process = slow()
     start_s = time.monotonic()
     process.send_signal(signal.SIGINT)
-    process.wait(30.0)
-    assert time.monotonic() - start_s < 20.0, "not when the file in flight is whole, after a minute"
+    process.wait(240.0)
+    assert time.monotonic() - start_s < 60.0, "not when the file in flight is whole, after five minutes"
     until(lambda: not clients())
     hub.faults[:] = []
     hub.requests.clear()
@@ -477,8 +477,8 @@ def test_what_another_process_fetches_is_not_swept_and_fetched_once(hub: HubServ
     until(lambda: hub.asked("model.safetensors", "HEAD") == 2)
     assert left() == [other]
     hub.faults[0].bytes_per_s = None
-    second.join(60.0)
-    assert process.communicate(timeout=60.0)[0].strip() == str(found[0].folder)  # pyrefly: ignore[missing-attribute]
+    second.join(240.0)
+    assert process.communicate(timeout=240.0)[0].strip() == str(found[0].folder)  # pyrefly: ignore[missing-attribute]
     assert hub.asked("/lfs/") == 1
 
 
@@ -504,5 +504,5 @@ def test_the_client_s_own_commands_take_what_was_fetched(hub: HubServer, model: 
     found = fetched(NAME)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     code = f"from huggingface_hub import snapshot_download as d; print(d('tiny/model', allow_patterns={sorted(TAKEN)}))"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60.0)
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240.0)
     assert told.stdout.strip() == str(found.folder), told.stderr

@@ -18,7 +18,7 @@ from tests.end_to_end.tiny import ROOT, Command, make_model, write_toml
 from tests.hub.server import HubServer
 
 ADDRESSES = {"b": "127.0.0.3", "c": "127.0.0.4"}
-WAIT_S = 120.0
+WAIT_S = 240.0
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_a_host_that_cannot_fetch_ends_the_start_and_says_why(
 
 
 def test_a_fetch_ends_with_the_agent(hub: HubServer, commit: str, agents: Agents, tmp_path: Path) -> None:
-    hub.fail("/lfs/", bytes_per_s=10_000)
+    hub.fail("/lfs/", bytes_per_s=200)
     run = train(tmp_path, agents.place)
     for name in ADDRESSES:
         agents.start(name)
@@ -115,7 +115,7 @@ def test_a_fetch_ends_with_the_agent(hub: HubServer, commit: str, agents: Agents
     code, said = run.wait(WAIT_S)
     assert code == 2 and "host c has not fetched tiny/model@" in said and "is lost" in said, said
     agents.end()
-    assert time.monotonic() - start_s < 60.0, "nobody waits for the rest of the file"
+    assert time.monotonic() - start_s < 120.0, "nobody waits for the rest of the file"
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -123,13 +123,13 @@ def test_a_dry_run_says_what_a_run_could_not_read(hub: HubServer, files: dict[st
 
 
 def test_ctrl_c_ends_a_command_that_fetches(hub: HubServer, commit: str, told: list[object], tmp_path: Path) -> None:
-    hub.fail("/lfs/", bytes_per_s=1000)
+    hub.fail("/lfs/", bytes_per_s=200)
     command = Command.start(tmp_path, *told)
     command.until(lambda: hub.asked("/lfs/") > 0)
     start_s = time.monotonic()
     code, said = command.end(signal.SIGINT)
     assert code == 130 and said.endswith("llamarl train: ended by SIGINT\n"), said
-    assert time.monotonic() - start_s < 20.0 and not (tmp_path / "tiny").exists()
+    assert time.monotonic() - start_s < 60.0 and not (tmp_path / "tiny").exists()
 
 
 def test_other_models_of_a_run_are_named_too(

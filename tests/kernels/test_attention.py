@@ -158,7 +158,7 @@ def test_the_code_of_avx512_compiles(name: str) -> None:
     assert compiler is not None
     source = Path(build.__file__).with_name(f"{name}.cpp")
     command = [compiler, *build.FLAGS, "-march=x86-64-v4", "-fsyntax-only", str(source)]
-    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stderr == ""
+    assert subprocess.run(command, capture_output=True, text=True, timeout=240).stderr == ""
 
 
 @pytest.mark.usefixtures("fresh")

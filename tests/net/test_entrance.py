@@ -20,7 +20,7 @@ import pytest
 from llamarl.net import entrance
 from llamarl.net.entrance import MAX_UNPROVED, Entrance, Proved, listen
 
-WAIT_S = 30.0
+WAIT_S = 240.0
 SOFT_LIMIT, NUM_SILENT = 128, 200
 
 

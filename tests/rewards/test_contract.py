@@ -55,7 +55,7 @@ def test_no_response_raises_or_hangs(reward: Reward, gold: str) -> None:
     items = [item(response, gold) for response in HOSTILE]
     start_s = time.monotonic()
     results = reward.score(items)
-    assert time.monotonic() - start_s < 30
+    assert time.monotonic() - start_s < 200
     assert len(results) == len(items)
     for result in results:
         assert isinstance(result, RewardResult)
@@ -167,5 +167,5 @@ def test_rewards_import_neither_torch_nor_sympy() -> None:
         "for name in names: importlib.import_module('llamarl.rewards.' + name)\n"
         "print(json.dumps(sorted({'torch', 'sympy'} & set(sys.modules))))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert json.loads(done.stdout) == []

@@ -13,11 +13,13 @@ from llamarl.config.ref import members
 from llamarl.rewards import Reward
 from tests.rewards.conftest import item
 
-LIMIT_S = 1.0
+LIMIT_S, CPU_S = 20.0, 100
+"""What an answer takes at most, and what it would take if a grader computed with it until its limit."""
 NOBODY = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "retries": 0}
 OPTIONS = {
-    "function": {"call": "tests.rewards.functions:is_answer"},
-    "regex_format": {"pattern": "<a>.*</a>"},
+    "function": {"call": "tests.rewards.functions:is_answer", "cpu_s": CPU_S},
+    "math": {"cpu_s": CPU_S, "wall_s": 200.0},
+    "regex_format": {"pattern": "<a>.*</a>", "cpu_s": CPU_S, "wall_s": 200.0},
     "judge": NOBODY,
 }
 CODE = [

@@ -14,7 +14,7 @@ from llamarl.run import copying
 from llamarl.run.copying import CheckpointCopier
 from llamarl.run.folder import RunFolder, prepare_run_folder
 
-DEADLINE_S = 20.0
+DEADLINE_S = 240.0
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ YARN = YarnScaling(factor=4.0, original_max_position_embeddings=32)
 MISTRAL = SHAPE | {"family": "mistral", "tie_embeddings": False, "rope_scaling": YARN, "dtype": torch.float32}
 QWEN3 = SHAPE | {"family": "qwen3", "tie_embeddings": True, "dtype": torch.float32}
 QWEN2 = SHAPE | {"family": "qwen2", "tie_embeddings": True, "dtype": torch.float64}
-LIMIT_S = 6.0
+LIMIT_S = 15.0
 """Of one collective, where a rank hangs: much more than ranks are apart on a busy machine."""
 SEQUENCES = [np.arange(length, dtype=np.int32) + length for length in (9, 1, 4, 2)]
 
@@ -178,9 +178,9 @@ def save(trainer: Trainer | Critic, checkpoints: Path) -> dict[str, Any]:
     """What was saved."""
     world = trainer.mesh.world
     store = CheckpointStore(checkpoints, 2, world.rank, world.size, trainer.mesh.exchange)
-    store.save(trainer.policy_version, trainer.shards(), training_state(trainer)).result(30)
+    store.save(trainer.policy_version, trainer.shards(), training_state(trainer)).result(240)
     if committed := store.commit():
-        committed.result(30)
+        committed.result(240)
     return parts(trainer)
 
 
@@ -274,7 +274,7 @@ def failing(
     where: Rendezvous, number: int, sizes: Mapping[str, int], groups: list[RolloutGroup], how: str
 ) -> tuple[str, float, bool]:
     """How and when a step ends for which the last rank fails, and whether this one may wait for ever."""
-    mesh = join(where, number, sizes, timeout_s=LIMIT_S if how in ("stop", "hang") else 50.0)
+    mesh = join(where, number, sizes, timeout_s=LIMIT_S if how in ("stop", "hang") else 240.0)
     is_lost = False
     try:
         with mesh.together():
@@ -413,7 +413,7 @@ def mirrored(
                 if not is_new and trainer.policy_version == len(batches) - 1:
                     mirror.save(trainer.policy_version, trainer.shards(), training_state(trainer))
                     assert mirror._written is not None
-                    mirror._written.result(30)
+                    mirror._written.result(240)
                 trainer.step(batch)
             found.append(parts(trainer))
         return found
@@ -478,7 +478,7 @@ def in_mirror(
         if batches:
             mirror.save(trainer.policy_version, trainer.shards(), training_state(trainer))
             assert mirror._written is not None
-            mirror._written.result(30)
+            mirror._written.result(240)
         return parts(trainer)
     finally:
         mesh.close()

@@ -142,7 +142,6 @@ def test_estimate_of_activations(make_trainer, make_groups, shape: dict, recompu
 
 
 @nightly("torch's compiler works for a minute")
-@pytest.mark.timeout(300)
 def test_compiled_is_equal(make_trainer, make_groups, monkeypatch: pytest.MonkeyPatch) -> None:
     """To rounding, with ragged microbatches and all layers through one graph; and it is compiled indeed."""
     monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # starts no processes

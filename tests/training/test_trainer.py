@@ -300,10 +300,10 @@ class TestNonFinite:
 
 def saved(store: CheckpointStore, trainer: Trainer) -> Checkpoint:
     """What a checkpoint of it holds."""
-    store.save(trainer.policy_version, trainer.shards(), training_state(trainer)).result(30)
+    store.save(trainer.policy_version, trainer.shards(), training_state(trainer)).result(240)
     committed = store.commit()
     assert committed is not None
-    committed.result(30)
+    committed.result(240)
     return store.load(trainer.policy_version)
 
 
@@ -335,13 +335,13 @@ class TestResume:
         store, trainer = CheckpointStore(tmp_path, keep=1), make_trainer()
         trainer.step(make_groups())
         before, write, may_write = snapshot(trainer), store_module._write, threading.Event()
-        monkeypatch.setattr(store_module, "_write", lambda *what: may_write.wait(30) and write(*what))
+        monkeypatch.setattr(store_module, "_write", lambda *what: may_write.wait(240) and write(*what))
         written = store.save(1, trainer.shards(), training_state(trainer))
         trainer.step(make_groups(seed=1))
         assert not written.done()
         may_write.set()
-        written.result(30)
-        store.commit().result(30)
+        written.result(240)
+        store.commit().result(240)
         for _ in range(2):
             load(trainer, store.load(1))
             assert_same_bits(snapshot(trainer), before)

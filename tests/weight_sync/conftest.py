@@ -22,7 +22,7 @@ from tests.fork_server import fork_server
 
 Worker = tuple[ForkServerProcess, Connection]
 Start = Callable[..., Worker]
-DEADLINE_S = 30.0
+DEADLINE_S = 240.0
 
 
 def receive(connection: Connection) -> Any:
@@ -47,7 +47,7 @@ def end(workers: Sequence[Worker]) -> None:
     for process, _ in workers:
         process.kill()
     for process, _ in workers:
-        process.join(10)
+        process.join(DEADLINE_S)
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ class World:
         exchange_among([connection for _, connection in self.trainers])
 
     def add_generator(self, rank: int, **more: Any) -> None:
-        options = self._options | ({"timeout_s": 10.0} if self._transport != "file" else {}) | more
+        options = self._options | ({"timeout_s": DEADLINE_S} if self._transport != "file" else {}) | more
         self.generators.append((*self._start(processes.generator, self.specs[rank], rank, options), rank))
 
     def publish(self, version: int, in_use: Sequence[int] = ()) -> Address:

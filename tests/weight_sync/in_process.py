@@ -35,9 +35,9 @@ class Trainer:
         def open_one(rank: int) -> Any:
             def exchange(value: Any) -> list[Any]:
                 values[rank] = value
-                barrier.wait(10)
+                barrier.wait(240)
                 answer = list(values)
-                barrier.wait(10)
+                barrier.wait(240)
                 return answer
 
             return publisher_class(transport)(plans[rank], exchange, **options)

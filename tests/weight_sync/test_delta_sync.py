@@ -214,7 +214,7 @@ def test_a_generator_that_is_killed_and_one_that_joins(world, transport, dtype) 
     process, connection, rank = made.generators.pop(0)
     connection.send((1, address))  # in the middle of it
     process.kill()
-    process.join(10)
+    process.join(240)
     made.add_generator(rank)
     answers = made.fetch(1, address)
     assert made.wrong(1, answers) == []

@@ -96,7 +96,7 @@ def test_another_process_sees_the_same_memory(publisher: InPlacePublisher) -> No
     publisher.publish(1, weights, (0,))
     here.send("go on")
     assert here.recv() == (True, weights["layer.0"].sum().item())
-    process.join(10)
+    process.join(240)
     assert process.exitcode == 0
 
 

@@ -49,7 +49,7 @@ def publisher() -> Iterator[NixlPublisher]:
 
 @pytest.fixture
 def subscriber() -> Iterator[NixlSubscriber]:
-    made = NixlSubscriber(SPECS, 0, timeout_s=5)
+    made = NixlSubscriber(SPECS, 0, timeout_s=240)
     yield made
     made.close()
 
@@ -57,7 +57,7 @@ def subscriber() -> Iterator[NixlSubscriber]:
 def test_weights_go_straight_into_the_room_that_is_given(publisher: NixlPublisher) -> None:
     layout = lay_out(SPECS)
     room = views(layout, torch.zeros(layout.num_bytes, dtype=torch.uint8))
-    subscriber = NixlSubscriber(SPECS, 0, room=lambda: room, timeout_s=5)
+    subscriber = NixlSubscriber(SPECS, 0, room=lambda: room, timeout_s=240)
     for version in range(3):
         found = subscriber.fetch(version, publisher.publish(version, weights(version), ()))
         assert all(found[key] is room[key] for key in room) and right(found, version)
@@ -89,7 +89,7 @@ def test_reads_are_bounded_and_share_their_scratch(monkeypatch: pytest.MonkeyPat
         in_process, "_rows", lambda spec, _, rank: replace(spec, box=spec.box.cut(1, 32 * rank, 32 * rank + 32))
     )
     spec = TensorSpec.whole("wide", (256, 64), "float32")
-    trainer, subscriber = in_process.Trainer("nixl", [[spec]], 2, tmp_path), NixlSubscriber([spec], 0, timeout_s=5)
+    trainer, subscriber = in_process.Trainer("nixl", [[spec]], 2, tmp_path), NixlSubscriber([spec], 0, timeout_s=240)
     most, under_way, begin, finish = 0, list[object](), subscriber._begin, subscriber._finish
 
     def begun(read: nixl._Read) -> object:
@@ -176,7 +176,7 @@ def test_all_who_have_something_are_asked_at_once(tmp_path: Path, monkeypatch: p
     """Each answer may have a long way; whoever has nothing is not even called."""
     spec, said = TensorSpec.whole("rows", (5, 3), "float32"), list[str]()
     trainer = in_process.Trainer("nixl", [[spec]], 4, tmp_path)  # of five rows, two each: the last one has none
-    subscriber = NixlSubscriber([spec], 0, timeout_s=5)
+    subscriber = NixlSubscriber([spec], 0, timeout_s=240)
     for version in range(2):
         whole = {"rows": torch.full((5, 3), float(version))}
         address = trainer.publish(version, whole)

@@ -47,7 +47,7 @@ class Replicas:
         """All ranks at once: the tensors of each that are wrong."""
         with ThreadPoolExecutor(len(self.ranks)) as pool:
             jobs = [pool.submit(faults, one, version, address, self.weights[version]) for one in self.ranks]
-            return [job.result(20) for job in jobs]
+            return [job.result(240) for job in jobs]
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -88,7 +88,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def test_the_trainer_sends_each_byte_once_however_many_hosts_there_are(replicas, sent, monkeypatch) -> None:
-    monkeypatch.setattr(relays, "SILENT_S", 15.0)  # a busy machine is silent for a while
+    monkeypatch.setattr(relays, "SILENT_S", 200.0)  # a busy machine is silent for a while
     for version in range(3):
         sent.clear()
         assert not any(replicas.fetch(version, replicas.publish(version, (version - 1,))))
@@ -114,7 +114,7 @@ def test_a_single_bucket_takes_no_relay(tmp_path, sent, monkeypatch) -> None:
 
 def test_a_version_takes_one_question_to_each_who_sends_it(replicas, monkeypatch) -> None:
     """Each costs a round trip, however little is sent."""
-    monkeypatch.setattr(relays, "SILENT_S", 15.0)  # a busy machine is silent for a while
+    monkeypatch.setattr(relays, "SILENT_S", 200.0)  # a busy machine is silent for a while
     said, send_bytes = Counter[str](), Connection._send_bytes
 
     def counted(connection: Connection, message: Any) -> None:
@@ -152,7 +152,7 @@ class Fault:
         if strikes and self._kind == "die":
             raise ConnectionResetError("dead")
         if strikes and self._kind == "freeze":
-            self.over.wait(10)
+            self.over.wait(240)
             raise ConnectionResetError("thawed")
         if strikes and self._kind == "crawl":
             time.sleep(0.1)
@@ -183,7 +183,7 @@ def test_a_relay_that_fails_at_any_moment_harms_nobody(kind, host, point, tmp_pa
         for version in (1, 2):
             started_s = time.monotonic()
             assert not any(made.fetch(version, made.publish(version, (version - 1,))))
-            assert time.monotonic() - started_s < 20 * SILENT_S
+            assert time.monotonic() - started_s < 50, "a fetch that waits for it takes 60 s"
         fault.over.set()
     made.close()
 
@@ -194,7 +194,7 @@ def test_one_that_was_silent_passes_nothing_on_for_a_while(replicas, monkeypatch
 
     def is_there(relay: Relay, *args: Any) -> bool:
         if host_of(relay.place) == HOSTS[0] and not thawed.is_set():
-            thawed.wait(10)
+            thawed.wait(240)
         return found(relay, *args)
 
     def counted(chains: Chains, place: str, *args: int) -> None:
@@ -255,7 +255,7 @@ def test_versions_stay_pure_while_the_trainer_publishes_on(replicas) -> None:
             newest[:] = version, replicas.publish(version, tuple(range(version - 4, version)))
         over.set()
         for job in jobs:
-            job.result(20)
+            job.result(240)
     assert num["fetched"] >= len(replicas.ranks)
 
 
@@ -275,7 +275,7 @@ def test_processes_that_are_killed_or_stopped_pass_nothing_on(world, blow) -> No
         os.kill(process.pid, blow)
     made.generators, started_s = second, time.monotonic()
     assert made.wrong(1, made.fetch(1, address)) == []
-    assert time.monotonic() - started_s < 10
+    assert time.monotonic() - started_s < 60, "a fetch that waits for them takes 240 s"
     if blow == signal.SIGSTOP:
         for process, _, _ in first:
             os.kill(process.pid, signal.SIGCONT)

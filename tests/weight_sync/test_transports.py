@@ -78,7 +78,7 @@ def test_a_killed_generator_disturbs_nobody(world, transport) -> None:
     process, connection, rank = made.generators.pop(0)
     connection.send((0, address))  # in the middle of it
     process.kill()
-    process.join(10)
+    process.join(240)
     made.add_generator(rank)
     assert made.wrong(0, made.fetch(0, address)) == []
     assert made.wrong(1, made.fetch(1, made.publish(1, in_use=[0]))) == []
@@ -91,13 +91,13 @@ def test_a_killed_trainer_is_taken_over_from(world, transport) -> None:
     assert made.wrong(0, made.fetch(0, address)) == []
     for process, _ in made.trainers:
         process.kill()
-        process.join(10)
+        process.join(240)
     answers = made.fetch(1, address)
     assert all(isinstance(answer, TransferFailed | Superseded) for answer in answers)
     made.restart_trainer()
     started_s = time.monotonic()
     assert made.wrong(1, made.fetch(1, made.publish(1))) == []
-    assert time.monotonic() - started_s < 2
+    assert time.monotonic() - started_s < 60, "a fetch from who is dead takes 240 s"
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -114,7 +114,7 @@ def test_a_stopped_generator_holds_up_nobody_and_catches_up(world, transport) ->
         version += 1
         publish_started_s = time.monotonic()
         made.publish(version, in_use=[0])
-        assert time.monotonic() - publish_started_s < 5
+        assert time.monotonic() - publish_started_s < 60, "it would be waited for until the test goes on"
     os.kill(process.pid, signal.SIGCONT)
     assert made.wrong(0, [receive(connection)]) == []
     assert made.wrong(version, made.fetch(version, address)) == []
@@ -256,7 +256,7 @@ class TestPairs:
             subscriber.close()
         threads = [thread for thread in threading.enumerate() if thread.name == "entrance"]
         for thread in threads:
-            thread.join(5)
+            thread.join(240)
         assert not any(thread.is_alive() for thread in threads)
         gc.collect()  # a process group ends with the last reference to it
         assert open_sockets().keys() <= before.keys()
@@ -266,7 +266,7 @@ class TestPairs:
         (place,) = address.places.values()
         host, port = place.split(":")
         assert host == "127.0.0.1"
-        stranger = P2pSubscriber(self.SPECS, 0, timeout_s=2)
+        stranger = P2pSubscriber(self.SPECS, 0, timeout_s=240)
         with pytest.raises(TransferFailed, match="digest"):
             stranger.fetch(0, replace(address, publisher="guessed"))
         silent = [socket.create_connection((host, int(port))) for _ in range(3)]

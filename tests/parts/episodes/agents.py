@@ -17,7 +17,7 @@ from llamarl.types import Outcome, RewardResult
 def _post(base_url: str, api_key: str, text: str) -> str:
     headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
     request = urllib.request.Request(f"{base_url}/completions", json.dumps({"prompt": text}).encode(), headers)
-    with urllib.request.urlopen(request, timeout=30) as reply:
+    with urllib.request.urlopen(request, timeout=240) as reply:
         return json.loads(reply.read())["choices"][0]["text"]
 
 

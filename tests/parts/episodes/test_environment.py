@@ -22,7 +22,7 @@ from tests.data.test_chat import TEMPLATES
 
 @pytest.fixture(scope="module")
 def executor(model: Path) -> Iterator[EnvironmentExecutor]:
-    options = {"name": "tests.parts.episodes.environments.worlds:Bad", "step_s": 1.0, "episode_s": 20.0, "workers": 3,
+    options = {"name": "tests.parts.episodes.environments.worlds:Bad", "step_s": 4.0, "episode_s": 20.0, "workers": 3,
                "observation_tokens": 60}  # fmt: skip
     made = EnvironmentExecutor(str(model), Ref.model_validate(options))
     yield made
@@ -40,7 +40,7 @@ def episode(model: Path, index: int, *turns: str, spent_s: float = 0.0, folder: 
 def replies(executor: EnvironmentExecutor, count: int) -> dict[int, Replied]:
     found = dict[int, Replied]()
     while len(found) < count:
-        found |= {one.index: one for one in executor.collect().result(timeout=60)}
+        found |= {one.index: one for one in executor.collect().result(timeout=240)}
     return found
 
 
@@ -74,7 +74,7 @@ def test_one_that_hangs_holds_up_nobody(model: Path, executor: EnvironmentExecut
     found = first | (replies(executor, 42 - len(first)) if len(first) < 42 else {})
     for n in (0, 1):
         assert found[n].result is not None and found[n].result.outcome is Outcome.INVALID
-        assert "environment took over 1 s" in found[n].result.reason or "CPU time" in found[n].result.reason
+        assert "environment took over 4 s" in found[n].result.reason or "CPU time" in found[n].result.reason
 
 
 def test_an_episode_that_takes_too_long_in_all_is_over(model: Path, executor: EnvironmentExecutor) -> None:
@@ -87,7 +87,7 @@ def test_many_quick_ones_go_in_batches(model: Path, executor: EnvironmentExecuto
     executor.submit([episode(model, n, "task") for n in range(500)])
     start_s = time.monotonic()
     assert len(replies(executor, 500)) == 500
-    assert time.monotonic() - start_s < 30.0
+    assert time.monotonic() - start_s < 200.0
 
 
 def test_states_are_those_of_their_episodes_and_none_stays(
@@ -107,7 +107,7 @@ def test_states_are_those_of_their_episodes_and_none_stays(
         return len(list(tmp_path.iterdir()))
 
     def soon(condition: Callable[[], bool]) -> bool:
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + 240
         while not (holds := condition()) and time.monotonic() < deadline_s:
             time.sleep(0.02)
         return holds

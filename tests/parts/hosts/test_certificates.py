@@ -28,7 +28,7 @@ from llamarl.parts.hosts.certificates import (
 )
 from llamarl.parts.hosts.cli import certs
 
-WAIT_S = 10.0
+WAIT_S = 240.0
 CONTROLLER_IP, B_IP, C_IP = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 MEMBERS = {CONTROLLER: (CONTROLLER, "head", CONTROLLER_IP), "b": ("b", B_IP), "c": ("c", C_IP)}
 

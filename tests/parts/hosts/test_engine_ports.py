@@ -18,7 +18,7 @@ import pytest
 from llamarl.parts.hosts.certificates import CONTROLLER, client_context, make_certificates
 from tests.end_to_end.tiny import ROOT
 
-ADDRESS, WAIT_S = "127.0.0.3", 60.0
+ADDRESS, WAIT_S = "127.0.0.3", 240.0
 NUM_FILES, NUM_STRANGERS = 512, 1_000
 SERVE = f"from llamarl.cluster.monarch import serve_host; serve_host({ADDRESS!r})"
 

@@ -17,7 +17,7 @@ INK = """canvas => {
   for (let at = 3; at < data.length; at += 4) num += data[at] > 0;
   return num;
 }"""
-START_S = 20.0
+START_S = 240.0
 in_a_browser = [
     nightly("a browser takes a second to start"),
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (apt-get install chromium)"),

@@ -23,7 +23,7 @@ from llamarl.parts.page.live import Watched, build_app
 from tests.nightly import nightly
 from tests.parts.page.runs import add_step, flow_row, make_run, rollout_row, span_rows, step_row, write_rows
 
-START_S, END_S = 30.0, 5.0
+START_S, END_S = 240.0, 240.0
 MAX_MIB, ANSWER_S = 256, 0.2
 
 
@@ -174,21 +174,23 @@ def test_the_page_may_ask_its_server_alone(client: TestClient) -> None:
 
 
 def test_ten_thousand_steps_stay_responsive(tmp_path: Path) -> None:
-    """Bounded waits, measured on whatever machine this is: an order of magnitude above what they take."""
+    """Bounded waits, compared with what all of it takes on the same machine."""
     folder = make_run(tmp_path / "long", steps=0, end=None)
     steps = range(1, 10_001)
     write_rows(folder / "metrics.jsonl", [step_row(step) for step in steps])
     write_rows(folder / "events.jsonl", [row for step in steps for row in (span_rows(step), flow_row(step))])
     write_rows(folder / "rollouts.jsonl", [rollout_row(step, step, 0) for step in steps])
     client, change, is_more = TestClient(build_app([Watched(folder, None)], "secret")), "-1", True
+    start_s = time.monotonic()
     while is_more:
         news = client.get(f"/secret/news?run=0&change={change}").json()
         change, is_more = news["change"], news.get("more", False)
+    all_s = time.monotonic() - start_s
     add_step(folder, 10_001)
     start_s = time.monotonic()
     news = client.get(f"/secret/news?run=0&change={change}&after=10000").json()
     assert news["series"]["step"] == [10_001.0]
-    assert time.monotonic() - start_s < 2
+    assert time.monotonic() - start_s < all_s / 4, "it is not all read again"
     assert len(client.get(f"/secret/news?run=0&change={change}&after=10000").content) < 300_000
 
 
@@ -247,7 +249,7 @@ def is_answered(address: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("program", ["raise SystemExit(1)", "import time; time.sleep(60)"])
+@pytest.mark.parametrize("program", ["raise SystemExit(1)", "import time; time.sleep(600)"])
 def test_a_page_that_does_not_begin_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     monkeypatch.setattr(watch, "dependent", lambda _: [sys.executable, "-c", program])
     monkeypatch.setattr(watch, "START_S", 0.5)
@@ -279,7 +281,7 @@ def test_a_long_run_takes_little_memory(tmp_path: Path) -> None:
         try:
             assert process.stdout is not None
             address, changes = process.stdout.readline().split()[-1], ["-1", "-1"]
-            until_s = time.monotonic() + 180
+            until_s = time.monotonic() + 400
             while "there are 160,000" not in ask(address, "rollouts?run=0&step=1")["said"]:
                 assert time.monotonic() < until_s, "it does not catch up"
                 time.sleep(0.5)
@@ -299,7 +301,7 @@ def test_a_long_run_takes_little_memory(tmp_path: Path) -> None:
 
 
 def ask(address: str, path: str) -> Any:
-    with urllib.request.urlopen(address + path, timeout=60) as answer:
+    with urllib.request.urlopen(address + path, timeout=240) as answer:
         return json.load(answer)
 
 

@@ -55,7 +55,7 @@ def logged(name: str, folder: Path, settings: Mapping[str, Any], make_metrics: A
         one.put(make_metrics(step, reward_mean=step / 8 if step == 1 else float("nan")).to_json())
     one.put(make_eval(2, 0.25).to_json())
     one.end()
-    one.wait(30.0)
+    one.wait(240.0)
     assert warnings == []
 
 

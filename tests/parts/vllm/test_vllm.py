@@ -40,7 +40,7 @@ needs_vllm = pytest.mark.skipif(
 )
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 240.0) -> None:
     deadline_s = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {seconds} s"
@@ -71,7 +71,7 @@ def settings(**options: object) -> VllmSettings:
 
 @contextmanager
 def fake_engine(folder: Path, **options: object) -> Iterator[VllmEngine]:
-    server = VllmServer(folder, settings(start_timeout_s=20), [sys.executable, str(FAKE)])
+    server = VllmServer(folder, settings(start_timeout_s=240), [sys.executable, str(FAKE)])
     engine = VllmEngine(folder, settings(**options), server=server)
     try:
         yield engine

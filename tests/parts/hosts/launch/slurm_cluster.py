@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.hosts.namespaces import PATH, Namespaces
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
-WAIT_S = 30.0
+WAIT_S = 240.0
 
 CONFIG = """
 ClusterName=laboratory
@@ -81,7 +81,7 @@ class SlurmCluster:
 
     def until_idle(self) -> None:
         """All nodes are up, and no job is on them."""
-        self.until(lambda: self.ask("sinfo", "--noheader", "--format=%T %D") == f"idle {len(self.hosts.names)}", 60.0)
+        self.until(lambda: self.ask("sinfo", "--noheader", "--format=%T %D") == f"idle {len(self.hosts.names)}")
 
     def state(self, job: str) -> str:
         """`RUNNING`, `COMPLETED`, ..."""

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(bool(REASON), reason=REASON),
     nightly("a run on three hosts"),
 ]
-RUN_S = 100.0
+RUN_S = 240.0
 
 
 @pytest.fixture

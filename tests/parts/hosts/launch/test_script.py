@@ -74,7 +74,7 @@ def test_kubernetes_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bash_reads_the_script() -> None:
     text = slurm(*HOSTS, "--output", "it's; $(touch here) `x`", "--data.template", 'a "b"\n$c')
-    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=10)
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and not done.stderr, done.stderr
 
 
@@ -85,7 +85,7 @@ def test_a_job_has_a_port_of_its_own(job: int) -> None:
 
     def port(number: int) -> int:
         code = f"here=10.0.0.1; SLURM_JOB_ID={number}; {line}; echo $LLAMARL_CONTROLLER"
-        done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=240, check=True)
         return int(done.stdout.strip().removeprefix("10.0.0.1:"))
 
     assert 1024 <= port(job) <= 65_535 and port(job) != port(job + 1)
@@ -99,7 +99,7 @@ def test_the_job_trains_what_was_asked_for(tmp_path: Path) -> None:
     part = text[begin : text.index(' "$@" &\n', begin)].replace("'/opt/my env/bin/python'", "printf '%s\\0'")
     env = {"LLAMARL_CONTROLLER": "10.0.0.1:20001", "LLAMARL_PKI": "/a b/pki", "SLURM_JOB_NUM_NODES": "3"}
     done = subprocess.run(
-        ["bash", "-euc", part + ' "$@"'], env=env, capture_output=True, text=True, timeout=10, cwd=tmp_path
+        ["bash", "-euc", part + ' "$@"'], env=env, capture_output=True, text=True, timeout=240, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     words = done.stdout.split("\0")[:-1]
@@ -184,7 +184,7 @@ def test_manifests_have_what_kubernetes_needs() -> None:
         assert set(container) == CONTAINER_KEYS and container["image"] == "registry.example/llamarl:1"
         mounted = {mount["name"] for mount in container["volumeMounts"]}
         assert mounted == {volume["name"] for volume in pod["volumes"]}
-        shell = subprocess.run(["sh", "-n"], input=container["command"][2], capture_output=True, text=True, timeout=10)
+        shell = subprocess.run(["sh", "-n"], input=container["command"][2], capture_output=True, text=True, timeout=240)
         assert shell.returncode == 0, shell.stderr
     assert hosts["selector"]["matchLabels"].items() <= hosts["template"]["metadata"]["labels"].items()
     assert hosts["template"]["metadata"]["labels"] != job["template"]["metadata"]["labels"]

@@ -16,7 +16,7 @@ from llamarl.parts.hosts.cluster import HostsCluster
 from llamarl.parts.hosts.registry import Registry
 
 CODE = str(Path(__file__).parents[3] / "cluster")
-WAIT_S = 30.0
+WAIT_S = 240.0
 
 
 class Scenario:
@@ -65,12 +65,12 @@ class Scenario:
 
     async def stop(self, name: str) -> float:
         start_s = time.monotonic()
-        await self.executors[name].stop(8.0)
+        await self.executors[name].stop(WAIT_S)
         return time.monotonic() - start_s
 
     async def end(self) -> float:
         start_s = time.monotonic()
-        await self.cluster.shutdown(8.0)
+        await self.cluster.shutdown(WAIT_S)
         return time.monotonic() - start_s
 
 

@@ -22,7 +22,9 @@ ADDRESSES = {"b": "127.0.0.3", "c": "127.0.0.4"}
 WEIGHTS = {"c": "127.0.0.104"}
 """Addresses that weights take where it is another."""
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[4])}
-WAIT_S = 30.0
+WAIT_S = 240.0
+SOON_S = 60.0
+"""Much less than `scenario.WAIT_S`, as long as it would take who waits for what is lost."""
 
 
 class Controller:
@@ -102,7 +104,7 @@ def agents(controller: Controller, pki: Path, tmp_path: Path) -> Iterator[Agents
         process.send_signal(signal.SIGCONT)
         process.kill()
         process.wait()
-    until(lambda: not any(map(is_alive, everyone)), 5.0)
+    until(lambda: not any(map(is_alive, everyone)))
 
 
 def until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> float:
@@ -130,13 +132,13 @@ def test_executors_on_hosts_that_die_freeze_and_come_back(
     do("call", "both", "say", "hello")
     until(lambda: all(_text(tmp_path / "logs" / f"both.{i}.log").startswith("hello\n") for i in (0, 1)))
 
-    assert 1000.0 <= do("span_age", "both") < 1030.0, "its clock is not ours"
+    assert 1000.0 <= do("span_age", "both") < 1240.0, "its clock is not ours"
 
     # a rank dies
     controller.begin("failed", "one")
     os.kill(on_c[0], signal.SIGKILL)
     cause, after_s = controller.ended()
-    assert after_s < 1.0
+    assert after_s < SOON_S
     assert cause == f"one (rank 0): pid {on_c[0]} on host c was killed by SIGKILL"
 
     # a host freezes: known, named, and when it wakes up it ends what it had and comes back
@@ -146,12 +148,12 @@ def test_executors_on_hosts_that_die_freeze_and_come_back(
     agents.send("c", signal.SIGSTOP)
     cause, after_s = controller.ended()
     assert cause == "other (rank 0): host c (127.0.0.4) is lost: it has been silent for 3 s"
-    assert after_s < 5.0
+    assert after_s < SOON_S
     assert do("failed", "both")[0].startswith("both (rank 1): host c"), "the rank on b alone is no executor"
-    assert do("stop", "both") < 5.0
+    assert do("stop", "both") < SOON_S
     agents.send("c", signal.SIGCONT)
     do("until", "b", "c")
-    until(lambda: not any(map(is_alive, before)), 5.0)
+    until(lambda: not any(map(is_alive, before)))
     assert do("spawn", "third", ["b", "c"])
 
     # an agent is killed: nothing of it is left, and another one takes its name
@@ -160,19 +162,19 @@ def test_executors_on_hosts_that_die_freeze_and_come_back(
     agents.send("c", signal.SIGKILL)
     cause, after_s = controller.ended()
     assert cause.startswith("third (rank 1): host c (127.0.0.4) is lost: ")
-    assert after_s < 3.0
-    until(lambda: not any(map(is_alive, below)), 5.0)
+    assert after_s < SOON_S
+    until(lambda: not any(map(is_alive, below)))
     agents.processes["c"].wait()
     agents.processes["c"] = agents.start("c")
     do("until", "b", "c")
     do("spawn", "fourth", ["c"])
 
     # the run ends: executors end, agents stay for the next one
-    assert do("end") < 8.0
-    until(lambda: not agents.below("b") and not agents.below("c"), 5.0)
+    assert do("end") < SOON_S
+    until(lambda: not agents.below("b") and not agents.below("c"))
     assert all(process.poll() is None for process in agents.processes.values())
     agents.send("b", signal.SIGTERM)
-    assert agents.processes["b"].wait(10.0) == 0
+    assert agents.processes["b"].wait(WAIT_S) == 0
 
 
 def test_unequal_shares_are_a_mesh_each_the_largest_first(controller: Controller, agents: Agents) -> None:
@@ -190,9 +192,9 @@ def test_unequal_shares_are_a_mesh_each_the_largest_first(controller: Controller
     controller.begin("failed", "uneven")
     os.kill(uneven[1], signal.SIGKILL)
     cause, after_s = controller.ended()
-    assert after_s < 1.0
+    assert after_s < SOON_S
     assert cause == f"uneven (rank 1): pid {uneven[1]} on host c was killed by SIGKILL"
-    assert do("stop", "uneven") < 8.0
+    assert do("stop", "uneven") < SOON_S
     assert do("call", "both", "echo", 1) == [1, 1]
 
 
@@ -203,7 +205,7 @@ def test_agents_end_what_they_started_when_the_controller_is_gone(controller: Co
     below = agents.below("b") | agents.below("c")
     assert len(below) >= 4
     controller.process.kill()
-    until(lambda: not any(map(is_alive, below)), 5.0)
+    until(lambda: not any(map(is_alive, below)))
 
 
 def test_a_frozen_controller_is_lost_too(controller: Controller, agents: Agents) -> None:
@@ -212,7 +214,7 @@ def test_a_frozen_controller_is_lost_too(controller: Controller, agents: Agents)
     do("spawn", "one", ["b"])
     below = agents.below("b")
     controller.process.send_signal(signal.SIGSTOP)
-    until(lambda: not any(map(is_alive, below)), 8.0)
+    until(lambda: not any(map(is_alive, below)))
 
 
 def _text(path: Path) -> str:

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(bool(REASON), reason=REASON),
     nightly("a run on two hosts"),
 ]
-RUN_S = 90.0
+RUN_S = 240.0
 
 
 def test_two_shells(tmp_path: Path) -> None:

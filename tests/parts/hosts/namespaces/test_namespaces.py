@@ -17,7 +17,7 @@ from benchmarks.hosts.namespaces import Namespaces, available
 
 REASON = available()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
-WAIT_S = 10.0
+WAIT_S = 240.0
 ROOT = Path(__file__).parents[4]
 
 SERVER = """
@@ -36,7 +36,7 @@ CLIENT = """
 import socket, sys, time
 start = time.perf_counter()
 connection = socket.create_connection((sys.argv[1], 7000), float(sys.argv[3]))
-connection.settimeout(15.0)
+connection.settimeout(240.0)
 connection.sendall(int(sys.argv[2]).to_bytes(8) + bytes(int(sys.argv[2])))
 print(connection.recv(100).decode(), time.perf_counter() - start)
 """
@@ -83,7 +83,7 @@ def hosts() -> Iterator[Namespaces]:
 
 
 def _call(
-    hosts: Namespaces, source: str, target: str, num_bytes: int = 0, connects_in_s: float = 1.0
+    hosts: Namespaces, source: str, target: str, num_bytes: int = 0, connects_in_s: float = 5.0
 ) -> tuple[str, float]:
     """Who answered `source`, and how long that took."""
     name, took_s = hosts.run(source, [sys.executable, "-c", CLIENT, target, str(num_bytes), str(connects_in_s)]).split()
@@ -140,26 +140,26 @@ def test_a_cut_host_is_silent_and_comes_back(hosts: Namespaces) -> None:
 
 
 def test_a_limited_cable_is_slow_both_ways(hosts: Namespaces) -> None:
-    num_bytes = 2_000_000
-    hosts.limit("host-c", mbit=20)  # 0.8 s for these bytes
+    num_bytes = 6_000_000
+    hosts.limit("host-c", mbit=20)  # 2.4 s for these bytes
     for source, target in (("host-a", "host-c"), ("host-c", "host-a")):
-        assert 0.6 < _call(hosts, source, target, num_bytes)[1] < 3
+        assert _call(hosts, source, target, num_bytes)[1] > 1.8
     hosts.limit("host-c")
-    assert _call(hosts, "host-a", "host-c", num_bytes)[1] < 0.6
+    assert _call(hosts, "host-a", "host-c", num_bytes)[1] < 1.8
 
 
 def test_a_cable_delays_and_loses(hosts: Namespaces) -> None:
-    hosts.limit("host-c", delay_ms=100)
+    hosts.limit("host-c", delay_ms=400)
     for source, target in (("host-a", "host-c"), ("host-c", "host-a")):
-        assert 0.35 < _call(hosts, source, target)[1] < 2  # two ways there and back
+        assert _call(hosts, source, target)[1] > 1.4  # two ways there and back
     hosts.limit("host-c", mbit=100, delay_ms=20, loss_percent=5)
-    took_s = _call(hosts, "host-a", "host-c", 1_000_000, connects_in_s=15.0)[1]
-    assert 0.15 < took_s < 15  # all of it arrives in spite of that
+    took_s = _call(hosts, "host-a", "host-c", 1_000_000, connects_in_s=60.0)[1]
+    assert took_s > 0.15  # all of it arrives in spite of that
     hosts.cut("host-c")
     with pytest.raises(subprocess.CalledProcessError):
         _call(hosts, "host-a", "host-c")
     hosts.limit("host-c")
-    assert _call(hosts, "host-a", "host-c")[1] < 0.3
+    assert _call(hosts, "host-a", "host-c")[1] < 1.4
     hosts.limit("host-c", loss_percent=100)
     with pytest.raises(subprocess.CalledProcessError):
         _call(hosts, "host-a", "host-c")
