@@ -210,6 +210,6 @@ def _step_time(config: RunConfig, context: int, pool: tuple[int, str]) -> str:
     except ConfigError as error:
         return f"not known: {error}"
     work = f"prompts of {mean} and responses of {request.lengths.mean_tokens:.0f} tokens on {count} x {kind}"
-    seconds = f"{found.step_s:.3g} s at best" if found else "no layout"
+    seconds = f"{found.step_s:.3g} s, if all rollouts are learnt from," if found else "no layout"
     source = f"by {profile}" if profile.exists() else "by the tables of `llamarl plan`, not measured here"
     return f"{seconds} for {work}, {source}"
