@@ -1,4 +1,5 @@
-"""`assembled`: a controller over executors, from their start to their end; of training, evaluation, simulation."""
+"""Executors from their start to their end: of fine-tuning and replay (`supervised`), and with a controller over them of
+training, evaluation and simulation (`assembled`)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from llamarl.config import ConfigError, RunConfig
 from llamarl.controller.admission import Problems
@@ -23,6 +24,39 @@ from llamarl.executors.replies import ControllerState
 
 WIND_DOWN_S = 4.0
 """Longest wait for the step under way and a checkpoint when a run is asked to end."""
+
+
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def supervised(
+    spawn: Callable[[], Coroutine[Any, Any, T]],
+    shutdown: Callable[[float], Awaitable[None]],
+    timeout_s: float,
+    *,
+    on_stop: Callable[[], None] = lambda: None,
+    leave: Callable[[], None] = lambda: None,
+    handles_signals: bool = True,
+) -> AsyncIterator[tuple[T, Supervisor]]:
+    """Executors, and who watches over what is done with them; at the end all are stopped, whatever has happened.
+
+    Args:
+        spawn: starts them.
+        shutdown: stops them, within `timeout_s`.
+        on_stop: hears that they are being stopped.
+        leave: gives the terminal back, before a second signal ends the process.
+        handles_signals: Ctrl-C and SIGTERM end what runs under the supervisor with `Interrupted`; what has ended by
+            itself stays as it ended.
+    """
+    supervisor = Supervisor()
+    with interruptible(supervisor, leave) if handles_signals else nullcontext():
+        try:
+            yield await supervisor.run(spawn()), supervisor
+        finally:
+            on_stop()
+            await supervisor.stop()
+            await shutdown(timeout_s)
 
 
 async def _from_the_beginning(executors: Executors) -> ControllerState | None:
@@ -43,33 +77,22 @@ async def assembled(
     leave: Callable[[], None] = lambda: None,
     handles_signals: bool = True,
 ) -> AsyncIterator[tuple[Controller, Supervisor]]:
-    """A controller that has not started yet; at the end all executors are stopped, whatever has happened.
+    """A controller that has not started yet, over executors that are `supervised`.
 
     Args:
-        shutdown: stops the executors, within so many seconds.
-        spawn: starts them.
         journal: of what is generated; None: none is kept.
         resumed: where a checkpoint says that the run goes on.
-        on_stop: hears that executors are being stopped.
-        leave: gives the terminal back, before a second signal ends the process.
-        handles_signals: Ctrl-C and SIGTERM end what runs under the supervisor with `Interrupted`; what has ended by
-            itself stays as it ended.
     """
-    supervisor = Supervisor()
-    with interruptible(supervisor, leave) if handles_signals else nullcontext():
-        try:
-            executors = await supervisor.run(spawn())
-            state = await supervisor.run(resumed(executors))
-            controller = Controller(config, problems, executors, supervisor, telemetry, state, journal)
-            for handle in controller.executors.irreplaceable:  # generators have a policy of their own
-                supervisor.watch(handle)
-            telemetry.attach(list(controller.executors), controller.replicas)
-            supervisor.start(telemetry.poll_loop(), "status")
-            yield controller, supervisor
-        finally:
-            on_stop()
-            await supervisor.stop()
-            await shutdown(config.cluster.shutdown_timeout_s)
+    limit_s = config.cluster.shutdown_timeout_s
+    options: dict[str, Any] = {"on_stop": on_stop, "leave": leave, "handles_signals": handles_signals}
+    async with supervised(spawn, shutdown, limit_s, **options) as (executors, supervisor):
+        state = await supervisor.run(resumed(executors))
+        controller = Controller(config, problems, executors, supervisor, telemetry, state, journal)
+        for handle in controller.executors.irreplaceable:  # generators have a policy of their own
+            supervisor.watch(handle)
+        telemetry.attach(list(controller.executors), controller.replicas)
+        supervisor.start(telemetry.poll_loop(), "status")
+        yield controller, supervisor
 
 
 def nothing_to_resume(resume: bool, damaged: Sequence[str], warn: Callable[[str], None]) -> None:

@@ -33,6 +33,7 @@ from llamarl.executors.replies import ControllerState
 from llamarl.observability.events import Flow
 from llamarl.parts.replay.recorded import Diverged, first_difference, first_tensor, other_machine
 from llamarl.parts.replay.replayed import Difference, Replayed
+from llamarl.run.assembly import supervised
 from llamarl.run.executors import GeneratorSpecs, RunSpecs, spawn_all
 from llamarl.run.folder import RunFolder
 from llamarl.run.journal import open_journal
@@ -172,12 +173,15 @@ class _Replay:
         config, tally = self._config, self._tally
         with TemporaryDirectory() as logs:
             cluster = open_cluster(config.cluster, Path(logs))
-            try:
-                specs = self._specs()
-                handles = await spawn_all(cluster, list(specs.values()), config.cluster.start_timeout_s)
-                await self._replayed(dict(zip(specs, handles, strict=True)))
-            finally:
-                await cluster.shutdown(config.cluster.shutdown_timeout_s)
+            specs, limits = self._specs(), config.cluster
+            spawned = supervised(
+                lambda: spawn_all(cluster, list(specs.values()), limits.start_timeout_s), cluster.shutdown,
+                limits.shutdown_timeout_s, handles_signals=False,
+            )  # fmt: skip
+            async with spawned as (handles, supervisor):
+                for handle in handles:
+                    supervisor.watch(handle)
+                await supervisor.run(self._replayed(dict(zip(specs, handles, strict=True))))
         if self._tokens != tally.tokens:
             raise Diverged(
                 self._request.last, "tokens in all", self._tokens, tally.tokens, "a record that is not whole"

@@ -25,7 +25,7 @@ from llamarl.distributed.rendezvous import open_rendezvous
 from llamarl.models.folder import check_weights, load_shape
 from llamarl.observability.sinks import MetricsLog
 from llamarl.parts.sft.documents import num_tokens, reply_of, to_conversation, to_documents
-from llamarl.run.assembly import WIND_DOWN_S, interruptible, nothing_to_resume
+from llamarl.run.assembly import WIND_DOWN_S, nothing_to_resume, supervised
 from llamarl.run.copying import CheckpointCopier
 from llamarl.run.executors import executor_spec, spawn_all
 from llamarl.run.folder import RunFolder
@@ -118,29 +118,24 @@ class SftRun:
             run_patiently(self._with_executor(log))
 
     async def _with_executor(self, log: MetricsLog) -> None:
-        limits, supervisor = self.config.cluster, Supervisor()
-        folder = self.folder
+        limits, folder = self.config.cluster, self.folder
         machines = open_machines(self.config, folder.logs, folder.path, self.placer, self.warn, "trainer")
         cluster = machines.open()
-        with interruptible(supervisor):
+        spawned = supervised(lambda: self._spawn(cluster, machines), cluster.shutdown, limits.shutdown_timeout_s)
+        async with spawned as (handle, supervisor):
+            supervisor.watch(handle)
+            machines.end_with(handle, supervisor)
+            trainer = port(SftPort, handle, limits.call_timeout_s)
+            under_way = list[asyncio.Task[None]]()
+            copying = CheckpointCopier(self.config, self.folder, self.warn)
+            supervisor.start(copying.loop(), "copies of checkpoints")
             try:
-                handle = await supervisor.run(self._spawn(cluster, machines))
-                supervisor.watch(handle)
-                machines.end_with(handle, supervisor)
-                trainer = port(SftPort, handle, limits.call_timeout_s)
-                under_way = list[asyncio.Task[None]]()
-                copying = CheckpointCopier(self.config, self.folder, self.warn)
-                supervisor.start(copying.loop(), "copies of checkpoints")
-                try:
-                    await supervisor.run(self._learn(trainer, log, supervisor, under_way))
-                except Interrupted:
-                    await self._wind_down(trainer, under_way)
-                    raise
-                finally:
-                    await copying.finish(self.warn)
+                await supervisor.run(self._learn(trainer, log, supervisor, under_way))
+            except Interrupted:
+                await self._wind_down(trainer, under_way)
+                raise
             finally:
-                await supervisor.stop()
-                await cluster.shutdown(limits.shutdown_timeout_s)
+                await copying.finish(self.warn)
 
     async def _spawn(self, cluster: Cluster, machines: Machines) -> ExecutorHandle:
         config, num_ranks = self.config, self.config.trainer.parallelism.num_ranks
