@@ -11,6 +11,7 @@ run.metrics()[-1]["reward_mean"]
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
@@ -142,7 +143,7 @@ def generate(model: str | Path, prompts: Iterable[str], *, chat: bool = False, *
 
 def open_run(path: str | Path) -> RunRecord:
     """The record of a run, under way or not. Raises ConfigError: there is none."""
-    return RunRecord(Path(path))
+    return RunRecord(Path(os.path.expanduser(path)))
 
 
 def _tell(text: str) -> None:
@@ -160,16 +161,30 @@ def _given(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Tables, and the settings that win over them; rows and functions are written below the folder of runs. Raises
     ConfigError."""
+    if not isinstance(config, str | os.PathLike | Mapping | RunConfig):
+        raise ConfigError(f"config = {config!r:.60} is no run; give the path of a TOML file, or its tables")
     if isinstance(config, RunConfig):  # what nobody has set is left to recipes
         base = config.model_dump(mode="json", exclude_none=True, exclude_unset=True)
     else:
         base = dict(config) if isinstance(config, Mapping) else tables(config)
-    given, output = dict(settings), Path(settings.get("output", base.get("output", "runs")))
+    given, output = dict(settings), settings.get("output", base.get("output", "runs"))
+    if not isinstance(output, str | os.PathLike):
+        raise ConfigError(f"output = {output!r:.60} is no path; give the folder of runs as text")
+    output = Path(os.path.expanduser(output))
     if reward is not None:
         held = base.get("reward", {})
         base["reward"] = {key: value for key, value in dict(held).items() if key not in ("parts", "weights")}
-        given |= {f"reward.{name}": value for name, value in reward_settings(reward, output).items()}
+        _win(given, "reward", {f"reward.{name}": value for name, value in reward_settings(reward, output).items()})
     for name, rows in (("train", data), ("eval", eval_data)):
         if rows is not None:
-            given[f"data.{name}"] = sources_of(rows, output, f"data.{name}")
+            keyword = "data" if name == "train" else "eval_data"
+            _win(given, keyword, {f"data.{name}": sources_of(rows, output, f"data.{name}")})
     return base, given
+
+
+def _win(given: dict[str, Any], keyword: str, more: Mapping[str, Any]) -> None:
+    """Adds settings that an argument of its own brings. Raises ConfigError: they are given already."""
+    for name in more:
+        if twice := next((one for one in given if f"{one}.".startswith(f"{name}.")), None):
+            raise ConfigError(f"`{twice}` and {keyword}= are both given, and mean the same; give one of them")
+    given |= more

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -94,7 +95,7 @@ def check_output(path: str | Path, *read: str | None, option: str = "--output") 
     or it would take the place of what the command reads, or of what no command can make again."""
     from llamarl.run.folder import run_of_record
 
-    path = Path(path)
+    path = Path(os.path.expanduser(path))
     if run := run_of_record(path):
         raise ConfigError(f"{option} {path} is what the run {run} has on record; give {option} another path")
     if any(one and Path(one).exists() and path.exists() and path.samefile(one) for one in read):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from numbers import Real
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -14,7 +12,7 @@ from llamarl.cluster.executor import Executor
 from llamarl.config.schema import RewardConfig
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.executors.replies import ScoredResponse
-from llamarl.rewards._base import Reward, invalid
+from llamarl.rewards._base import Reward, invalid, sound
 from llamarl.rewards._build import build_reward
 from llamarl.types import Prompt, RewardItem, RewardResult, Rollout
 
@@ -70,9 +68,4 @@ def checked(results: Sequence[Any], num_items: int) -> list[RewardResult]:
     if not isinstance(results, Sequence) or len(results) != num_items:
         number = f"{len(results)} results" if isinstance(results, Sequence) else f"a {type(results).__name__}"
         return [invalid(f"the reward gave {number} for {num_items} responses")] * num_items
-    return [
-        replace(result, reason=result.reason[:MAX_REASON_CHARS])
-        if isinstance(result, RewardResult) and isinstance(result.value, Real) and math.isfinite(result.value)
-        else invalid(f"the reward gave {result!r:.200}, which is no result with a finite value")
-        for result in results
-    ]
+    return [replace(result, reason=result.reason[:MAX_REASON_CHARS]) for result in map(sound, results)]

@@ -19,7 +19,7 @@ from llamarl.distributed.runtime import set_up_device
 from llamarl.generation.score import packs
 from llamarl.models.attention import causal_attend
 from llamarl.models.scalar import load_scalar_model
-from llamarl.rewards._base import invalid
+from llamarl.rewards._base import MAX_REWARD, invalid
 from llamarl.training.packing import sequences_of
 from llamarl.types import Outcome, Prompt, RewardResult, Rollout
 
@@ -66,7 +66,7 @@ class RewardModelExecutor(Executor):
         batches = packs((sequences[index] for index in readable), self._batch_tokens)
         for index, score in zip(readable, chain.from_iterable(map(self._forward, batches)), strict=True):
             answer = RewardResult(outcome=Outcome.SCORE, value=score)
-            results[index] = answer if np.isfinite(score) else invalid(f"the reward model said {score}")
+            results[index] = answer if abs(score) <= MAX_REWARD else invalid(f"the reward model said {score}")
         return results
 
     @torch.inference_mode()

@@ -239,20 +239,22 @@ def replaced_folder(folder: Path, names: Collection[str]) -> Iterator[Path]:
         names: of files that an older one may hold.
 
     Raises:
-        ConfigError: `folder` holds other files, which replacing it would delete, or another process writes it.
+        ConfigError: `folder` holds other files, which replacing it would delete, another process writes it, or it
+            cannot be made.
     """
     folder = folder.absolute()
     _check_replaceable(folder, names)
-    folder.parent.mkdir(parents=True, exist_ok=True)
     lock = folder.with_name(f".{folder.name}.lock")
     with ExitStack() as leaving:
         try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
             fcntl.flock(leaving.enter_context(lock.open("a")), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"another command writes {folder}; wait for its end, or name another folder") from None
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):  # a file system may have no locks
-                raise
+                fix = "name a folder that can be made"
+                raise ConfigError(f"cannot write {folder}: {error.strerror}; {fix}") from None
         leaving.callback(lock.unlink, missing_ok=True)
         scratch = leaving.enter_context(tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent))
         new, old = Path(scratch, "new"), Path(scratch, "old")

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from numbers import Real
+from typing import Any
 
 from llamarl.types import Outcome, RewardItem, RewardResult
+
+MAX_REWARD = 1e30
+"""Beyond it, either way, sums and squares of rewards are no numbers any more."""
 
 
 class Reward(ABC):
@@ -48,3 +53,10 @@ def wrong(value: float, reason: str) -> RewardResult:
 def invalid(reason: str) -> RewardResult:
     """The response could not be judged."""
     return RewardResult(outcome=Outcome.INVALID, value=0.0, reason=reason)
+
+
+def sound(result: Any) -> RewardResult:
+    """A result that a user's code gave; one that is none, or whose value nobody can reckon with, judges nothing."""
+    if isinstance(result, RewardResult) and isinstance(result.value, Real) and abs(float(result.value)) <= MAX_REWARD:
+        return result
+    return invalid(f"the reward gave {result!r:.200}, which is no result with a finite value of at most {MAX_REWARD:g}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from llamarl.rewards._base import Reward, invalid
+from llamarl.rewards._base import MAX_REWARD, Reward, invalid
 from llamarl.sandbox.pool import Failure, WorkerPool
 from llamarl.types import Outcome, RewardItem, RewardResult
 
@@ -93,8 +92,8 @@ class Function(Reward):
         if "error" in said:
             return invalid(f"{label}: {said['error']}")
         value = float(said["value"])
-        if not math.isfinite(value):
-            return invalid(f"{label} gave {value}")
+        if not abs(value) <= MAX_REWARD:  # NaN, too
+            return invalid(f"{label} gave {value}; give a number of at most {MAX_REWARD:g}, either way")
         return RewardResult(outcome=Outcome.SCORE if value > 0 else Outcome.WRONG, value=value)
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from llamarl.config import ConfigError, RunConfig
@@ -32,5 +33,5 @@ def export(
     base = resolved_path(
         base_model(run, config.model.path, config.output), "model.path", weights=merge, command=command
     )
-    to = Path(folder) if folder else run / ("merged" if merge else "export")
+    to = Path(os.path.expanduser(folder)) if folder else run / ("merged" if merge else "export")
     return export_checkpoint(run / "checkpoints", base, to, step, lora, merge), to

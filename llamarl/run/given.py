@@ -232,10 +232,14 @@ def _source(function: Any) -> str:
 
 
 def _kept(data: bytes, output: Path, suffix: str, known_by: bytes = b"") -> Path:
+    """Raises ConfigError: it cannot be written."""
     path = output / GIVEN / f"{hashlib.sha256(known_by or data).hexdigest()[:32]}.{suffix}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        write_atomically(path, data)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            write_atomically(path, data)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {path.parent}: {error.strerror}; choose another output") from None
     return path
 
 

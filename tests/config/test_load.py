@@ -249,6 +249,26 @@ def test_warm_start_is_relative_to_its_file(write: Write) -> None:
     assert load_config(path).model.warm_start == str(path.parent.resolve() / "base_sft.toml")
 
 
+def test_paths_begin_at_home(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the file and on the command line; no other text does."""
+    monkeypatch.setenv("HOME", "/home/me")
+    file = write(
+        'output = "~/runs"\nname = "x"\nmodel = {path = "~/m"}\n'
+        'data.train = [{name = "file", path = ["~/a.jsonl", "b"]}]\nrollout.stop_strings = ["~/"]'
+    )
+    config = load_config(file, ["--checkpoint.copy_to", "~", "--reward.model.path=~/judge"])
+    assert (config.output, config.model.path) == ("/home/me/runs", "/home/me/m")
+    assert config.data.sources[0].source.options["path"] == ["/home/me/a.jsonl", "b"]
+    assert config.checkpoint.copy_to == "/home/me" and config.reward.model.path == "/home/me/judge"
+    assert config.rollout.stop_strings == ["~/"]
+    assert (
+        load_config(
+            write('model = {path = "m", warm_start = "~/sft.toml"}\ndata.train = "running_total"')
+        ).model.warm_start
+        == "/home/me/sft.toml"
+    )
+
+
 def test_nothing_changes_after_validation(minimal: Path) -> None:
     config = load_config(minimal)
     for section, name in ((config, "steps"), (config.trainer, "learning_rate"), (config.trainer.loss, "name")):

@@ -10,6 +10,7 @@ from llamarl.types import Outcome, RewardItem, RewardResult
 
 NO_RESULTS = {
     "NaN": [RewardResult(outcome=Outcome.SCORE, value=float("nan"))] * 2,
+    "too large to be summed": [RewardResult(outcome=Outcome.SCORE, value=-1e308)] * 2,
     "text": ["good", "bad"],
     "too few": [RewardResult(outcome=Outcome.SCORE, value=1.0)],
 }

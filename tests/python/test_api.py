@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -222,6 +223,9 @@ def test_what_was_trained_is_exported(toml: Path) -> None:
         run.export(merge=True)
     with pytest.raises(llamarl.ConfigError, match=r"step 7 has no checkpoint in .*; there are 2$"):
         run.export(step=7)
+    for nowhere in ("/proc/x", "/proc/x/y", f"{toml}/x"):
+        with pytest.raises(llamarl.ConfigError, match=rf"^cannot write {nowhere}: .*; name a folder that can be made$"):
+            run.export(nowhere)
     for asked in (lambda: llamarl.evaluate(run.path, config=run.config), lambda: llamarl.generate(run.path, ["1 + 1"])):
         with pytest.raises(llamarl.ConfigError, match=r"is the folder of a run; name its export, .*/export"):
             asked()
@@ -307,6 +311,38 @@ def test_settings_of_python(toml: Path, tmp_path: Path) -> None:
         _settled(several | {"model": {"path": "m"}}, {"data.train.2.weight": 3.0})
     lora = _settled(load_config(toml).model_dump(), {"trainer": {"lora": {"rank": 8}}}).trainer.lora
     assert lora and lora.rank == 8
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "says"),
+    [
+        (None, {}, "config = None is no run; give the path of a TOML file, or its tables"),
+        ("demo", {"output": "/proc/x", "data": ROWS}, "cannot write to /proc/x/.given: No such file or"),
+        ("demo", {"output": 3}, "output = 3 is no path; give the folder of runs as text"),
+        ("demo", {"trainer": {"learning_rate": 1e-5}, "trainer.learning_rate": 1e-4},
+         "`trainer.learning_rate` is given twice, by 'trainer' and by 'trainer.learning_rate'; give one of them"),
+        ("demo", {"data": ROWS, "data.train": "running_total"}, "`data.train` and data= are both given"),
+        ("demo", {"eval_data": ROWS, "data.eval.path": "x"}, "`data.eval.path` and eval_data= are both given"),
+        ("demo", {"reward": "exact", "reward.parts": ["math"]}, "`reward.parts` and reward= are both given"),
+    ],
+)  # fmt: skip
+def test_arguments_that_mean_nothing_or_two_things(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Any, given: dict[str, Any], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(llamarl.ConfigError, match=re.escape(says)):
+        llamarl.train(config, **given)
+    assert not (tmp_path / "runs/demo").exists()
+
+
+def test_home_is_where_a_path_of_python_says(tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    data = {"name": "file", "path": "~/rows.jsonl"}
+    run = llamarl.train("~/tiny.toml", reward=lambda answer: 1.0, data=data, output="~/mine", **INLINE)
+    assert run.path == tmp_path / "mine/tiny" and (tmp_path / "mine/.given").is_dir()
+    assert llamarl.open_run("~/mine/tiny").export("~/exported") == tmp_path / "exported"
+    assert not Path("~").exists()
 
 
 def test_rows_with_holes_and_rewards_with_faults(tmp_path: Path) -> None:

@@ -26,9 +26,8 @@ def odd(response: str, **row: Any) -> Any:
             pass
     if response == "raise":
         raise KeyError("odd")
-    return {"half": 0.5, "minus": -1, "numpy": np.float32(0.25), "true": True, "text": "1", "nan": float("nan")}.get(
-        response
-    )
+    values = {"half": 0.5, "minus": -1, "numpy": np.float32(0.25), "true": True, "text": "1", "nan": float("nan")}
+    return (values | {"huge": -1e308}).get(response)
 
 
 async def slow(response: str, answer: str) -> float:
@@ -48,12 +47,13 @@ def reward() -> Iterator[Function]:
 
 
 def test_values_and_what_is_none(reward: Function) -> None:
-    names = ("half", "minus", "numpy", "true", "text", "nan", "none", "raise")
+    names = ("half", "minus", "numpy", "true", "text", "nan", "huge", "none", "raise")
     found = dict(zip(names, reward.score(items(*names)), strict=True))
     values = {name: one.value for name, one in found.items() if one.outcome is not Outcome.INVALID}
     assert values == {"half": 0.5, "minus": -1.0, "numpy": 0.25, "true": 1.0}
     assert [name for name, one in found.items() if one.is_right] == ["half", "numpy", "true"]
     assert found["text"].reason == "odd: it gave '1', which is no number"
+    assert found["huge"].reason == "odd gave -1e+308; give a number of at most 1e+30, either way"
     assert "nan" in found["nan"].reason and "it gave None" in found["none"].reason
     assert found["raise"].reason.startswith("odd: KeyError: 'odd' (line ")
     assert found["raise"].reason.endswith('test_function.py: `raise KeyError("odd")`)')

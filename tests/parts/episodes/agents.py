@@ -54,6 +54,7 @@ async def run(task: Task, base_url: str, api_key: str) -> Any:
         "result": RewardResult(outcome=Outcome.WRONG, value=-1.0, reason="as it says"),
         "nothing": None,
         "nan": float("nan"),
+        "huge": 1e308,
         "text": "1.0",
     }
     return known.get(what, 0.5)

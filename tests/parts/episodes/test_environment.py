@@ -46,7 +46,7 @@ def replies(executor: EnvironmentExecutor, count: int) -> dict[int, Replied]:
 
 def test_each_episode_gets_its_own_reply(model: Path, executor: EnvironmentExecutor) -> None:
     tokenizer = Tokenizer(model)
-    said = ["task", "nothing", "reward", "number", "raise", "exit", "flood", "long", "empty", "fits"]
+    said = ["task", "nothing", "reward", "number", "raise", "exit", "flood", "long", "empty", "fits", "huge"]
     executor.submit([episode(model, n, text) for n, text in enumerate(said)])
     executor.submit([episode(model, 20, "first", "seen", "history")])
     found = replies(executor, len(said) + 1)
@@ -55,12 +55,12 @@ def test_each_episode_gets_its_own_reply(model: Path, executor: EnvironmentExecu
     assert found[9].observation_T is not None and len(found[9].observation_T) == 60
     assert found[1].result is None, "the reward judges it"
     assert found[2].result is not None and found[2].result.value == 0.5
-    reasons = {n: found[n].result.reason for n in (3, 4, 5, 6, 7, 8)}
+    reasons = {n: found[n].result.reason for n in (3, 4, 5, 6, 7, 8, 10)}
     assert all(found[n].result.outcome is Outcome.INVALID for n in reasons)
     for n, reason in {
         3: "it replied 7", 4: "ValueError: no such thing", 5: "environment died: exit code 3",
         6: "an observation of 2,097,152 characters", 7: "(rollout.environment.observation_tokens = 60)",
-        8: "an empty observation",
+        8: "an empty observation", 10: "no result with a finite value of at most 1e+30",
     }.items():  # fmt: skip
         assert reason in reasons[n], reasons[n]
 

@@ -108,6 +108,7 @@ def test_each_episode_ends_in_its_own_way(model: Path, executor: GatewayExecutor
         "result",
         "nothing",
         "nan",
+        "huge",
         "text",
         "endless",
     ]
@@ -124,6 +125,7 @@ def test_each_episode_ends_in_its_own_way(model: Path, executor: GatewayExecutor
         "slow": "the agent took over 3 s (rollout.agent.episode_s)",
         "stranger": "HTTP Error 401",
         "nan": "the agent gave nan",
+        "huge": "no result with a finite value of at most 1e+30",
         "text": "the agent gave '1.0'",
     }
     assert reasons.keys() == expected.keys()

@@ -20,7 +20,7 @@ from llamarl.parts.episodes.environments._crew import Crew
 from llamarl.parts.episodes.environments._worker import build_environment
 from llamarl.parts.episodes.ports import OpenTurn
 from llamarl.parts.episodes.tool_calls import tool_calls
-from llamarl.rewards._base import invalid
+from llamarl.rewards._base import invalid, sound
 from llamarl.sandbox.pool import Failure
 from llamarl.types import Outcome, RewardResult, ToolCall
 
@@ -141,7 +141,7 @@ class OpenEnvironment:
             result = invalid(said.reason.replace("grader", "environment"))
         elif "reward" in said:
             fields = said["reward"] | {"outcome": Outcome(said["reward"]["outcome"])}
-            result = RewardResult(**fields)
+            result = sound(RewardResult(**fields))
         elif "text" in said:
             observation_T = self._tokenizer.encode(said["text"])
         elif "messages" in said:

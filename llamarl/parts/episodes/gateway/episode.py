@@ -16,7 +16,7 @@ import xxhash
 
 from llamarl.parts.episodes.gateway.protocol import CallRefused, OutOfTokens
 from llamarl.parts.episodes.gateway.session import Session
-from llamarl.rewards._base import invalid
+from llamarl.rewards._base import invalid, sound
 from llamarl.types import FinishReason, GenerationRequest, Outcome, RewardResult, Rollout, SamplingParams
 
 
@@ -74,7 +74,7 @@ class AgentEpisode:
         if not self.session.num_calls:
             return invalid("the agent got no answer of the policy")
         if "reward" in said:
-            return RewardResult(outcome=Outcome.SCORE, value=said["reward"])
+            return sound(RewardResult(outcome=Outcome.SCORE, value=said["reward"]))
         if "result" in said:
-            return RewardResult(**said["result"] | {"outcome": Outcome(said["result"]["outcome"])})
+            return sound(RewardResult(**said["result"] | {"outcome": Outcome(said["result"]["outcome"])}))
         return None

@@ -33,7 +33,10 @@ def main(arguments: Sequence[str]) -> int:
         print(text, end="")
         return 0
     folder = script.files_folder(config)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another --output") from None
     path = folder / ("slurm.sh" if is_slurm else "kubernetes.yaml")
     write_output(path, text)
     if is_slurm:

@@ -30,7 +30,7 @@ class Bad(Environment):
                 pass
         answers = {
             "flood": "x" * (1 << 21), "long": "word " * 100, "fits": "7" * 60, "empty": "", "number": 7,
-            "reward": right(0.5),
+            "reward": right(0.5), "huge": right(-1e308),
             "messages": [{"role": "user", "content": "and now?"}], "history": f"{len(turns)} {turns[0].observation}",
             "task": f"{task.prompt}|{task.answer}|{task.metadata['level']}",
         }  # fmt: skip

@@ -326,6 +326,11 @@ def test_submitting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyte
     assert "PRIVATE KEY" not in (tmp_path / "runs" / "demo.launch" / "kubernetes.yaml").read_text()
 
 
+def test_a_folder_that_cannot_be_made_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^cannot write to /proc/x/demo\.launch: .*; choose another --output$"):
+        main(["slurm", DEMO, *HOSTS, "--output", "/proc/x"])
+
+
 def test_a_missing_scheduler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="'sbatch'; submit where `sbatch` works"):
