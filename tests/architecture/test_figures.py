@@ -7,7 +7,7 @@ import re
 import statistics
 import subprocess
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +50,11 @@ def generation(model: str) -> Callable[[Any], float]:
         return min(ours / theirs for ours, theirs in pairs)
 
     return worst
+
+
+def calls_of(tree: str, data: Any) -> float:
+    """Calls of a step of the demo, a mean over its runs."""
+    return statistics.mean(one["calls"] for one in data["runs"][tree])
 
 
 def of_routing(kind: str) -> Callable[[Any], float]:
@@ -131,6 +136,16 @@ SCALE: tuple[tuple[Value, str], ...] = (
 P405 = "planning/405B, 512 to 512 ranks/"
 FIGURES = (
     Figure("README.md", "8B decodes at {} of its bandwidth", GPU, ((decoded("bfloat16", "bandwidth_share"), ".2f"),)),
+    Figure(
+        "docs/measures.md",
+        "{} times the samples per second, median of three pairs ({} to {}), {} calls a step in place of {}, accuracy "
+        "after 200 steps {} points",
+        "loop-2026-11-26",
+        (
+            ("median_ratio", ".2f"), (lambda data: min(data["ratio"]), ".2f"), (lambda data: max(data["ratio"]), ".2f"),
+            *((partial(calls_of, tree), ".2g") for tree in ("ours", "base")), ("mean_gap_points", ".2f"),
+        ),
+    ),
     Figure(
         "docs/paper.md", "on an H100 8B decodes {} times as fast with them as without", GPU,
         ((quotient(decoded("bfloat16", graphs=False), BF16), ".2f"),),

@@ -136,7 +136,9 @@ def test_a_dry_run_for_its_machine(stocked: HubServer, tokenizer: Path, tmp_path
     dry = llamarl_here("train", recipe, "--dry-run", "--output", tmp_path, *there, *options)
     assert dry.returncode == 0, dry.stderr
     assert "# memory:" in dry.stdout and f'path = "{name}"' in dry.stdout
-    assert re.search(r"^# [\d.]+ s, if all rollouts are learnt from, for prompts", dry.stdout, re.MULTILINE), "a step's time is forecast"
+    assert re.search(r"^# [\d.]+ s, if all rollouts are learnt from, for prompts", dry.stdout, re.MULTILINE), (
+        "a step's time is forecast"
+    )
     if CARDS[kind]:
         check_expectation(recipe, dry.stdout)
 
