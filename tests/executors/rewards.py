@@ -11,6 +11,7 @@ from llamarl.types import Outcome, RewardItem, RewardResult
 NO_RESULTS = {
     "NaN": [RewardResult(outcome=Outcome.SCORE, value=float("nan"))] * 2,
     "too large to be summed": [RewardResult(outcome=Outcome.SCORE, value=-1e308)] * 2,
+    "a number that no float holds": [RewardResult(outcome=Outcome.SCORE, value=10**400)] * 2,
     "text": ["good", "bad"],
     "too few": [RewardResult(outcome=Outcome.SCORE, value=1.0)],
 }
