@@ -57,6 +57,7 @@ def invalid(reason: str) -> RewardResult:
 
 def sound(result: Any) -> RewardResult:
     """A result that a user's code gave; one that is none, or whose value nobody can reckon with, judges nothing."""
-    if isinstance(result, RewardResult) and isinstance(result.value, Real) and abs(result.value) <= MAX_REWARD:
+    is_number = isinstance(result, RewardResult) and isinstance(result.value, Real)
+    if is_number and abs(result.value) <= MAX_REWARD:  # NaN is not; an integer may have any size
         return result
     return invalid(f"the reward gave {result!r:.200}, which is no result with a finite value of at most {MAX_REWARD:g}")
