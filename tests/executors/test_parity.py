@@ -48,6 +48,7 @@ def settings(model: Path, **rollout: object) -> RunConfig:
             "data": {"train": "running_total"},
             "rollout": {"temperature": TEMPERATURE, "group_size": GROUP, **rollout},
             "trainer": {"learning_rate": 0.02},
+            "weight_sync": {"probe_every_steps": 1},
         }
     )
 
