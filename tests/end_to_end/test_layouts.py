@@ -29,8 +29,7 @@ def learn_alike(folder: Path, toml: Path, *layouts: tuple[object, ...]) -> tuple
     """Three steps in one layout and three more in another have the rollouts, losses and norms of one process, and all
     weights arrive; the steps of both runs."""
     for number, layout in enumerate(layouts):
-        layout = (*layout, "--weight_sync.probe_every_steps", 1)
-        steps = ("--steps", 3 * (number + 1), *(["--resume"] if number else []))
+        steps = ("--steps", 3 * (number + 1), *(["--resume"] if number else []), "--weight_sync.probe_every_steps", 1)
         done = llamarl("train", toml, "--output", folder / "many", *SYNCHRONOUS, *steps, *layout)
         assert done.returncode == 0, done.stderr
     done = llamarl_here(
