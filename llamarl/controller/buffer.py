@@ -24,7 +24,8 @@ Discarding old groups would bound staleness too, but favors short answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 from llamarl.config.schema import staleness_limit
 from llamarl.types import RolloutGroup
@@ -60,6 +61,9 @@ class RolloutBuffer:
         self._resumed = list(resumed)
         self._waiting: dict[int, RolloutGroup | None] = {}  # unconsumed groups in admission order; None: not ready
         self._flat: dict[int, RolloutGroup] = {}  # of those, the ones that may be dropped: older groups decide
+        self._lacking, self._there = [first_group_id], list[int]()
+        """Ids of unconsumed groups, ascending: of those that are to come, or flat, with the next to be admitted behind
+        them; and of those that are as good as ready."""
         self._max_dropped = max_dropped
         self.num_dropped = num_dropped
         """Flat groups that were dropped since the last step was taken."""
@@ -92,7 +96,13 @@ class RolloutBuffer:
         first, self.next_group_id = self.next_group_id, self.next_group_id + count - len(again)
         ids = [*again, *range(first, self.next_group_id)]
         self._waiting.update(dict.fromkeys(ids))
+        self._lacking[-1:] = [*ids, self.next_group_id]
         return ids
+
+    def generated(self, group_id: int) -> None:
+        """All of a group is there but its scores: it is as good as ready, unless `put` finds it flat. Evaluations have
+        groups that are none of these."""
+        _move(group_id, self._lacking, self._there)
 
     def oldest_version(self, num_active: int, newest: int) -> int:
         """The oldest version that may serve a group, which was admitted while so many others were active and `newest`
@@ -109,6 +119,7 @@ class RolloutBuffer:
         ready, dropped = list[RolloutGroup](), list[int]()
         if is_flat:
             self._flat[group.group_id] = group
+            _move(group.group_id, self._there, self._lacking)
         else:
             self._waiting[group.group_id] = group
             ready.append(group)
@@ -119,7 +130,10 @@ class RolloutBuffer:
                 ready.append(flat)
             else:
                 del self._waiting[flat.group_id]
+                del self._lacking[bisect_left(self._lacking, flat.group_id)]
                 dropped.append(flat.group_id)
+        for one in ready:
+            self.generated(one.group_id)
         self.num_dropped += len(dropped)
         self.num_ready += len(ready)
         return ready, dropped
@@ -140,47 +154,43 @@ class RolloutBuffer:
 
     def take(self) -> list[RolloutGroup] | None:
         """The P groups of the next step in admission order, or None while the window does not hold enough."""
-        if self.num_ready < self.prompts_per_step:
+        if bisect_left(self._there, self._lacking[0] + self.window) < self.prompts_per_step:
             return None
-        ids = self._next(self._waiting, lambda group_id: self._waiting[group_id] is not None)
-        if ids is None:
+        # The window begins with the oldest group that stays.
+        end = self.window + next((one for one, group in self._waiting.items() if group is None), self.next_group_id)
+        taken = [group for one, group in self._waiting.items() if group and one < end][: self.prompts_per_step]
+        if len(taken) < self.prompts_per_step:
             return None
-        taken = [group for group_id in ids if (group := self._waiting.pop(group_id)) is not None]
+        for group in taken:
+            del self._waiting[group.group_id]
+        self._there = [group_id for group_id in self._there if group_id in self._waiting]
         self.num_ready -= len(taken)
         self.num_dropped = 0
         self._num_unreleased += len(taken)
         return taken
 
-    def lacking(self, coming: Container[int]) -> tuple[int, list[int]]:
-        """Number of groups, at least, that the first step lacks which cannot be taken yet, and ids of those without
-        which it cannot be. Groups that are `coming` are as good as ready."""
+    def lacking(self) -> tuple[int, int]:
+        """Number of groups, at least, that the first step lacks which cannot be taken yet; and an id: that step needs
+        each group below it which is neither ready nor generated."""
+        lacking, there, size = self._lacking, self._there, self.prompts_per_step
+        # Steps take what they can in its order, so the window of each begins with the same group.
+        num_taken = bisect_left(there, lacking[0] + self.window) // size * size
 
-        def is_there(group_id: int) -> bool:
-            return self._waiting[group_id] is not None or group_id in coming
+        def num_older(place: int) -> int:
+            return place + max(0, bisect_left(there, lacking[place]) - num_taken)
 
-        left = list(self._waiting)
-        while taken := frozenset(self._next(left, is_there) or ()):
-            left = [group_id for group_id in left if group_id not in taken]
-        number = self.prompts_per_step - sum(map(is_there, left))
         # The oldest that stays has at most W - 1 behind it that are taken.
-        surely = left[: max(0, self.prompts_per_step - self.window + 1)]
-        return max(1, number), [group_id for group_id in surely if not is_there(group_id)]
-
-    def _next(self, unconsumed: Iterable[int], is_ready: Callable[[int], bool]) -> list[int] | None:
-        """Ids of the P groups that a step would take."""
-        taken, limit = list[int](), None
-        for group_id in unconsumed:
-            if limit is not None and group_id >= limit:
-                return None
-            if is_ready(group_id):
-                taken.append(group_id)
-            elif limit is None:  # the oldest group that stays: the window begins with it
-                limit = group_id + self.window
-            if len(taken) == self.prompts_per_step:
-                return taken
-        return None
+        place = bisect_left(range(len(lacking) - 1), size - self.window + 1, key=num_older)
+        return max(1, size - len(there) + num_taken), lacking[place]
 
     def release(self, count: int) -> None:
         """A version was made of `count` more groups."""
         assert 0 <= count <= self._num_unreleased, "released more groups than were consumed"
         self._num_unreleased -= count
+
+
+def _move(group_id: int, source: list[int], target: list[int]) -> None:
+    """Moves an id, if it is there, between two lists in ascending order."""
+    place = bisect_left(source, group_id)
+    if source[place : place + 1] == [group_id]:
+        insort(target, source.pop(place))

@@ -83,8 +83,8 @@ class Controller:
             config, executors, supervisor, flight, self.replicas, self._rollouts_ended, telemetry.waited
         )
         """None: a response is one turn."""
-        self._to_score, self._coming = asyncio.Queue[PendingGroup](), set[int]()
-        """Whole groups, and ids of all that are not scored yet."""
+        self._to_score = asyncio.Queue[PendingGroup]()
+        """Whole groups."""
         self._score = Scorers(executors.reward, executors.models, config.reward.model, timeout_s)
         self._evaluations = dict[int, Evaluation]()
         """Evaluations under way, by the ids of their groups."""
@@ -183,15 +183,14 @@ class Controller:
         which surely."""
         if self._turns or not self._trains:
             return 0, []
-        number, surely = self._buffer.lacking(self._coming)
-        asked = self.flight.asked(replica)
-        return -(-number // len(self.replicas.alive)), [group_id for group_id in surely if group_id in asked]
+        number, end = self._buffer.lacking()
+        return -(-number // len(self.replicas.alive)), [one for one in self.flight.asked(replica) if one < end]
 
     def _rollouts_ended(self, pending: PendingGroup) -> None:
         """Rollouts of this group have ended, all or some."""
         if pending.is_whole:
             self._telemetry.flow.mark("generated", [pending.group_id])
-            self._coming.add(pending.group_id)
+            self._buffer.generated(pending.group_id)
             self._to_score.put_nowait(pending)
 
     # 3. Rewards
@@ -206,7 +205,6 @@ class Controller:
                 batch.append(self._to_score.get_nowait())
                 num_tokens += batch[-1].num_tokens
             groups = await self._score(batch)
-            self._coming.difference_update(group.group_id for group in groups)
             for pending, group in zip(batch, groups, strict=True):
                 self.flight.remove(pending)
                 if not pending.is_trained_on:

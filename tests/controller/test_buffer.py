@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 import pytest
@@ -48,6 +48,8 @@ class Model:
         self.last_step = first_step + num_steps
         self.trained = self.adopted = first_step
         self.generating: dict[int, int] = {}
+        self.coming: set[int] = set()
+        """Of those that are generating here, groups whose scores alone are to come."""
         self.born: dict[int, int] = {}
         self.consumed: list[int] = []
         self.staleness: list[int] = []
@@ -84,7 +86,7 @@ class Model:
         )  # fmt: skip
         assert self.buffer.staleness_limit == limit
         self.left_to_admit += buffer.num_unconsumed
-        self.generating, self.adopted, self.starved = {}, self.trained, False
+        self.generating, self.coming, self.adopted, self.starved = {}, set(), self.trained, False
         self.begun = {}
 
     @property
@@ -99,6 +101,7 @@ class Model:
         """Events that may happen next; the trainer asks again once a group has come in."""
         events = {
             "admit": self.num_admissible > 0,
+            "generate": len(self.coming) < len(self.generating),
             "finish": bool(self.generating),
             "train": not self.starved,
             "adopt": self.adopted < self.trained,
@@ -114,8 +117,19 @@ class Model:
             self.unconsumed.add(group_id)
         self.left_to_admit -= count
 
+    def generate(self, group_id: int) -> None:
+        self.buffer.generated(group_id)
+        self.coming.add(group_id)
+
+    def lacking(self) -> tuple[int, list[int]]:
+        """What the buffer keeps count of is what a look at all groups finds."""
+        found = lacking(self.buffer, self.coming)
+        assert found == looked_at(self.buffer, self.coming)
+        return found
+
     def finish(self, group_id: int) -> None:
         del self.generating[group_id]
+        self.coming.discard(group_id)
         ready, dropped = self.buffer.put(group(group_id), is_flat=self.is_flat(group_id))
         assert all(self.is_flat(dropped_id) for dropped_id in dropped)
         assert self.is_flat(group_id) or group_id in [one.group_id for one in ready]
@@ -151,6 +165,30 @@ class Model:
         self.buffer.release(self.buffer.prompts_per_step)
 
 
+def lacking(buffer: RolloutBuffer, coming: Collection[int]) -> tuple[int, list[int]]:
+    """How many groups the next step lacks, and which surely; those that are `coming` are generated."""
+    number, end = buffer.lacking()
+    missing = [group_id for group_id, found in buffer._waiting.items() if found is None and group_id not in coming]
+    return number, [group_id for group_id in missing if group_id < end]
+
+
+def looked_at(buffer: RolloutBuffer, coming: Collection[int]) -> tuple[int, list[int]]:
+    """The same, by taking step after step of all groups."""
+
+    def is_there(group_id: int) -> bool:
+        return buffer._waiting[group_id] is not None or group_id in coming
+
+    left, P, W = list(buffer._waiting), buffer.prompts_per_step, buffer.window
+    while True:
+        staying = next((group_id for group_id in left if not is_there(group_id)), None)
+        taken = [one for one in left if is_there(one) and (staying is None or one < staying + W)][:P]
+        if len(taken) < P:
+            break
+        left = [group_id for group_id in left if group_id not in taken]
+    surely = [group_id for group_id in left[: max(0, P - W + 1)] if not is_there(group_id)]
+    return max(1, P - sum(map(is_there, left))), surely
+
+
 def in_order(P: int, num_steps: int, first_step: int, max_dropped: int, flat: float) -> tuple[list[int], list[int]]:
     """What a loop consumes and drops that generates one group after the other."""
     is_flat, next_id = Model(P, 0, 1, num_steps, flat=flat).is_flat, first_step * P
@@ -168,6 +206,7 @@ def in_order(P: int, num_steps: int, first_step: int, max_dropped: int, flat: fl
     return consumed, dropped
 
 
+EVENTS = ("admit", "generate", "finish", "train", "adopt")
 SIZES = st.integers(1, 5).flatmap(
     lambda P: st.integers(0, 3).flatmap(
         lambda S: st.tuples(st.just(P), st.just(S), st.integers(1, (S + 1) * P), st.integers(1, 14))
@@ -199,7 +238,7 @@ def test_any_finish_order(
     P, S, W, num_steps = sizes
     model, rng = Model(P, S, W, num_steps, first_step, max_dropped, flat), random.Random(seed)
     # How eager each party is differs between runs: slow generators, slow trainer, slow weight sync.
-    eagerness = {name: rng.choice([0.05, 0.5, 1.0, 20.0]) for name in ("admit", "finish", "train", "adopt")}
+    eagerness = {name: rng.choice([0.05, 0.5, 1.0, 20.0]) for name in EVENTS}
     num_events = 0
     while not model.done:
         if num_events in resumed_at:
@@ -210,6 +249,8 @@ def test_any_finish_order(
         match rng.choices(possible, [eagerness[event] for event in possible])[0]:
             case "admit":
                 model.admit(rng.randint(1, model.num_admissible))
+            case "generate":
+                model.generate(rng.choice([one for one in model.generating if one not in model.coming]))
             case "finish":
                 model.finish(rng.choice(list(model.generating)))
             case "train":
@@ -219,6 +260,7 @@ def test_any_finish_order(
         assert 0 <= model.buffer.num_active <= model.buffer.capacity
         assert model.buffer.num_unconsumed >= model.buffer.num_ready
         assert model.dropped_since_step <= max_dropped
+        model.lacking()
     assert max(model.staleness) <= model.buffer.staleness_limit == (S + -(-(W - 1) // P) if S else 0)
     seen = first_step * P + num_steps * P + len(model.dropped)
     assert sorted(model.consumed + model.dropped) == list(range(first_step * P, seen))
@@ -248,11 +290,11 @@ def test_no_step_is_possible_without_what_it_lacks(
             model.admit(model.num_admissible)
         for group_id in rng.sample(list(model.generating), rng.randint(0, len(model.generating))):
             model.finish(group_id)
-        coming = set(rng.sample(list(model.generating), rng.randint(0, len(model.generating))))
-        number, surely = model.buffer.lacking(coming)
-        assert (
-            number > 0 and not coming & set(surely) and set(surely) <= set(model.generating) | set(model.buffer._flat)
-        )
+        begun = [one for one in model.generating if one not in model.coming]
+        for group_id in rng.sample(begun, rng.randint(0, len(begun))):
+            model.generate(group_id)
+        coming, (number, surely) = set(model.coming), model.lacking()
+        assert number > 0 and set(surely) <= set(begun) - coming | set(model.buffer._flat)
         tried = copy.deepcopy(model.buffer)
         for group_id in coming:
             tried.put(group(group_id))
@@ -265,7 +307,8 @@ def test_no_step_is_possible_without_what_it_lacks(
         for group_id in [one for one in others if one not in left_out][: None if missing else number - 1]:
             tried.put(group(group_id), is_flat=model.is_flat(group_id))
         assert tried.take() is None
-        for group_id in list(model.generating):
+        left = list(model.generating)
+        for group_id in rng.sample(left, rng.randint(min(1, len(left)), len(left))):
             model.finish(group_id)
         while model.train():
             model.adopt()
@@ -341,7 +384,7 @@ class TestWindow:
         assert self.taken(self.ready(2, [0, 2])) == [0, 2], "once 0 is taken, the oldest is 1 and 2 is below 1 + 2"
 
     @pytest.mark.parametrize(
-        ("window", "ids", "coming", "lacking"),
+        ("window", "ids", "coming", "expected"),
         [
             (1, [], [], (2, [0, 1])),
             (1, [0, 3], [], (1, [1])),
@@ -354,15 +397,18 @@ class TestWindow:
             (1, [0, 1, 2], [3], (2, [4, 5])),
         ],
     )  # fmt: skip
-    def test_what_the_next_step_lacks(self, window, ids, coming, lacking) -> None:
-        assert self.ready(window, ids).lacking(coming) == lacking
+    def test_what_the_next_step_lacks(self, window, ids, coming, expected) -> None:
+        buffer = self.ready(window, ids)
+        for group_id in coming:
+            buffer.generated(group_id)
+        assert lacking(buffer, coming) == expected
 
     def test_what_is_flat_may_be_kept_without_others(self) -> None:
         buffer = RolloutBuffer(2, max_staleness=3, window=2, max_dropped=1)
         buffer.admit(8)
         for group_id in (1, 2):
             buffer.put(group(group_id), is_flat=True)
-        assert buffer.lacking(()) == (1, [0])
+        assert lacking(buffer, ()) == (1, [0])
         buffer.put(group(0))
         assert self.taken(buffer) == [0, 2]
 
