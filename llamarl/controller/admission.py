@@ -170,6 +170,7 @@ class Admission:
 
     def consumed(self, groups: Sequence[RolloutGroup], version: int) -> None:
         """The trainer takes these groups at `version`. Raises StalenessViolated."""
+        self.buffer.num_dropped = 0
         self.num_left -= len(groups)
         self._flow.mark("taken", [group.group_id for group in groups])
         for group in groups:

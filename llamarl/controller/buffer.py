@@ -50,7 +50,7 @@ class RolloutBuffer:
         Args:
             max_active: groups, at most; 0: (S + 1) * P.
             resumed: older groups that nobody has consumed yet; they are admitted again, under their numbers, first.
-            num_dropped: groups, by the run that goes on, since its last step was taken.
+            num_dropped: groups, by the run that goes on, since its last step began.
         """
         self.prompts_per_step = prompts_per_step
         self.window = window
@@ -66,7 +66,7 @@ class RolloutBuffer:
         them; and of those that are as good as ready."""
         self._max_dropped = max_dropped
         self.num_dropped = num_dropped
-        """Flat groups that were dropped since the last step was taken."""
+        """Flat groups that were dropped since the last step began, which sets it to 0."""
         self._num_unreleased = 0  # consumed, their version not yet made
         self.num_ready = 0
 
@@ -165,7 +165,6 @@ class RolloutBuffer:
             del self._waiting[group.group_id]
         self._there = [group_id for group_id in self._there if group_id in self._waiting]
         self.num_ready -= len(taken)
-        self.num_dropped = 0
         self._num_unreleased += len(taken)
         return taken
 

@@ -147,6 +147,7 @@ class Model:
         if taken is None:
             self.starved = True
             return False
+        self.buffer.num_dropped = 0
         ids = [item.group_id for item in taken]
         assert len(ids) == self.buffer.prompts_per_step
         assert ids == sorted(ids)
@@ -480,6 +481,8 @@ class TestReplacement:
         assert self.finished(buffer, 0) == ([], [0])
         assert self.finished(buffer, 1) == ([1], [])
         assert buffer.take() is not None
+        assert buffer.num_dropped == 1, "an interruption here gives its groups back, and no new attempts"
+        buffer.num_dropped = 0
         buffer.admit(1)
         assert self.finished(buffer, 2) == ([], [2])
 

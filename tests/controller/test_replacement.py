@@ -17,6 +17,7 @@ from llamarl.executors.replies import ScoredResponse
 from llamarl.types import FinishReason, GenerationRequest, Outcome, RewardResult, Rollout, SamplingParams
 from tests.controller.fakes import Run, config, prompts
 from tests.controller.test_controller import random_durations
+from tests.controller.test_failures import Sleeper
 from tests.executors.ledger import RIGHT, WRONG, Generator, Reward, Trainer
 
 P = 4
@@ -125,6 +126,31 @@ def test_an_interrupted_run_tries_no_more_than_one_that_was_not(tmp_path: Path) 
         run = Run(settings, tmp_path, [random_durations(1)], Reward(lambda one: RIGHT), again).train(state)
         assert [(row["step"], row["group_id"], row["index"]) for row in run.rollouts] == steps
     assert num_in_vain > 2
+
+
+def test_an_interruption_before_a_step_begins_gives_no_new_attempts(tmp_path: Path) -> None:
+    """Generators go to sleep when the step has its groups, which the checkpoint still counts among the unconsumed."""
+    settings = config(
+        tmp_path, steps=3, rollout={"max_attempts": 3, "max_staleness": 0}, cluster={"placement": "colocated"}
+    )
+    reward = Reward(lambda one: RIGHT)
+    whole = Run(settings, tmp_path, [Sleeper()], reward).train()
+    groups = [(row["step"], row["group_id"]) for row in whole.rollouts]
+    for file in tmp_path.glob("*.jsonl"):
+        file.unlink()
+    generator, disk = Sleeper(), Trainer()
+
+    async def interrupt(run: Run) -> None:
+        while generator.num_sleeps < 2:
+            await asyncio.sleep(0.5)
+        run.supervisor.fail(Interrupted("ended by SIGINT"))
+
+    with pytest.raises(Interrupted):
+        Run(settings, tmp_path, [generator], reward, disk).train(strike=interrupt)
+    state = json.loads(disk.saved[-1][1])
+    assert state["num_dropped"] == 4 and len(state["unconsumed"]) == 2 and state["step"] == 1
+    again = Run(settings, tmp_path, [Sleeper()], reward, Trainer(version=1, saved=disk.saved)).train(state)
+    assert [(row["step"], row["group_id"]) for row in again.rollouts] == groups
 
 
 @pytest.mark.parametrize("segment_tokens", [0, 3])
