@@ -51,21 +51,26 @@ class TrainerExecutor(OptimizingExecutor):
         settings, folder = config.trainer, Path(checkpoint_folder)
         timeout_s = config.cluster.start_timeout_s
         super().__init__("trainer", settings, folder, config.checkpoint, rendezvous, timeout_s, mirror=mirror)
-        model, read = self._open_policy(config)
-        self._trainer = Trainer(
-            model,
-            settings,
-            loss=build(settings.loss, "llamarl.algorithms.losses", "trainer.loss"),
-            advantage=build(settings.advantage, "llamarl.algorithms.advantages", "trainer.advantage"),
-            temperature=config.rollout.temperature,
-            shaping=shaping(config),
-            kl_in_loss=penalty(config.reference, "loss"),
-            mesh=self._mesh,
-            device=self._device,
-            read=read,
-        )
-        check_memory(model.shape, config, self._device)
-        self._built(self._trainer)
+        self._resumed: tuple[ControllerState | None, list[str]] = (None, [])
+        with self._mesh.together():
+            model, read = self._open_policy(config)
+            self._trainer = Trainer(
+                model,
+                settings,
+                loss=build(settings.loss, "llamarl.algorithms.losses", "trainer.loss"),
+                advantage=build(settings.advantage, "llamarl.algorithms.advantages", "trainer.advantage"),
+                temperature=config.rollout.temperature,
+                shaping=shaping(config),
+                kl_in_loss=penalty(config.reference, "loss"),
+                mesh=self._mesh,
+                device=self._device,
+                read=read,
+            )
+            check_memory(model.shape, config, self._device)
+            self._built(self._trainer)
+            if resume:
+                beside = [self._store.beside(CRITIC)] if isinstance(self._trainer.advantage, ValueAdvantage) else []
+                self._resumed = self._resume(self._trainer, "controller", beside)
         self._peak_flops = peak_flops(settings, self._device)
         self._weights = self._trainer.sharding.held
         self._background_s = 0.0
@@ -79,10 +84,6 @@ class TrainerExecutor(OptimizingExecutor):
         self._delta, self._sleeps = config.weight_sync.delta, config.generators_sleep
         self._weights_folder = folder.parent / "weights"
         self._probes = Probes(self._trainer, config)
-        self._resumed: tuple[ControllerState | None, list[str]] = (None, [])
-        if resume:
-            beside = [self._store.beside(CRITIC)] if isinstance(self._trainer.advantage, ValueAdvantage) else []
-            self._resumed = self._resume(self._trainer, "controller", beside)
 
     def resumed(self) -> tuple[ControllerState | None, list[str]]:
         """The controller's state in the checkpoint that was resumed (None: fresh), and what was found damaged."""
@@ -102,16 +103,15 @@ class TrainerExecutor(OptimizingExecutor):
         Raises:
             NonFiniteStep: loss, gradient or weights are not finite.
         """
-        self.add_groups(groups)
-        device = self._device
-        taken = self._take(group_ids)
         with self._mesh.together(NonFiniteStep):
+            self.add_groups(groups)
+            taken = self._take(group_ids)
             causes = self._probes.step(taken)
-            start_s = device_seconds(device)
+            start_s = device_seconds(self._device)
             result = replace(self._trainer.step(taken), causes=causes)
             result.metrics["mirror_s"] = self._mirrored(self._trainer)
-            result.metrics["peak_memory_bytes"] = max(self._mesh.exchange(peak_memory_bytes(device)))
-        result.metrics["train_s"] = train_s = device_seconds(device) - start_s
+            result.metrics["peak_memory_bytes"] = max(self._mesh.exchange(peak_memory_bytes(self._device)))
+        result.metrics["train_s"] = train_s = device_seconds(self._device) - start_s
         result.metrics.update(rates(result.metrics, train_s, self._peak_flops * self._mesh.world.size))
         background_s = time.process_time() - time.thread_time()
         result.metrics["trainer_background_s"] = background_s - self._background_s

@@ -6,6 +6,7 @@ Not covered: a rank that hangs, as the time limit of a trainer's collectives is 
 from __future__ import annotations
 
 import asyncio
+import pickle
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +56,8 @@ def group(number: int) -> RolloutGroup:
 
 
 def test_the_failure_of_one_rank_and_of_its_part_of_the_checkpoint(model: Path, tmp_path: Path) -> None:
-    """A step fails at once with the error of the rank that failed; so does the start."""
+    """A step fails at once with the error of the rank that failed; so does the start, where others would wait for it to
+    look for checkpoints."""
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in model.iterdir():
@@ -79,7 +81,7 @@ def test_the_failure_of_one_rank_and_of_its_part_of_the_checkpoint(model: Path, 
 
             async def spawn(path: Path) -> ExecutorHandle:
                 spec = executor_spec(
-                    "trainer", "trainer:TrainerExecutor", 1, 2, config=config(path), resume=False,
+                    "trainer", "trainer:TrainerExecutor", 1, 2, config=config(path), resume=True,
                     checkpoint_folder=str(tmp_path / "checkpoints"), rendezvous=open_rendezvous(2, 240.0),
                 )  # fmt: skip
                 (handle,) = await spawn_all(cluster, [replace(spec, code_paths=(str(ROOT),))], 240.0)
@@ -87,6 +89,7 @@ def test_the_failure_of_one_rank_and_of_its_part_of_the_checkpoint(model: Path, 
 
             with pytest.raises(ConfigError, match=r"broken: `lm_head\.weight` differs from"):
                 await spawn(broken)
+            assert "weight` differs from" in (tmp_path / "logs/trainer.1.log").read_text(), "as it has told the others"
             trainer = await spawn(model)
             await trainer.call("add_groups", [group(0), group(1)], timeout_s=240.0)
             start_s = time.monotonic()
@@ -139,7 +142,13 @@ def test_a_step_is_the_same_whether_its_groups_came_in_parts(
     async def both() -> list[tuple[PolicyStepResult, int]]:
         async with open_cluster(ClusterConfig(kind="monarch"), tmp_path / "logs") as cluster:
             trainers = await spawn_all(cluster, [spec("whole"), spec("dealt")], 240.0)
-            return [await learn(*one) for one in zip(trainers, (1 << 30, 0), strict=True)]
+            found = [await learn(*one) for one in zip(trainers, (1 << 30, 0), strict=True)]
+            await trainers[0]._send("add_groups", pickle.dumps((([group(4)],), {}, False)), 240.0, 0)
+            with pytest.raises(RemoteError, match="KeyError: 4") as failed:
+                await trainers[0].call("step", [4], [], timeout_s=240.0)
+            assert failed.value.rank == 1
+            assert "KeyError: 4" in (tmp_path / "logs/whole.1.log").read_text(), "as it has told the others"
+            return found
 
     (whole, none), (dealt, parts) = asyncio.run(both())
     assert (none, parts) == (0, 3), "each call has one part here"
