@@ -30,6 +30,7 @@ from llamarl.parts.forecast.simulator.faults import Faults
 from llamarl.parts.forecast.simulator.run import simulate
 from llamarl.parts.forecast.simulator.split import choose_split
 from llamarl.parts.forecast.training import step_flops
+from llamarl.training.probe import is_probed
 
 UNLIMITED_BANDWIDTH = 1e18
 """On CPUs reading the weights is not measured apart from the rest of a forward, so it is no part of its own."""
@@ -96,14 +97,13 @@ def measure(run: RecordedRun) -> Costs:
     adopts_s = [_length_s(span) for name in generators for span in _spans(run, name, "weight_sync")]
     if len(trains) < 2 or not publishes or not adopts_s:
         raise ConfigError(f"{run.path / 'trace.json'} shows no training with weight sync; profile a whole run")
-    rollout = run.config.rollout
-    samples = rollout.prompts_per_step * rollout.group_size
-    start_s, end_s = trains[0].start_s, trains[-1].start_s
-    scores = [span for span in _spans(run, "reward", "score") if start_s <= span.start_s < end_s]
+    samples = run.config.rollout.prompts_per_step * run.config.rollout.group_size
+    scores = [span for span in _spans(run, "reward", "score") if trains[0].start_s <= span.start_s < trains[-1].start_s]
     scores_s = np.sort([_length_s(span) for span in scores])
     cut = math.floor(TRIMMED * len(scores_s))
     pause_s = sum(adopts_s) / len(publishes) / len(generators)
     adopt_s = min(pause_s, float(np.median(run.counters["fetch_s"])))
+    num_probed = sum(is_probed(run.config.weight_sync.probe_every_steps, version) for version in range(len(publishes)))
     background_s, call_s = robust_line(run.counters["calls"], _background_s(run))
     score_s = float(scores_s[cut : len(scores_s) - cut].mean()) if len(scores_s) else 0.0
     return Costs(
@@ -116,7 +116,7 @@ def measure(run: RecordedRun) -> Costs:
         train_token_gpu_s=train_token_s,
         publish_s=float(np.median([_length_s(span) for span in publishes])),
         adopt_s=adopt_s,
-        probe_s=pause_s - adopt_s,
+        probe_s=(pause_s - adopt_s) * len(publishes) / max(1, num_probed),
         save_bytes=SAVED_BYTES * find_model(run.config.model.path).num_parameters,
         score_s=score_s * len(scores_s) / ((len(trains) - 1) * samples),
         score_workers=1,  # the seconds of a response are what it adds to a call, workers included

@@ -84,7 +84,7 @@ def write_run(folder: Path, *, steps: int = 30, noise: float = 0.03, outliers: i
                 | {"reward": rewards[row, index], "step": step}
                 for index in range(GROUP)
             ]
-        now_s = _trace(events, known, now_s, train_s)
+        now_s = _trace(events, known, now_s, train_s, is_probed=step == 1 or step % 4 == 0)
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
     (run / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rollouts))
     names = [{"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}} for name, pid in EXECUTORS.items()]
@@ -118,7 +118,9 @@ def _forwards(
     }
 
 
-def _trace(events: list[dict[str, Any]], known: dict[str, float], now_s: float, train_s: float) -> float:
+def _trace(
+    events: list[dict[str, Any]], known: dict[str, float], now_s: float, train_s: float, is_probed: bool
+) -> float:
     """Adds one step's spans; when the next one starts."""
 
     def add(executor: str, name: str, start_s: float, length_s: float) -> float:
@@ -131,5 +133,7 @@ def _trace(events: list[dict[str, Any]], known: dict[str, float], now_s: float, 
     now_s = add("trainer", "train", now_s, train_s)
     now_s = add("trainer", "weight_sync", now_s + known["call_s"], known["publish_s"])
     now_s = add("generator-0", "weight_sync", now_s, 1e-4)
-    now_s = add("generator-0", "weight_sync", now_s, known["adopt_s"] + known["probe_s"] - 1e-4)
+    now_s = add("generator-0", "weight_sync", now_s, known["adopt_s"] - 1e-4)
+    if is_probed:
+        now_s = add("generator-0", "weight_sync", now_s, known["probe_s"])
     return add("generator-0", "generate", now_s, 0.1)
