@@ -165,8 +165,8 @@ class WeightSyncConfig(Section):
     on_mismatch: Literal["stop", "resync"] = "stop"
     """Weights that arrive otherwise than they were sent end the run, or are sent again (and counted)."""
     probe_every_steps: int = Field(default=4, ge=0)
-    """After the first step, and each so many, trainer and generators compute log-probabilities of a few sequences, of
-    1,024 tokens at most; each 16th, if it is one of these, tells the causes of what differs; 0: never."""
+    """After the first step since the trainer began, and each so many, trainer and generators compute log-probabilities
+    of a few sequences, of 1,024 tokens at most; about one step in 16, one of these, tells causes; 0: never."""
     max_mismatch: float = Field(default=0.5, gt=0)
     """Mean absolute difference of these log-probabilities, in nats, from which the run stops: the weights are wrong.
     Rounding gives 0.001 (bfloat16) to 0.1 (8 bits)."""

@@ -46,11 +46,13 @@ class Mismatch:
 
 
 class Probes:
-    """The trainer's. What is probed depends on groups and versions alone, so that all ranks do the same."""
+    """The trainer's. What is probed depends on groups and versions alone, so that all ranks, which begin together, do
+    the same."""
 
     def __init__(self, trainer: Trainer, config: RunConfig) -> None:
         self._trainer = trainer
-        self._every_steps = config.weight_sync.probe_every_steps
+        self._every_steps, self._first = config.weight_sync.probe_every_steps, 0
+        """Steps from a probe to the next, and the first version that was learnt here; 0: none was."""
         self._temperature = config.rollout.temperature
         self._groups: Sequence[RolloutGroup] = ()
         """A few of the last step."""
@@ -70,7 +72,8 @@ class Probes:
 
     def of(self, version: int) -> Probe | None:
         """The probe by the trainer's weights, which are this version; None where it is not to be probed."""
-        if not self._groups or not is_probed(self._every_steps, version):
+        self._first = self._first or (version if self._groups else 0)
+        if not self._groups or not is_probed(self._every_steps, version, self._first):
             return None
         sequences, is_sampled_N = probe_sequences(self._groups)
         return Probe(sequences=sequences, logprobs=self._trainer.score(sequences), is_compared_N=is_sampled_N)

@@ -114,8 +114,7 @@ class TrainerExecutor(OptimizingExecutor):
         result.metrics["train_s"] = train_s = device_seconds(self._device) - start_s
         result.metrics.update(rates(result.metrics, train_s, self._peak_flops * self._mesh.world.size))
         background_s = time.process_time() - time.thread_time()
-        result.metrics["trainer_background_s"] = background_s - self._background_s
-        self._background_s = background_s
+        result.metrics["trainer_background_s"], self._background_s = background_s - self._background_s, background_s
         return result
 
     def outsized(self) -> str:

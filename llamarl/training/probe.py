@@ -24,9 +24,10 @@ those of later steps."""
 _COMPARED = ("token_ids", "behavior_logprobs", "policy_versions", "cutoffs", "fresh_logprobs")
 
 
-def is_probed(every_steps: int, version: int) -> bool:
-    """Whether trainer and generators are compared as this version is adopted: wrong weights show at the first one."""
-    return every_steps > 0 and version > 0 and (version == 1 or version % every_steps == 0)
+def is_probed(every_steps: int, version: int, first: int = 1) -> bool:
+    """Whether trainer and generators are compared as this version is adopted: wrong weights show at the `first` one
+    that the trainer's processes have made."""
+    return every_steps > 0 and version > 0 and (version == first or version % every_steps == 0)
 
 
 def is_rescored(config: RunConfig, group_id: int) -> bool:

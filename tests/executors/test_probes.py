@@ -45,23 +45,26 @@ def group(is_asked: bool, cutoff: float = -np.inf, routes: bool = False) -> Roll
 
 
 def probed(
-    every: int = 1, dtype: str = "float32", cutoff: float = -np.inf, routes: bool = False
+    every: int = 1, dtype: str = "float32", cutoff: float = -np.inf, routes: bool = False, first: int = 1
 ) -> tuple[dict[int, Probe], dict[int, CauseScores], int]:
-    """Of ten steps, of which the fourth has groups that tell causes: by version, and how often the trainer scored."""
+    """Of the steps to the tenth, of which the fourth has groups that tell causes: by version, and how often the trainer
+    scored."""
     config = RunConfig.model_validate({
         "model": {"path": "nowhere"}, "data": {"train": "jsonl"}, "trainer": {"dtype": dtype},
         "weight_sync": {"probe_every_steps": every},
     })  # fmt: skip
     trainer = Trainer(config.trainer)
     probes = Probes(trainer, config)  # type: ignore[arg-type]
-    assert probes.of(0) is None, "nothing was learnt from yet"
+    assert probes.of(first - 1) is None, "nothing was learnt from yet"
     found, causes = dict[int, Probe](), dict[int, CauseScores]()
-    for version in range(1, 11):
+    for version in range(first, 11):
         if said := probes.step([group(version == 4, cutoff, routes)]):
             causes[version] = said
         trainer.version = version
         if probe := probes.of(version):
             found[version] = probe
+            assert probes.of(version) is not None, "another transport has it published again"
+            trainer.calls -= 1
     return found, causes, trainer.calls
 
 
@@ -72,6 +75,12 @@ def test_each_so_many_versions_are_probed(every: int) -> None:
     for version, probe in found.items():
         assert {*np.concatenate(probe.logprobs)} == {version}
         assert probe.is_compared_N.tolist() == [False] * 4 + [True, True, False, True, True]
+
+
+def test_the_first_version_of_a_run_that_goes_on_is_probed() -> None:
+    """Generators are new, too. It stays the first one where it is published again."""
+    found, _, _ = probed(4, first=7)
+    assert sorted(found) == [7, 8]
 
 
 def test_versions_that_are_not_probed_cost_nothing() -> None:
