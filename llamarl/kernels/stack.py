@@ -80,7 +80,6 @@ class LayerStack:
         width, inner = layers[0].down.shape
         self._sizes = _Sizes(len(layers), width, num_heads, num_kv_heads, head_dim, rotary_dim, inner)
         heads, others = num_heads * head_dim, 2 * num_kv_heads * head_dim
-        self._width, self._rotary_dim = width, rotary_dim
         self._row_floats = width + heads + others + heads + 3 * inner
         for layer in layers:
             shapes = tuple(one.shape for one in layer.linears())
@@ -103,21 +102,22 @@ class LayerStack:
             attend: of this step.
         """
         cos_N_1_R, sin_N_1_R = rotation
-        num_rows = len(x_N_D)
-        assert x_N_D.shape == (num_rows, self._width)
+        num_rows, sizes, shape = len(x_N_D), self._sizes, keys_L_C_J_K_S.shape
+        assert x_N_D.shape == (num_rows, sizes.width)
         assert x_N_D.is_contiguous()
         for one in (x_N_D, cos_N_1_R, sin_N_1_R):
             assert one.dtype == torch.float32
             assert len(one) == num_rows
-        assert cos_N_1_R.shape[-1] == sin_N_1_R.shape[-1] == self._rotary_dim
+        assert cos_N_1_R.shape[-1] == sin_N_1_R.shape[-1] == sizes.rotary_dim
         assert cos_N_1_R.stride() == sin_N_1_R.stride()
         assert cos_N_1_R.stride(2) == 1
         for linear in self._linears:
             linear.renew()
         room = torch.empty(num_rows * self._row_floats)
+        assert (shape[0], *shape[2:4]) == (sizes.num_layers, sizes.num_kv_heads, sizes.head_dim)
         step = attend.step(num_rows, keys_L_C_J_K_S, values_L_C_J_S_K)
         self._run(
-            ctypes.addressof(self._sizes), ctypes.addressof(self._kernels), ctypes.addressof(self._matrices),
+            ctypes.addressof(sizes), ctypes.addressof(self._kernels), ctypes.addressof(self._matrices),
             ctypes.addressof(step), self._eps, cos_N_1_R.data_ptr(), sin_N_1_R.data_ptr(), cos_N_1_R.stride(0),
             x_N_D.data_ptr(), num_rows, room.data_ptr(),
         )  # fmt: skip

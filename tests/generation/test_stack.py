@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from llamarl.generation.attention import KernelAttention
+from llamarl.generation.kv_cache import KVCache
 from llamarl.generation.model import GeneratorModel
+from llamarl.generation.rows import Rows
 from llamarl.kernels import linear, stack
 from llamarl.kernels.stack import LayerStack
 from llamarl.types import GenerationRequest, SamplingParams
@@ -124,3 +127,16 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     swapped = [replace(dense[0], o=dense[0].down)]  # type: ignore[type-var]
     with pytest.raises(AssertionError):
         LayerStack(swapped, **sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [{"num_layers": 3}, {"num_kv_heads": 4}, {"head_dim": 32}])
+def test_a_cache_of_another_model_is_refused(wrong: dict[str, int]) -> None:
+    """C++ would write beside it, or read what is of other tokens."""
+    generator = loaded(trainer(SHAPE), "float32")
+    if generator._network.stack is None:
+        pytest.skip(stack.kernel().reason)
+    sizes: dict[str, Any] = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16} | wrong
+    cache = KVCache(**sizes, num_blocks=2, dtype=torch.float32, device=torch.device("cpu"))
+    attend = KernelAttention(cache, Rows(1, 1), [], np.zeros(0, np.int64), np.zeros(0, np.int64))
+    with pytest.raises(AssertionError):
+        generator(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), attend)
