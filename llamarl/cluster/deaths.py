@@ -1,4 +1,4 @@
-"""Deaths of processes: how they ended, and how to end them."""
+"""Deaths of processes: how they ended."""
 
 from __future__ import annotations
 
@@ -7,16 +7,9 @@ import os
 import re
 import signal
 import struct
-from contextlib import suppress
 
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3
 """Request and flag of linux/pidfd.h."""
-
-
-def kill_group(pid: int) -> None:
-    """Ends a process that leads a group, if it still runs, and what it has started and left behind."""
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def cause_of(report: str) -> str:

@@ -21,9 +21,10 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from llamarl.child import kill_group
 from llamarl.cluster import start_up
 from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle, ExecutorSpec, MeshFailed, Tell
-from llamarl.cluster.deaths import cause_of, cause_of_reaped, kill_group, killed_by, rank_of
+from llamarl.cluster.deaths import cause_of, cause_of_reaped, killed_by, rank_of
 from llamarl.cluster.engine_files import quiet_stderr
 from llamarl.cluster.engine_ports import bound_strangers
 from llamarl.cluster.handle import CAUSE_S, BaseHandle, stop_all

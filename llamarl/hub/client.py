@@ -1,6 +1,6 @@
 """The process that talks to the Hub: the only one that imports its client, and one that can be killed at any moment.
 
-Orders and answers are lines of JSON, on its standard input and output; it ends when its input does. Orders:
+Orders and answers are lines of JSON, on the socket that is its standard input; it ends when that does. Orders:
 `list`, answered by `listed`, `get` by `got`, and `push` by `pushed`; each may be answered by `failed`, with a sentence,
 and answers are preceded by any number of `waits`.
 """
@@ -334,7 +334,7 @@ def obey(order: dict[str, Any]) -> None:
 
 def main() -> None:
     """Obeys orders until its input ends, which ends it at once, whatever it is at."""
-    sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    sys.stdout = os.fdopen(os.dup(0), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever native code prints
     logging.set_verbosity_error()
     disable_progress_bars()

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import selectors
-import subprocess
-import sys
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import IO, Any, Self
+from typing import Any, Self
 
+from llamarl.child import Child
 from llamarl.config.errors import ConfigError
 from llamarl.hub.names import HubName, Kind
 from llamarl.hub.progress import Progress
 
-COMMAND = (sys.executable, "-m", "llamarl.hub.client")
+COMMAND = ("-m", "llamarl.hub.client")
 STALL_S = 1800.0
 """Without a byte or a word from the client, which writes 10 MiB at a time, and itself gives up much earlier."""
 _LOOK_S = 0.25
@@ -30,19 +28,14 @@ class Client:
     """Starts for the first question; as a context manager it ends in the middle of whatever it does."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *failure: object) -> None:
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            for pipe in (self._process.stdin, self._process.stdout):
-                assert pipe is not None
-                with suppress(BrokenPipeError):
-                    pipe.close()
+            self._process.end()
 
     def ask(
         self,
@@ -63,15 +56,14 @@ class Client:
         Raises:
             ConfigError: cause and fix; NotAnswered where the cache may have an answer.
         """
-        process = self._process = self._process or _started()
-        assert process.stdin is not None
-        assert process.stdout is not None
+        process = self._process = self._process or Child(*COMMAND)
         order |= {"repo": name.repo, "revision": name.revision, "kind": kind}
-        with suppress(BrokenPipeError):  # it has ended, as is seen below
-            process.stdin.write(json.dumps(order).encode() + b"\n")
-            process.stdin.flush()
-        last_s, had, stall_s = time.monotonic(), -1, stall_s or STALL_S
-        for line in _lines(process.stdout):
+        stall_s = stall_s or STALL_S
+        process.stream.settimeout(stall_s)
+        with suppress(ConnectionError, TimeoutError):  # it has ended, or does not listen, as is seen below
+            process.stream.sendall(json.dumps(order).encode() + b"\n")
+        last_s, had = time.monotonic(), -1
+        for line in _lines(process.stream):
             if done is not None and (has := done()) != had:
                 progress.at(has)
                 last_s, had = time.monotonic(), has
@@ -91,27 +83,17 @@ class Client:
         )
 
 
-def _started() -> subprocess.Popen[bytes]:
-    """A group of its own: Ctrl-C is for this process, which ends that one."""
-    return subprocess.Popen(
-        COMMAND,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        process_group=0,
-    )
-
-
-def _lines(pipe: IO[bytes]) -> Iterator[bytes | None]:
-    """Lines as they come, and None whenever a moment went by; ends with the pipe."""
+def _lines(stream: socket.socket) -> Iterator[bytes | None]:
+    """Lines as they come, and None whenever a moment went by; ends with the stream."""
     rest = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(pipe, selectors.EVENT_READ)
+    stream.settimeout(_LOOK_S)
+    with suppress(ConnectionResetError):  # the other end has not read all that was sent
         while True:
-            if not selector.select(_LOOK_S):
+            try:
+                piece = stream.recv(1 << 16)
+            except TimeoutError:
                 yield None
                 continue
-            piece = os.read(pipe.fileno(), 1 << 16)
             if not piece:
                 return
             *whole, rest = (rest + piece).split(b"\n")

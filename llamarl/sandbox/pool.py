@@ -12,7 +12,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from llamarl.child import Child, code_path
 from llamarl.config import ConfigError
 from llamarl.sandbox.pool_server import READY, FailureKind, Limits
 
@@ -79,8 +79,7 @@ class WorkerPool:
         self._keeps_environment = keeps_environment
         self._options = {"function": function, "warm_up": list(warm_up), "limits": asdict(limits)}
         self._lock = threading.Lock()
-        self._server: subprocess.Popen[bytes] | None = None
-        self._control = socket.socket()
+        self._server: Child | None = None
         self._closed = False
 
     def map(self, items: Sequence[Any], batch_s: float) -> list[Any]:
@@ -98,12 +97,11 @@ class WorkerPool:
             for order in _ORDERS:
                 if len(results) == len(items):
                     break
-                if not self._server:
-                    before = time.monotonic()
-                    self._start()
-                    deadline += time.monotonic() - before
+                before = time.monotonic()
+                control = self._started().stream
+                deadline += time.monotonic() - before
                 with suppress(OSError, ValueError):  # the server has died, is held up, or what a worker sent is no JSON
-                    self._ask(items, results, deadline - time.monotonic(), order)
+                    self._ask(control, items, results, deadline - time.monotonic(), order)
                     break
                 self._stop()
                 if self._closed:
@@ -111,15 +109,17 @@ class WorkerPool:
                     break
         return [results.get(index, failure) for index in range(len(items))]
 
-    def _ask(self, items: Sequence[Any], results: dict[int, Any], batch_s: float, order: int) -> None:
+    def _ask(
+        self, control: socket.socket, items: Sequence[Any], results: dict[int, Any], batch_s: float, order: int
+    ) -> None:
         """Fills in the results that are missing, as they come. Raises OSError, ValueError."""
         if self._closed:  # during the start
             raise ConnectionError
         missing = [index for index in range(len(items)) if index not in results][::order]
         batch = {"items": [items[index] for index in missing], "batch_s": batch_s}
-        self._control.settimeout(max(batch_s, 0.0) + _STOP_TIMEOUT_S)
-        self._control.sendall(json.dumps(batch).encode() + b"\n")
-        with self._control.makefile("rb") as answers:
+        control.settimeout(max(batch_s, 0.0) + _STOP_TIMEOUT_S)
+        control.sendall(json.dumps(batch).encode() + b"\n")
+        with control.makefile("rb") as answers:
             for _ in missing:
                 line = answers.readline()
                 if not line:
@@ -131,42 +131,32 @@ class WorkerPool:
     def close(self) -> None:
         """Ends server and workers. May be called twice, and while another thread is in `map`."""
         self._closed = True
-        with suppress(OSError):  # never connected, or no longer
-            self._control.shutdown(socket.SHUT_RDWR)
+        if server := self._server:
+            with suppress(OSError):  # no longer connected
+                server.stream.shutdown(socket.SHUT_RDWR)
         with self._lock:
             self._stop()
 
-    def _start(self) -> None:
-        self._control, theirs = socket.socketpair()
-        self._control.settimeout(_START_TIMEOUT_S)
-        path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+    def _started(self) -> Child:
+        if self._server:
+            return self._server
         # Little is inherited: graders need no secrets. With a fixed hash seed, verdicts that hang on set order repeat.
         kept = ("",) if self._keeps_environment else _KEPT_ENVIRONMENT
         environment = {name: value for name, value in os.environ.items() if name.startswith(kept)}
-        environment |= {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        environment |= {"PYTHONPATH": code_path(), "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         options = json.dumps(self._options | {"parent": os.getpid()})
-        with theirs:
-            self._server = subprocess.Popen(
-                [sys.executable, "-m", "llamarl.sandbox.pool_server", str(theirs.fileno()), options],
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for this process, which then closes the pool
-            )
+        module = "llamarl.sandbox.pool_server"
+        server = self._server = Child("-m", module, options, env=environment, stdout=subprocess.DEVNULL)
+        server.stream.settimeout(_START_TIMEOUT_S)
+        said = b""
         with suppress(OSError):
-            if self._control.recv(len(READY)) == READY:
-                return
-        self._stop()
-        if not self._closed:
+            said = b"" if self._closed else server.stream.recv(len(READY))  # `close` may have come before the stream
+        if said != READY and not self._closed:
+            self._stop()
             raise RuntimeError(f"the fork server of {self._options['function']} did not start")
+        return server
 
     def _stop(self) -> None:
-        self._control.close()
         if self._server is not None:
-            try:
-                self._server.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self._server.kill()
-                self._server.wait(_STOP_TIMEOUT_S)
+            self._server.end(_STOP_TIMEOUT_S)
             self._server = None

@@ -1,7 +1,7 @@
 """The process behind a `WorkerPool`: loads the function once, forks workers and hands out the items of a batch.
 
 It never runs an item itself, so it always answers, and it is single-threaded, so forking it is safe. Standard library
-only: what is imported here, every worker carries.
+only, and what starts it: what is imported here, every worker carries.
 
     pool -> server    one line of JSON per batch: {"items": [...], "batch_s": seconds}
     server -> pool    READY, then per item, in any order: [index, null, value] or [index, a FailureKind, why]
@@ -33,6 +33,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from llamarl.child import stream_to_parent
 
 READY = b"ready\n"
 _MAX_ATTEMPTS = 2
@@ -96,8 +98,8 @@ class _Batch:
 
 
 def main() -> None:
-    """Arguments: file descriptor of the pool's stream and a JSON object with function, warm_up, limits, parent."""
-    options = json.loads(sys.argv[2])
+    """Standard input: the pool's stream. Argument: a JSON object with function, warm_up, limits, parent."""
+    control, options = stream_to_parent(), json.loads(sys.argv[1])
     # A blocked SIGXCPU would be inherited from the thread that started this process.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
@@ -108,7 +110,6 @@ def main() -> None:
         function(item)
     gc.collect()
     gc.freeze()
-    control = socket.socket(fileno=int(sys.argv[1]))
     _Server(control, function, Limits(**options["limits"]), options["parent"]).serve()
 
 

@@ -12,6 +12,7 @@ from tests.architecture.repository import PACKAGE, ROOT, imports, module_of, nam
 
 TORCH_FREE = (
     "types",
+    "child",
     "config",
     "observability",
     "rewards",

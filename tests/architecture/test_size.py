@@ -12,9 +12,9 @@ from tests.architecture.repository import PACKAGE, functions, name_of, python_fi
 FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 KERNEL_LINES = 1_820
 BUDGETS = {
-    "top": 383,  # goal: 250
+    "top": 416,  # goal: 250
     "config": 1_374,  # goal: 820
-    "hub": 700,  # goal: 650
+    "hub": 684,  # goal: 650
     "net": 151,  # goal: 70
     "kernels": 2_210,  # goal: 1,200
     "distributed": 725,  # goal: 600
@@ -27,8 +27,8 @@ BUDGETS = {
     "rewards": 854,  # goal: 690
     "data": 1_260,  # goal: 630
     "observability": 1_190,  # goal: 1,050
-    "sandbox": 340,  # goal: 300
-    "cluster": 1_341,  # goal: 1,080
+    "sandbox": 330,  # goal: 300
+    "cluster": 1_338,  # goal: 1,080
     "generation": 2_171,  # goal: 1,830
     "training": 2_154,  # goal: 1,550
     "executors": 1_088,  # goal: 920
@@ -37,10 +37,10 @@ BUDGETS = {
     "cli": 800,  # goal: 600
     "parts/forecast": 4_157,  # goal: 2,900
     "parts/page": 1_715,  # goal: 1,450
-    "parts/episodes": 2_690,  # goal: 2,150
-    "parts/hosts": 1_935,  # goal: 1,350
+    "parts/episodes": 2_674,  # goal: 2,150
+    "parts/hosts": 1_936,  # goal: 1,350
     "parts/replay": 883,  # goal: 720
-    "parts/vllm": 620,  # goal: 600
+    "parts/vllm": 612,  # goal: 600
     "parts/sft": 670,  # goal: 480
 }
 """Code lines of each room of the core, of the files at the top, and of each part. Over one: cut, or move, or raise that

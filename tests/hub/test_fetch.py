@@ -41,7 +41,7 @@ HASTY = (
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses between attempts, those of the Hub's client included, are a fiftieth."""
-    monkeypatch.setattr(asking, "COMMAND", (sys.executable, "-c", HASTY))
+    monkeypatch.setattr(asking, "COMMAND", ("-c", HASTY))
 
 
 @pytest.fixture
@@ -362,7 +362,7 @@ def test_what_the_storage_of_pieces_raises(hub: HubServer, model: str, monkeypat
     """It knows no errors but RuntimeErrors; this server has no such storage, so one is raised in its place."""
     raises = "def get(*_, **__): raise RuntimeError('data processing: reset by peer')\nclient.hf_hub_download = get"
     code = f"import time; time.sleep = lambda s: None\nfrom llamarl.hub import client\n{raises}\nclient.main()"
-    monkeypatch.setattr(asking, "COMMAND", (sys.executable, "-c", code))
+    monkeypatch.setattr(asking, "COMMAND", ("-c", code))
     said = refusal()
     assert "broke as its files came, three times (RuntimeError: data processing: reset by peer)" in said
 
@@ -396,9 +396,11 @@ def test_nobody_but_the_client_s_process_imports_it() -> None:
 
 
 def test_a_client_that_dies_is_no_endless_wait(hub: HubServer, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "COMMAND", (sys.executable, "-c", "import sys; sys.stdin.readline(); sys.exit(7)"))
+    monkeypatch.setattr(asking, "COMMAND", ("-c", "import sys; sys.stdin.readline(); sys.exit(7)"))
     assert "the Hub's client ended with exit code 7, and says why above" in refusal()
-    monkeypatch.setattr(asking, "COMMAND", (sys.executable, "-c", "import time; time.sleep(100)"))
+    monkeypatch.setattr(asking, "COMMAND", ("-c", "import sys; sys.exit(8)"))
+    assert "the Hub's client ended with exit code 8" in refusal(), "with the order unread"
+    monkeypatch.setattr(asking, "COMMAND", ("-c", "import time; time.sleep(100)"))
     monkeypatch.setattr(asking, "STALL_S", 0.5)
     assert "has sent nothing for" in refusal()
 

@@ -80,6 +80,7 @@ _VERBS: dict[str, Callable[[Any], Any]] = {
     "start others": _start_others,
     "closed": lambda _: os.closerange(3, 256) or _spin(0),
     "environment": lambda _: dict(os.environ),
+    "input": lambda _: _link("0"),
 }
 
 FUNCTION = "tests.sandbox.test_pool:act"
@@ -319,6 +320,10 @@ def test_what_a_worker_has_started_ends_with_it(tmp_path: Path, end: str) -> Non
 def test_a_worker_that_says_what_is_no_json_fails_its_batch_only(pool: WorkerPool) -> None:
     assert kinds(pool.map([["babble", 0]], 240)) == [FailureKind.DIED]
     assert pool.map([["echo", 1]], 240) == [1]
+
+
+def test_a_worker_has_no_hand_on_the_stream_of_its_pool(pool: WorkerPool) -> None:
+    assert pool.map([["input", 0]], 240) == [os.devnull]
 
 
 def test_two_threads_share_a_pool(pool: WorkerPool) -> None:

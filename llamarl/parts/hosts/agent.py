@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.checkpoint.keeper import MirrorKeeper
-from llamarl.cluster.deaths import cause_of_reaped, kill_group, killed_by
+from llamarl.child import kill_group
+from llamarl.cluster.deaths import cause_of_reaped, killed_by
 from llamarl.cluster.engine_files import MEMORY, log_env, mirror_folder
 from llamarl.cluster.start_up import LIFELINE
 from llamarl.config.errors import ConfigError

@@ -6,10 +6,8 @@ import http.client
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import llamarl
+from llamarl.child import Child
 from llamarl.config import ConfigError
 from llamarl.config.device import PLACED, named_devices
 from llamarl.models.folder import load_shape
@@ -90,10 +89,9 @@ class VllmServer:
         self.log_path = Path(settings.log_path or self._scratch / "log")
         command = list(command) or _command(Path(model_path), settings)
         with self.log_path.open("wb") as log:
-            self._keeper = subprocess.Popen(
-                [sys.executable, "-I", vllm_plugin.__file__, str(self._scratch), *command, "--uds", self._socket],
-                stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
-                env=_environment(self._scratch, settings) | visible,
+            self._keeper = Child(
+                *("-I", vllm_plugin.__file__, str(self._scratch), *command, "--uds", self._socket),
+                stdout=log, stderr=log, env=_environment(self._scratch, settings) | visible,
             )  # fmt: skip
         try:
             self._wait_until_healthy(settings.start_timeout_s)
@@ -172,13 +170,7 @@ class VllmServer:
 
     def close(self) -> None:
         """Stops the server and everything it started."""
-        assert self._keeper.stdin is not None
-        self._keeper.stdin.close()
-        try:
-            self._keeper.wait(vllm_plugin.GRACE_S + 5)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._keeper.pid, signal.SIGKILL)
-            self._keeper.wait()
+        self._keeper.end(vllm_plugin.GRACE_S + 5)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from numbers import Real
 from typing import Any
 
+from llamarl.child import stream_to_parent
 from llamarl.config import ConfigError
 from llamarl.config.ref import find
 from llamarl.parts.episodes.environments._base import Task
@@ -70,10 +71,10 @@ async def _serve(agent: Agent, stream: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    descriptor, memory_bytes, parent, name = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    memory_bytes, parent, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(1)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    asyncio.run(_serve(find_agent(name), socket.socket(fileno=descriptor)))
+    asyncio.run(_serve(find_agent(name), stream_to_parent()))

@@ -5,19 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
-import subprocess
-import sys
 from contextlib import suppress
 from itertools import count
 from typing import Any
 
-from llamarl.cluster.deaths import kill_group
+from llamarl.child import Child
 from llamarl.config.roles import AgentConfig
 
 GRACE_S = 10.0
 """Seconds that an agent past its deadline has before its process is killed."""
-STOP_S = 5.0
 MAX_LINE_BYTES = 1 << 28
 
 
@@ -50,7 +46,8 @@ class _AgentProcess:
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
         self._starting = asyncio.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
+        self._writer: asyncio.StreamWriter | None = None
         self.waiting = dict[int, asyncio.Future[dict[str, Any]]]()
         self._numbers = count()
 
@@ -62,6 +59,7 @@ class _AgentProcess:
                 async with self._starting:
                     if self._process is None:
                         await self._start()
+                assert self._writer is not None
                 self._writer.write(json.dumps(item | {"number": number}).encode() + b"\n")
                 return await answer
         except TimeoutError:
@@ -71,21 +69,12 @@ class _AgentProcess:
             del self.waiting[number]
 
     async def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-        arguments = (str(theirs.fileno()), str(self._config.memory_bytes), str(os.getpid()), self._config.name)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "llamarl.parts.episodes.gateway._worker", *arguments],
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": path},
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # what an agent starts ends with it
-            )
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)
-        self._reading = asyncio.create_task(self._read(reader, self._process))
+        arguments = str(self._config.memory_bytes), str(os.getpid()), self._config.name
+        process = self._process = Child("-m", "llamarl.parts.episodes.gateway._worker", *arguments)
+        reader, self._writer = await asyncio.open_connection(sock=process.stream, limit=MAX_LINE_BYTES)
+        self._reading = asyncio.create_task(self._read(reader, process))
 
-    async def _read(self, reader: asyncio.StreamReader, process: subprocess.Popen[bytes]) -> None:
+    async def _read(self, reader: asyncio.StreamReader, process: Child) -> None:
         with suppress(OSError):
             while line := await reader.readline():
                 said = json.loads(line)
@@ -99,9 +88,9 @@ class _AgentProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        kill_group(process.pid)
-        process.wait(STOP_S)
-        self._writer.close()
+        if self._writer is not None:  # else the connection was given up while it was opened
+            self._writer.transport.abort()
+        process.end()
         for answer in self.waiting.values():
             if not answer.done():
                 answer.set_exception(EOFError(f"its worker died with code {process.returncode}"))

@@ -13,12 +13,12 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from llamarl.child import Child
 from llamarl.config import ConfigError
 from llamarl.parts.episodes.sandbox import seccomp
 from llamarl.parts.episodes.sandbox.judge_server import READY
@@ -124,7 +124,7 @@ def judge(item: dict[str, Any]) -> list[Any]:
     server is lost: the pool then tries once more."""
     limits, wall_s = item["limits"], item["wall_s"]
     try:
-        server = _server()
+        server = _server().stream
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(server, [json.dumps(limits).encode()], [theirs.fileno()])
@@ -171,20 +171,15 @@ def _ask(stream: socket.socket, job: bytes, deadline: float) -> tuple[bytes, boo
 
 
 @functools.cache
-def _server() -> socket.socket:
+def _server() -> Child:
     """The worker's fork server: a program of its own, so that no job, path or variable of ours is in its memory."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.settimeout(_START_S)
     kept = {name: value for name, value in os.environ.items() if name in ("PYTHONPATH", "LD_LIBRARY_PATH")}
-    with theirs:
-        subprocess.Popen(
-            [sys.executable, "-P", "-s", "-m", "llamarl.parts.episodes.sandbox.judge_server"],
-            stdin=theirs.fileno(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            env={**kept, "PYTHONHASHSEED": "0"},
-        )
-    if ours.recv(len(READY)) != READY:
+    server = Child(
+        *("-P", "-s", "-m", "llamarl.parts.episodes.sandbox.judge_server"),
+        env={**kept, "PYTHONHASHSEED": "0"}, kind=socket.SOCK_SEQPACKET,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/",
+    )  # fmt: skip
+    server.stream.settimeout(_START_S)
+    if server.stream.recv(len(READY)) != READY:
         raise ConnectionError("the fork server of the judge did not start")
-    return ours
+    return server
