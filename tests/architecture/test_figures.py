@@ -202,6 +202,15 @@ FIGURES = (
         "docs/staleness.md", "are {} points from the synchronous mode with the default, {} to {}", LEARNING,
         of_pairs(4, " beta1 0")[:3],
     ),
+    Figure(
+        "docs/staleness.md", "ends at {} points, {} to {} in {} pairs", LEARNING,
+        (
+            ("gap_points/calculator S=1", ".1f"),
+            *((lambda data, end=end: data["interval"]["calculator S=1"][end], ".1f") for end in (0, 1)),
+            ("seeds/calculator S=1", ".0f"),
+        ),
+    ),
+    Figure("docs/measures.md", "the calculator {} at 1", LEARNING, (("gap_points/calculator S=1", ".1f"),)),
     Figure("docs/staleness.md", "staleness 1 it is {} points, {} to {} in {} pairs", LEARNING, of_pairs(1, " int8")),
     Figure("docs/staleness.md", "segments of 16 tokens {}, {} to {} in {} pairs", LEARNING, of_pairs(1, " segments")),
     Figure(
