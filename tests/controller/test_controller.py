@@ -37,6 +37,22 @@ def test_no_rollout_is_older_than_the_bound(tmp_path: Path, staleness: int, wind
     assert not run.complaints
 
 
+@pytest.mark.parametrize(
+    ("staleness", "window", "max_active"), [(1, 1, 0), (1, 4, 0), (2, 5, 0), (1, 2, 11), (1, 4, 9), (2, 2, 15)]
+)
+def test_a_slow_group_becomes_as_old_as_the_bound_allows(
+    tmp_path: Path, staleness: int, window: int, max_active: int
+) -> None:
+    """The last of those that are admitted at once: all others and what the window lets by are trained on before it."""
+    slow = (max_active or (staleness + 1) * 4) - 1
+    generators = [Generator(duration_s=lambda group_id, _: 100.0 if group_id == slow else 0.1) for _ in range(2)]
+    rollout = {"prompts_per_step": 4, "max_staleness": staleness, "window": window, "max_active": max_active}
+    run = Run(config(tmp_path, steps=9, rollout=rollout), tmp_path, generators).train()
+    (age,) = {row["staleness"] for row in run.rollouts if row["group_id"] == slow}
+    assert age == max(row["staleness"] for row in run.rollouts) == run.steps[0]["staleness_limit"]
+    assert not run.complaints
+
+
 @pytest.mark.parametrize("window", [1, 4])
 def test_every_admitted_prompt_is_trained_once(tmp_path: Path, window: int) -> None:
     run = Run(config(tmp_path, steps=20, rollout={"window": window}), tmp_path, [random_durations(0)], num_train=40)
