@@ -60,3 +60,11 @@ def test_so_many_are_admitted_at_once(tmp_path: Path, max_active: int, expected:
     admission = Admission(settings, problems, None, Flow(lambda: 0.0))
     assert [request.from_version for request, _ in admission.admit()] == [0] * expected
     assert not admission.admit()
+
+
+def test_requests_carry_the_oldest_version_that_keeps_the_bound(tmp_path: Path) -> None:
+    """The first of those that come when nobody is active are trained on before the others."""
+    problems = Problems(train=prompts(9), eval=(), stop_token_ids=(2,))
+    admission = Admission(config(tmp_path, rollout={"max_staleness": 3}), problems, None, Flow(lambda: 0.0))
+    admission.made(9, 0)
+    assert [request.from_version for request, _ in admission.admit()] == [6, 6, 7, 7, 8, 8, 9, 9]

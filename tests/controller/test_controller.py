@@ -6,12 +6,16 @@ import asyncio
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llamarl.controller.admission import TooManyInvalid
+from llamarl.controller.journal import Journal
+from llamarl.controller.steps import REQUESTS_FIRST_S
 from llamarl.controller.supervision import Stalled
 from llamarl.data.sampler import PromptSampler
 from llamarl.types import RewardResult, Rollout
@@ -75,6 +79,41 @@ def test_zero_staleness_takes_turns(tmp_path: Path) -> None:
         if number + 1 < len(turns):
             assert min(begin for begin, _ in turns[number + 1]) >= adopted_s
     assert {row["staleness"] for row in run.rollouts} == {0}
+
+
+def test_a_step_is_recorded_after_its_requests_and_before_its_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing takes longer than generators need to begin; and what is newer than the last step on record is void."""
+    recorded_s, step, rollouts = list[float](), Journal.step, Journal.rollouts
+
+    def recording(self: Journal, *arguments: Any) -> None:
+        recorded_s.append(asyncio.get_running_loop().time())
+        step(self, *arguments)
+
+    def receiving(self: Journal, given: Sequence[tuple[int, Rollout]]) -> None:
+        assert all(one.policy_versions_T.max() <= self.version for _, one in given)
+        rollouts(self, given)
+
+    monkeypatch.setattr(Journal, "step", recording)
+    monkeypatch.setattr(Journal, "rollouts", receiving)
+    for later_s in (REQUESTS_FIRST_S, 1e6):
+        monkeypatch.setattr("llamarl.controller.controller.REQUESTS_FIRST_S", later_s)
+        run = Run(config(tmp_path, rollout={"max_staleness": 0}), tmp_path, [random_durations(1)]).train()
+        asked_s = [one.begin_s for one in run.generators[0].calls("submit")]
+        for (_, end_s), at_s in zip(run.trainer.spans[:-1], recorded_s, strict=False):
+            assert any(end_s <= begin_s < at_s for begin_s in asked_s)
+        assert len(recorded_s) == 6
+        recorded_s.clear()
+
+
+def test_generators_are_told_what_a_step_lacks(tmp_path: Path) -> None:
+    """So that they answer once for all of it, and not for each."""
+    wanted = config(tmp_path, rollout={"prompts_per_step": 4, "max_staleness": 0})
+    run = Run(wanted, tmp_path, [random_durations(seed) for seed in range(2)]).train()
+    asked = [one.calls("collect")[0].args for one in run.generators]
+    assert [number for number, _ in asked] == [2, 2]
+    assert sorted(group_id for _, needed in asked for group_id in needed) == [0, 1, 2, 3]
 
 
 def test_generation_goes_on_while_the_trainer_works(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from llamarl.distributed.interrupt import open_sockets
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.replies import Published
 from llamarl.executors.trainer import TrainerExecutor
+from llamarl.kernels import build, products
 from llamarl.training import meter
 from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.result import StepResult
@@ -211,6 +212,16 @@ def test_a_microbatch_that_does_not_fit_into_memory_is_refused(
         TrainerExecutor(config, str(tmp_path), resume=False)
     monkeypatch.setattr(meter, "free_memory_bytes", lambda _: 8 << 30)
     TrainerExecutor(config, str(tmp_path), resume=False)
+
+
+@pytest.mark.skipif(products.onednn() is None, reason="this torch has no oneDNN")
+def test_what_multiplies_is_kept_in_the_run_s_folder(model: Path, tmp_path: Path) -> None:
+    """By the trainer's own process, in which no generator is."""
+    build.keep_choices_in(None)
+    with closing(TrainerExecutor(settings(model), str(tmp_path / "run/checkpoints"), resume=False)):
+        kept = [one.name for one in (tmp_path / "run/kernels").iterdir()]
+    build.keep_choices_in(None)
+    assert kept and all(name.startswith("products-") for name in kept)
 
 
 def test_a_given_peak_is_not_measured(model: Path, tmp_path: Path) -> None:
