@@ -50,3 +50,21 @@ def test_a_group_without_tokens_has_no_age(tmp_path: Path) -> None:
     problems = Problems(train=prompts(9), eval=(), stop_token_ids=(2,))
     admission = Admission(config(tmp_path), problems, None, Flow(lambda: 0.0))
     admission.consumed([group(admission.admit()[0][0].group_id, -1, -1)], 99)
+
+
+@pytest.mark.parametrize(("max_active", "expected"), [(0, 4), (3, 3), (5, 5)])
+def test_so_many_are_admitted_at_once(tmp_path: Path, max_active: int, expected: int) -> None:
+    """All may begin with the first version."""
+    settings = config(tmp_path, rollout={"window": 2, "max_active": max_active})
+    problems = Problems(train=prompts(9), eval=(), stop_token_ids=(2,))
+    admission = Admission(settings, problems, None, Flow(lambda: 0.0))
+    assert [request.from_version for request, _ in admission.admit()] == [0] * expected
+    assert not admission.admit()
+
+
+def test_requests_carry_the_oldest_version_that_keeps_the_bound(tmp_path: Path) -> None:
+    """The first of those that come when nobody is active are trained on before the others."""
+    problems = Problems(train=prompts(9), eval=(), stop_token_ids=(2,))
+    admission = Admission(config(tmp_path, rollout={"max_staleness": 3}), problems, None, Flow(lambda: 0.0))
+    admission.made(9, 0)
+    assert [request.from_version for request, _ in admission.admit()] == [6, 6, 7, 7, 8, 8, 9, 9]

@@ -346,6 +346,26 @@ def test_the_bound_is_reached(P: int, S: int, W: int, is_full: bool) -> None:
     assert model.trained - 1 - model.born[slow] == model.buffer.staleness_limit
 
 
+@pytest.mark.parametrize(("P", "S", "W"), [one for one in all_sizes() if one[1]])
+def test_a_group_may_begin_with_the_oldest_weights_that_keep_the_bound(P: int, S: int, W: int) -> None:
+    """However many are active as it comes: waiting for newer weights than these would cost time, and gain nothing."""
+    for others in range((S + 1) * P):
+        model = Model(P, S, W, num_steps=3 * (S + 2) + W, first_step=9)
+        model.admit(others + 1)
+        slow = max(model.generating)
+        while slow not in model.consumed:
+            while model.num_admissible:
+                model.admit(model.num_admissible)
+            for group_id in [group_id for group_id in model.generating if group_id != slow]:
+                model.finish(group_id)
+            if not model.train():
+                model.finish(slow)
+                assert model.train()
+            while model.adopted < model.trained:
+                model.adopt()
+        assert model.trained - 1 - model.born[slow] == model.buffer.staleness_limit
+
+
 def test_without_staleness_phases_take_turns() -> None:
     """S = 0: nothing is admitted until the weights that were trained on the last groups are adopted."""
     P = 3

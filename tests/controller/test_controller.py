@@ -6,12 +6,16 @@ import asyncio
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llamarl.controller.admission import TooManyInvalid
+from llamarl.controller.journal import Journal
+from llamarl.controller.steps import REQUESTS_FIRST_S
 from llamarl.controller.supervision import Stalled
 from llamarl.data.sampler import PromptSampler
 from llamarl.types import RewardResult, Rollout
@@ -37,6 +41,22 @@ def test_no_rollout_is_older_than_the_bound(tmp_path: Path, staleness: int, wind
     assert not run.complaints
 
 
+@pytest.mark.parametrize(
+    ("staleness", "window", "max_active"), [(1, 1, 0), (1, 4, 0), (2, 5, 0), (1, 2, 11), (1, 4, 9), (2, 2, 15)]
+)
+def test_a_slow_group_becomes_as_old_as_the_bound_allows(
+    tmp_path: Path, staleness: int, window: int, max_active: int
+) -> None:
+    """The last of those that are admitted at once: all others and what the window lets by are trained on before it."""
+    slow = (max_active or (staleness + 1) * 4) - 1
+    generators = [Generator(duration_s=lambda group_id, _: 100.0 if group_id == slow else 0.1) for _ in range(2)]
+    rollout = {"prompts_per_step": 4, "max_staleness": staleness, "window": window, "max_active": max_active}
+    run = Run(config(tmp_path, steps=9, rollout=rollout), tmp_path, generators).train()
+    (age,) = {row["staleness"] for row in run.rollouts if row["group_id"] == slow}
+    assert age == max(row["staleness"] for row in run.rollouts) == run.steps[0]["staleness_limit"]
+    assert not run.complaints
+
+
 @pytest.mark.parametrize("window", [1, 4])
 def test_every_admitted_prompt_is_trained_once(tmp_path: Path, window: int) -> None:
     run = Run(config(tmp_path, steps=20, rollout={"window": window}), tmp_path, [random_durations(0)], num_train=40)
@@ -59,6 +79,41 @@ def test_zero_staleness_takes_turns(tmp_path: Path) -> None:
         if number + 1 < len(turns):
             assert min(begin for begin, _ in turns[number + 1]) >= adopted_s
     assert {row["staleness"] for row in run.rollouts} == {0}
+
+
+def test_a_step_is_recorded_after_its_requests_and_before_its_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing takes longer than generators need to begin; and what is newer than the last step on record is void."""
+    recorded_s, step, rollouts = list[float](), Journal.step, Journal.rollouts
+
+    def recording(self: Journal, *arguments: Any) -> None:
+        recorded_s.append(asyncio.get_running_loop().time())
+        step(self, *arguments)
+
+    def receiving(self: Journal, given: Sequence[tuple[int, Rollout]]) -> None:
+        assert all(one.policy_versions_T.max() <= self.version for _, one in given)
+        rollouts(self, given)
+
+    monkeypatch.setattr(Journal, "step", recording)
+    monkeypatch.setattr(Journal, "rollouts", receiving)
+    for later_s in (REQUESTS_FIRST_S, 1e6):
+        monkeypatch.setattr("llamarl.controller.controller.REQUESTS_FIRST_S", later_s)
+        run = Run(config(tmp_path, rollout={"max_staleness": 0}), tmp_path, [random_durations(1)]).train()
+        asked_s = [one.begin_s for one in run.generators[0].calls("submit")]
+        for (_, end_s), at_s in zip(run.trainer.spans[:-1], recorded_s, strict=False):
+            assert any(end_s <= begin_s < at_s for begin_s in asked_s)
+        assert len(recorded_s) == 6
+        recorded_s.clear()
+
+
+def test_generators_are_told_what_a_step_lacks(tmp_path: Path) -> None:
+    """So that they answer once for all of it, and not for each."""
+    wanted = config(tmp_path, rollout={"prompts_per_step": 4, "max_staleness": 0})
+    run = Run(wanted, tmp_path, [random_durations(seed) for seed in range(2)]).train()
+    asked = [one.calls("collect")[0].args for one in run.generators]
+    assert [number for number, _ in asked] == [2, 2]
+    assert sorted(group_id for _, needed in asked for group_id in needed) == [0, 1, 2, 3]
 
 
 def test_generation_goes_on_while_the_trainer_works(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from llamarl.controller.flight import Flight, PendingGroup, RolloutState, reques
 from llamarl.controller.journal import Journal
 from llamarl.controller.records import Key
 from llamarl.controller.replica import Replica
+from llamarl.parts.forecast.simulator.clock import run_virtual
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
 from tests.controller.fakes import config, prompts
 from tests.executors.ledger import Generator
@@ -85,7 +86,9 @@ class Life(RuleBasedStateMachine):
         """A group, of which a journal may have some rollouts."""
         starts = [grown(Rollout.empty(self.next_id, n), 2, reason) for n, reason in enumerate(held)]
         known = {(one.group_id, one.index): one for one in starts}
+        before = self.journal.given.copy()
         group = self.flight.begin(request(self.next_id), prompts(1)[0], known)
+        assert self.journal.given - before == Counter(known.keys()), "files that have it may go"
         self.groups.append(group)
         self.queue += requests_for(group.rows)
         self.next_id += 1
@@ -216,3 +219,23 @@ def test_a_move_that_is_none_is_refused() -> None:
             flight.end(group.rows[0], group.rows[0].rollout, None)
 
     asyncio.run(main())
+
+
+def test_the_wait_for_weights_is_no_work() -> None:
+    """The generator answers nothing before, and is no slower for it; another that has them could begin."""
+
+    async def main() -> None:
+        flight, replica = Flight(config(Path()), Journal()), Replica(Generator().start("generator-0"), 1.0)
+        replica.version = 0
+        group = flight.begin(replace(request(0), from_version=1), prompts(1)[0], {})
+        flight.ask(replica, requests_for(group.rows))
+        await asyncio.sleep(5.0)
+        assert not flight.may_answer(replica)
+        assert [flight.waiting(replica, version) for version in (0, 1)] == [[], [0]]
+        flight.serves(replica, 1)
+        assert flight.may_answer(replica) and not flight.waiting(replica)
+        await asyncio.sleep(2.0)
+        flight.answer(replica, [grown(row.rollout, 4, FinishReason.STOP) for row in group.rows])
+        assert replica.token_s == 0.5
+
+    run_virtual(main())

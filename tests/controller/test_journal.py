@@ -299,9 +299,10 @@ def test_a_run_that_goes_back_leaves_nothing_of_what_it_took_back(tmp_path: Path
     journal.close()
     again, reached, _ = read(tmp_path / "run", state)
     assert reached == state and not list(again.steps_after(state["step"]))
-    for group_id in author.whole:
-        group, held = again.kept(group_id)
-        assert newest_version([*(group.rollouts if group else ()), *held.values()]) <= state["step"]
+    for group_id in range(author.next_id):
+        for one in (journal, again):
+            group, held = one.kept(group_id)
+            assert newest_version([*(group.rollouts if group else ()), *held.values()]) <= state["step"]
     rows = (tmp_path / "run/journal.jsonl").read_text().splitlines()
     assert len([row for row in rows if '"groups"' in row]) == state["step"]
 
@@ -394,6 +395,20 @@ def test_a_disk_that_is_full_costs_the_steps_until_there_is_room(
     assert reached["step"] == author.version > state["step"] and said == ""
     assert len(author.said) == 2
     assert author.journal.seconds > 0
+
+
+def test_steps_on_a_disk_that_fails_are_not_relied_on(tmp_path: Path) -> None:
+    """Whoever holds their groups in memory keeps them until there is a file again."""
+    author, _ = written(tmp_path / "run", 2, 60)
+    journal, _, _ = read(tmp_path / "run")
+    assert author.version > 1 and not journal.has(author.version), "nobody writes"
+    journal.begin(author.version)
+    assert journal.has(author.version) and not journal.has(author.version + 1)
+    journal.fail(OSError(errno.EIO, os.strerror(errno.EIO)))
+    assert not journal.has(author.version)
+    journal.next_segment()
+    assert journal.has(author.version)
+    journal.close()
 
 
 def test_a_disk_that_stays_full_is_told_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ from llamarl.distributed.interrupt import open_sockets
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.replies import Published
 from llamarl.executors.trainer import TrainerExecutor
+from llamarl.kernels import build, products
 from llamarl.training import meter
 from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.result import StepResult
@@ -212,6 +214,16 @@ def test_a_microbatch_that_does_not_fit_into_memory_is_refused(
     TrainerExecutor(config, str(tmp_path), resume=False)
 
 
+@pytest.mark.skipif(products.onednn() is None, reason="this torch has no oneDNN")
+def test_what_multiplies_is_kept_in_the_run_s_folder(model: Path, tmp_path: Path) -> None:
+    """By the trainer's own process, in which no generator is."""
+    build.keep_choices_in(None)
+    with closing(TrainerExecutor(settings(model), str(tmp_path / "run/checkpoints"), resume=False)):
+        kept = [one.name for one in (tmp_path / "run/kernels").iterdir()]
+    build.keep_choices_in(None)
+    assert kept and all(name.startswith("products-") for name in kept)
+
+
 def test_a_given_peak_is_not_measured(model: Path, tmp_path: Path) -> None:
     config = settings(model).model_dump() | {"trainer": {"peak_tflops": 2.5}}
     assert TrainerExecutor(RunConfig.model_validate(config), str(tmp_path), resume=False)._peak_flops == 2.5e12
@@ -306,11 +318,58 @@ def test_a_request_waits_for_the_version_that_it_carries(
     assert not generator.work()
 
 
+def test_a_request_begins_beside_others_once_its_version_serves(
+    trainer: TrainerExecutor, generator: GeneratorExecutor
+) -> None:
+    synced(trainer, generator, 0, ())
+    now, later = requests(0, max_new_tokens=200)[0], replace(requests(100)[0], from_version=1)
+    generator.submit([replace(now, sampling=replace(now.sampling, stop_token_ids=())), later])
+    generator.work()
+    synced(trainer, generator, 1, (0,))
+    generator.work()
+    assert {one.group_id for one in generator.so_far([now.group_id, later.group_id])} == {0, 100}
+
+
+def handed_over(generator: GeneratorExecutor, wanted: int) -> list[int]:
+    """Groups of the rollouts of a reply."""
+    reply = generator.collect(wanted)
+    assert reply is not None
+    while not reply.done():
+        assert generator.work()
+    return [one.group_id for one in reply.result().rollouts]
+
+
+@pytest.mark.parametrize(
+    ("due", "wanted", "segment_tokens", "num_rollouts"),
+    [
+        ("REPLY_INTERVAL_S", 0, 0, 8),
+        ("REPLY_INTERVAL_S", 2, 9, 8),
+        ("LATEST_S", 2, 0, 8),
+        ("GROUPS_INTERVAL_S", 2, 0, 9),
+    ],
+)
+def test_what_has_finished_waits_no_longer_than_its_interval(
+    generator: GeneratorExecutor, monkeypatch: pytest.MonkeyPatch, due: str, wanted: int, segment_tokens: int,
+    num_rollouts: int,
+) -> None:  # fmt: skip
+    """Rollouts one by one where somebody waits for each, or goes on with what is parked, or nothing is whole for long;
+    else whole groups. Of the nine of one group eight are decoded at a time; another one takes longer."""
+    for interval in ("REPLY_INTERVAL_S", "GROUPS_INTERVAL_S", "LATEST_S"):
+        monkeypatch.setattr(f"llamarl.executors.generator.{interval}", 0.0 if interval == due else math.inf)
+    asked = (requests(first, max_new_tokens)[0] for first, max_new_tokens in ((0, 40), (100, 200), (200, 40)))
+    first, other, more = (replace(one, sampling=replace(one.sampling, stop_token_ids=())) for one in asked)
+    generator.submit([replace(first, group_size=9, segment_tokens=segment_tokens), other])
+    assert handed_over(generator, wanted) == [first.group_id] * num_rollouts
+    if due == "GROUPS_INTERVAL_S":
+        generator.submit([replace(more, group_size=9)])
+        assert handed_over(generator, 2) == [more.group_id] * 9, "another one was whole before, and is gone"
+
+
 def test_rollouts_are_handed_over_as_whole_groups(
     generator: GeneratorExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for interval in ("REPLY_INTERVAL_S", "GROUPS_INTERVAL_S", "LATEST_S"):
-        monkeypatch.setattr(f"llamarl.executors.generator.{interval}", 3600.0)
+        monkeypatch.setattr(f"llamarl.executors.generator.{interval}", math.inf)
     generator.submit(requests(0))
     reply = generator.collect(2)
     assert reply is not None

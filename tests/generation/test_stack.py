@@ -15,8 +15,9 @@ from llamarl.generation.model import GeneratorModel
 from llamarl.generation.rows import Rows
 from llamarl.kernels import linear, stack
 from llamarl.kernels.stack import LayerStack
-from llamarl.types import GenerationRequest, SamplingParams
+from llamarl.types import GenerationRequest, Rollout, SamplingParams
 from tests.generation.native import make_engine, run
+from tests.generation.references import by_key
 from tests.generation.test_model import PRECISIONS, SHAPE, SHAPES, loaded, trainer
 from tests.kernels.engines import ENGINES, engine
 
@@ -30,17 +31,23 @@ def computed_by(request: Any) -> Any:
         yield request.param
 
 
-def drawn(generator: GeneratorModel, **options: Any) -> dict[Any, tuple[bytes, bytes]]:
-    """Tokens and log-probabilities of rollouts that share prompts, join late and are prefilled in chunks."""
+def requests() -> list[GenerationRequest]:
     rng = np.random.default_rng(1)
-    requests = [
+    return [
         GenerationRequest(
             group_id=number, prompt_token_ids_T=rng.integers(0, 130, size).astype(np.int32), group_size=3,
             sampling=SamplingParams(max_new_tokens=20, seed=3),
         )
         for number, size in enumerate((1, 40, 17, 33))
     ]  # fmt: skip
-    rollouts = run(make_engine(generator, max_running=5, prefill_tokens=24, **options), requests)  # type: ignore[arg-type]
+
+
+def drawn(generator: GeneratorModel, **options: Any) -> dict[Any, tuple[bytes, bytes]]:
+    """Tokens and log-probabilities of rollouts that share prompts, join late and are prefilled in chunks."""
+    return bits(run(make_engine(generator, max_running=5, prefill_tokens=24, **options), requests()))  # type: ignore[arg-type]
+
+
+def bits(rollouts: dict[Any, Rollout]) -> dict[Any, tuple[bytes, bytes]]:
     return {key: (one.token_ids_T.tobytes(), one.behavior_logprobs_T.tobytes()) for key, one in rollouts.items()}
 
 
@@ -71,6 +78,20 @@ def test_bits_are_those_of_kernels_one_by_one(
     generator._network.stack = None
     assert drawn(generator) == in_one
     assert not rows
+
+
+def test_what_it_keeps_is_where_kernels_one_by_one_look_for_it() -> None:
+    """Keys and values of each layer have their place in the cache, whoever computes a step."""
+    generator = loaded(trainer(SHAPE), "float32")
+    if (in_one := generator._network.stack) is None:
+        pytest.skip(stack.kernel().reason)
+    expected, started = drawn(generator), make_engine(generator, max_running=5, prefill_tokens=24)  # type: ignore[arg-type]
+    started.submit(requests())
+    found, number = list[Rollout](), 0
+    while started.has_work:
+        generator._network.stack = in_one if number % 3 else None
+        found, number = [*found, *started.step()], number + 1
+    assert bits(by_key(found)) == expected
 
 
 def test_weights_that_change_in_place_are_packed_again() -> None:

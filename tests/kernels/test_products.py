@@ -242,5 +242,7 @@ def test_what_was_measured_under_other_instructions_serves_nobody_else(
             monkeypatch.delenv("MKL_CBWR", raising=False)
         products._chosen.cache_clear()
         products.chosen(8, 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    products.chosen(8, 8)
     products._chosen.cache_clear()
-    assert len(set(keys)) == 3
+    assert len(set(keys)) == 4, "nor by another number of threads"

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,7 @@ from llamarl.controller.supervision import Interrupted
 from llamarl.controller.telemetry import Telemetry
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
-from llamarl.run.assembly import assembled
+from llamarl.run.assembly import assembled, supervised
 from tests.controller.fakes import config, prompts
 from tests.executors.ledger import Generator, Reward, Trainer
 
@@ -62,6 +64,44 @@ def run(folder: Path, number: int | None, at_stop: int | None) -> list[str]:
 
     asyncio.run(main())
     return complaints
+
+
+class Refused(Exception):
+    """One of several executors does not start."""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_has_started_is_stopped_once_nothing_runs_any_more(fails: bool) -> None:
+    """Also where others do not start. Loops end before the executors that they call."""
+    events = list[str]()
+
+    async def spawn() -> str:
+        events.append("one has started")
+        if fails:
+            raise Refused
+        return "executors"
+
+    async def shutdown(timeout_s: float) -> None:
+        await asyncio.sleep(0)
+        events.append(f"stopped within {timeout_s:g} s")
+
+    async def loop() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            events.append("the loop has ended")
+
+    async def main() -> None:
+        options: dict[str, Any] = {"on_stop": lambda: events.append("stopping"), "handles_signals": False}
+        async with supervised(spawn, shutdown, 3.0, **options) as (executors, supervisor):
+            assert executors == "executors"
+            supervisor.start(loop(), "loop")
+            await asyncio.sleep(0)
+
+    with pytest.raises(Refused) if fails else nullcontext():
+        asyncio.run(main())
+    loops = [] if fails else ["the loop has ended"]
+    assert events == ["one has started", "stopping", *loops, "stopped within 3 s"]
 
 
 @pytest.fixture

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from llamarl.config import RunConfig
-from llamarl.training.probe import NUM_SEQUENCES, WHOLE_TOKENS, CauseProbe, is_rescored, over_kept, probe_sequences
+from llamarl.training.probe import (
+    NUM_SEQUENCES,
+    WHOLE_TOKENS,
+    CauseProbe,
+    is_probed,
+    is_rescored,
+    over_kept,
+    probe_sequences,
+)
 from llamarl.types import OBSERVED, Rollout, RolloutGroup
 
 
@@ -33,6 +41,12 @@ def with_first(group: RolloutGroup, prompt_tokens: int | None = None, **columns:
         prompt = replace(prompt, token_ids_T=np.arange(prompt_tokens, dtype=np.int32))
     rollouts = (replace(first, columns=first.columns | columns), *group.rollouts[1:])
     return replace(group, prompt=prompt, rollouts=rollouts)
+
+
+@pytest.mark.parametrize(("every", "first", "expected"), [(4, 1, [1, 4, 8]), (4, 6, [4, 6, 8]), (0, 1, [])])
+def test_versions_that_are_probed(every: int, first: int, expected: list[int]) -> None:
+    """Not the one that everybody has read from the same files."""
+    assert [version for version in range(10) if is_probed(every, version, first)] == expected
 
 
 def test_whole_sequences_with_their_prompts_as_context(make_group) -> None:

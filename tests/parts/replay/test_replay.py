@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Container
 from collections.abc import Sequence as Several
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from llamarl.cluster.inline import InlineCluster
 from llamarl.controller.journal_reader import JournalReader
 from llamarl.controller.records import encode, records
 from llamarl.executors.trainer import TrainerExecutor
@@ -24,6 +26,7 @@ from llamarl.generation.rows import Rows
 from llamarl.generation.sampler import Drawn
 from llamarl.generation.sequence import Sequence
 from llamarl.kernels import products
+from llamarl.parts.replay.executor import ReplayingExecutor
 from llamarl.parts.replay.replayer import Replayer
 from llamarl.training.trainer import Trainer
 from llamarl.types import Outcome, RewardResult, Rollout, RolloutGroup
@@ -370,6 +373,33 @@ def test_parts_of_the_steps_in_processes_of_their_own(run: Path) -> None:
     assert re.match(
         r"replayed 6 steps, 36 rollouts, [\d,]+ tokens, 36 rewards: all equal", done.stdout.splitlines()[-1]
     )
+
+
+def test_the_death_of_one_ends_it_while_another_works(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nobody asks it for anything meanwhile."""
+    steps, stops, ended_by_death = threading.Event(), threading.Event(), list[bool]()
+    step, shutdown = TrainerExecutor.step, InlineCluster.shutdown
+
+    def work(self: ReplayingExecutor) -> bool:
+        if steps.wait(0.01):
+            raise RuntimeError("the generator is broken")
+        return True
+
+    def stepping(self: TrainerExecutor, *arguments: Any) -> Any:
+        steps.set()
+        ended_by_death.append(stops.wait(15.0))
+        return step(self, *arguments)
+
+    async def stopping(self: InlineCluster, timeout_s: float) -> None:
+        stops.set()
+        await shutdown(self, timeout_s)
+
+    monkeypatch.setattr(ReplayingExecutor, "work", work)
+    monkeypatch.setattr(TrainerExecutor, "step", stepping)
+    monkeypatch.setattr(InlineCluster, "shutdown", stopping)
+    done = llamarl_here("replay", run, "--steps", "1:1", "--only", "train")
+    assert done.returncode == 1 and "the generator is broken" in done.stderr
+    assert ended_by_death == [True]
 
 
 def test_others_learn_from_what_is_on_record(copy: Path) -> None:
