@@ -107,8 +107,6 @@ class RolloutBuffer:
     def oldest_version(self, num_active: int, newest: int) -> int:
         """The oldest version that may serve a group, which was admitted while so many others were active and `newest`
         was the newest that was made."""
-        if not self.staleness_limit:
-            return newest
         latest = (num_active + self.window - 1) // self.prompts_per_step  # the step that takes it, counted from newest
         return max(0, newest + min(0, latest - self.staleness_limit))
 
