@@ -493,6 +493,16 @@ def test_a_run_that_kept_all_later(run: Path, copy: Path) -> None:
         assert llamarl_here("replay", copy, *more).returncode == 0
 
 
+def test_a_run_of_sft_is_refused(copy: Path) -> None:
+    """It has settings, metrics and checkpoints, and nothing that could differ: not as one that lost its journal."""
+    (copy / "events.jsonl").unlink()
+    assert llamarl_here("replay", copy, "--only", "reward").returncode != 2, "a journal alone is enough to begin"
+    shutil.rmtree(copy / "journal")
+    (copy / "journal.jsonl").unlink()
+    done = llamarl_here("replay", copy)
+    assert done.returncode == 2 and "has no journal, as runs of `llamarl sft`" in done.stderr, done.stderr
+
+
 def test_what_was_exported_is_compared_too(copy: Path) -> None:
     """Beside the journal, as far as it goes."""
     rewrite(copy / "rollouts.jsonl", lambda found: found.__delitem__(slice(12, None)))

@@ -62,16 +62,16 @@ def main(arguments: Sequence[str]) -> int:
             return FAILURE if found else 0
         first, last = _range(options.steps, _folder(options.run).done_steps())
         return _what_if(options, overrides, first, last) if overrides else _replay(options, first, last)
-    except Diverged as difference:
-        print(f"llamarl replay: {difference}", file=sys.stderr)
-    except ExecutorError as error:
-        print(f"llamarl replay: {type(error).__name__}: {error}", file=sys.stderr)
+    except (Diverged, ExecutorError) as error:
+        print(f"llamarl replay: {error}", file=sys.stderr)
     return FAILURE
 
 
 def _folder(path: str) -> RunFolder:
     if not (folder := RunFolder(Path(path))).config.exists():
         raise ConfigError(f"{path} has no config.toml; give the folder of a run, such as runs/demo")
+    if not folder.journal.exists() and not folder.events.exists():
+        raise ConfigError(f"{path} has no journal, as runs of `llamarl sft`; give one of `llamarl train`")
     return folder
 
 
