@@ -31,7 +31,7 @@ from llamarl.run.prepare import prepare
 
 EPILOG = """Weights after each step, tokens, log-probabilities and rewards are compared with what RUN has on record.
 With --trainer.key or --shaping.key and values, others learn from what is on record: a folder beside RUN, for `report`.
-Exit codes: 0 all equal, 1 something differs, which is named, 2 it cannot be replayed."""
+Exit codes: 0 all equal, 1 something differs, which is named, or a process died, 2 it cannot be replayed."""
 
 
 def main(arguments: Sequence[str]) -> int:
