@@ -123,7 +123,7 @@ def half_way(way: str) -> Callable[[Any], float]:
 
 
 LEARNING, LEARNING_DEFAULT = "learning-2026-11-26", "learning-2026-11-25"
-ASYNC, HOSTS, WIRE = "asynchrony-2026-11-21", "hosts-2026-11-22", "hosts_weights-2026-11-25"
+ASYNC, HOSTS, WIRE = "asynchrony-2026-11-26", "hosts-2026-11-22", "hosts_weights-2026-11-25"
 BAD_LINKS, FAR = "hosts-2026-11-25", "hosts-2026-11-26"
 SYNC, PLAN, DELTA = "weight_sync-2026-11-22", "weight_sync_plan-2026-11-22", "delta-2026-11-21"
 CHECKPOINT, FAULTS, DECODE = "checkpoint-2026-11-21", "faults-2026-11-23", "generation-avx512-2026-11-22"
@@ -185,6 +185,10 @@ FIGURES = (
     ),
     Figure("docs/paper.md", "{} points from its accuracy, {} to {} in {} pairs", LEARNING_DEFAULT, of_pairs(1)),
     Figure("docs/staleness.md", "With the default, {} to {} points in {} pairs", LEARNING_DEFAULT, of_pairs(1)[1:]),
+    Figure(
+        "docs/staleness.md", "takes its 60 steps in 1 / {} of the synchronous one's time", ASYNC,
+        (("speedup_vs_max_staleness_0", ".2f"),),
+    ),
     Figure("docs/staleness.md", "the KL to the policy that sampled it is {}", LEARNING, ((kl_of_staleness_4, ".3f"),)),
     *(
         Figure("docs/staleness.md", words, LEARNING, ((half_way(way), ".1f"),))
@@ -333,7 +337,7 @@ FIGURES = (
     Figure(
         "docs/measures.md",
         "samples per second, against the synchronous mode {}, against the colocated one {}",
-        "asynchrony-2026-11-21",
+        "asynchrony-2026-11-26",
         (("speedup_vs_max_staleness_0", ".2f"), ("speedup_vs_colocated", ".2f")),
     ),
     Figure(
