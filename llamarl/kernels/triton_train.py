@@ -76,7 +76,7 @@ def _power(size: int) -> int:
 
 def _of_width(width: int) -> dict[str, int]:
     """Options of a kernel that has a row at once."""
-    return {"D": _power(width), "num_warps": min(16, max(1, _power(width) // 512))}
+    return {"D": _power(width), "num_warps": min(32, max(1, _power(width) // 512))}
 
 
 @triton.jit
@@ -89,24 +89,37 @@ def _norm(x, weight, y, width, eps, D: tl.constexpr):
     tl.store(y + row * width + d_D, y_D.to(y.dtype.element_ty), mask=here_D)
 
 
+_KEPT = tl.constexpr(8192)
+"""Channels of a row for which weights and sums fit into registers beside it."""
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_backward(grad, x, weight, grad_x, parts, num_rows, width, eps, D: tl.constexpr):
     """Let s = 1 / sqrt(mean(x^2) + eps) and h = grad * weight; then grad_x = s * h - x * s^3 * mean(h * x)."""
     d_D = tl.arange(0, D)
     here_D = d_D < width
-    weight_D = tl.load(weight + d_D, mask=here_D, other=0.0).to(tl.float32)
     part_D = tl.zeros((D,), tl.float32)
     first, programs = tl.program_id(0), tl.num_programs(0)
+    own = parts + first.to(tl.int64) * width
+    weight_D = tl.load(weight + d_D, mask=here_D, other=0.0).to(tl.float32)
+    if D > _KEPT:
+        tl.store(own + d_D, part_D, mask=here_D)
     for turn in range((num_rows - first + programs - 1) // programs):
         row = (first + turn * programs).to(tl.int64) * width
         x_D = tl.load(x + row + d_D, mask=here_D, other=0.0).to(tl.float32)
         grad_D = tl.load(grad + row + d_D, mask=here_D, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(x_D * x_D, 0) / width + eps)
-        part_D += grad_D * x_D * scale
-        h_D = grad_D * weight_D
+        if D <= _KEPT:
+            part_D += grad_D * x_D * scale
+            h_D = grad_D * weight_D
+        else:
+            sum_D = tl.load(own + d_D, mask=here_D, other=0.0) + grad_D * x_D * scale
+            tl.store(own + d_D, sum_D, mask=here_D)
+            h_D = grad_D * tl.load(weight + d_D, mask=here_D, other=0.0).to(tl.float32)
         grad_x_D = scale * h_D - x_D * (scale * scale * scale * tl.sum(h_D * x_D, 0) / width)
         tl.store(grad_x + row + d_D, grad_x_D.to(grad_x.dtype.element_ty), mask=here_D)
-    tl.store(parts + tl.program_id(0).to(tl.int64) * width + d_D, part_D, mask=here_D)
+    if D <= _KEPT:
+        tl.store(own + d_D, part_D, mask=here_D)
 
 
 @triton.jit(do_not_specialize=["size"])

@@ -21,7 +21,8 @@ def set_compute(model: Transformer | ScalarModel, config: TrainerConfig, device:
     has_own = device.type == "cpu" and config.dtype == "float32"
     if has_own:
         _set_products(model, lambda: products.linear)
-        _set_operations(model, fused)
+        if not config.compile:  # which would not see what they do
+            _set_operations(model, fused)
         for module in model.modules():
             if isinstance(module, Projection | LoraLinear):
                 products.chosen(*module.weight.shape)  # measured at the start

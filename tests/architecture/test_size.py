@@ -16,7 +16,7 @@ BUDGETS = {
     "config": 1_374,  # goal: 820
     "hub": 684,  # goal: 650
     "net": 151,  # goal: 70
-    "kernels": 2_210,  # goal: 1,200
+    "kernels": 2_220,  # goal: 1,200
     "distributed": 725,  # goal: 600
     "sharding": 360,  # goal: 530
     "algorithms": 460,  # goal: 500
@@ -30,7 +30,7 @@ BUDGETS = {
     "sandbox": 330,  # goal: 300
     "cluster": 1_338,  # goal: 1,080
     "generation": 2_171,  # goal: 1,830
-    "training": 2_154,  # goal: 1,550
+    "training": 2_155,  # goal: 1,550
     "executors": 1_088,  # goal: 920
     "controller": 3_670,  # goal: 2,450
     "run": 3_008,  # goal: 1,150

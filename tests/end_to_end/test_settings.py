@@ -116,7 +116,7 @@ CHANGES = {
     "rollout.prompts_per_step": (3, "rollouts"),
     "rollout.group_size": (4, "rollouts"),
     "rollout.max_staleness": (2, "staleness_limit"),
-    "rollout.max_active": (2, "staleness_mean", "--rollout.max_staleness", 1),
+    "rollout.max_active": (2, "staleness_mean", "--rollout.max_staleness", 2),
     "rollout.window": (4, "staleness_limit", "--rollout.max_staleness", 2),
     "rollout.max_attempts": (4, "extra.dropped_groups", "--rollout.group_size", 2),
     "rollout.max_new_tokens": (9, "rollouts"),
