@@ -219,6 +219,10 @@ FIGURES = (
         "median {}, worst {}", "prediction-amx-2026-11-26",
         (("own_machine/median_error", ".1%"), ("worst_errors_of_simulator/step_s", ".1%")),
     ),
+    Figure(
+        "README.md", "on a second machine {} and {}", "prediction-amx-2026-11-26",
+        (("own_machine/median_error", ".1%"), ("worst_errors_of_simulator/step_s", ".1%")),
+    ),
     Figure("docs/measures.md", "the calculator {} at 1", LEARNING, (("gap_points/calculator S=1", ".1f"),)),
     Figure("docs/staleness.md", "staleness 1 it is {} points, {} to {} in {} pairs", LEARNING, of_pairs(1, " int8")),
     Figure("docs/staleness.md", "segments of 16 tokens {}, {} to {} in {} pairs", LEARNING, of_pairs(1, " segments")),
