@@ -84,8 +84,8 @@ async def assembled(
         resumed: where a checkpoint says that the run goes on.
     """
     limit_s = config.cluster.shutdown_timeout_s
-    options: dict[str, Any] = {"on_stop": on_stop, "leave": leave, "handles_signals": handles_signals}
-    async with supervised(spawn, shutdown, limit_s, **options) as (executors, supervisor):
+    spawned = supervised(spawn, shutdown, limit_s, on_stop=on_stop, leave=leave, handles_signals=handles_signals)
+    async with spawned as (executors, supervisor):
         state = await supervisor.run(resumed(executors))
         controller = Controller(config, problems, executors, supervisor, telemetry, state, journal)
         for handle in controller.executors.irreplaceable:  # generators have a policy of their own

@@ -322,6 +322,20 @@ def all_sizes() -> Iterator[tuple[int, int, int]]:
                 yield P, S, W
 
 
+def pass_by(model: Model, slow: int) -> None:
+    """All others that may be admitted are generated and trained on first, until a step needs the slow group."""
+    while slow not in model.consumed:
+        while model.num_admissible:
+            model.admit(model.num_admissible)
+        for group_id in [group_id for group_id in model.generating if group_id != slow]:
+            model.finish(group_id)
+        if not model.train():
+            model.finish(slow)
+            assert model.train()
+        while model.adopted < model.trained:
+            model.adopt()
+
+
 @pytest.mark.parametrize("is_full", [False, True])
 @pytest.mark.parametrize(("P", "S", "W"), list(all_sizes()))
 def test_the_bound_is_reached(P: int, S: int, W: int, is_full: bool) -> None:
@@ -333,16 +347,7 @@ def test_the_bound_is_reached(P: int, S: int, W: int, is_full: bool) -> None:
     model = Model(P, S, W, num_steps=3 * (S + 2) + W, max_active=max_active)
     model.admit(model.num_admissible)
     assert slow in model.generating
-    while slow not in model.consumed:
-        while model.num_admissible:
-            model.admit(model.num_admissible)
-        for group_id in [group_id for group_id in model.generating if group_id != slow]:
-            model.finish(group_id)
-        if not model.train():
-            model.finish(slow)
-            assert model.train()
-        while model.adopted < model.trained:
-            model.adopt()
+    pass_by(model, slow)
     assert model.trained - 1 - model.born[slow] == model.buffer.staleness_limit
 
 
@@ -353,16 +358,7 @@ def test_a_group_may_begin_with_the_oldest_weights_that_keep_the_bound(P: int, S
         model = Model(P, S, W, num_steps=3 * (S + 2) + W, first_step=9)
         model.admit(others + 1)
         slow = max(model.generating)
-        while slow not in model.consumed:
-            while model.num_admissible:
-                model.admit(model.num_admissible)
-            for group_id in [group_id for group_id in model.generating if group_id != slow]:
-                model.finish(group_id)
-            if not model.train():
-                model.finish(slow)
-                assert model.train()
-            while model.adopted < model.trained:
-                model.adopt()
+        pass_by(model, slow)
         assert model.trained - 1 - model.born[slow] == model.buffer.staleness_limit
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ import torch
 from llamarl.models.shape import ModelShape, RopeScaling
 from llamarl.models.transformer import Transformer
 from llamarl.types import GenerationRequest, SamplingParams
+from tests.kernels.engines import ENGINES, engine
 
 VOCAB = 40
 CONTEXT = 96
@@ -19,6 +20,13 @@ CONTEXT = 96
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(params=ENGINES)
+def computed_by(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What multiplies."""
+    with engine(request.param):
+        yield request.param
 
 
 @pytest.fixture(scope="session")

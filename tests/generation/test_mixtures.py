@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,15 +33,9 @@ from tests.generation.mixtures import MIXTURES, mixture
 from tests.generation.references import full_logits, run
 from tests.generation.test_lora import adapters, expected, part, served
 from tests.generation.test_model import LENGTHS, PRECISIONS, Alone, Meeting, Rank, loaded, logits
-from tests.kernels.engines import ENGINES, engine
+from tests.kernels.engines import engine
 
 FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe")
-
-
-@pytest.fixture(params=ENGINES)
-def computed_by(request: pytest.FixtureRequest) -> Iterator[str]:
-    with engine(request.param):
-        yield request.param
 
 
 def width(shape: ModelShape) -> int:

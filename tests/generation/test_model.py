@@ -22,7 +22,7 @@ from llamarl.models.transformer import Transformer
 from llamarl.sharding.box import Box
 from llamarl.weight_sync.base import views
 from llamarl.weight_sync.layout import lay_out
-from tests.kernels.engines import ENGINES, engine, rounded
+from tests.kernels.engines import rounded
 
 SHAPE = ModelShape(
     family="qwen3",
@@ -87,12 +87,6 @@ def logits(model, lengths=LENGTHS, first: int = 0) -> Tensor:
     documents = [torch.arange(3 + i, 3 + i + n) * 7 % 130 for i, n in enumerate(lengths, first)]
     positions = torch.cat([torch.arange(n) for n in lengths])
     return model.logits(model(torch.cat(documents), positions, causal_attend(lengths)))
-
-
-@pytest.fixture(params=ENGINES)
-def computed_by(request):
-    with engine(request.param):
-        yield request.param
 
 
 @pytest.mark.parametrize("name", SHAPES)

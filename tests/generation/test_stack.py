@@ -19,16 +19,9 @@ from llamarl.types import GenerationRequest, Rollout, SamplingParams
 from tests.generation.native import make_engine, run
 from tests.generation.references import by_key
 from tests.generation.test_model import PRECISIONS, SHAPE, SHAPES, loaded, trainer
-from tests.kernels.engines import ENGINES, engine
 
 MORE = {"partial_rotary": replace(SHAPE, partial_rotary_factor=0.5), "one_layer": replace(SHAPE, num_layers=1)}
 STACKED = {name: SHAPES[name] for name in ("llama", "qwen2", "qwen3_tied", "mistral_yarn")} | MORE
-
-
-@pytest.fixture(params=ENGINES)
-def computed_by(request: Any) -> Any:
-    with engine(request.param):
-        yield request.param
 
 
 def requests() -> list[GenerationRequest]:

@@ -170,10 +170,9 @@ class _Replay:
         """Steps that have been read and not been taken."""
 
     async def run(self) -> None:
-        config, tally = self._config, self._tally
+        limits, tally, specs = self._config.cluster, self._tally, self._specs()
         with TemporaryDirectory() as logs:
-            cluster = open_cluster(config.cluster, Path(logs))
-            specs, limits = self._specs(), config.cluster
+            cluster = open_cluster(limits, Path(logs))
             spawned = supervised(
                 lambda: spawn_all(cluster, list(specs.values()), limits.start_timeout_s), cluster.shutdown,
                 limits.shutdown_timeout_s, handles_signals=False,
