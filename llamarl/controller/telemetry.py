@@ -6,19 +6,18 @@ import asyncio
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostStatus, MeshFailed
 from llamarl.config import RunConfig
 from llamarl.controller.evaluation import EvalResult
-from llamarl.controller.marks import EnvironmentUse, StepMark, entropy_mean, of_episodes
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.sources import SourceTallies
 from llamarl.controller.sync import SyncReport
-from llamarl.executors.replies import Replied
+from llamarl.executors.replies import GeneratorStats, Replied
 from llamarl.observability.accounting import Accounts, account, verdict
 from llamarl.observability.events import EventLog, Flow
 from llamarl.observability.metrics import StepMetrics
@@ -29,7 +28,7 @@ from llamarl.observability.usage import MAX_IN_METRICS, by_kind
 from llamarl.observability.view import CompletionView, ExecutorView, RunView
 from llamarl.training.packing import is_flat
 from llamarl.training.result import PolicyStepResult
-from llamarl.types import FinishReason, Outcome, RolloutGroup
+from llamarl.types import RAISED, FinishReason, Outcome, Rollout, RolloutGroup
 from llamarl.weight_sync.select import Selection
 
 POLL_INTERVAL_S = 0.5
@@ -39,6 +38,40 @@ RECENT_STEPS = 10
 """Steps that the ETA, the busy shares and the verdict of a step look back at."""
 MAX_SPANS = 200_000
 """Spans kept per executor, for the accounts and the trace."""
+
+
+class EnvironmentUse(NamedTuple):
+    """Use of the environment by all episodes so far."""
+
+    wait_s: float = 0.0
+    """Seconds that rollouts have waited for replies, together."""
+    calls: int = 0
+    """Calls of tools."""
+    errors: int = 0
+    """Calls of tools that were malformed or failed."""
+
+    def plus(self, waited_s: float, calls: tuple[int, int]) -> EnvironmentUse:
+        """The use with one more reply: `calls` are calls of tools, and how many of these were errors."""
+        return EnvironmentUse(self.wait_s + waited_s, self.calls + calls[0], self.errors + calls[1])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMark:
+    """When a step ended, and what the generators had done by then."""
+
+    ended_s: float
+    resumed_segments: int
+    """Partial rollouts that went on."""
+    generators: GeneratorStats
+    controller_cpu_s: float
+    """Processor seconds of this process since its start."""
+    calls: int
+    """Calls made to executors so far."""
+    environment: EnvironmentUse
+    dropped_groups: int
+    """Replaced by others, as their rewards were all equal."""
+    journal_s: float
+    """Seconds spent on the journal so far."""
 
 
 class Telemetry:
@@ -326,9 +359,9 @@ class Telemetry:
             | mark.generators.since(previous.generators)
             | sync.measured()
             | {
-                "entropy_mean": entropy_mean(rollouts),
+                "entropy_mean": _entropy_mean(rollouts),
                 "resumed_segments": mark.resumed_segments - previous.resumed_segments,
-                **(of_episodes(groups, mark, previous) if self._config.has_episodes else {}),
+                **(_of_episodes(groups, mark, previous) if self._config.has_episodes else {}),
                 **_parts_of_reward(groups),
                 **self.sources.step(groups, consumed_at),
                 "dropped_groups": mark.dropped_groups - previous.dropped_groups,
@@ -389,6 +422,32 @@ class Telemetry:
         )
         self._view = replace(self._view, **changes)
         self._screen.show(self._view)
+
+
+def _of_episodes(groups: Sequence[RolloutGroup], mark: StepMark, previous: StepMark) -> dict[str, float]:
+    """Turns of the policy and tokens of the environment in a step, and how long rollouts waited for it meanwhile."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    turns = [rollout.num_turns for rollout in rollouts]
+    num_tokens = sum(rollout.num_tokens for rollout in rollouts)
+    num_observed = num_tokens - sum(int(rollout.is_sampled_T.sum()) for rollout in rollouts)
+    return {
+        "turns_mean": float(np.mean(turns)),
+        "turns_max": float(max(turns)),
+        "observed_share": num_observed / max(num_tokens, 1),
+        "observed_tokens_mean": num_observed / len(rollouts),
+        "replies_raised": sum(result.reason.startswith(RAISED) for group in groups for result in group.results),
+        "environment_wait_s": mark.environment.wait_s - previous.environment.wait_s,
+        "tool_calls": mark.environment.calls - previous.environment.calls,
+        "tool_errors": mark.environment.errors - previous.environment.errors,
+    }
+
+
+def _entropy_mean(rollouts: Sequence[Rollout]) -> float:
+    """Entropy of what tokens were sampled from, in nats per token: the mean of -log p of those that were sampled
+    estimates it without bias. NaN: there are none."""
+    num = sum(int(one.is_sampled_T.sum()) for one in rollouts if len(one.behavior_logprobs_T))
+    # The log-probabilities of observed tokens are 0.
+    return -sum(float(one.behavior_logprobs_T.sum()) for one in rollouts) / num if num else float("nan")
 
 
 def _parts_of_reward(groups: Sequence[RolloutGroup]) -> dict[str, float]:

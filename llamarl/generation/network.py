@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from llamarl.kernels import experts
 from llamarl.kernels.experts import ExpertFeedForward, RouteKernel
 from llamarl.kernels.linear import Linear, QuantizedRows, Room, is_exact
 from llamarl.kernels.ops import silu_mul
-from llamarl.kernels.stack import DenseLayer, LayerStack, can_stack
+from llamarl.kernels.stack import NUM_LINEARS, LayerStack, Norms, can_stack
 from llamarl.models.experts import route
 from llamarl.models.shape import ModelShape, MoeShape
 
@@ -92,14 +93,8 @@ class GeneratorLayer:
     post_norm_D: Tensor
     mlp: GatedLinears | ExpertMixture
 
-    def dense(self) -> DenseLayer | None:
-        """Its form in a `LayerStack`; None: it is a mixture, or its projections are multiplied one by one."""
-        if isinstance(self.mlp, ExpertMixture) or len(self.qkv) > 1 or len(self.mlp.gate_up) > 1:
-            return None
-        return DenseLayer(
-            input_norm_D=self.input_norm_D, qkv=self.qkv[0], qk_norms=self.qk_norms, o=self.o,
-            post_norm_D=self.post_norm_D, gate_up=self.mlp.gate_up[0], down=self.mlp.down,
-        )  # fmt: skip
+    def norms(self) -> Norms:
+        return self.input_norm_D, *(self.qk_norms or (None, None)), self.post_norm_D
 
     def linears(self) -> Iterator[Linear]:
         yield from (*self.qkv, self.o)
@@ -164,12 +159,13 @@ def linears_of(tensors: Mapping[str, Tensor], modules: Sequence[str], room: Room
 
 def stack_of(layers: Sequence[GeneratorLayer], shape: ModelShape) -> LayerStack | None:
     """The layers in one call, where they are dense, joined, and multiplied by C++ kernels. `shape` has their heads."""
-    dense = [one for layer in layers if (one := layer.dense()) is not None]
-    if len(dense) < len(layers) or not can_stack(dense):
+    linears = [tuple(layer.linears()) for layer in layers]
+    is_dense = all(isinstance(layer.mlp, GatedLinears) for layer in layers)
+    if not (is_dense and all(len(each) == NUM_LINEARS for each in linears) and can_stack(list(chain(*linears)))):
         return None
     return LayerStack(
-        dense, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim,
-        rotary_dim=shape.rotary_dim, eps=shape.rms_norm_eps,
+        [(layer.norms(), each) for layer, each in zip(layers, linears, strict=True)], num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, rotary_dim=shape.rotary_dim, eps=shape.rms_norm_eps,
     )  # fmt: skip
 
 

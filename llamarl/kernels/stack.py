@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,23 +23,13 @@ from llamarl.kernels.linear import Linear, Matrix
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DenseLayer:
-    """One layer of the stack."""
-
-    input_norm_D: Tensor
-    qkv: Linear
-    """Queries, keys and values side by side."""
-    qk_norms: tuple[Tensor, Tensor] | None
-    """Weights [K] of the norms of query and key heads."""
-    o: Linear
-    post_norm_D: Tensor
-    gate_up: Linear
-    """Gates, and then what they multiply."""
-    down: Linear
-
-    def linears(self) -> tuple[Linear, ...]:
-        return self.qkv, self.o, self.gate_up, self.down
+Norms = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
+"""Weights of a layer's norms: of its input [D], of query and key heads [K] where it has these, and of what comes behind
+attention [D]."""
+Linears = tuple[Linear, ...]
+"""Four of a layer: queries, keys and values side by side; what the heads go through; gates and what they multiply, side
+by side; what the products go through."""
+NUM_LINEARS = 4
 
 
 class _LayerPointers(ctypes.Structure):
@@ -70,24 +59,23 @@ class LayerStack:
     """Layers whose every kernel is there."""
 
     def __init__(
-        self, layers: Sequence[DenseLayer], *, num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int,
-        eps: float,
+        self, layers: Sequence[tuple[Norms, Linears]], *, num_heads: int, num_kv_heads: int, head_dim: int,
+        rotary_dim: int, eps: float,
     ) -> None:  # fmt: skip
-        """Takes what `can_stack` accepts."""
+        """Takes layers of which `can_stack` accepts all linears."""
         run, self._layers, self._eps = kernel().library, tuple(layers), eps
         assert run is not None
         self._run = run.run_layers
-        width, inner = layers[0].down.shape
+        width, inner = layers[0][1][-1].shape
         self._sizes = _Sizes(len(layers), width, num_heads, num_kv_heads, head_dim, rotary_dim, inner)
         heads, others = num_heads * head_dim, 2 * num_kv_heads * head_dim
         self._row_floats = width + heads + others + heads + 3 * inner
-        for layer in layers:
-            shapes = tuple(one.shape for one in layer.linears())
+        for norms, linears in layers:
+            shapes = tuple(one.shape for one in linears)
             assert shapes == ((heads + others, width), (width, heads), (2 * inner, width), (width, inner))
-            norms = (layer.input_norm_D, width), (layer.post_norm_D, width)
-            norms += tuple((one, head_dim) for one in layer.qk_norms or ())
-            assert all(ops.is_vector(weight, size) for weight, size in norms)
-        self._linears = [one for layer in layers for one in layer.linears()]
+            sizes = width, head_dim, head_dim, width
+            assert all(ops.is_vector(one, size) for one, size in zip(norms, sizes, strict=True) if one is not None)
+        self._linears = [one for _, linears in layers for one in linears]
         self._matrices = (_LayerPointers * len(layers))(*map(_as_structure, layers))
         self._kernels = ops.addresses("rms_norm", "rotate", "silu_mul")
 
@@ -123,13 +111,13 @@ class LayerStack:
         )  # fmt: skip
 
 
-def can_stack(layers: Sequence[DenseLayer]) -> bool:
+def can_stack(linears: Sequence[Linear]) -> bool:
     """Whether C++ kernels serve all of these."""
-    linears = [one for layer in layers for one in layer.linears()]
     return bool(linears) and all(one.path != "torch" for one in linears) and kernel().library is not None
 
 
-def _as_structure(layer: DenseLayer) -> _LayerPointers:
-    q_norm, k_norm = (one.data_ptr() for one in layer.qk_norms) if layer.qk_norms else (None, None)
-    matrices = (one.matrix() for one in layer.linears())
-    return _LayerPointers(layer.input_norm_D.data_ptr(), q_norm, k_norm, layer.post_norm_D.data_ptr(), *matrices)
+def _as_structure(layer: tuple[Norms, Linears]) -> _LayerPointers:
+    norms, linears = layer
+    return _LayerPointers(
+        *(None if one is None else one.data_ptr() for one in norms), *(one.matrix() for one in linears)
+    )

@@ -132,15 +132,17 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     generator = loaded(trainer(SHAPE), "float32")
     if generator._network.stack is None:
         pytest.skip(stack.kernel().reason)
-    dense = [layer.dense() for layer in generator._network.layers]
+    layers = [(layer.norms(), tuple(layer.linears())) for layer in generator._network.layers]
     sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "rotary_dim": 16, "eps": 1e-6}
-    LayerStack(dense, **sizes)  # type: ignore[arg-type]
+    LayerStack(layers, **sizes)
     for wrong in ({"num_heads": 2}, {"num_kv_heads": 4}, {"head_dim": 8}):
         with pytest.raises(AssertionError):
-            LayerStack(dense, **sizes | wrong)  # type: ignore[arg-type]
-    swapped = [replace(dense[0], o=dense[0].down)]  # type: ignore[type-var]
+            LayerStack(layers, **sizes | wrong)
+    norms, (qkv, _, gate_up, down) = layers[0]
     with pytest.raises(AssertionError):
-        LayerStack(swapped, **sizes)  # type: ignore[arg-type]
+        LayerStack([(norms, (qkv, down, gate_up, down))], **sizes)
+    with pytest.raises(AssertionError):
+        LayerStack([((norms[1], norms[0], *norms[2:]), layers[0][1])], **sizes)  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("wrong", [{"num_layers": 3}, {"num_kv_heads": 4}, {"head_dim": 32}])

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from llamarl.controller.marks import StepMark
 from llamarl.controller.sync import SyncReport
-from llamarl.controller.telemetry import Telemetry
+from llamarl.controller.telemetry import StepMark, Telemetry
 from llamarl.observability.files import write_atomically
 from llamarl.observability.metrics import EvalMetrics, StepMetrics
 from llamarl.observability.sinks import MetricsLog
