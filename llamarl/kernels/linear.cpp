@@ -1,15 +1,15 @@
-// y[M, N] = x[M, K] w[N, K]^T (+ bias, + y) on one core, with row-major weights in float32, bfloat16 or int8, and the
-// quantization of weight rows. No header of torch or Python.
+// y[M, N] = x[M, K] w[N, K]^T (+ bias, + y) on one core, with row-major weights in int8, and the quantization of weight
+// rows. No header of torch or Python.
 //
 // Every output is one dot product along K. A panel of 16 weight rows goes block by block of K into L1, widened to what
-// the multiplier takes; each tile of up to 6 x 2 outputs then keeps its sums in vector registers. The order of
-// additions of an output does not depend on M, so a row's result does not depend on the rows beside it.
+// the multiplier takes; each tile of up to 4 x 4 outputs then keeps its sums in vector registers.
 //
-// int8: x is quantized per row by its largest magnitude. VNNI multiplies bytes: x has 8 bits. Without it int8 would
-// have to be multiplied as int16 anyway (vpmaddubsw saturates), so x keeps as many bits as the int32 sums hold: 16 up
-// to K = 511, 14 at K = 2047. Integer sums are exact and never saturate on either path.
+// x is quantized per row by its largest magnitude. VNNI multiplies bytes: x has 8 bits. Without it int8 would have to be
+// multiplied as int16 anyway (vpmaddubsw saturates), so x keeps as many bits as the int32 sums hold: 16 up to K = 511,
+// 14 at K = 2047. Integer sums are exact and never saturate on either path, so a row's result does not depend on the
+// rows beside it.
 //
-// What multiplies bfloat16 and bytes faster, in AVX-512 and AMX, is in `packed.cpp`.
+// What multiplies bytes faster, in AVX-512 and AMX, is in `packed.cpp`.
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -30,40 +30,13 @@ template <class T>
 struct VectorOf {
     typedef T type __attribute__((vector_size(kVectorBytes)));
 };
-using Floats = VectorOf<float>::type;
 using Ints = VectorOf<int32_t>::type;
 
-// How one kind of weights is multiplied: Source -> (widen) -> Element, summed in vectors of Sum.
-
-template <class S>
-struct Float {
-    using Source = S;
-    using Element = float;
-    using Sum = float;
-    static constexpr int kTile = kVectorBytes == 64 ? 4 : 2;
-    static void widen(const float* from, float* to, int64_t count) { std::memcpy(to, from, count * sizeof(float)); }
-    static void widen(const uint16_t* from, float* to, int64_t count) {
-        for (int64_t i = 0; i < count; ++i) {
-            const uint32_t bits = uint32_t(from[i]) << 16;
-            std::memcpy(to + i, &bits, 4);
-        }
-    }
-    static Floats step(Floats sum, Floats x, Floats w) {
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-        return _mm512_fmadd_ps(x, w, sum);
-#elif defined(__FMA__)
-        return _mm256_fmadd_ps(x, w, sum);
-#else
-        return sum + x * w;
-#endif
-    }
-};
+// How weights are multiplied: widened to Element, summed in vectors of int32.
 
 #if defined(__AVXVNNI__) && !defined(__AVX512F__)
 struct Int8 {
-    using Source = int8_t;
     using Element = uint8_t;  // w + 128, and x as int8
-    using Sum = int32_t;
     static constexpr int kTile = 2;
     static constexpr const char* kSuffix = "-vnni";
     static constexpr int kOffset = 128;
@@ -77,9 +50,7 @@ struct Int8 {
 };
 #else
 struct Int8 {
-    using Source = int8_t;
     using Element = int16_t;
-    using Sum = int32_t;
     static constexpr int kTile = kVectorBytes == 64 ? 4 : 2;
     static constexpr const char* kSuffix = "-int16";
     static constexpr int kOffset = 0;
@@ -107,22 +78,12 @@ struct Int8 {
 
 #if defined(__AVX2__)
 #if defined(__AVX512F__) && defined(__AVX512BW__)
-inline __m256 half(Floats v) {
-    const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1));
-    return _mm256_add_ps(_mm512_castps512_ps256(v), high);
-}
 inline __m256i half(Ints v) {
     return _mm256_add_epi32(_mm512_castsi512_si256((__m512i)v), _mm512_extracti64x4_epi64((__m512i)v, 1));
 }
 #else
-inline __m256 half(Floats v) { return v; }
 inline __m256i half(Ints v) { return (__m256i)v; }
 #endif
-inline void add_totals(const Floats* v, float* to, bool first) {
-    const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(half(v[0]), half(v[1])), _mm256_hadd_ps(half(v[2]), half(v[3])));
-    const __m128 t = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
-    _mm_storeu_ps(to, first ? t : _mm_add_ps(_mm_loadu_ps(to), t));
-}
 inline void add_totals(const Ints* v, int32_t* to, bool first) {
     const __m256i a = _mm256_hadd_epi32(half(v[0]), half(v[1])), b = _mm256_hadd_epi32(half(v[2]), half(v[3]));
     const __m256i s = _mm256_hadd_epi32(a, b);
@@ -130,11 +91,10 @@ inline void add_totals(const Ints* v, int32_t* to, bool first) {
     _mm_storeu_si128((__m128i*)to, first ? t : _mm_add_epi32(_mm_loadu_si128((const __m128i*)to), t));
 }
 #else
-template <class Vector, class Sum>
-inline void add_totals(const Vector* v, Sum* to, bool first) {
+inline void add_totals(const Ints* v, int32_t* to, bool first) {
     for (int i = 0; i < 4; ++i) {
-        Sum total = v[i][0];
-        for (int lane = 1; lane < int(sizeof(Vector) / sizeof(Sum)); ++lane) total += v[i][lane];
+        int32_t total = v[i][0];
+        for (int lane = 1; lane < int(sizeof(Ints) / 4); ++lane) total += v[i][lane];
         to[i] = first ? total : to[i] + total;
     }
 }
@@ -142,13 +102,9 @@ inline void add_totals(const Vector* v, Sum* to, bool first) {
 
 thread_local Scratch x_scratch, panel_scratch, sums_scratch;
 
-template <class P>
 struct Gemm {
-    using Element = typename P::Element;
-    using Sum = typename P::Sum;
-    using Source = typename P::Source;
-    using Operand = typename VectorOf<Element>::type;
-    using Sums = typename VectorOf<Sum>::type;
+    using Element = Int8::Element;
+    using Operand = VectorOf<Element>::type;
     static constexpr int64_t kLanes = kVectorBytes / sizeof(Element);
     static constexpr int64_t kBlock = kBlockBytes / sizeof(Element);
 
@@ -167,8 +123,8 @@ struct Gemm {
     }
 
     template <int MR, int NR>
-    static void tile(const Element* x, int64_t width, const Element* w, Sum* sums, bool first) {
-        Sums sum[MR][NR] = {};
+    static void tile(const Element* x, int64_t width, const Element* w, int32_t* sums, bool first) {
+        Ints sum[MR][NR] = {};
         for (int64_t k = 0; k < width; k += kLanes) {
             Operand xs[MR];
 #pragma GCC unroll 8
@@ -177,7 +133,7 @@ struct Gemm {
             for (int n = 0; n < NR; ++n) {
                 const Operand ws = load(w + n * kBlock + k);
 #pragma GCC unroll 8
-                for (int m = 0; m < MR; ++m) sum[m][n] = P::step(sum[m][n], xs[m], ws);
+                for (int m = 0; m < MR; ++m) sum[m][n] = Int8::step(sum[m][n], xs[m], ws);
             }
         }
 #pragma GCC unroll 8
@@ -187,12 +143,12 @@ struct Gemm {
     }
 
     template <int MR>
-    static void tiles(const Element* x, int64_t width, const Element* w, int64_t rows, Sum* sums, bool first) {
+    static void tiles(const Element* x, int64_t width, const Element* w, int64_t rows, int32_t* sums, bool first) {
         constexpr int NR = MR == 1 ? 8 : 4;
         for (int64_t n = 0; n < rows; n += NR) tile<MR, NR>(x, width, w + n * kBlock, sums + n, first);
     }
 
-    static void tiles(int64_t mr, const Element* x, int64_t width, const Element* w, int64_t rows, Sum* sums, bool first) {
+    static void tiles(int64_t mr, const Element* x, int64_t width, const Element* w, int64_t rows, int32_t* sums, bool first) {
         switch (mr) {
             case 1: return tiles<1>(x, width, w, rows, sums, first);
             case 2: return tiles<2>(x, width, w, rows, sums, first);
@@ -202,26 +158,26 @@ struct Gemm {
     }
 
     // One panel of weight rows, widened. Rows that complete the last tile, and the end of the last vector, are zero.
-    static void widen_panel(const Source* w, int64_t n, int64_t k, int64_t start, int64_t rows, Element* panel) {
+    static void widen_panel(const int8_t* w, int64_t n, int64_t k, int64_t start, int64_t rows, Element* panel) {
         const int64_t count = k - start < kBlock ? k - start : kBlock, padded = width(k, start);
         for (int64_t row = 0; row < rows; ++row) {
             Element* to = panel + row * kBlock;
             const int64_t filled = row < n ? count : 0;
-            if (filled) P::widen(w + row * k + start, to, filled);
+            if (filled) Int8::widen(w + row * k + start, to, filled);
             std::memset((void*)(to + filled), 0, (padded - filled) * sizeof(Element));
         }
     }
 
     // finish(m, first n, number of n, sums) writes outputs.
     template <class Finish>
-    static void run(const Element* x, const Source* w, int64_t num_m, int64_t num_n, int64_t k, Finish finish) {
+    static void run(const Element* x, const int8_t* w, int64_t num_m, int64_t num_n, int64_t k, Finish finish) {
         Element* panel = panel_scratch.get<Element>(kPanel * kBlock);
-        Sum* sums = sums_scratch.get<Sum>(num_m * kPanel);
-        const int64_t num_tiles = (num_m + P::kTile - 1) / P::kTile;
+        int32_t* sums = sums_scratch.get<int32_t>(num_m * kPanel);
+        const int64_t num_tiles = (num_m + Int8::kTile - 1) / Int8::kTile;
         // While a panel is multiplied the next one comes from memory, some lines before each tile.
         const int64_t num_steps = num_tiles * ((k + kBlock - 1) / kBlock);
         const char* const end = (const char*)(w + num_n * k);
-        const int64_t ahead_step = round_up(kPanel * k * int64_t(sizeof(Source)) / num_steps + 1, 64);
+        const int64_t ahead_step = round_up(kPanel * k / num_steps + 1, 64);
         for (int64_t n = 0; n < num_n; n += kPanel) {
             const int64_t rows = num_n - n < kPanel ? num_n - n : kPanel;
             const int64_t padded_rows = round_up(rows, num_m == 1 ? 8 : 4);
@@ -261,33 +217,16 @@ struct Gemm {
     }
 };
 
-template <class P>
-void linear_float(
-    const float* x, const typename P::Source* w, const float* bias, float* y, int64_t num_m, int64_t num_n, int64_t k,
-    int accumulate) {
-    using G = Gemm<P>;
-    for (int64_t first = 0; first < num_m; first += kChunk, x += kChunk * k, y += kChunk * num_n) {
-        const int64_t chunk = num_m - first < kChunk ? num_m - first : kChunk;
-        const auto* packed = G::pack(chunk, k, [&](int64_t m, int64_t start, int64_t count, auto* to) {
-            std::memcpy(to, x + m * k + start, count * sizeof(float));
-        });
-        G::run(packed, w, chunk, num_n, k, [&](int64_t m, int64_t n, int64_t rows, const float* sums) __attribute__((always_inline)) {
-            write(y + m * num_n + n, bias ? bias + n : nullptr, rows, accumulate, sums);
-        });
-    }
-}
-
 // Tiles with all operands in L1; how many products of two numbers these were.
-template <class P>
 int64_t peak(int64_t count) {
-    using G = Gemm<P>;
-    auto* x = x_scratch.get<typename G::Element>(4 * G::kBlock);
-    auto* w = panel_scratch.get<typename G::Element>(4 * G::kBlock);
-    auto* sums = sums_scratch.get<typename G::Sum>(4 * kPanel);
+    using G = Gemm;
+    auto* x = x_scratch.get<G::Element>(4 * G::kBlock);
+    auto* w = panel_scratch.get<G::Element>(4 * G::kBlock);
+    auto* sums = sums_scratch.get<int32_t>(4 * kPanel);
     std::memset((void*)x, 0, 4 * kBlockBytes);
     std::memset((void*)w, 0, 4 * kBlockBytes);
-    for (int64_t i = 0; i < count; ++i) G::template tiles<P::kTile>(x, G::kBlock, w, 4, sums, true);
-    return count * P::kTile * 4 * G::kBlock;
+    for (int64_t i = 0; i < count; ++i) G::tiles<Int8::kTile>(x, G::kBlock, w, 4, sums, true);
+    return count * Int8::kTile * 4 * G::kBlock;
 }
 
 // float8_e4m3fn of |value| <= 448, nearest even. Added to a power of two 2^20 above it (2^14 for subnormals), a
@@ -335,24 +274,12 @@ const char* instructions() {
 }
 const char* suffix_int8() { return Int8::kSuffix; }
 
-int64_t linear_float32_peak(int64_t count) { return peak<Float<float>>(count); }
-int64_t linear_bfloat16_peak(int64_t count) { return peak<Float<uint16_t>>(count); }
-int64_t linear_int8_peak(int64_t count) { return peak<Int8>(count); }
-
-void linear_float32(
-    const float* x, const float* w, const float* bias, float* y, int64_t m, int64_t n, int64_t k, int accumulate) {
-    linear_float<Float<float>>(x, w, bias, y, m, n, k, accumulate);
-}
-
-void linear_bfloat16(
-    const float* x, const uint16_t* w, const float* bias, float* y, int64_t m, int64_t n, int64_t k, int accumulate) {
-    linear_float<Float<uint16_t>>(x, w, bias, y, m, n, k, accumulate);
-}
+int64_t linear_int8_peak(int64_t count) { return peak(count); }
 
 void linear_int8(
     const float* x, const int8_t* w, const float* scales, const float* bias, float* y, int64_t num_m, int64_t num_n,
     int64_t k, int accumulate) {
-    using G = Gemm<Int8>;
+    using G = Gemm;
     RowScale scale[kChunk];
     int32_t offset[kChunk];
     for (int64_t first = 0; first < num_m; first += kChunk, x += kChunk * k, y += kChunk * num_n) {

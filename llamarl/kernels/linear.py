@@ -36,7 +36,7 @@ QuantizedRows = tuple[Tensor, Tensor]
 
 @functools.cache
 def kernels() -> Kernel:
-    """Kernels that quantize and multiply row-major weights, or why torch does that: checked at the first call."""
+    """Kernels that quantize and multiply weights, or why torch does that: checked at the first call."""
     loaded = build.load("linear")
     if loaded.library is None:
         return loaded
@@ -44,8 +44,7 @@ def kernels() -> Kernel:
         function.argtypes, function.restype = (_P, _I, _I, _I, _P, _P), _I
     for kind in paths.KINDS.values():
         if not paths.offered(kind):
-            error = paths.error_of(paths.row_major_path(loaded, kind)[0], kind)
-            return Kernel(library=None, reason=f"linear.cpp is off by {error:.1g} in {kind} on this processor")
+            return Kernel(library=None, reason=paths.fault(kind))
     return loaded
 
 

@@ -1,9 +1,8 @@
 // y[M, N] = x[M, K] w[N, K]^T (+ bias, + y) on one core, in bfloat16 or int8 with float32 around it, by AMX tiles or by
-// the dot products of AVX-512, and in float32 by AVX-512. The weights are packed once, in an order that both read. No
-// header of torch or Python.
+// the dot products of AVX-512. The weights are packed once, in an order that both read. No header of torch or Python.
 //
 // Packed weights: panels of 32 rows of w, each contiguous along K in steps of 64 bytes per row:
-//   [N/32][K/depth][2][16 words of k][16 rows][one word: a float, 2 bfloat16 or 4 int8], depth = 16, 32 or 64.
+//   [N/32][K/depth][2][16 words of k][16 rows][one word: 2 bfloat16 or 4 int8], depth = 32 or 64.
 // A step of 16 rows is one tile of 1024 bytes; each of its lines is one operand of a dot product of 16 rows. x becomes
 // the same kind of tiles, [M/16][K/depth][16 rows][depth]. N, K and M are completed with zeros.
 //
@@ -28,11 +27,6 @@ namespace {
 constexpr int64_t kTileBytes = 1024, kPanel = 32;
 thread_local Scratch x_scratch;
 
-struct Fp32 {
-    using Element = float;
-    using Sum = float;
-    static constexpr int64_t kDepth = 16;
-};
 struct Bf16 {
     using Element = uint16_t;
     using Sum = float;
@@ -59,7 +53,6 @@ inline void fetch(const char*& ahead, int64_t bytes) {
 struct Avx512 {
     static constexpr int64_t kRows = 8;
 
-    static __m512 dot(Fp32, __m512 sum, __m512i x, __m512i w) { return _mm512_fmadd_ps((__m512)x, (__m512)w, sum); }
     static __m512 dot(Bf16, __m512 sum, __m512i x, __m512i w) {
 #if defined(__AVX512BF16__)
         return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w);
@@ -255,32 +248,6 @@ void pack_w(const typename T::Element* w, int64_t num_n, int64_t k, char* out, u
     }
 }
 
-template <class Way, class T, class Convert>
-void linear_float(
-    const float* x, const char* w, const float* bias, float* y, int64_t num_m, int64_t num_n, int64_t k,
-    int accumulate, Convert convert) {
-    for (int64_t first = 0; first < num_m; first += kChunk, x += kChunk * k, y += kChunk * num_n) {
-        const int64_t chunk = num_m - first < kChunk ? num_m - first : kChunk;
-        const char* packed = pack_x<T>(chunk, k, [&](int64_t m, int64_t start, int64_t count, typename T::Element* to) {
-            convert(x + m * k + start, count, to);
-        });
-        run<Way, T>(packed, w, chunk, num_n, k, [&](int64_t m, int64_t n, const float* sums) __attribute__((always_inline)) {
-            const float* add = bias ? bias + n : nullptr;
-            // The usual number as a constant: its loop becomes a few vector instructions.
-            if (num_n - n >= kPanel) write(y + m * num_n + n, add, kPanel, accumulate, sums);
-            else write(y + m * num_n + n, add, num_n - n, accumulate, sums);
-        });
-    }
-}
-
-template <class Way>
-void linear_float32(
-    const float* x, const char* w, const float* bias, float* y, int64_t m, int64_t n, int64_t k, int accumulate) {
-    linear_float<Way, Fp32>(x, w, bias, y, m, n, k, accumulate, [](const float* from, int64_t count, float* to) {
-        std::memcpy(to, from, count * sizeof(float));
-    });
-}
-
 #if defined(__AVX512BF16__)
 // Nearest even; NaN stays NaN, denormals become zeros.
 inline void to_bfloat16(const float* from, int64_t count, uint16_t* to) {
@@ -291,8 +258,20 @@ inline void to_bfloat16(const float* from, int64_t count, uint16_t* to) {
 
 template <class Way>
 void linear_bfloat16(
-    const float* x, const char* w, const float* bias, float* y, int64_t m, int64_t n, int64_t k, int accumulate) {
-    linear_float<Way, Bf16>(x, w, bias, y, m, n, k, accumulate, to_bfloat16);
+    const float* x, const char* w, const float* bias, float* y, int64_t num_m, int64_t num_n, int64_t k,
+    int accumulate) {
+    for (int64_t first = 0; first < num_m; first += kChunk, x += kChunk * k, y += kChunk * num_n) {
+        const int64_t chunk = num_m - first < kChunk ? num_m - first : kChunk;
+        const char* packed = pack_x<Bf16>(chunk, k, [&](int64_t m, int64_t start, int64_t count, uint16_t* to) {
+            to_bfloat16(x + m * k + start, count, to);
+        });
+        run<Way, Bf16>(packed, w, chunk, num_n, k, [&](int64_t m, int64_t n, const float* sums) __attribute__((always_inline)) {
+            const float* add = bias ? bias + n : nullptr;
+            // The usual number as a constant: its loop becomes a few vector instructions.
+            if (num_n - n >= kPanel) write(y + m * num_n + n, add, kPanel, accumulate, sums);
+            else write(y + m * num_n + n, add, num_n - n, accumulate, sums);
+        });
+    }
 }
 #endif
 
@@ -347,15 +326,16 @@ int64_t peak(int64_t count) {
 // A function that is missing says that its instructions are.
 extern "C" {
 
-int64_t packed_bytes(int64_t n, int64_t k, int64_t depth) {
-    return round_up(n, kPanel) / kPanel * (round_up(k, depth) / depth) * 2 * kTileBytes;
-}
-
-#define LLAMARL_LINEAR(name, linear, Way, T)                                                                           \
-    int64_t name##_peak(int64_t count) { return peak<Way, T>(count); }                                                 \
+#define LLAMARL_PACK(kind, Kind, T, flip)                                                                              \
+    void pack_##kind(const T* w, int64_t n, int64_t k, char* out) { pack_w<Kind>(w, n, k, out, flip); }                \
+    int64_t packed_bytes_##kind(int64_t n, int64_t k) {                                                                \
+        return round_up(n, kPanel) / kPanel * steps_of<Kind>(k) * 2 * kTileBytes;                                      \
+    }
+#define LLAMARL_LINEAR(name, Way)                                                                                      \
+    int64_t name##_peak(int64_t count) { return peak<Way, Bf16>(count); }                                              \
     void name(                                                                                                        \
         const float* x, const char* w, const float* bias, float* y, int64_t m, int64_t n, int64_t k, int accumulate) { \
-        linear<Way>(x, w, bias, y, m, n, k, accumulate);                                                               \
+        linear_bfloat16<Way>(x, w, bias, y, m, n, k, accumulate);                                                      \
     }
 #define LLAMARL_LINEAR_INT8(name, Way)                                                                                 \
     int64_t name##_peak(int64_t count) { return peak<Way, Int8>(count); }                                              \
@@ -365,18 +345,16 @@ int64_t packed_bytes(int64_t n, int64_t k, int64_t depth) {
         linear_int8<Way>(x, w, scales, bias, y, m, n, k, accumulate);                                                  \
     }
 
-void pack_float32(const float* w, int64_t n, int64_t k, char* out) { pack_w<Fp32>(w, n, k, out, 0); }
-LLAMARL_LINEAR(avx512_float32, linear_float32, Avx512, Fp32)
 #if defined(__AVX512BF16__)
-void pack_bfloat16(const uint16_t* w, int64_t n, int64_t k, char* out) { pack_w<Bf16>(w, n, k, out, 0); }
-LLAMARL_LINEAR(avx512_bfloat16, linear_bfloat16, Avx512, Bf16)
+LLAMARL_PACK(bfloat16, Bf16, uint16_t, 0)
+LLAMARL_LINEAR(avx512_bfloat16, Avx512)
 #endif
 #if defined(__AVX512VNNI__)
-void pack_int8(const int8_t* w, int64_t n, int64_t k, char* out) { pack_w<Int8>(w, n, k, out, 0x80808080); }
+LLAMARL_PACK(int8, Int8, int8_t, 0x80808080)
 LLAMARL_LINEAR_INT8(avx512_int8, Avx512)
 #endif
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
-LLAMARL_LINEAR(amx_bfloat16, linear_bfloat16, Amx, Bf16)
+LLAMARL_LINEAR(amx_bfloat16, Amx)
 LLAMARL_LINEAR_INT8(amx_int8, Amx)
 
 // Once per process, before the first tile: asks Linux for their state. 0, or -1 where it refuses.

@@ -48,17 +48,10 @@ class Path:
     """C function of (x, w, int8: scales, bias or None, y, M, N, K, add to y)."""
     pack: Any = None
     """C function of (w, N, K, out) that writes the copy which `multiply` takes in place of w; None: it takes w."""
-    library: ctypes.CDLL | None = None
-    """Library of a path that packs."""
-    depth: int = 0
-    """Multiple to which K is packed."""
+    packed_bytes: Any = None
+    """C function of (N, K): bytes of that copy."""
     peak: Any = None
     """C function that repeats a product with operands in L1 so many times; the number of multiplications it did."""
-
-    def packed_bytes(self, n: int, k: int) -> int:
-        """Bytes of the packed copy of weights."""
-        assert self.library is not None
-        return self.library.packed_bytes(n, k, self.depth)
 
     def packed(self, values_N_K: Tensor) -> Tensor:
         """Weights as `multiply` takes them, in new memory where it packs."""
@@ -96,10 +89,10 @@ def offered(kind: str) -> tuple[Path, ...]:
     found = list[Path]()
     if pin != "avx2" and "avx512" in here:
         found += packed_paths(build.load("packed"), kind)
-    native = row_major_path(build.load("linear"), kind)
+    native = vector_path(build.load(_file(kind)), kind)
     found += native
     if native and native[0].name.startswith("avx512") and not pin:
-        found += row_major_path(build.load("linear", "avx2"), kind)
+        found += vector_path(build.load(_file(kind), "avx2"), kind)
     found = [path for path in found if error_of(path, kind) <= _TOLERANCES[kind]]
     tiles = [path for path in found if path.name.startswith("amx")]
     if pin == "amx" and kind != "float32" and not tiles:
@@ -107,6 +100,19 @@ def offered(kind: str) -> tuple[Path, ...]:
     if pin == "amx":
         found = tiles or found
     return tuple(path for path in found if pin != "avx512" or not path.name.startswith("amx"))
+
+
+def _file(kind: str) -> str:
+    """The file with the path that every processor has."""
+    return "linear" if kind == "int8" else "panels"
+
+
+def fault(kind: str) -> str:
+    """Why no path is offered for a type."""
+    loaded = build.load(_file(kind))
+    found = vector_path(loaded, kind)
+    wrong = f"{_file(kind)}.cpp is off by {error_of(found[0], kind):.1g} in {kind} on this processor" if found else ""
+    return wrong or loaded.reason
 
 
 @functools.cache
@@ -123,7 +129,7 @@ def chosen(kind: str, n: int, k: int) -> Path | None:
         return asdict(Choice(path=name, measured_us=measured_us, peak_gflops=peak_gflops(paths[name])))
 
     found = build.remembered(
-        f"{kind}-{n}x{k}", (build.source_text("packed"), build.source_text("linear"), *paths), measure
+        f"{kind}-{n}x{k}", (*map(build.source_text, ("packed", "panels", "linear")), *paths), measure
     )
     choice = _choices[f"{kind} {n}x{k}"] = Choice(**found)
     return paths[choice.path]
@@ -137,14 +143,16 @@ def record() -> dict[str, Choice]:
     return dict(_choices)
 
 
-def row_major_path(loaded: Kernel, kind: str) -> list[Path]:
-    """Path of `linear.cpp`, in a list; none where that is missing."""
+def vector_path(loaded: Kernel, kind: str) -> list[Path]:
+    """Path of `panels.cpp`, or for int8 of `linear.cpp`, in a list; none where that is missing."""
     library = loaded.library
     if library is None:
         return []
-    library.instructions.restype = library.suffix_int8.restype = ctypes.c_char_p
-    name = library.instructions().decode() + (library.suffix_int8().decode() if kind == "int8" else "")
-    return [Path(name=name, **_functions(library, f"linear_{kind}", kind))]
+    library.instructions.restype, suffix = ctypes.c_char_p, b""
+    if kind == "int8":
+        library.suffix_int8.restype = ctypes.c_char_p
+        suffix = library.suffix_int8()
+    return [Path(name=(library.instructions() + suffix).decode(), **_functions(library, f"linear_{kind}", kind))]
 
 
 def packed_paths(loaded: Kernel, kind: str) -> list[Path]:
@@ -152,17 +160,10 @@ def packed_paths(loaded: Kernel, kind: str) -> list[Path]:
     library = loaded.library
     if library is None or not hasattr(library, f"pack_{kind}"):
         return []
-    library.packed_bytes.argtypes, library.packed_bytes.restype = (_I, _I, _I), _I
-    pack = getattr(library, f"pack_{kind}")
-    pack.argtypes, pack.restype = (_P, _I, _I, _P), None
-    names_of = {"float32": ("", "fp32", 16), "bfloat16": ("bf16", "bf16", 32), "int8": ("int8", "vnni", 64)}
-    amx, avx512, depth = names_of[kind]
-    has_tiles = bool(amx) and hasattr(library, "amx_enable") and library.amx_enable() == 0
+    amx, avx512 = {"bfloat16": ("bf16", "bf16"), "int8": ("int8", "vnni")}[kind]
+    has_tiles = hasattr(library, "amx_enable") and library.amx_enable() == 0
     names = ({f"amx_{kind}": f"amx-{amx}"} if has_tiles else {}) | {f"avx512_{kind}": f"avx512-{avx512}"}
-    return [
-        Path(name=name, **_functions(library, symbol, kind), pack=pack, library=library, depth=depth)
-        for symbol, name in names.items()
-    ]
+    return [Path(name=name, **_functions(library, symbol, kind)) for symbol, name in names.items()]
 
 
 def error_of(path: Path, kind: str) -> float:
@@ -250,4 +251,9 @@ def _functions(library: ctypes.CDLL, symbol: str, kind: str) -> dict[str, Any]:
     multiply.argtypes = (*[_P] * (5 if kind == "int8" else 4), _I, _I, _I, ctypes.c_int)
     multiply.restype = None
     peak.argtypes, peak.restype = (_I,), _I
-    return {"multiply": multiply, "peak": peak}
+    if not hasattr(library, f"pack_{kind}"):
+        return {"multiply": multiply, "peak": peak}
+    pack, packed_bytes = (getattr(library, f"{name}_{kind}") for name in ("pack", "packed_bytes"))
+    pack.argtypes, pack.restype = (_P, _I, _I, _P), None
+    packed_bytes.argtypes, packed_bytes.restype = (_I, _I), _I
+    return {"multiply": multiply, "peak": peak, "pack": pack, "packed_bytes": packed_bytes}

@@ -164,8 +164,28 @@ def test_what_multiplies_has_a_name(computed_by):
     assert any(name.startswith(computed_by.removeprefix("emulated-")) for name in names)
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("flags", [("-DLLAMARL_LANES=16",), ("-DLLAMARL_LANES=8",), ("-march=x86-64",)], ids=str)
+def test_panels_of_other_vectors(flags, kind, monkeypatch):
+    """Widths that this processor does not choose, or makes of several registers."""
+    monkeypatch.setitem(build._LIMITS, "others", flags)
+    loaded = build.load("panels", "others")
+    if loaded.library is None:
+        pytest.skip(loaded.reason)
+    (path,) = paths.vector_path(loaded, kind)
+    assert paths.error_of(path, kind) <= 1e-6
+    x, w = random(40, 700), random(37, 700, seed=1).to(getattr(torch, kind))
+    packed, y, one = path.packed(w), torch.empty(40, 37), torch.empty(1, 37)
+    assert len(packed) == path.packed_bytes(37, 700)
+    path.multiply(x.data_ptr(), packed.data_ptr(), None, y.data_ptr(), 40, 37, 700, 0)
+    for row in (0, 13, 39):
+        path.multiply(x[row].data_ptr(), packed.data_ptr(), None, one.data_ptr(), 1, 37, 700, 0)
+        assert torch.equal(one[0], y[row])
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86-64")
-@pytest.mark.parametrize("name", ["linear", "packed"])
+@pytest.mark.parametrize("name", ["linear", "panels", "packed"])
 @pytest.mark.parametrize("processor", ["x86-64", "skylake-avx512", "cascadelake", "sapphirerapids", "alderlake"])
 @pytest.mark.parametrize("pin", ["", "avx512", "avx2"])
 def test_compiles_for_processors_that_are_not_here(name, processor, pin):

@@ -87,7 +87,7 @@ def test_tiles_that_linux_refuses_are_no_path(monkeypatch: pytest.MonkeyPatch) -
         """Compiled for AMX, in a container that may not use it."""
 
         def __init__(self) -> None:
-            self.pack_int8 = self.packed_bytes = self.avx512_int8 = self.avx512_int8_peak = lambda *_: None
+            self.pack_int8 = self.packed_bytes_int8 = self.avx512_int8 = self.avx512_int8_peak = lambda *_: None
             self.amx_enable = lambda: -1
 
     loaded = build.Kernel(library=Refused(), reason="")  # pyrefly: ignore
