@@ -56,11 +56,14 @@ struct Tile {
     alignas(64) float scores[Q][kChunk + 8 * kLanes];
     float decay[Q];
 
-    // scores = q . k, unscaled, for `count` tokens and some more.
-    void multiply_keys(int64_t count) {
-        constexpr int num_vectors = Q == 1 ? 8 : Q == 2 ? 4 : 2;
+    // scores = q . k, unscaled, for `count` tokens from block `first` on and some more.
+    template <int num_vectors>
+    void multiply_keys(int64_t count, int64_t first) {
         constexpr int num_blocks = num_vectors * kLanes / kBlock;
-        for (int64_t first = 0; first * kBlock < count; first += num_blocks) {
+        constexpr bool can_halve = num_vectors > 1 && num_vectors * kLanes / 2 % kBlock == 0;
+        for (; first * kBlock < count; first += num_blocks) {
+            if constexpr (can_halve)
+                if (count - first * kBlock <= num_vectors * kLanes / 2) return multiply_keys<num_vectors / 2>(count, first);
             const T *from[num_blocks], *ahead[num_blocks];
             for (int b = 0; b < num_blocks; ++b) {
                 from[b] = run.in(run.keys, first + b);
@@ -103,14 +106,14 @@ struct Tile {
             }
             float* state = query[i].state;
             const float before = state[0];
-            const float now = largest(most) > before ? largest(most) : before;
+            const float here = largest(most), now = here > before ? here : before;
             Floats sum = {};
             for (int64_t t = 0; t < padded; t += kLanes) {
                 const Floats p = exp_of_negative((load<Floats>(s + t) - now) * scale);
                 std::memcpy(s + t, &p, sizeof(p));
                 sum += p;
             }
-            decay[i] = std::exp((before - now) * scale);
+            decay[i] = exp_of_negative(Floats{} + (before - now) * scale)[0];
             state[0] = now;
             state[1] = state[1] * decay[i] + total(sum);
         }
@@ -173,7 +176,7 @@ struct Attention {
     // Queries `first` to `first + Q` of a task and a kv head go through one run.
     template <int Q>
     void tile(const Task& task, int64_t head, int64_t first, int64_t start, const Run<T>& run, const Run<T>& next) const {
-        static thread_local Tile<T, Q> tile;
+        Tile<T, Q> tile;
         const int64_t rep = num_heads / num_kv_heads;
         int64_t most = 0;
         for (int i = 0; i < Q; ++i) {
@@ -186,7 +189,7 @@ struct Attention {
         }
         if (most <= 0) return;
         tile.run = run, tile.next = next, tile.head_dim = head_dim;
-        tile.multiply_keys(most);
+        tile.template multiply_keys<Q == 1 ? 8 : Q == 2 ? 4 : 2>(most, 0);
         tile.exponentiate(1.0f / std::sqrt(float(head_dim)), (most + kBlock - 1) / kBlock * kBlock);
         tile.template add_values<kLanes, Q == 1 ? 8 : Q == 2 ? 4 : 2>(most, 0);
     }
