@@ -1,11 +1,12 @@
 """How fast is the demo, beside the same demo of another checkout of this repository?
 
-    python benchmarks/loop.py --base FOLDER [--seeds 3] [--steps 200]
+    python benchmarks/loop.py --base FOLDER [--seeds 3] [--steps 200] [--avx2]
 
 Runs of one seed take turns, each in the checkout it is of, with the same base model and settings; who is first changes
 with each seed. Speed is samples trained per second from the fifth step's end to the last one's: processes start and
 kernels are compiled before. Accuracy is that of the final weights, greedily, on 4,096 problems that nobody trained on.
-Measure on a machine that does nothing else.
+Measure on a machine that does nothing else. With `--avx2` both take what a processor without AVX-512 has, in kernels and
+libraries.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ ROOT = Path(__file__).parents[1]
 SKIPPED_STEPS = 5
 FRESH = "{name = 'running_total', count = 4096, first = 91000}"
 MODEL = "runs/base/demo"
+AVX2 = {
+    "LLAMARL_KERNELS": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+}  # fmt: skip
+"""Variables that hold llamarl, MKL, oneDNN and torch to those instructions."""
 NOTES = [
     "samples_per_s: rollouts trained per second, from the fifth step's end to the last one's.",
     "ratio: this tree's samples per second over the other's of the same seed.",
@@ -34,14 +40,14 @@ NOTES = [
 ]
 
 
-def run(tree: Path, seed: int, steps: int, output: Path) -> dict[str, float]:
-    """One run's speed and accuracy."""
+def run(tree: Path, seed: int, steps: int, output: Path, variables: dict[str, str]) -> dict[str, float]:
+    """One run's speed and accuracy, with these variables set."""
     command = [
         sys.executable, "-m", "llamarl", "train", "configs/demo.toml", "--output", str(output), "--seed", str(seed),
         "--steps", str(steps), "--eval.every_steps", "0", "--eval.max_prompts", "4096", "--data.eval", FRESH,
         "--checkpoint.every_steps", "0",
     ]  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": str(tree)}
+    environment = os.environ | variables | {"PYTHONPATH": str(tree)}
     subprocess.run(command, check=True, cwd=tree, env=environment, stdout=subprocess.DEVNULL, timeout=1800)
     rows = [json.loads(line) for line in (output / "demo/metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["kind"] == "step"]
@@ -65,6 +71,7 @@ def main() -> None:
     parser.add_argument("--base", type=Path, required=True, help="another checkout of this repository")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--avx2", action="store_true", help="no AVX-512, though the processor has it")
     asked = parser.parse_args()
     trees = {"base": asked.base.resolve(), "ours": ROOT}
     if not (ROOT / MODEL).exists():
@@ -80,7 +87,8 @@ def main() -> None:
     for seed in range(asked.seeds):
         for name in list(trees)[:: -1 if seed % 2 else 1]:
             with tempfile.TemporaryDirectory() as folder:
-                found[name].append(run(trees[name], seed, asked.steps, Path(folder)))
+                variables = AVX2 if asked.avx2 else {}
+                found[name].append(run(trees[name], seed, asked.steps, Path(folder), variables))
             print(seed, name, found[name][-1], flush=True)
     ratios, gaps = (
         [round(of(ours, base), 3) for ours, base in zip(found["ours"], found["base"], strict=True)]
@@ -94,8 +102,8 @@ def main() -> None:
         "mean_gap_points": round(statistics.mean(gaps), 2), "runs": found,
     }  # fmt: skip
     print(ratios, gaps)
-    settings = {"steps": asked.steps, "seeds": asked.seeds, "skipped_steps": SKIPPED_STEPS}
-    print(write_result("loop", settings, figures, NOTES))
+    settings = {"steps": asked.steps, "seeds": asked.seeds, "skipped_steps": SKIPPED_STEPS, "avx2": asked.avx2}
+    print(write_result("loop-avx2" if asked.avx2 else "loop", settings, figures, NOTES))
 
 
 if __name__ == "__main__":

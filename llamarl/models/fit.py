@@ -175,7 +175,7 @@ def generator_load(config: RunConfig, shape: DecoderSizes) -> GeneratorLoad:
     copies = 2 if generator.device != "cpu" or config.cluster.kind == "hosts" else 1
     if config.generators_sleep and not config.trainer.lora:  # nothing is in use while others are written
         copies = 0 if serves_in_place(config) else 1
-    if generator.device == "cpu":  # packed, where the processor has AVX-512: those in use, and the next
+    if generator.device == "cpu":  # packed, but int8 without AVX-512: those in use, and the next
         copies += 2
     return GeneratorLoad(
         width=WIDTHS[generator.dtype], kv_width=kv_width(config), kv_tokens=tokens, tp=tp, copies=copies,
