@@ -5,8 +5,8 @@
 Runs of one seed take turns, each in the checkout it is of, with the same base model and settings; who is first changes
 with each seed. Speed is samples trained per second from the fifth step's end to the last one's: processes start and
 kernels are compiled before. Accuracy is that of the final weights, greedily, on 4,096 problems that nobody trained on.
-Measure on a machine that does nothing else. With `--avx2` both take what a processor without AVX-512 has, in kernels and
-libraries.
+Measure on a machine that does nothing else. With `--avx2` both take what a processor without AVX-512 has, in their own
+kernels and in libraries.
 """
 
 from __future__ import annotations

@@ -261,17 +261,7 @@ void attend(
 
 extern "C" {
 
-const char* instructions() {
-#if defined(__AVX512F__)
-    return "avx512";
-#elif defined(__AVX2__)
-    return "avx2";
-#elif defined(__ARM_NEON)
-    return "neon";
-#else
-    return "generic";
-#endif
-}
+const char* instructions() { return LLAMARL_INSTRUCTIONS; }
 
 #define LLAMARL_ATTEND(name, T)                                                                                       \
     void name(                                                                                                        \

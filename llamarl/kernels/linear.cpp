@@ -264,10 +264,8 @@ extern "C" {
 
 // What it was compiled for, and how int8 is multiplied.
 const char* instructions() {
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-    return "avx512";
-#elif defined(__AVX2__) && defined(__FMA__)
-    return "avx2";
+#if defined(__AVX2__) && defined(__FMA__)
+    return kVectorBytes == 64 ? "avx512" : "avx2";
 #else
     return "generic";
 #endif

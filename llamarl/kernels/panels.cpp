@@ -100,15 +100,7 @@ int64_t peak(int64_t count) {
 
 extern "C" {
 
-const char* instructions() {
-#if defined(__AVX512F__)
-    return "avx512";
-#elif defined(__AVX2__) && defined(__FMA__)
-    return "avx2";
-#else
-    return "generic";
-#endif
-}
+const char* instructions() { return LLAMARL_INSTRUCTIONS; }
 
 #define LLAMARL_PANELS(kind, T)                                                                                        \
     int64_t packed_bytes_##kind(int64_t n, int64_t k) { return round_up(n, kPanel) * k * int64_t(sizeof(T)); }         \

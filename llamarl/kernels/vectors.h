@@ -7,6 +7,17 @@
 #include <immintrin.h>
 #endif
 
+// What a file was compiled for.
+#if defined(__AVX512F__)
+#define LLAMARL_INSTRUCTIONS "avx512"
+#elif defined(__AVX2__) && defined(__FMA__)
+#define LLAMARL_INSTRUCTIONS "avx2"
+#elif defined(__ARM_NEON)
+#define LLAMARL_INSTRUCTIONS "neon"
+#else
+#define LLAMARL_INSTRUCTIONS "generic"
+#endif
+
 namespace {
 
 #if defined(LLAMARL_LANES)

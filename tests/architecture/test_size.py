@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.architecture.repository import PACKAGE, functions, name_of, python_files, tree
 
 FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
-KERNEL_LINES = 1_820
+KERNEL_LINES = 1_825
 BUDGETS = {
     "top": 416,  # goal: 250
     "config": 1_374,  # goal: 820
