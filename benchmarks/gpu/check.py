@@ -43,8 +43,7 @@ OPTIONAL = {
     **dict.fromkeys(("pytest", "pytest_timeout", "hypothesis"), "the tests"),
 }  # fmt: skip
 TESTS = (
-    "tests/cuda", "tests/kernels/test_triton_decode.py", "tests/kernels/test_triton_ops.py",
-    "tests/kernels/test_triton_train.py", "tests/kernels/test_triton_fingerprint.py", "tests/generation/test_triton.py",
+    "tests/cuda", *(f"tests/parts/cuda/test_{name}.py" for name in ("decode", "ops", "train", "fingerprint", "engine")),
 )  # fmt: skip
 """Those that compute on a GPU where there is one."""
 UCX_WAYS = re.compile(r"\b(cuda_ipc|cuda_copy|gdr_copy|rc_mlx5|dc_mlx5|tcp|cma|xpmem|sysv|posix|self)/")

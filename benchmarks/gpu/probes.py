@@ -19,8 +19,8 @@ from train import fitted, make_trainer
 
 from llamarl.generation.engine import Engine
 from llamarl.generation.model import GeneratorModel, part_reader
-from llamarl.kernels import triton_decode
 from llamarl.kernels.attention import BLOCK_SIZE
+from llamarl.parts.cuda import decode as kernels
 from llamarl.training.optimization import finished
 from llamarl.types import GenerationRequest, Rollout
 
@@ -103,11 +103,11 @@ def attention(model: str, device: str) -> Rows:
         width, prefix_B, own_B = (
             torch.tensor(one, device=device, dtype=torch.int32) for one in ([blocks], [0] * rows, [context] * rows)
         )
-        triton_decode._STAGES, calls = stages, 1 if is_toy else 20
+        kernels._STAGES, calls = stages, 1 if is_toy else 20
 
         def work() -> None:
             for _ in range(calls):
-                triton_decode.decode_attention(q, keys.transpose(2, 3), values, table, width, prefix_B, own_B)
+                kernels.decode_attention(q, keys.transpose(2, 3), values, table, width, prefix_B, own_B)
 
         work()
         replay = work

@@ -46,10 +46,10 @@ class Ref(BaseModel):
 
 def members(family: str) -> list[str]:
     """Names that `family` (for example `llamarl.rewards`) offers, read from its folder."""
-    return sorted(_members(family))
+    return sorted(modules(family))
 
 
-def _members(family: str) -> dict[str, str]:
+def modules(family: str) -> dict[str, str]:
     """Modules by name: of the family's folder, and of the folders of that name in parts."""
     folder, found = family.rpartition(".")[2], [family]
     with suppress(ModuleNotFoundError):  # the core does without
@@ -149,7 +149,7 @@ def find(name: str, family: str, option: str, attribute: str) -> Any:
         except (Exception, SystemExit) as error:  # the user's module may do anything
             cause = "" if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: "
             raise ConfigError(f"`{option} = {name!r}` cannot be imported: {cause}{error}") from error
-    known = _members(family)
+    known = modules(family)
     if name not in known:
         raise ConfigError(f"`{option} = {name!r}` is unknown; {did_you_mean(name, sorted(known))}")
     return getattr(importlib.import_module(known[name]), attribute)

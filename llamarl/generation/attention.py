@@ -28,8 +28,8 @@ def backend_name(cache: KVCache) -> str:
         return f"c++ {attention.instructions(cache.library)}"
     if cache.decode is not None:
         return "triton"
-    on_cpu = cache.device.type == "cpu"
-    why = attention.unusable(cache.dtype, cache.device, cache.head_dim) if on_cpu else gpu.fused(cache.device).reason
+    device, on_cpu = cache.device, cache.device.type == "cpu"
+    why = attention.unusable(cache.dtype, device, cache.head_dim) if on_cpu else gpu.reason("decode", device)
     return f"torch ({why})"
 
 

@@ -2,7 +2,8 @@
 
 Every backend runs `tests/generation/conformance.py`.
 
-Shape suffixes: T tokens of one sequence, N packed tokens, D model dim, V vocabulary.
+Shape suffixes: T tokens of one sequence, N packed tokens, B rows of a step, D model dim, V vocabulary, W experts of a
+token in all layers.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from llamarl.generation.rows import Rows
     from llamarl.models.transformer import Attend
 
 
@@ -43,6 +45,17 @@ class EngineModel(Protocol):
 
     def logits(self, hidden_N_D: Tensor) -> Tensor:
         """[N, V]."""
+        ...
+
+
+class StepGraphs(Protocol):
+    """Decode steps that were captured on a device: the part `cuda` has some."""
+
+    routes_B_W: Tensor | None
+    """Experts of the rows of the last step, until the next; None: the model is no mixture."""
+
+    def __call__(self, rows: Rows, of_tokens: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
+        """Hidden states of the rows, until the next step, and how they are sampled; see `gather_inputs`."""
         ...
 
 

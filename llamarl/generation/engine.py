@@ -27,10 +27,10 @@ from torch import Tensor
 
 from llamarl.config.device import ALONE
 from llamarl.config.errors import ConfigError
+from llamarl.config.ref import part
 from llamarl.generation.attention import KernelAttention, backend_name
-from llamarl.generation.backend import EngineModel, EngineStats
+from llamarl.generation.backend import EngineModel, EngineStats, StepGraphs
 from llamarl.generation.blocks import BlockPool
-from llamarl.generation.graphs import DecodeGraphs
 from llamarl.generation.inputs import StepInputs, gather_inputs, new_routes
 from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
 from llamarl.generation.model import GeneratorModel
@@ -100,7 +100,7 @@ class Engine:
         self._sampler = Sampler(model.device)
         self._cache: KVCache | None = None
         """None: it sleeps."""
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         if not asleep:
             self.wake()
         self._refused: list[Rollout] = []
@@ -147,7 +147,7 @@ class Engine:
             scheduler.pool = BlockPool(kv_bytes // KVCache.block_bytes(*sizes, model.kv_dtype))
         num_blocks, graphs = scheduler.pool.num_blocks, self._has_graphs
         if graphs is None:
-            has_kernels = gpu.fused(model.device).decode is not None and isinstance(model, GeneratorModel)
+            has_kernels = gpu.kernel("decode", model.device) is not None and isinstance(model, GeneratorModel)
             graphs = has_kernels and not self._no_graphs_because
         self._cache = KVCache(
             num_layers=sizes[0], num_blocks=num_blocks + graphs, num_kv_heads=sizes[1], head_dim=sizes[2],
@@ -155,7 +155,7 @@ class Engine:
         )  # fmt: skip
         if graphs:
             assert isinstance(model, GeneratorModel), "graphs run a model made for generation"
-            self._graphs = DecodeGraphs(model, self._cache, num_blocks, scheduler.max_running)
+            self._graphs = part("cuda", "decode_graphs")(model, self._cache, num_blocks, scheduler.max_running)
 
     @property
     def has_work(self) -> bool:

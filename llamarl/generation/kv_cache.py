@@ -29,9 +29,8 @@ class KVCache:
         shape = (num_layers, num_blocks, num_kv_heads)
         self.library = None if attention.unusable(dtype, device, head_dim) else attention.kernel().library
         """The kernel that reads this cache; None: torch does, or `decode`."""
-        fused = gpu.fused(device)
-        self.decode, self.ops = fused.decode, fused.ops
-        """`triton_decode.py` and `triton_ops.py`; None: torch takes their place."""
+        self.decode, self.ops = gpu.kernel("decode", device), gpu.kernel("ops", device)
+        """`decode.py` and `ops.py` of `parts/cuda/`; None: torch takes their place."""
         keys = (head_dim, BLOCK_SIZE) if self.library else (BLOCK_SIZE, head_dim)
         self.keys_L_C_J_K_S = torch.empty((*shape, *keys), dtype=dtype, device=device)
         if self.library is None:

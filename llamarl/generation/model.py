@@ -368,7 +368,7 @@ class GeneratorModel:
         """Adds the product to the residual stream, or returns it for the next norm to add."""
         if self._parallel is not None:
             return self._parallel.all_reduce(project(x))
-        if gpu.fused(self.device).ops:
+        if gpu.kernel("ops", self.device):
             return project(x)
         project(x, residual_N_D)
         return None

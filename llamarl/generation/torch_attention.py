@@ -1,7 +1,7 @@
 """Paged attention for GPUs, and where there is no C++ compiler: eager steps and graphed ones share it.
 
-Each row reads its own blocks, those of the shared prefix first, through a table: by `triton_decode.py` where that runs,
-else by torch, which gathers them. Products and sums are in float32.
+Each row reads its own blocks, those of the shared prefix first, through a table: by `parts/cuda/decode.py` where that
+runs, else by torch, which gathers them. Products and sums are in float32.
 
 Shape suffixes: B decode rows, N packed tokens, H query heads, J kv heads, r query heads per kv head, K head dim, M
 blocks of one row (at most), S tokens of one block.

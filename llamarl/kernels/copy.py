@@ -116,7 +116,7 @@ def _agrees(library: ctypes.CDLL) -> bool:
     source = torch.linspace(-3, 3, 3 * 2999).view(3, 2999)
     target = torch.zeros(3, 2999, dtype=torch.bfloat16)
     found = _run(library, target, source, (5, 3001), (1, 1))
-    return torch.equal(target, source.bfloat16()) and found == _fingerprint(target, (5, 3001), (1, 1))
+    return torch.equal(target, source.bfloat16()) and found == share_by_torch(target, (5, 3001), (1, 1))
 
 
 def _run(
@@ -188,23 +188,11 @@ def _signed(value: int) -> int:
     return value - MODULUS if value >= MODULUS // 2 else value
 
 
-@functools.cache
-def gpu_kernel(device: torch.device) -> ModuleType | None:
-    """`triton_fingerprint`, where it agrees with torch; None: torch does its work."""
-
-    def is_wrong(kernel: ModuleType, device: torch.device) -> float:
-        sample = torch.arange(5 * 3000, dtype=torch.int32, device=device).view(5, 3000)
-        share = share_of(kernel, sample, (9, 4001), (2, 70))
-        return float(share is None or read([share]) != [_fingerprint(sample, (9, 4001), (2, 70))])
-
-    return gpu.load(device, {"fingerprint": is_wrong})[0].get("fingerprint")
-
-
 def _share(part: Tensor, whole_shape: tuple[int, ...], starts: tuple[int, ...]) -> Share:
     """Share of a fingerprint by a part that no C++ serves."""
-    kernel = gpu_kernel(part.device) if part.numel() else None
+    kernel = gpu.kernel("fingerprint", part.device) if part.numel() else None
     share = share_of(kernel, part, whole_shape, starts) if kernel is not None else None
-    return _fingerprint(part, whole_shape, starts) if share is None else share
+    return share_by_torch(part, whole_shape, starts) if share is None else share
 
 
 def share_of(kernel: ModuleType, part: Tensor, whole_shape: tuple[int, ...], starts: tuple[int, ...]) -> Tensor | None:
@@ -223,7 +211,7 @@ def _word_coefficients() -> Tensor:
     return _shifted(_mix(torch.arange(BLOCK_BYTES // WORD_BYTES)), 32) | 1
 
 
-def _fingerprint(part: Tensor, whole_shape: tuple[int, ...], starts: tuple[int, ...]) -> int:
+def share_by_torch(part: Tensor, whole_shape: tuple[int, ...], starts: tuple[int, ...]) -> int:
     """Share of `part` in torch, on any device; integers wrap at 2^64 as in the kernel."""
     size, total = part.element_size(), 0
     values = part.contiguous().view(-1).view(UNSIGNED[size])

@@ -2,8 +2,8 @@
 
 Autocast would cast a weight in each forward, again where activations are recomputed, and its gradient to float32 before
 it is added up: 30 bytes a weight and microbatch. Here a weight is cast when it has changed, and the product for its
-gradient adds to it. What lies between products is one launch each (`triton_train.py`). Without autocast on a GPU, for
-sharded weights, and inside of `torch.compile`, torch serves.
+gradient adds to it. What lies between products is one launch each (`parts/cuda/train.py`). Without autocast on a GPU,
+for sharded weights, and inside of `torch.compile`, torch serves.
 
 Shape suffixes: M rows, I inputs, O outputs; N packed tokens, D model dim, H heads, K head dim, F feed-forward dim, R
 rotated channels of a head.
@@ -26,13 +26,13 @@ from llamarl.kernels.fused import GateFunction
 
 def prepare(device: torch.device) -> None:
     """Compiles and checks now, not inside of a first forward, whose tensors are counted."""
-    gpu.training(device)
+    gpu.kernel("train", device)
     _adds_in_place(device)
 
 
 def describe(device: torch.device) -> str:
     """Line for the log: what serves in bfloat16 on a GPU."""
-    reason = gpu.training(device).reason
+    reason = gpu.reason("train", device)
     added = "in place" if _adds_in_place(device) else "by a sum of its own, as torch has no product for it"
     return f"norms, rotations, activations: {f'torch ({reason})' if reason else 'fused'}; gradients are added {added}"
 
@@ -73,7 +73,7 @@ def forget(products: Iterable[Product]) -> None:
 
 def rms_norm(x: Tensor, shape: tuple[int, ...], weight_D: Tensor, eps: float) -> Tensor:
     """`F.rms_norm`, in float32 arithmetic; of float32 rows, of the residual stream, rounded to bfloat16 once."""
-    kernels = gpu.training(x.device).train if x.ndim == 2 and x.dtype == torch.float32 and _is_half(x) else None
+    kernels = gpu.kernel("train", x.device) if x.ndim == 2 and x.dtype == torch.float32 and _is_half(x) else None
     if kernels is None:
         return F.rms_norm(x.float(), shape, weight_D.float(), eps)
     return _HalfNormFunction.apply(x.contiguous(), weight_D, eps, kernels)
@@ -81,7 +81,7 @@ def rms_norm(x: Tensor, shape: tuple[int, ...], weight_D: Tensor, eps: float) ->
 
 def rotate(x_N_H_K: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """`ops.rotate_by_torch`, rounded to bfloat16 once."""
-    kernels = gpu.training(x_N_H_K.device).train if x_N_H_K.dtype == torch.bfloat16 and _is_half(x_N_H_K) else None
+    kernels = gpu.kernel("train", x_N_H_K.device) if x_N_H_K.dtype == torch.bfloat16 and _is_half(x_N_H_K) else None
     if kernels is None or rotation[0].dtype != torch.float32:
         return ops.rotate_by_torch(x_N_H_K, rotation)
     return _HalfRotationFunction.apply(x_N_H_K, *rotation, kernels)
@@ -89,7 +89,7 @@ def rotate(x_N_H_K: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, rounded to bfloat16 once."""
-    kernels = gpu.training(gate.device).train if gate.dtype == torch.bfloat16 and _is_half(gate) else None
+    kernels = gpu.kernel("train", gate.device) if gate.dtype == torch.bfloat16 and _is_half(gate) else None
     return ops.gate_by_torch(gate, up) if kernels is None else GateFunction.apply(gate, up, kernels)
 
 

@@ -116,7 +116,7 @@ class Linear:
             assert tensor is None or (tensor.is_contiguous() and len(tensor) == len(values_N_K))
         self._values_N_K, self._scales_N, self._bias_N = values_N_K, scales_N, bias_N
         self.shape, self._packed = tuple(values_N_K.shape), None
-        self.takes = values_N_K.dtype if quantized and gpu.fused(values_N_K.device).ops else None
+        self.takes = values_N_K.dtype if quantized and gpu.kernel("ops", values_N_K.device) else None
         """Type of quantized rows that it multiplies, as `ops` gives them; None: rows are not quantized before."""
         kind = paths.KINDS.get(values_N_K.dtype) if values_N_K.device.type == "cpu" else None
         self._path = paths.chosen(kind, *self.shape) if kind and kernels().library else None
@@ -148,7 +148,7 @@ class Linear:
             assert self._scales_N is not None
             y_M_N = _product_of_8_bits(*x_M_K, self._values_N_K, self._scales_N, torch.bfloat16)
             return y_M_N if self._bias_N is None else y_M_N + self._bias_N
-        if self.takes and (fused := gpu.fused(x_M_K.device).ops):
+        if self.takes and (fused := gpu.kernel("ops", x_M_K.device)):
             return self(fused.quantize(x_M_K, self.takes))
         if self._path is None or _EXACT.get():
             y_M_N = by_torch(x_M_K, self._values_N_K, self._scales_N, self._bias_N)

@@ -1,7 +1,7 @@
 """The small operations of a decode step: norms, rotation, gated activation, and the draw of tokens.
 
 On the CPU in float32 each is one pass in C++ (`ops.cpp`), after it has reproduced torch, and norms and activations on
-GPUs are one launch (`triton_ops.py`); else torch computes, and `kernels().reason` says why.
+GPUs are one launch (`parts/cuda/ops.py`); else torch computes, and `kernels().reason` says why.
 
 Shape suffixes: N packed tokens, D model dim, H query heads, J kv heads, K head dim, F feed-forward dim, B rows that
 draw, V vocabulary, R rotated channels of a head.
@@ -51,7 +51,7 @@ def rms_norm(
     With `takes`, as `Linear.takes` says, quantized rows: values and scales.
     """
     library = _library(x_N_D)
-    if library is None and x_N_D.ndim == 2 and (fused := gpu.fused(x_N_D.device).ops):
+    if library is None and x_N_D.ndim == 2 and (fused := gpu.kernel("ops", x_N_D.device)):
         return fused.rms_norm(x_N_D, weight_D, eps, delta_N_D, takes)
     if delta_N_D is not None:
         x_N_D.add_(delta_N_D)
@@ -143,7 +143,7 @@ def gate_by_torch(gate_N_F: Tensor, up_N_F: Tensor) -> Tensor:
 def silu_mul(gate_N_F: Tensor, up_N_F: Tensor, takes: torch.dtype | None = None) -> Any:
     """silu(gate) * up; the two may be halves of one matrix. Quantized as by `rms_norm`."""
     library = _library(gate_N_F)
-    if library is None and (fused := gpu.fused(gate_N_F.device).ops):
+    if library is None and (fused := gpu.kernel("ops", gate_N_F.device)):
         return fused.silu_mul(gate_N_F, up_N_F, takes)
     if library is None:
         return gate_by_torch(gate_N_F, up_N_F)

@@ -116,9 +116,9 @@ def _leave_out(logits_R_T: Tensor, floors_R_1: Tensor | None, columns_R_1: Tenso
         logits_R_T.masked_fill_(is_out_R_T, -torch.inf)
 
 
-def _kernels(hidden_R_D: Tensor, cutoffs_R: Tensor | None) -> Any:
-    """`kernels/triton_logprobs.py` on a GPU; None: torch does its work."""
-    return gpu.training(hidden_R_D.device).logprobs if cutoffs_R is None and hidden_R_D.dtype != torch.float64 else None
+def _kernels(x_R_D: Tensor, cutoffs_R: Tensor | None) -> Any:
+    """`parts/cuda/logprobs.py` on a GPU; None: torch does its work."""
+    return gpu.kernel("logprobs", x_R_D.device) if cutoffs_R is None and x_R_D.dtype != torch.float64 else None
 
 
 class _TargetLogprobs(torch.autograd.Function):

@@ -11,18 +11,21 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 from llamarl.cluster.api import CallTimeout, RemoteError
 from llamarl.config.errors import ConfigError
-from llamarl.weight_sync import transports
+from llamarl.config.ref import PARTS, members, modules, part
 from llamarl.weight_sync.layout import Address, TensorSpec
 
 if TYPE_CHECKING:  # these load torch
     from llamarl.weight_sync.base import Publisher, Subscriber
     from llamarl.weight_sync.copying import Room
 
+TRANSPORTS = "llamarl.weight_sync.transports"
+"""The family; the part `cuda` has a member of it."""
+OF_GPUS = f"{PARTS}.cuda."
+"""Modules that are not loaded for a trainer elsewhere."""
 IN_PLACE = "in_place"
 """Taken where it works: others need memory that the run does not count on."""
 SAMPLE_BYTES = 64 << 20
@@ -69,7 +72,7 @@ class Selection:
 
 def names() -> list[str]:
     """The transports of this package: a file each."""
-    return sorted(module.name for module in iter_modules(transports.__path__))
+    return members(TRANSPORTS)
 
 
 def sample(specs: Sequence[TensorSpec], max_bytes: int = SAMPLE_BYTES) -> tuple[TensorSpec, ...]:
@@ -120,7 +123,9 @@ async def _measure(name: str, sync: Callable[[str], Awaitable[None]], num_bytes:
 
 
 def check_name(transport: str) -> None:
-    """Raises ConfigError: this package has no such transport."""
+    """Raises ConfigError: this package has no such transport, or this installation lacks its part."""
+    if transport == "nixl":
+        part("cuda", "checked")
     if ":" not in transport and transport not in ("auto", *names()):
         raise ConfigError(
             f"`weight_sync.transport = {transport!r}` is unknown; use auto, {', '.join(names())} or package.module:Name"
@@ -136,7 +141,8 @@ def candidates(
         in_place: generators can serve from the trainer's own weights.
         on_gpu: the trainer is on one.
     """
-    ends = {name: publisher_class(name) for name in names()}
+    own = [name for name, module in modules(TRANSPORTS).items() if on_gpu or not module.startswith(OF_GPUS)]
+    ends = {name: publisher_class(name) for name in sorted(own)}
     able = [
         name
         for name, end in ends.items()
@@ -209,7 +215,7 @@ def _ends(transport: str) -> tuple[type[Publisher], type[Subscriber]]:
     module, _, name = transport.partition(":")
     if not name:
         check_name(transport)
-        module, name = f"{transports.__name__}.{transport}", "".join(map(str.capitalize, transport.split("_")))
+        module, name = modules(TRANSPORTS)[transport], "".join(map(str.capitalize, transport.split("_")))
     try:
         found = import_module(module)
         return getattr(found, f"{name}Publisher"), getattr(found, f"{name}Subscriber")

@@ -16,12 +16,12 @@ BUDGETS = {
     "config": 1_374,  # goal: 820
     "hub": 684,  # goal: 650
     "net": 151,  # goal: 70
-    "kernels": 2_220,  # goal: 1,200
+    "kernels": 1_665,  # goal: 1,200
     "distributed": 725,  # goal: 600
     "sharding": 360,  # goal: 530
     "algorithms": 460,  # goal: 500
     "models": 1_875,  # goal: 900
-    "weight_sync": 1_811,  # goal: 1,580
+    "weight_sync": 1_550,  # goal: 1,580
     "checkpoint": 830,  # goal: 630
     "recipes": 70,  # goal: 90
     "rewards": 854,  # goal: 690
@@ -29,7 +29,7 @@ BUDGETS = {
     "observability": 1_190,  # goal: 1,050
     "sandbox": 330,  # goal: 300
     "cluster": 1_338,  # goal: 1,080
-    "generation": 2_171,  # goal: 1,830
+    "generation": 2_100,  # goal: 1,830
     "training": 2_155,  # goal: 1,550
     "executors": 1_088,  # goal: 920
     "controller": 3_670,  # goal: 2,450
@@ -42,6 +42,7 @@ BUDGETS = {
     "parts/replay": 883,  # goal: 720
     "parts/vllm": 612,  # goal: 600
     "parts/sft": 670,  # goal: 480
+    "parts/cuda": 930,  # goal: 880
 }
 """Code lines of each room of the core, of the files at the top, and of each part. Over one: cut, or move, or raise that
 one alone and say what readers gain."""

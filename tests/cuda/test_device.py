@@ -20,8 +20,7 @@ from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.config.trainer import LoraConfig, TrainerConfig
 from llamarl.generation.engine import Engine
 from llamarl.generation.model import GeneratorModel, Precision
-from llamarl.kernels import copy
-from llamarl.kernels.gpu import fused
+from llamarl.kernels.gpu import kernel, reason
 from llamarl.models.attention import packed_attend
 from llamarl.models.hf import new_model
 from llamarl.models.shape import ModelShape, MoeShape
@@ -95,9 +94,8 @@ def alike(one: dict, other: dict) -> float:
 
 
 def test_triton_kernels_are_taken() -> None:
-    found = fused(GPU)
-    assert found.decode is not None, found.reason
-    assert copy.gpu_kernel(GPU) is not None, "the fingerprint disagrees with torch"
+    for name in ("decode", "ops", "logprobs", "train", "fingerprint"):
+        assert kernel(name, GPU) is not None, reason(name, GPU)
 
 
 @pytest.mark.parametrize("family", SHAPES)

@@ -105,6 +105,7 @@ def test_the_core_trains_evaluates_saves_and_resumes(tmp_path: Path, toml: Path,
             "vllm",
             ("--cluster.kind", "monarch", "--generator.backend", "vllm", "--generator.vllm.python", sys.executable),
         ),
+        ("cuda", ("--cluster.kind", "monarch", "--weight_sync.transport", "nixl")),
         ("sft", ("--model.path", "no/model", "--model.warm_start", f"{ROOT}/configs/demo_sft.toml")),
     ],
 )
@@ -116,6 +117,14 @@ def test_what_a_part_does_is_refused_in_a_sentence(
     assert done.returncode == 2, done.stderr
     assert f"lacks the part `{part}`" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_run_on_processors_misses_nothing_of_a_gpus_part(tmp_path: Path, toml: Path, run: Alone) -> None:
+    arguments = ("train", toml, "--output", tmp_path / "runs", *INLINE, "--steps", 2)
+    done = run(*arguments, hidden="llamarl.parts.cuda")
+    assert done.returncode == 0, done.stderr
+    steps = [row["step"] for row in rows(tmp_path / "runs" / "tiny" / "metrics.jsonl") if row["kind"] == "step"]
+    assert steps == [1, 2]
 
 
 def test_commands_of_parts_say_so_and_a_dry_run_prints_the_settings(toml: Path, run: Alone) -> None:

@@ -86,7 +86,7 @@ def _valueless() -> Iterator[Any]:
 
 
 class TrainKernels:
-    """What `kernels/triton_train.py` takes, without what it computes."""
+    """What `parts/cuda/train.py` takes, without what it computes."""
 
     @staticmethod
     def rms_norm(x: Tensor, _weight: Tensor, _eps: float, dtype: torch.dtype) -> Tensor:
@@ -131,7 +131,7 @@ def trained(name: str, num_groups: int, config: dict[str, Any], tp: int = 1) -> 
     if settings.lora:
         add_adapters(model, settings.lora, 0, getattr(torch, settings.dtype))
     kernels: Any = TrainKernels
-    own = patch.object(gpu, "training", lambda _: gpu.TrainingKernels(train=kernels))
+    own = patch.object(gpu, "kernel", lambda name, _: kernels if name == "train" else None)
     added = patch.object(half, "add_product", lambda *_: None)  # in place
     with _valueless() as counted, _mesh(tp) as mesh, own, added:
         before = counted.live_bytes

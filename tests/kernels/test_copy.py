@@ -32,7 +32,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> int:
     """By the definition: a sum over bytes."""
-    return copy._fingerprint(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+    return copy.share_by_torch(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
 
 @pytest.fixture(params=["kernel", "torch"])
@@ -64,7 +64,7 @@ def test_kernel_and_torch_agree_on_any_part(part, dtype, cast, packed) -> None:
     into = torch.zeros(source.shape, dtype=dtype) if packed else target[index]
     share = copy.copy_part(into, source, shape, starts)
     assert torch.equal(bits(into), bits(source.to(dtype)))
-    assert share == copy._fingerprint(into, shape, starts)
+    assert share == copy.share_by_torch(into, shape, starts)
     if not packed:
         rest = torch.zeros(shape, dtype=dtype)
         rest[index] = into
@@ -137,7 +137,7 @@ def test_all_ways_give_the_same(offset: int) -> None:
             share = copy.copy_part(target[offset:29_001], source[offset + 8 : 29_009], (30_000,), (offset,))
             assert torch.equal(target[offset:29_001], source[offset + 8 : 29_009])
             assert not target[:offset].any() and not target[29_001:].any()
-            assert share == copy._fingerprint(target[offset:29_001], (30_000,), (offset,))
+            assert share == copy.share_by_torch(target[offset:29_001], (30_000,), (offset,))
     finally:
         copy.kernel.cache_clear()
 
@@ -145,3 +145,8 @@ def test_all_ways_give_the_same(offset: int) -> None:
 def test_another_shape_is_no_broadcast() -> None:
     with pytest.raises(AssertionError, match="does not fit"):
         copy.copy_part(torch.empty(3, 4), torch.ones(4), (3, 4), (0, 0))
+
+
+def test_shares_are_read_at_once() -> None:
+    shares = [5, torch.tensor(-1), copy.MODULUS + 2, torch.tensor(7)]
+    assert copy.read(shares) == [5, copy.MODULUS - 1, 2, 7]

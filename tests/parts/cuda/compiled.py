@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for a GPU that is not there, as their callers launch them; prints what each takes.
 
-    python -m tests.kernels.compiled [--all]
+    python -m tests.parts.cuda.compiled [--all]
 
 Nothing runs. One JSON line per case and kernel: how often it was compiled, and the bytes of shared memory of a block.
 With `--all` at the shapes of models of many sizes, also registers, and bytes that did not fit into them.
@@ -26,7 +26,11 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from llamarl.kernels import triton_decode, triton_fingerprint, triton_logprobs, triton_ops, triton_train
+from llamarl.parts.cuda import decode as decoding
+from llamarl.parts.cuda import fingerprint as fingerprinting
+from llamarl.parts.cuda import logprobs as log_softmax
+from llamarl.parts.cuda import ops
+from llamarl.parts.cuda import train as training
 
 ARCHITECTURE = 90
 FP8 = torch.float8_e4m3fn
@@ -69,7 +73,7 @@ def decode(shape: Shape, q: torch.dtype, cached: torch.dtype, rows: int = 2, shi
     """`shift`: words by which the integers of a step are not where a vector could begin."""
     keys, values = given(2, 9, shape.kv_heads, 16, shape.head_dim, dtype=cached)
     integers = (given(size + shift, dtype=torch.int32)[shift:] for size in (8, 1, rows, rows))
-    triton_decode.decode_attention(
+    decoding.decode_attention(
         given(rows, shape.heads, shape.head_dim, dtype=q), keys.transpose(2, 3), values, *integers
     )
 
@@ -79,46 +83,44 @@ def rotate(shape: Shape, x: torch.dtype, cached: torch.dtype, shift: int = 0) ->
     angles, norm = given(3, shape.head_dim, dtype=torch.float32), given(shape.head_dim, dtype=x)
     keys, values = given(2, 9, shape.kv_heads, 16, shape.head_dim, dtype=cached)
     place, norms = given(3 + shift, dtype=torch.int32)[shift:], (norm, norm) if shape.norms else None
-    triton_ops.rotate_and_write(
-        q, kv, kv, (angles, angles), norms, 1e-6, (keys.transpose(2, 3), values), (place, place)
-    )
+    ops.rotate_and_write(q, kv, kv, (angles, angles), norms, 1e-6, (keys.transpose(2, 3), values), (place, place))
 
 
 def rows(shape: Shape, takes: torch.dtype | None) -> None:
     x, weight = given(3, shape.hidden, dtype=torch.float32), given(shape.hidden, dtype=torch.bfloat16)
     delta = given(3, shape.hidden, dtype=torch.bfloat16)
     inner = given(3, shape.inner, dtype=torch.bfloat16)
-    triton_ops.rms_norm(x, weight, 1e-6, delta, takes)
-    triton_ops.silu_mul(inner, inner, takes)
+    ops.rms_norm(x, weight, 1e-6, delta, takes)
+    ops.silu_mul(inner, inner, takes)
     if takes:
-        triton_ops.quantize(delta, takes)
+        ops.quantize(delta, takes)
 
 
 def train(shape: Shape) -> None:
     stream, weight = given(3, shape.hidden, dtype=torch.float32), given(shape.hidden, dtype=torch.float32)
     grad, inner = given(3, shape.hidden, dtype=torch.bfloat16), given(3, shape.inner, dtype=torch.bfloat16)
-    triton_train.rms_norm(stream, weight, 1e-6, torch.bfloat16)
-    triton_train.rms_norm_backward(grad, stream, weight, 1e-6)
-    triton_train.silu_mul(inner, inner)
-    triton_train.silu_mul_backward(inner, inner, inner)
+    training.rms_norm(stream, weight, 1e-6, torch.bfloat16)
+    training.rms_norm_backward(grad, stream, weight, 1e-6)
+    training.silu_mul(inner, inner)
+    training.silu_mul_backward(inner, inner, inner)
     heads, angles = (
         given(3, shape.heads, shape.head_dim, dtype=torch.bfloat16),
         given(3, 1, shape.head_dim, dtype=torch.float32),
     )
     for back in (False, True):
-        triton_train.rotated(heads, angles, angles, back)
+        training.rotated(heads, angles, angles, back)
 
 
 def logprobs() -> None:
     logits, numbers = given(3, 4096, dtype=torch.float32), given(3, 1, dtype=torch.float32)
     targets = given(3, dtype=torch.int64)
-    triton_logprobs.add_tile(logits, targets, numbers, numbers, numbers)
-    triton_logprobs.gradient(logits, targets, given(3, dtype=torch.float32), numbers, torch.bfloat16)
+    log_softmax.add_tile(logits, targets, numbers, numbers, numbers)
+    log_softmax.gradient(logits, targets, given(3, dtype=torch.float32), numbers, torch.bfloat16)
 
 
 def fingerprint(columns: int = 2048) -> None:
     words = given(2 * columns, dtype=torch.int32)
-    triton_fingerprint.share(words, 2, 0, 2 * columns, lambda: given(2048, dtype=torch.int64))
+    fingerprinting.share(words, 2, 0, 2 * columns, lambda: given(2048, dtype=torch.int64))
 
 
 def cases(shape: Shape) -> dict[str, Any]:

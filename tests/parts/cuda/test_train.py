@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llamarl.kernels import gpu, half
+from llamarl.kernels import half
 from llamarl.kernels.ops import rotate_by_torch
-from tests.kernels.interpreter import needs_interpreter
+from llamarl.parts.cuda import checks
+from tests.parts.cuda.interpreter import needs_interpreter
 
-train = pytest.importorskip("llamarl.kernels.triton_train")
-logprobs = pytest.importorskip("llamarl.kernels.triton_logprobs")
+train = pytest.importorskip("llamarl.parts.cuda.train")
+logprobs = pytest.importorskip("llamarl.parts.cuda.logprobs")
 pytestmark = needs_interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GPU = torch.device("cuda", 0)
@@ -86,12 +87,12 @@ def test_log_probs_in_tiles(widths: tuple[int, ...]) -> None:
 
 
 def test_what_a_gpu_checks_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gpu.train_error(train, DEVICE) < 1e-4
+    assert checks.train_error(train, DEVICE) < 1e-4
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     with torch.inference_mode():  # a reference's first forward
-        found, reason = gpu.load(GPU, {"train": lambda kernels, _: gpu.train_error(kernels, DEVICE)})
+        found, reason = checks.load(GPU, {"train": lambda kernels, _: checks.train_error(kernels, DEVICE)})
     assert found == {"train": train}, reason
-    assert gpu.logprobs_error(logprobs, DEVICE) < 1e-4
+    assert checks.logprobs_error(logprobs, DEVICE) < 1e-4
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="no GPU")

@@ -21,8 +21,8 @@ SHARED_BYTES = 99 << 10
 
 def compiled(folder: Path, *options: str) -> list[dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compiled", *options], cwd=Path(__file__).parents[2], capture_output=True,
-        text=True, env=os.environ | {"TRITON_CACHE_DIR": str(folder)}, timeout=600, check=False,
+        [sys.executable, "-m", "tests.parts.cuda.compiled", *options], cwd=Path(__file__).parents[3], timeout=600,
+        capture_output=True, text=True, env=os.environ | {"TRITON_CACHE_DIR": str(folder)}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -9,8 +9,7 @@ import sys
 import pytest
 import torch
 
-from llamarl.kernels import copy
-from tests.kernels.interpreter import needs_interpreter
+from tests.parts.cuda.interpreter import needs_interpreter
 
 triton = pytest.importorskip("triton")
 PARTS = [  # shape of the part, of the whole, where it begins, type
@@ -24,17 +23,18 @@ PARTS = [  # shape of the part, of the whole, where it begins, type
 ]
 CODE = """
 import torch
-from tests.kernels.test_triton_fingerprint import PARTS, part_of
-from llamarl.kernels import copy, triton_fingerprint
+from tests.parts.cuda.test_fingerprint import PARTS, part_of
+from llamarl.kernels import copy
+from llamarl.parts.cuda import fingerprint
 for number, (shape, whole, starts, dtype) in enumerate(PARTS):
     part = part_of(number)
-    (found,) = copy.read([copy.share_of(triton_fingerprint, part, whole, starts)])
-    assert found == copy._fingerprint(part, whole, starts), (number, found)
+    (found,) = copy.read([copy.share_of(fingerprint, part, whole, starts)])
+    assert found == copy.share_by_torch(part, whole, starts), (number, found)
     part.view(-1).view(torch.uint8)[-1] ^= 1
-    (changed,) = copy.read([copy.share_of(triton_fingerprint, part, whole, starts)])
+    (changed,) = copy.read([copy.share_of(fingerprint, part, whole, starts)])
     assert changed != found
 odd = torch.zeros(4, 3, dtype=torch.bfloat16)
-assert copy.share_of(triton_fingerprint, odd, (4, 5), (0, 1)) is None, "its rows begin within words"
+assert copy.share_of(fingerprint, odd, (4, 5), (0, 1)) is None, "its rows begin within words"
 """
 
 
@@ -55,7 +55,7 @@ def test_it_is_that_of_torch() -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(1, 128_256 * 16_384), (128_256, 16_384)], ids=str)
 def test_the_largest_embedding_has_programs(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
     """That of 405B in float32, whole and by rows: CUDA takes 2^31 - 1 programs in the first dimension, 65,535 else."""
-    from llamarl.kernels import triton_fingerprint
+    from llamarl.parts.cuda import fingerprint
 
     grids = list[tuple[int, ...]]()
 
@@ -63,14 +63,9 @@ def test_the_largest_embedding_has_programs(monkeypatch: pytest.MonkeyPatch, row
         def __getitem__(self, grid: tuple[int, ...]) -> object:
             return lambda *_, **__: grids.append(grid)
 
-    monkeypatch.setattr(triton_fingerprint, "_add_up", Kernel())
+    monkeypatch.setattr(fingerprint, "_add_up", Kernel())
     words = torch.zeros(1, dtype=torch.int32).expand(rows * columns)
-    triton_fingerprint.share(words, rows, 0, columns, lambda: torch.zeros(2048, dtype=torch.int64))
+    fingerprint.share(words, rows, 0, columns, lambda: torch.zeros(2048, dtype=torch.int64))
     ((programs, *others),) = grids
-    assert programs >= rows * columns / 2048 / triton_fingerprint._BLOCKS
+    assert programs >= rows * columns / 2048 / fingerprint._BLOCKS
     assert programs < 2**31 and max(others, default=0) < 65_536
-
-
-def test_shares_are_read_at_once() -> None:
-    shares = [5, torch.tensor(-1), copy.MODULUS + 2, torch.tensor(7)]
-    assert copy.read(shares) == [5, copy.MODULUS - 1, 2, 7]

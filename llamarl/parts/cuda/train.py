@@ -1,6 +1,6 @@
 """The small operations of training on GPUs in bfloat16, forward and backward: one pass over memory each, sums float32.
 
-Torch makes several passes of each, and widens what lies between them: half of a step. Tested as `triton_decode.py` is.
+Torch makes several passes of each, and widens what lies between them: half of a step. Tested as `decode.py` is.
 
 Shape suffixes: N packed tokens, D channels of a row, H heads, K head dim, R rotated channels of a head; in the kernels
 D, H and K as powers of two.

@@ -1,4 +1,4 @@
-"""The engine over the Triton kernels, on a GPU or by their interpreter; see `tests/kernels/`."""
+"""The engine over the Triton kernels, on a GPU or by their interpreter; see `test_decode.py`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from llamarl.models.transformer import Transformer
 from llamarl.types import GenerationRequest
 from tests.generation.native import GREEDY, SAMPLED, assert_same, make_engine, run
 from tests.kernels.engines import engine as computed_by
-from tests.kernels.interpreter import needs_interpreter
+from tests.parts.cuda.interpreter import needs_interpreter
 
-triton_ops = pytest.importorskip("llamarl.kernels.triton_ops")
-triton_decode = pytest.importorskip("llamarl.kernels.triton_decode")
+ops = pytest.importorskip("llamarl.parts.cuda.ops")
+decode = pytest.importorskip("llamarl.parts.cuda.decode")
 pytestmark = needs_interpreter
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
@@ -43,11 +43,11 @@ def test_an_engine_generates_the_same(
         served.load(make_model(family=family))
         return make_engine(served, blocks=9, prefill_tokens=7, max_running=3, **options)
 
-    monkeypatch.setattr(triton_decode, "_PROGRAMS", 1)
+    monkeypatch.setattr(decode, "_PROGRAMS", 1)
     with computed_by("torch"):
-        monkeypatch.setattr(gpu, "fused", lambda device: gpu.Fused())
+        monkeypatch.setattr(gpu, "kernel", lambda name, device: None)
         expected = run(engine(graphs=False), requests)
-        monkeypatch.setattr(gpu, "fused", lambda device: gpu.Fused(decode=triton_decode, ops=triton_ops))
+        monkeypatch.setattr(gpu, "kernel", lambda name, device: {"decode": decode, "ops": ops}.get(name))
         graphed = engine(graphs=True)
         assert " triton" in graphed.describe()
         for stored in (graphed._cache.keys_L_C_J_K_S, graphed._cache.values_L_C_J_S_K):
@@ -65,8 +65,8 @@ def test_quantized_rows_and_sums_go_from_kernel_to_kernel(
         return q + (k + v).repeat_interleave(2, 1)
 
     with computed_by("torch"):
-        for fused in (gpu.Fused(), gpu.Fused(ops=triton_ops)):
-            monkeypatch.setattr(gpu, "fused", lambda device, fused=fused: fused)
+        for kernels in ({}, {"ops": ops}):
+            monkeypatch.setattr(gpu, "kernel", lambda name, device, kernels=kernels: kernels.get(name))
             served = GeneratorModel(make_model().shape, "int8", DEVICE)
             served.load(make_model())
             hidden_N_D = served(token_N, torch.arange(20, device=DEVICE), attend)

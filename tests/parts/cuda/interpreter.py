@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from llamarl.kernels import triton_decode
+from llamarl.parts.cuda import decode
 
 
 def _broken() -> str:
@@ -79,5 +79,5 @@ def computing_as_a_gpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpreterBuilder, "create_dot", create_dot)
         patch.setattr(InterpreterBuilder, "cast_impl", cast_impl)
-        patch.setattr(triton_decode, "_attend_to_part", _Inexact(triton_decode._attend_to_part))
+        patch.setattr(decode, "_attend_to_part", _Inexact(decode._attend_to_part))
         yield

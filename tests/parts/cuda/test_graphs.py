@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.generation.engine import Engine
-from llamarl.generation.graphs import DecodeGraphs, sizes
 from llamarl.generation.model import GeneratorModel
 from llamarl.models.transformer import Transformer
+from llamarl.parts.cuda.graphs import DecodeGraphs, sizes
 from llamarl.types import GenerationRequest, Rollout
 from tests.generation import conformance
 from tests.generation.conftest import CONTEXT, VOCAB

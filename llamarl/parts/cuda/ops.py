@@ -1,7 +1,7 @@
 """The small operations of a decode step on GPUs, a launch each where torch takes several: one program per row or head.
 
 Where the product that follows multiplies 8-bit numbers, its input leaves quantized: values, and a float32 scale of each
-row, which is not finite where the row is not. Tested as `triton_decode.py` is.
+row, which is not finite where the row is not. Tested as `decode.py` is.
 
 Shape suffixes: N packed tokens, D and F channels of a row, H query heads, J kv heads, K head dim, C blocks, S tokens of
 one block; in the kernels D, F and K as powers of two.
@@ -162,7 +162,7 @@ def _rotated(x, weight, cos_K, sin_K, k_K, head_dim, eps, NORMS: tl.constexpr):
     return x_K * cos_K + swapped_K * sin_K
 
 
-@triton.jit(do_not_specialize_on_alignment=["blocks", "offsets"])  # see `triton_decode.py`
+@triton.jit(do_not_specialize_on_alignment=["blocks", "offsets"])  # see `decode.py`
 def _rotate_head(
     q, k, v, cos, sin, q_weight, k_weight, out, keys, values, blocks, offsets, num_heads, head_dim, eps, q_row, k_row,
     v_row, angle_row, key_block, key_head, key_place, value_block, value_head, value_place, NORMS: tl.constexpr,

@@ -13,9 +13,10 @@ from torch import Tensor
 from llamarl.kernels import gpu, ops
 from llamarl.kernels.linear import Linear
 from llamarl.models.quantize import quantize_rows
-from tests.kernels.interpreter import needs_interpreter
+from llamarl.parts.cuda import checks
+from tests.parts.cuda.interpreter import needs_interpreter
 
-triton_ops = pytest.importorskip("llamarl.kernels.triton_ops")
+fused = pytest.importorskip("llamarl.parts.cuda.ops")
 pytestmark = needs_interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPS = 1e-5
@@ -45,15 +46,15 @@ def test_norms(size: int, adds: bool) -> None:
     x, weight, delta = drawn(3, size), drawn(size, seed=1), drawn(3, size, seed=2) if adds else None
     total = x + delta if adds else x.clone()
     expected = F.rms_norm(total, (size,), weight, EPS)
-    torch.testing.assert_close(triton_ops.rms_norm(x.clone(), weight, EPS, delta, None), expected)
-    assert_quantized(triton_ops.rms_norm(x, weight, EPS, delta, torch.int8), expected)
+    torch.testing.assert_close(fused.rms_norm(x.clone(), weight, EPS, delta, None), expected)
+    assert_quantized(fused.rms_norm(x, weight, EPS, delta, torch.int8), expected)
     assert torch.equal(x, total), "added in place"
 
 
 def test_rows_in_float32_are_normed_to_the_type_of_the_weight() -> None:
     x, delta, weight = drawn(3, 100), drawn(3, 100, seed=2).bfloat16(), drawn(100, seed=1).bfloat16()
     total = x + delta.float()
-    found = triton_ops.rms_norm(x, weight, EPS, delta, None)
+    found = fused.rms_norm(x, weight, EPS, delta, None)
     assert found.dtype == torch.bfloat16 and torch.equal(x, total), "what is added up is not rounded"
     torch.testing.assert_close(found.float(), F.rms_norm(total, (100,), weight.float(), EPS), rtol=0.01, atol=0.01)
 
@@ -61,16 +62,16 @@ def test_rows_in_float32_are_normed_to_the_type_of_the_weight() -> None:
 def test_activations_of_the_halves_of_a_matrix() -> None:
     gate, up = drawn(5, 140).split(70, 1)
     expected = F.silu(gate) * up
-    torch.testing.assert_close(triton_ops.silu_mul(gate, up, None), expected)
-    assert_quantized(triton_ops.silu_mul(gate, up, torch.int8), expected)
+    torch.testing.assert_close(fused.silu_mul(gate, up, None), expected)
+    assert_quantized(fused.silu_mul(gate, up, torch.int8), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_quantized_rows(dtype: torch.dtype) -> None:
     x = drawn(6, 300) * torch.logspace(-6, 3, 6, device=DEVICE)[:, None]
     x[4] = 0
-    values, scales = triton_ops.quantize(x, dtype)
-    most = triton_ops.MOST[dtype]
+    values, scales = fused.quantize(x, dtype)
+    most = fused.MOST[dtype]
     torch.testing.assert_close(scales, (x.abs().amax(1, keepdim=True) / most).clamp(min=1e-30 / most))
     # float8's steps are an eighth of the value, and the interpreter halves what it should carry.
     near = (values.float() * scales - x).abs() <= (
@@ -79,8 +80,8 @@ def test_quantized_rows(dtype: torch.dtype) -> None:
     assert near.float().mean() > (0.999 if dtype == torch.int8 else 0.9)
     for bad in (torch.nan, torch.inf):
         x[1, 7] = bad
-        assert not triton_ops.quantize(x, dtype)[1].isfinite()[1].any()
-        assert triton_ops.quantize(x, dtype)[1].isfinite()[[0, 2, 3, 4, 5]].all()
+        assert not fused.quantize(x, dtype)[1].isfinite()[1].any()
+        assert fused.quantize(x, dtype)[1].isfinite()[[0, 2, 3, 4, 5]].all()
 
 
 @pytest.mark.parametrize("head_dim", [8, 24])
@@ -97,7 +98,7 @@ def test_rotation_and_the_cache(head_dim: int, norms: bool) -> None:
     expected_q, expected_k = ops.rotate(q.clone(), k.clone(), rotation, weights, EPS)
     after = keys.clone(), values.clone()
     after[0][places[0], :, places[1]], after[1][places[0], :, places[1]] = expected_k, v
-    found = triton_ops.rotate_and_write(
+    found = fused.rotate_and_write(
         q, k, v, rotation, weights, EPS, (keys.transpose(2, 3), values), [place.int() for place in places]
     )
     torch.testing.assert_close(found, expected_q)
@@ -112,7 +113,7 @@ def test_what_is_too_large_for_the_cache_is_bounded() -> None:
     rotation = torch.ones(5, 8, device=DEVICE), torch.zeros(5, 8, device=DEVICE)
     keys, values = torch.zeros(2, 7, 2, 16, 8, device=DEVICE).to(torch.float8_e4m3fn)
     places = torch.tensor([3, 3, 0, 6, 1], device=DEVICE), torch.tensor([15, 2, 0, 7, 2], device=DEVICE)
-    triton_ops.rotate_and_write(
+    fused.rotate_and_write(
         q, k, v, rotation, None, EPS, (keys.transpose(2, 3), values), [place.int() for place in places]
     )
     for stored, given in ((keys, k), (values, v)):
@@ -122,16 +123,16 @@ def test_what_is_too_large_for_the_cache_is_bounded() -> None:
 
 
 def test_a_product_takes_rows_that_are_quantized_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "fused", lambda device: gpu.Fused(ops=triton_ops))
+    monkeypatch.setattr(gpu, "kernel", lambda name, device: {"ops": fused}.get(name))
     x, weight = drawn(3, 64), drawn(40, 64, seed=1)
     linear = Linear(*quantize_rows(weight, "int8"))
     assert linear.takes == torch.int8
     exact = x.double() @ weight.double().T
-    for rows in (x, triton_ops.quantize(x, torch.int8)):
+    for rows in (x, fused.quantize(x, torch.int8)):
         y = linear(rows)
         assert ((y - exact).norm() / exact.norm()).item() < 2e-2
-    assert torch.equal(linear(x), linear(triton_ops.quantize(x, torch.int8)))
+    assert torch.equal(linear(x), linear(fused.quantize(x, torch.int8)))
 
 
 def test_what_a_gpu_checks_at_start() -> None:
-    assert gpu.ops_error(triton_ops, DEVICE) < 1e-5
+    assert checks.ops_error(fused, DEVICE) < 1e-5

@@ -1,6 +1,6 @@
 """Decode attention of the Triton kernels against float64: by the interpreter, or on the GPU where there is one.
 
-Not covered without a GPU: speed. That Triton compiles the kernels says `test_triton_compile.py`.
+Not covered without a GPU: speed. That Triton compiles the kernels says `test_compile.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from llamarl.kernels import gpu
 from llamarl.kernels.attention import BLOCK_SIZE
-from tests.kernels.interpreter import computing_as_a_gpu, needs_interpreter
+from llamarl.parts.cuda import checks
+from tests.parts.cuda.interpreter import computing_as_a_gpu, needs_interpreter
 
-triton_decode = pytest.importorskip("llamarl.kernels.triton_decode")
+decode = pytest.importorskip("llamarl.parts.cuda.decode")
 pytestmark = needs_interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -21,8 +22,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs one after the other, and needs milliseconds for each."""
-    monkeypatch.setattr(triton_decode, "_PROGRAMS", 1)
-    monkeypatch.setattr(triton_decode, "_LEAST_TILES", 1)
+    monkeypatch.setattr(decode, "_PROGRAMS", 1)
+    monkeypatch.setattr(decode, "_LEAST_TILES", 1)
 
 
 def attended(
@@ -62,7 +63,7 @@ def attended(
     counts = torch.tensor(lengths, dtype=torch.int32).T.contiguous()
     integers = table.flatten(), torch.tensor([width], dtype=torch.int32), *counts
     arguments = (x.to(DEVICE) for x in (q, keys.transpose(2, 3), values, *integers))
-    return triton_decode.decode_attention(*arguments).double().cpu(), exact
+    return decode.decode_attention(*arguments).double().cpu(), exact
 
 
 def share_apart(out: Tensor, exact: Tensor) -> float:
@@ -129,8 +130,8 @@ def test_the_branch_that_gpus_take_over_long_contexts() -> None:
 
 
 def test_what_a_gpu_checks_at_start() -> None:
-    assert gpu.decode_error(triton_decode, DEVICE) < 1e-2
-    assert gpu.decode_error(triton_decode, DEVICE, torch.float32) < 1e-5
-    assert not gpu.fused(torch.device("cpu")).decode
+    assert checks.decode_error(decode, DEVICE) < 1e-2
+    assert checks.decode_error(decode, DEVICE, torch.float32) < 1e-5
+    assert not gpu.kernel("decode", torch.device("cpu"))
     wrong = type("wrong", (), {"decode_attention": lambda q, *rest: q})
-    assert gpu.decode_error(wrong, DEVICE) > 0.1
+    assert checks.decode_error(wrong, DEVICE) > 0.1

@@ -1,0 +1,28 @@
+"""The joint of CUDA devices: kernels that have been checked, and steps as graphs. Without torch until one is called."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import torch
+
+    from llamarl.generation.backend import StepGraphs
+    from llamarl.generation.kv_cache import KVCache
+    from llamarl.generation.model import GeneratorModel
+
+
+def checked(name: str, device: torch.device) -> tuple[ModuleType | None, str]:
+    """The kernels of a file of this folder, or why they do not serve on this device."""
+    from llamarl.parts.cuda.checks import checked
+
+    return checked(name, device)
+
+
+def decode_graphs(model: GeneratorModel, cache: KVCache, spare_block: int, max_running: int) -> StepGraphs:
+    """Decode steps of an engine, captured; see `DecodeGraphs`."""
+    from llamarl.parts.cuda.graphs import DecodeGraphs
+
+    return DecodeGraphs(model, cache, spare_block, max_running)
