@@ -4,7 +4,7 @@ Shape suffixes: T tokens of one sequence, P tokens of its prompt, W experts of a
 
 Life of a record::
 
-    Prompt -> GenerationRequest -> Rollout (x group_size) -> RewardResult -> RolloutGroup -> TrainSample -> TrainBatch
+    Prompt -> GenerationRequest -> Rollout (x group_size) -> RewardResult -> RolloutGroup -> TrainSample
 """
 
 from __future__ import annotations
@@ -466,23 +466,6 @@ class SampleGroup:
     samples: tuple[TrainSample, ...]
     prompt_routes: np.ndarray | None = None
     """Experts of the prompt's tokens but the last, [P - 1, W]; None: not recorded."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainBatch:
-    """Groups of samples that one optimizer step learns from."""
-
-    groups: tuple[SampleGroup, ...]
-
-    @property
-    def num_loss_tokens(self) -> int:
-        """Trainable positions: the global denominator of token-mean losses."""
-        return int(sum(sample.loss_mask_T.sum() for group in self.groups for sample in group.samples))
-
-    @property
-    def num_loss_sequences(self) -> int:
-        """Samples with a trainable position: the global denominator of sequence-mean losses."""
-        return sum(bool(sample.loss_mask_T.any()) for group in self.groups for sample in group.samples)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

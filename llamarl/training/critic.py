@@ -20,14 +20,14 @@ from llamarl.distributed.collectives import summed
 from llamarl.distributed.mesh import ALONE, RankMesh
 from llamarl.models.scalar import ScalarModel
 from llamarl.training.optimization import Optimization
-from llamarl.training.packing import EMPTY, Microbatch
+from llamarl.training.packing import EMPTY, Microbatch, num_loss_tokens
 from llamarl.training.parallel import Read
 from llamarl.training.policy import Inputs, RankModel
 from llamarl.training.responses import per_response
 from llamarl.training.result import StepResult
 from llamarl.training.shaping import UNSHAPED, Shaping
 from llamarl.training.totals import Totals
-from llamarl.types import Prompt, Rollout, RolloutGroup, TrainBatch
+from llamarl.types import Prompt, Rollout, RolloutGroup, SampleGroup
 
 
 def value_losses(values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, clip: float) -> Tensor:
@@ -113,12 +113,12 @@ class Critic(Optimization[ScalarModel]):
         Raises:
             NonFiniteStep: loss or gradient is NaN or infinite, and the policy is to stop.
         """
-        batch, _ = self._shaping.batch(groups, self._advantage.estimate)
-        taken = yield from self.update(batch.groups, max(batch.num_loss_tokens, 1), groups)
+        samples, _ = self._shaping.batch(groups, self._advantage.estimate)
+        taken = yield from self.update(samples, max(num_loss_tokens(samples), 1), groups)
         metrics = {
             "value_loss": taken.loss,
             "critic_grad_norm": taken.grad_norm,
-            "explained_variance": 0.0 if taken.skipped else _explained(batch),
+            "explained_variance": 0.0 if taken.skipped else _explained(samples),
             "critic_skipped": float(taken.skipped),
         }
         return StepResult(policy_version=self.policy_version, skipped=taken.skipped, cause=taken.cause, metrics=metrics)
@@ -135,9 +135,9 @@ class Critic(Optimization[ScalarModel]):
         return losses_R.masked_fill(~self.tensor(microbatch.loss_mask_R), 0.0).sum()
 
 
-def _explained(batch: TrainBatch) -> float:
+def _explained(groups: Sequence[SampleGroup]) -> float:
     """1 - Var(return - value) / Var(return), of the values before the step; 0 where all returns are equal."""
-    samples = [sample for group in batch.groups for sample in group.samples]
+    samples = [sample for group in groups for sample in group.samples]
     if not samples:
         return 0.0
     masks = [sample.loss_mask_T for sample in samples]

@@ -186,6 +186,16 @@ def with_advantage(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
     ]
 
 
+def num_loss_tokens(groups: Iterable[SampleGroup]) -> int:
+    """Trainable positions: the global denominator of token-mean losses."""
+    return int(sum(sample.loss_mask_T.sum() for group in groups for sample in group.samples))
+
+
+def num_loss_sequences(groups: Iterable[SampleGroup]) -> int:
+    """Samples with a trainable position: the global denominator of sequence-mean losses."""
+    return sum(bool(sample.loss_mask_T.any()) for group in groups for sample in group.samples)
+
+
 def pack(groups: Sequence[SampleGroup], microbatch_tokens: int) -> list[Microbatch]:
     """Microbatches of at most `microbatch_tokens` inputs, in order; a sample longer than that gets one of its own."""
     batches: list[list[SampleGroup]] = [[]]

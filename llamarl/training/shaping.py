@@ -15,7 +15,7 @@ from llamarl.algorithms.kl import KlPenalty, penalty
 from llamarl.algorithms.shaping import length_share, overlong_share
 from llamarl.config.schema import RunConfig, ShapingConfig
 from llamarl.training.packing import to_sample_group, valid_rollouts
-from llamarl.types import FinishReason, Outcome, Rollout, RolloutGroup, TrainBatch
+from llamarl.types import FinishReason, Outcome, Rollout, RolloutGroup, SampleGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +48,15 @@ class Shaping:
 
     def batch(
         self, groups: Sequence[RolloutGroup], advantages: Callable[[Sequence[GroupRewards]], list[list[np.ndarray]]]
-    ) -> tuple[TrainBatch, list[list[np.ndarray]]]:
-        """Batch that is learnt from, and the advantages [T] that it is made with, per group and rollout."""
+    ) -> tuple[list[SampleGroup], list[list[np.ndarray]]]:
+        """Samples that are learnt from, and the advantages [T] that it is made with, per group and rollout."""
         rewards = [self.rewards(group) for group in groups]
         found = advantages(rewards)
-        samples = (
+        samples = [
             to_sample_group(group, of_group, earned.valid_G)
             for group, of_group, earned in zip(groups, found, rewards, strict=True)
-        )
-        return TrainBatch(groups=tuple(samples)), found
+        ]
+        return samples, found
 
     def _token_rewards(self, rollout: Rollout) -> np.ndarray:
         """Before the response's own reward, float64 [T]."""

@@ -23,13 +23,22 @@ from llamarl.training.cost import step_cost
 from llamarl.training.health import age_sums, split_by_age
 from llamarl.training.load import ExpertLoad
 from llamarl.training.optimization import Optimization, finished
-from llamarl.training.packing import EMPTY, Microbatch, pack, packed_samples, placed, with_advantage
+from llamarl.training.packing import (
+    EMPTY,
+    Microbatch,
+    num_loss_sequences,
+    num_loss_tokens,
+    pack,
+    packed_samples,
+    placed,
+    with_advantage,
+)
 from llamarl.training.parallel import Read
 from llamarl.training.policy import Policy, outputs_of, shares
 from llamarl.training.result import PolicyStepResult
 from llamarl.training.shaping import UNSHAPED, Shaping
 from llamarl.training.totals import Totals
-from llamarl.types import Columns, RolloutGroup, SampleGroup, TrainBatch, TrainSample
+from llamarl.types import Columns, RolloutGroup, SampleGroup, TrainSample
 
 
 class Trainer(Optimization[Transformer]):
@@ -76,25 +85,25 @@ class Trainer(Optimization[Transformer]):
         Raises:
             NonFiniteStep: loss or gradient is NaN or infinite, and the policy is to stop.
         """
-        batch, advantages, token_advantages = self._batch(groups)
-        count = batch.num_loss_tokens if self.loss.MEAN_OVER == "tokens" else batch.num_loss_sequences
-        denominator = max(count, 1)
+        samples, advantages, token_advantages = self._samples(groups)
+        num_targets = num_loss_tokens(samples)
+        denominator = max(num_targets if self.loss.MEAN_OVER == "tokens" else num_loss_sequences(samples), 1)
 
         # Samples without gradient still count in the denominator: leaving them out changes nothing but the time.
         needs_all = self.loss.LEARNS_WITHOUT_ADVANTAGE or self.kl_in_loss is not None
-        computed = batch.groups if needs_all else with_advantage(batch.groups)
+        computed = samples if needs_all else with_advantage(samples)
         self.load.begin()
         taken = finished(self.update(computed, denominator, groups))
         sums, maxima = taken.sums, taken.maxima
         num_inputs = sums.pop("num_input_tokens")
-        num_computed = taken.num_passes * TrainBatch(groups=tuple(computed)).num_loss_tokens
+        num_computed = taken.num_passes * num_loss_tokens(computed)
         ages, cost = split_by_age(sums), step_cost(self.model.shape, computed, self.config.lora)
         means = {name: value / num_computed for name, value in sums.items()}
         update = UpdateMetrics(
             loss=taken.loss,
             grad_norm=taken.grad_norm,
             learning_rate=taken.learning_rate,
-            num_loss_tokens=batch.num_loss_tokens,
+            num_loss_tokens=num_targets,
             importance_ratio_mean=1 + means.pop("importance_ratio_excess") if num_computed else None,
             importance_ratio_max=maxima.pop("importance_ratio_max", None),
             capped_share=means.pop("capped_share", None),
@@ -137,11 +146,11 @@ class Trainer(Optimization[Transformer]):
             found[group_id].setdefault(index, unknown_T)[start : start + len(part_T)] = part_T
         return found
 
-    def _batch(
+    def _samples(
         self, groups: Sequence[RolloutGroup]
-    ) -> tuple[TrainBatch, dict[int, np.ndarray], dict[int, dict[int, np.ndarray]]]:
-        """Batch that is learnt from, the mean advantage of each rollout, and those of its tokens where they differ."""
-        batch, advantages = self.shaping.batch(groups, self.advantage.of_batch)
+    ) -> tuple[list[SampleGroup], dict[int, np.ndarray], dict[int, dict[int, np.ndarray]]]:
+        """Samples to learn from, the mean advantage of each rollout, and those of its tokens where they differ."""
+        samples, advantages = self.shaping.batch(groups, self.advantage.of_batch)
         means = {
             group.group_id: np.array([one_T.mean() if len(one_T) else 0.0 for one_T in of_tokens])
             for group, of_tokens in zip(groups, advantages, strict=True)
@@ -152,7 +161,7 @@ class Trainer(Optimization[Transformer]):
             }
             for group, of_tokens in zip(groups, advantages, strict=True)
         }
-        return batch, means, differ
+        return samples, means, differ
 
     def _forward(self, microbatch: Microbatch, hidden_M_D: Tensor | None) -> Tensor:
         inputs = self.policy.place(microbatch, self.device)

@@ -9,8 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.training.packing import Microbatch, pack, to_sample_group, valid_rollouts, with_advantage
-from llamarl.types import FinishReason, Outcome, SampleGroup, TrainBatch, TrainSample
+from llamarl.training.packing import (
+    Microbatch,
+    num_loss_sequences,
+    num_loss_tokens,
+    pack,
+    to_sample_group,
+    valid_rollouts,
+    with_advantage,
+)
+from llamarl.types import FinishReason, Outcome, SampleGroup, TrainSample
 
 LAYOUTS = st.lists(
     st.tuples(st.integers(1, 9), st.lists(st.integers(1, 12), max_size=6)),  # prompt tokens, tokens of each response
@@ -218,9 +226,10 @@ class TestToSampleGroup:
 
     def test_the_global_count_is_that_of_the_targets(self, make_group) -> None:
         groups = [make_group(0), make_group(1, outcomes=[Outcome.INVALID] * 2), make_group(2, responses=[(4, 5, 6)])]
-        batch = TrainBatch(groups=tuple(to_sample_group(group, np.zeros(len(group.rollouts))) for group in groups))
-        assert batch.num_loss_tokens == 6
-        assert sum(int(part.loss_mask_R.sum()) for part in pack(batch.groups, 4)) == 6
+        samples = [to_sample_group(group, np.zeros(len(group.rollouts))) for group in groups]
+        assert num_loss_tokens(samples) == 6
+        assert num_loss_sequences(samples) == 3
+        assert sum(int(part.loss_mask_R.sum()) for part in pack(samples, 4)) == 6
 
     def test_samples_without_advantage_vanish(self, make_group) -> None:
         groups = [

@@ -17,12 +17,12 @@ from llamarl.models.experts import Router
 from llamarl.models.transformer import Transformer
 from llamarl.training.cost import step_cost
 from llamarl.training.optimization import Optimization, finished
-from llamarl.training.packing import Microbatch
+from llamarl.training.packing import Microbatch, num_loss_tokens
 from llamarl.training.parallel import Read
 from llamarl.training.policy import Policy
 from llamarl.training.result import StepResult
 from llamarl.training.totals import Totals
-from llamarl.types import SampleGroup, TrainBatch
+from llamarl.types import SampleGroup
 
 
 class Loads:
@@ -81,13 +81,13 @@ class Supervised(Optimization[Transformer]):
         Raises:
             NonFiniteStep: loss or gradient is NaN or infinite, and the training is to stop.
         """
-        num_loss_tokens = TrainBatch(groups=tuple(documents)).num_loss_tokens
-        taken = finished(self.update(documents, max(num_loss_tokens, 1)))
+        num_targets = num_loss_tokens(documents)
+        taken = finished(self.update(documents, max(num_targets, 1)))
         metrics = {
             "loss": taken.loss,
             "grad_norm": taken.grad_norm,
             "learning_rate": taken.learning_rate,
-            "num_loss_tokens": float(num_loss_tokens),
+            "num_loss_tokens": float(num_targets),
             "num_input_tokens": taken.sums["num_input_tokens"],
             "num_flops": step_cost(self.model.shape, documents, self.config.lora).flops * taken.num_passes,
         }
