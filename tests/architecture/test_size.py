@@ -10,13 +10,13 @@ from pathlib import Path
 from tests.architecture.repository import PACKAGE, functions, name_of, python_files, tree
 
 FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
-KERNEL_LINES = 1_825
+KERNEL_LINES = 1_830
 BUDGETS = {
-    "top": 416,  # goal: 250
+    "top": 407,  # goal: 250
     "config": 1_374,  # goal: 820
     "hub": 684,  # goal: 650
     "net": 151,  # goal: 70
-    "kernels": 1_665,  # goal: 1,200
+    "kernels": 1_655,  # goal: 1,200
     "distributed": 725,  # goal: 600
     "sharding": 360,  # goal: 530
     "algorithms": 460,  # goal: 500
@@ -30,9 +30,9 @@ BUDGETS = {
     "sandbox": 330,  # goal: 300
     "cluster": 1_338,  # goal: 1,080
     "generation": 2_100,  # goal: 1,830
-    "training": 2_155,  # goal: 1,550
+    "training": 2_168,  # goal: 1,550
     "executors": 1_088,  # goal: 920
-    "controller": 3_670,  # goal: 2,450
+    "controller": 3_660,  # goal: 2,450
     "run": 3_008,  # goal: 1,150
     "cli": 800,  # goal: 600
     "parts/forecast": 4_157,  # goal: 2,900
