@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import ConfigError, RunConfig, read_json
+from llamarl.config.hub import HubName, Kind, hub_name, open_hub
 from llamarl.config.ref import Ref, class_of
-from llamarl.hub.fetch import fetched, model_files, small_files
-from llamarl.hub.names import HubName, Kind, hub_name
 from llamarl.models.folder import fingerprints
 from llamarl.run.placement import models_in_use
 
@@ -133,7 +132,8 @@ def _pinned(name: HubName, option: str, source: Any, weights: bool, command: str
     note = ""
     try:
         if source is None:
-            snapshot = fetched(name, choose=model_files if weights else small_files)
+            hub = open_hub()
+            snapshot = hub.fetched(name, choose=hub.model_files if weights else hub.small_files)
             found, note = snapshot.name, snapshot.note
         else:
             found = source.pinned(name)

@@ -16,6 +16,7 @@ from llamarl.config import ConfigError, RunConfig, build, did_you_mean, load_con
 from llamarl.config.cluster import lack_of_monarch
 from llamarl.config.data import SourceConfig
 from llamarl.config.decoder import uneven_parts
+from llamarl.config.hub import hub_name
 from llamarl.config.ref import class_of, part
 from llamarl.config.roles import CriticConfig, ReferenceConfig
 from llamarl.config.trainer import ParallelismConfig
@@ -23,7 +24,6 @@ from llamarl.controller.admission import Problems
 from llamarl.data.prompts import SOURCES, first_prompt, load_prompts, open_tokenizer, settled
 from llamarl.data.sources import ProblemRow
 from llamarl.data.tokenizer import check_vocabulary, ended_after
-from llamarl.hub.names import hub_name
 from llamarl.models.fit import CACHE_BLOCK_TOKENS, kv_width, trainer_load
 from llamarl.models.folder import check_weights, load_shape
 from llamarl.models.memory import BLOCK_COLUMNS, kv_token_bytes, trainer_bytes

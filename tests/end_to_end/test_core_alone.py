@@ -106,6 +106,7 @@ def test_the_core_trains_evaluates_saves_and_resumes(tmp_path: Path, toml: Path,
             ("--cluster.kind", "monarch", "--generator.backend", "vllm", "--generator.vllm.python", sys.executable),
         ),
         ("sft", ("--model.path", "no/model", "--model.warm_start", f"{ROOT}/configs/demo_sft.toml")),
+        ("hub", ("--model.path", "no/model")),
     ],
 )
 def test_what_a_part_does_is_refused_in_a_sentence(
@@ -116,6 +117,25 @@ def test_what_a_part_does_is_refused_in_a_sentence(
     assert done.returncode == 2, done.stderr
     assert f"lacks the part `{part}`" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_without_the_part_of_the_hub_names_of_it_are_refused_and_folders_are_read(
+    tmp_path: Path, toml: Path, run: Alone
+) -> None:
+    hidden, own = "llamarl.parts.hub", ("train", toml, "--output", tmp_path / "runs", *INLINE, "--steps", 1)
+    done = run(*own, "--model.path", "no/model", hidden=hidden)
+    lacks = "this installation lacks the part `hub`, which is asked for; install all of llamarl"
+    assert (done.returncode, done.stderr) == (2, f"llamarl train: model.path = 'no/model': {lacks}\n")
+    done = run(*own, "--data.train.name", "hub", hidden=hidden)
+    assert done.returncode == 2
+    assert "`data.train = 'hub'` is unknown; known: file, jsonl, " in done.stderr
+    done = run(*own, hidden=hidden)
+    assert done.returncode == 0, done.stderr
+    done = run("export", tmp_path / "runs" / "tiny", "--push", "me/tiny", hidden=hidden)
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"llamarl export: --push me/tiny: {lacks} (it is written to {tmp_path / 'runs' / 'tiny' / 'export'})\n",
+    )
 
 
 def test_commands_of_parts_say_so_and_a_dry_run_prints_the_settings(toml: Path, run: Alone) -> None:
