@@ -26,7 +26,7 @@ from llamarl.run.assembly import assembled
 from llamarl.run.executors import GeneratorSpecs, reward_spec, spawn_all
 from llamarl.run.held_out import load_held_out
 from llamarl.run.placement import LocalPlacer
-from llamarl.run.prepare import first_prompts, train_prompts
+from llamarl.run.prepare import train_prompts
 from llamarl.types import RolloutGroup
 
 
@@ -80,7 +80,7 @@ def measured_rates(
         tokenizer.eos_token_ids,
     )
     problems = Problems(train=(), eval=(asked,), stop_token_ids=ends, stops_of=train.stops_of)
-    said = (*train.warnings, first_prompts(config, train.prompts))
+    said = (*train.warnings, "\n".join(train.first_prompts))
     (result,) = _scored(config, problems, progress, lambda: [*map(tell, said)])
     header = {"model": config.model.path, "samples": config.eval.samples, "temperature": config.eval.temperature}
     return result, [*rate_rows(header, _rates(result.groups, train.rows))]

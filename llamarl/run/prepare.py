@@ -21,7 +21,7 @@ from llamarl.config.ref import class_of, part
 from llamarl.config.roles import CriticConfig, ReferenceConfig
 from llamarl.config.trainer import ParallelismConfig
 from llamarl.controller.admission import Problems
-from llamarl.data.prompts import SOURCES, first_prompt, load_prompts, open_tokenizer, settled
+from llamarl.data.prompts import SOURCES, load_prompts, open_tokenizer, settled
 from llamarl.data.sources import ProblemRow
 from llamarl.data.tokenizer import check_vocabulary, ended_after
 from llamarl.models.fit import CACHE_BLOCK_TOKENS, kv_width, trainer_load
@@ -143,6 +143,8 @@ class TrainPrompts(NamedTuple):
     warnings: list[str]
     notes: list[str]
     """Sentences on what `data.filter` leaves out."""
+    first_prompts: list[str]
+    """Sentence for each source that shows its first prompt as the model sees it."""
 
 
 def check_entry(source: SourceConfig, option: str) -> None:
@@ -157,7 +159,7 @@ def check_entry(source: SourceConfig, option: str) -> None:
 def train_prompts(config: RunConfig, context_tokens: int, most: int | None = None) -> TrainPrompts:
     """Prompts of `data.train`, each source's with its own template and limits; where there is a `most`, of each source
     the first rows alone. Raises ConfigError."""
-    found, for_agent = TrainPrompts([], [], {}, [], []), config.rollout.agent is not None
+    found, for_agent = TrainPrompts([], [], {}, [], [], []), config.rollout.agent is not None
     for label in [source.label for source in config.data.sources] or [""]:
         one = config.by_source[label]
         with of_source(label):
@@ -171,6 +173,7 @@ def train_prompts(config: RunConfig, context_tokens: int, most: int | None = Non
         whose = f"source {label!r}: " if label else ""
         found.warnings.extend(f"{whose}{said}" for said in loaded.warnings)
         found.notes.extend(f"{whose}{said}" for said in (loaded.note,) if said)
+        found.first_prompts.append(f"{whose}{loaded.first_prompt}")
     return found
 
 
@@ -217,17 +220,8 @@ def prepare(config: RunConfig, *, weights: bool = True, machine: MachineMemory |
     warnings += learnt_too(problems.eval, problems.train)
     return Prepared(
         shape=shape, problems=problems, placer=placer, warnings=tuple(warnings),
-        first_prompt="\n".join([*train.notes, first_prompts(config, problems.train)]),
+        first_prompt="\n".join([*train.notes, *train.first_prompts]),
     )  # fmt: skip
-
-
-def first_prompts(config: RunConfig, prompts: Sequence[Prompt]) -> str:
-    """Sentences that show the first prompt of each source."""
-    said, for_agent = list[str](), config.rollout.agent is not None
-    for label, one, (first, *_) in each_source(config, prompts):
-        text = first_prompt(one.data, open_tokenizer(one.model.path, one.data), first, for_agent=for_agent)
-        said.append(f"source {label!r}: {text}" if label else text)
-    return "\n".join(said)
 
 
 def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:
