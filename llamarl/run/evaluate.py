@@ -117,8 +117,7 @@ async def _evaluate(
     async def spawn() -> Executors:
         reward = reward_spec(config)
         models = [part("episodes", "spec")(config)] if config.has_episodes else []
-        generator, names = GeneratorSpecs(config=config), placer.of_role("generator")
-        specs = [reward, *models, *(generator(number, placer.place(name)) for number, name in enumerate(names))]
+        specs = [reward, *models, *GeneratorSpecs(config=config).first(placer)]
         first, *others = await spawn_all(cluster, specs, config.cluster.start_timeout_s)
         beside, generators = others[: len(models)], others[len(models) :]
         return Executors(reward=first, models={handle.name: handle for handle in beside}, generators=generators)

@@ -222,7 +222,7 @@ class _TrainingRun:
             text = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             screen.phase("starting executors", len(specs) - len(missing), len(specs), text)
 
-        specs += (generator(int(name.split("-")[1]), places.place(name)) for name in places.of_role("generator"))
+        specs += generator.first(places)
         trainer, reward, *models = (handles := await spawn_all(cluster, specs, timeout_s, tell))[:num_others]
         fleet = StartedGenerators(cluster, generator, places, timeout_s, config.cluster.shutdown_timeout_s)
         for handle in (generators := handles[num_others:]):
