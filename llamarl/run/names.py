@@ -170,8 +170,14 @@ def record_of(config: RunConfig, pinned: RunConfig) -> dict[str, dict[str, str]]
     return found
 
 
+def recorded(folder: Path) -> dict[str, Any]:
+    """Answer of `record_of` when the run in this folder began; empty: there is none. Raises ConfigError: it is
+    damaged."""
+    file = folder / WEIGHTS_FILE
+    return read_json(file, "remove it") if file.exists() else {}
+
+
 def commits_of(folder: Path) -> dict[str, str]:
     """Commits that the run in this folder began with, by `Named.key`. Raises ConfigError: its record is damaged."""
-    file = folder / WEIGHTS_FILE
-    rows = read_json(file, "remove it") if file.exists() else {}
-    return {key: row["commit"] for key, row in rows.items() if isinstance(row, dict) and "commit" in row}
+    rows = recorded(folder).items()
+    return {key: row["commit"] for key, row in rows if isinstance(row, dict) and "commit" in row}
