@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -316,12 +316,15 @@ def check_tensor_parallel(shape: ModelShape, num_ranks: int, path: str) -> None:
     def uneven(ranks: int) -> list[str]:
         return uneven_parts(shape, ranks, repeats_kv_heads=True) + uneven_experts(shape.moe, ranks)
 
+    _check_even("generator.tensor_parallel", num_ranks, uneven, shape.num_heads, path)
+
+
+def _check_even(option: str, num_ranks: int, uneven: Callable[[int], list[str]], most: int, path: str) -> None:
+    """Raises ConfigError when so many ranks leave something `uneven`; the sentence names those up to `most` that do
+    not."""
     if found := uneven(num_ranks):
-        possible = ", ".join(str(ranks) for ranks in range(1, shape.num_heads + 1) if not uneven(ranks))
-        raise ConfigError(
-            f"generator.tensor_parallel = {num_ranks} cannot share the {found[0]} of {path} evenly; "
-            f"use one of {possible}"
-        )
+        possible = ", ".join(str(ranks) for ranks in range(1, most + 1) if not uneven(ranks))
+        raise ConfigError(f"{option} = {num_ranks} cannot share the {found[0]} of {path} evenly; use one of {possible}")
 
 
 def uneven_experts(moe: MoeShape | None, num_ranks: int) -> list[str]:
@@ -375,12 +378,7 @@ def check_parallelism(shape: ModelShape, parallelism: ParallelismConfig, path: s
     """Raises ConfigError when the trainer, or the critic, cannot be cut so."""
     check_mixture_layout(shape, parallelism, path, executor)
     uneven = partial(uneven_parts, shape, repeats_kv_heads=False)
-    if found := uneven(parallelism.tp):
-        possible = ", ".join(str(ranks) for ranks in range(1, shape.num_kv_heads + 1) if not uneven(ranks))
-        raise ConfigError(
-            f"{executor}.parallelism.tp = {parallelism.tp} cannot share the {found[0]} of {path} evenly; "
-            f"use one of {possible}"
-        )
+    _check_even(f"{executor}.parallelism.tp", parallelism.tp, uneven, shape.num_kv_heads, path)
     if parallelism.pp > shape.num_layers:
         raise ConfigError(
             f"{executor}.parallelism.pp = {parallelism.pp} is more than the {shape.num_layers} layers of {path}; "
