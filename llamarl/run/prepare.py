@@ -190,12 +190,12 @@ def prepare(config: RunConfig, *, weights: bool = True, machine: MachineMemory |
     shape, warnings = check_layout(config)
     if config.cluster.kind == "inline" and (lack := lack_of_monarch()):
         warnings.append(f"cluster.kind = 'inline': executors share this process and take turns; {lack}")
-    if config.cluster.kind != "hosts":  # whose controller needs no weights
+    placer = None
+    if config.cluster.kind != "hosts":  # whose controller needs neither weights nor devices
         for path in {config.model.path, *(one.path for one in models_in_use(config).values() if one.path)}:
             if weights or hub_name(path) is None:
                 check_weights(path)
-    placer = None if config.cluster.kind == "hosts" else LocalPlacer(config, len(machine.gpus) if machine else None)
-    if placer is not None:
+        placer = LocalPlacer(config, len(machine.gpus) if machine else None)
         placer.check()
         warnings += placer.crowded()
         check_memory(config, shape, machine)
