@@ -263,10 +263,11 @@ class _TrainingRun:
             raise ConfigError(f"--resume: cannot read {error.filename}: {error.strerror}") from None
         if state is None or (saved is None and damaged):
             nothing_to_resume(True, damaged, screen.warn)
-        said = [f"goes on from step {saved['step']}, as {'; '.join(damaged)}"] if saved and damaged else []
-        for text in (*said, *filter(None, [lost])):
-            self._outcome.warnings.append(f"--resume {text}" if text in said else f"--resume: {text}")
-            screen.warn(self._outcome.warnings[-1])
+        said = [f"--resume goes on from step {saved['step']}, as {'; '.join(damaged)}"] if saved and damaged else []
+        said += [f"--resume: {lost}"] if lost else []
+        self._outcome.warnings += said
+        for text in said:
+            screen.warn(text)
         if saved and critic:
             await critic.resume(saved["step"])
         await self._forward(trainer, critic, journal, saved["step"] if saved else 0, screen)
