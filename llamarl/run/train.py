@@ -155,7 +155,7 @@ class _TrainingRun:
             telemetry,
             cluster.shutdown,
             lambda: self._spawn(machines, cluster, screen),
-            resumed=lambda executors: self._resumed(executors, screen, journal),
+            resumed=(lambda executors: self._resumed(executors, screen, journal)) if self._resume else None,
             journal=journal,
             on_stop=lambda: self._stopping(screen),
             leave=self._shown.__exit__,
@@ -248,9 +248,8 @@ class _TrainingRun:
         )
 
     async def _resumed(self, executors: Executors, screen: Screen, journal: Journal) -> ControllerState | None:
-        """The newest checkpoint, and from there what the journal has. Raises ConfigError."""
-        if not self._resume:
-            return None
+        """The newest checkpoint, and from there what the journal has; None: nothing was saved yet. Raises
+        ConfigError."""
         screen.phase("loading the checkpoint")
         timeout_s = self._config.cluster.call_timeout_s
         assert executors.trainer is not None
