@@ -37,8 +37,6 @@ class PromptSet:
     """Prompts of the set, at least one."""
     rows: tuple[ProblemRow, ...]
     """Row of each prompt."""
-    num_overlong: int
-    """Rows skipped because their prompt has more tokens than allowed."""
     warnings: tuple[str, ...]
     """Sentences about rows and columns that are left out."""
     first_prompt: str
@@ -101,11 +99,7 @@ def load_prompts(
         ConfigError: source, template or filter is wrong, a prompt is overlong under `refuse`, or no prompt is left.
     """
     ref = config.train if which == "train" else config.eval
-    if ref is None:
-        raise ConfigError(
-            "data.eval is not set; name a held-out source, for example {name = 'jsonl', path = 'test.jsonl'}"
-        )
-    assert isinstance(ref, Ref), "each source of a mixture is loaded by itself: `DataConfig.of`"
+    assert isinstance(ref, Ref), "each source of a mixture is loaded by itself: `DataConfig.of`; none if there is none"
     source: ProblemSource = build(ref, SOURCES, f"data.{which}")
     rows = [source[i] for i in range(len(source))[:most]]
     given, config = config.template, settled(config, tokenizer, for_agent=for_agent)
@@ -133,7 +127,7 @@ def load_prompts(
         keeps, note = kept(fitting, config.filter)
         prompts, fitting = list(compress(prompts, keeps)), list(compress(fitting, keeps))
     return PromptSet(
-        prompts=tuple(prompts), rows=tuple(fitting), num_overlong=num_overlong, warnings=tuple(warnings), note=note,
+        prompts=tuple(prompts), rows=tuple(fitting), warnings=tuple(warnings), note=note,
         first_prompt=_shown(given, config.template, tokenizer.decode(prompts[0].token_ids_T, skip_special=False)),
     )  # fmt: skip
 

@@ -122,7 +122,7 @@ class GeneratorSpecs:
     """See `fit.beside_bytes`."""
 
     def first(self, places: Placer) -> list[ExecutorSpec]:
-        """Those that have a place at the start."""
+        """Specifications of the generators that have a place at the start."""
         return [self(int(name.split("-")[1]), places.place(name)) for name in places.of_role("generator")]
 
     def __call__(self, number: int, place: Sequence[HostShare] = ()) -> ExecutorSpec:
