@@ -25,7 +25,7 @@ class Child(subprocess.Popen[bytes]):
     def __init__(self, *arguments: str, kind: int = socket.SOCK_STREAM, **options: Any) -> None:
         """
         Args:
-            arguments: of the interpreter, such as `-m llamarl.hub.client`.
+            arguments: of the interpreter, such as `-m llamarl.parts.hub.client`.
             kind: of the stream, such as `SOCK_SEQPACKET`.
             options: of `subprocess.Popen`, for output and folder; without `env` it gets this process's environment, and
                 finds the same code.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llamarl.cli.options import check_output, command_parser, write_output
 from llamarl.config import ConfigError, RunConfig, load_config
-from llamarl.hub.names import HubName
+from llamarl.config.hub import HubName, open_hub
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -69,18 +69,12 @@ def _name(options: argparse.Namespace) -> HubName | None:
 
 
 def _push(run: Path, config: RunConfig, folder: Path, step: int, name: HubName, options: argparse.Namespace) -> None:
-    from llamarl.hub.push import pushed
-    from llamarl.run.card import model_card
-
     adapters = config.trainer.lora is not None and not options.merge
-    card = model_card(run, config, step, name.repo.partition("/")[2], adapters=adapters)
-    files = {path.name: path for path in sorted(folder.iterdir())}
     try:
-        found = pushed(name, files, card, private=not options.public)
+        said = open_hub().push_model(run, config, folder, step, name, adapters=adapters, private=not options.public)
     except ConfigError as error:
         raise ConfigError(f"--push {name}: {error} (it is written to {folder})") from None
-    kept = "" if found.card else "; its README.md is somebody's own and stays"
-    print(f"pushed: {found.url} at commit {found.commit} ({'private' if found.is_private else 'public'}{kept})")
+    print(f"pushed: {said}")
 
 
 def _export_rollouts(run: Path, options: argparse.Namespace) -> int:

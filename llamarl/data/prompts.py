@@ -37,10 +37,10 @@ class PromptSet:
     """Prompts of the set, at least one."""
     rows: tuple[ProblemRow, ...]
     """Row of each prompt."""
-    num_overlong: int
-    """Rows skipped because their prompt has more tokens than allowed."""
     warnings: tuple[str, ...]
     """Sentences about rows and columns that are left out."""
+    first_prompt: str
+    """Sentence that shows the first prompt as the model sees it, and who wrote it."""
     note: str = ""
     """Sentence on what `data.filter` leaves out; empty: nothing."""
 
@@ -99,14 +99,10 @@ def load_prompts(
         ConfigError: source, template or filter is wrong, a prompt is overlong under `refuse`, or no prompt is left.
     """
     ref = config.train if which == "train" else config.eval
-    if ref is None:
-        raise ConfigError(
-            "data.eval is not set; name a held-out source, for example {name = 'jsonl', path = 'test.jsonl'}"
-        )
-    assert isinstance(ref, Ref), "each source of a mixture is loaded by itself: `DataConfig.of`"
+    assert isinstance(ref, Ref), "each source of a mixture is loaded by itself: `DataConfig.of`; none if there is none"
     source: ProblemSource = build(ref, SOURCES, f"data.{which}")
     rows = [source[i] for i in range(len(source))[:most]]
-    config = settled(config, tokenizer, for_agent=for_agent)
+    given, config = config.template, settled(config, tokenizer, for_agent=for_agent)
     check_template(config, tokenizer, tools, for_agent=for_agent)
     texts = [render(row, config, tokenizer, tools) for row in rows]
     if texts and config.system.strip() not in texts[0]:
@@ -131,7 +127,8 @@ def load_prompts(
         keeps, note = kept(fitting, config.filter)
         prompts, fitting = list(compress(prompts, keeps)), list(compress(fitting, keeps))
     return PromptSet(
-        prompts=tuple(prompts), rows=tuple(fitting), num_overlong=num_overlong, warnings=tuple(warnings), note=note
+        prompts=tuple(prompts), rows=tuple(fitting), warnings=tuple(warnings), note=note,
+        first_prompt=_shown(given, config.template, tokenizer.decode(prompts[0].token_ids_T, skip_special=False)),
     )  # fmt: skip
 
 
@@ -155,13 +152,11 @@ def left_out(source: ProblemSource, option: str) -> list[str]:
     return [f"{option}: columns that hold what is no JSON value are left out: {names}"]
 
 
-def first_prompt(config: DataConfig, tokenizer: Tokenizer, prompt: Prompt, *, for_agent: bool = False) -> str:
-    """Sentence that shows a prompt as the model sees it, and who wrote it."""
-    template = settled(config, tokenizer, for_agent=for_agent).template
-    text = tokenizer.decode(prompt.token_ids_T, skip_special=False)
+def _shown(given: str, template: str, text: str) -> str:
+    """Sentence on a prompt and the template that has made it: the given one, or the one that `auto` is."""
     if len(text) > _SHOWN:
         text = f"{text[: _SHOWN * 2 // 3]} ... {text[-_SHOWN // 3 :]}"
-    found = f"data.template = {config.template!r}" + (f" is {template!r}" if config.template == AUTO else "")
+    found = f"data.template = {given!r}" + (f" is {template!r}" if given == AUTO else "")
     return f"{found}; the first prompt: {text!r}"
 
 

@@ -26,7 +26,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llamarl.config import ConfigError, read_json, read_text
-from llamarl.hub.names import folder_of
+from llamarl.config.hub import folder_of
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"

@@ -94,7 +94,8 @@ class GeneratorLayer:
     mlp: GatedLinears | ExpertMixture
 
     def norms(self) -> Norms:
-        return self.input_norm_D, *(self.qk_norms or (None, None)), self.post_norm_D
+        q_norm_K, k_norm_K = self.qk_norms or (None, None)
+        return self.input_norm_D, q_norm_K, k_norm_K, self.post_norm_D
 
     def linears(self) -> Iterator[Linear]:
         yield from (*self.qkv, self.o)

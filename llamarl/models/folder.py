@@ -9,7 +9,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from llamarl.config import ConfigError, open_file, read_json
-from llamarl.hub.names import folder_of
+from llamarl.config.hub import folder_of
 from llamarl.models.shape import ModelShape, stop_ids
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"

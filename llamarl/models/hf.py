@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llamarl.config import ConfigError
-from llamarl.hub.names import folder_of
+from llamarl.config.hub import folder_of
 from llamarl.models.folder import CONFIG, GENERATION_CONFIG, WEIGHTS, load_shape, opened, weight_files
 from llamarl.models.shape import ModelShape, hf_eos
 from llamarl.models.transformer import Transformer

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from llamarl.config.hub import hub_name
 from llamarl.config.trainer import LoraConfig
-from llamarl.hub.names import hub_name
 from llamarl.models.hf import TOKENIZER_FILES, copy_tokenizer, replaced_folder, write_json
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Projection, Transformer

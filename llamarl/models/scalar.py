@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llamarl.config import ConfigError
-from llamarl.hub.names import folder_of
+from llamarl.config.hub import folder_of
 from llamarl.models.folder import load_shape
 from llamarl.models.hf import Weights
 from llamarl.models.shape import ModelShape

@@ -59,10 +59,6 @@ async def supervised(
             await shutdown(timeout_s)
 
 
-async def _from_the_beginning(executors: Executors) -> ControllerState | None:
-    return None
-
-
 @asynccontextmanager
 async def assembled(
     config: RunConfig,
@@ -72,7 +68,7 @@ async def assembled(
     spawn: Callable[[], Coroutine[Any, Any, Executors]],
     *,
     journal: Journal | None = None,
-    resumed: Callable[[Executors], Coroutine[Any, Any, ControllerState | None]] = _from_the_beginning,
+    resumed: Callable[[Executors], Coroutine[Any, Any, ControllerState | None]] | None = None,
     on_stop: Callable[[], None] = lambda: None,
     leave: Callable[[], None] = lambda: None,
     handles_signals: bool = True,
@@ -81,12 +77,12 @@ async def assembled(
 
     Args:
         journal: of what is generated; None: none is kept.
-        resumed: where a checkpoint says that the run goes on.
+        resumed: where a checkpoint says that the run goes on; None: it begins.
     """
     limit_s = config.cluster.shutdown_timeout_s
     spawned = supervised(spawn, shutdown, limit_s, on_stop=on_stop, leave=leave, handles_signals=handles_signals)
     async with spawned as (executors, supervisor):
-        state = await supervisor.run(resumed(executors))
+        state = await supervisor.run(resumed(executors)) if resumed else None
         controller = Controller(config, problems, executors, supervisor, telemetry, state, journal)
         for handle in controller.executors.irreplaceable:  # generators have a policy of their own
             supervisor.watch(handle)

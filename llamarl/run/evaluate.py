@@ -26,7 +26,7 @@ from llamarl.run.assembly import assembled
 from llamarl.run.executors import GeneratorSpecs, reward_spec, spawn_all
 from llamarl.run.held_out import load_held_out
 from llamarl.run.placement import LocalPlacer
-from llamarl.run.prepare import first_prompts, train_prompts
+from llamarl.run.prepare import train_prompts
 from llamarl.types import RolloutGroup
 
 
@@ -59,11 +59,9 @@ def evaluate_checkpoint(
         ConfigError: model, data or a combination of them cannot work.
         ExecutorError, Interrupted, Stalled: it failed, or was ended.
     """
-    shape, tokenizer = load_shape(config.model.path), open_tokenizer(config.model.path, config.data)
-    loaded = load_held_out(config, shape.max_position_embeddings, only)
-    ends = tokenizer.eos_token_ids
-    problems = Problems(train=(), eval=loaded.sets, stop_token_ids=ends, stops_of=loaded.stops_of)
-    return _scored(config, problems, progress, lambda: [*map(tell, (*loaded.warnings, *loaded.first_prompts))])
+    loaded = load_held_out(config, load_shape(config.model.path).max_position_embeddings, only)
+    said = (*loaded.warnings, *loaded.first_prompts)
+    return _scored(config, loaded.sets, loaded.stops_of, progress, lambda: [*map(tell, said)])
 
 
 def measured_rates(
@@ -73,15 +71,10 @@ def measured_rates(
     the result, and lines of the file of pass rates that `data.filter` reads. Takes and raises what
     `evaluate_checkpoint` does."""
     config = unfiltered(config)
-    shape, tokenizer = load_shape(config.model.path), open_tokenizer(config.model.path, config.data)
-    train = train_prompts(config, shape.max_position_embeddings)
-    asked, ends = (
-        HeldOutSet(settings=config.eval, prompts=train.prompts[: config.eval.max_prompts]),
-        tokenizer.eos_token_ids,
-    )
-    problems = Problems(train=(), eval=(asked,), stop_token_ids=ends, stops_of=train.stops_of)
-    said = (*train.warnings, first_prompts(config, train.prompts))
-    (result,) = _scored(config, problems, progress, lambda: [*map(tell, said)])
+    train = train_prompts(config, load_shape(config.model.path).max_position_embeddings)
+    asked = HeldOutSet(settings=config.eval, prompts=train.prompts[: config.eval.max_prompts])
+    said = (*train.warnings, "\n".join(train.first_prompts))
+    (result,) = _scored(config, (asked,), train.stops_of, progress, lambda: [*map(tell, said)])
     header = {"model": config.model.path, "samples": config.eval.samples, "temperature": config.eval.temperature}
     return result, [*rate_rows(header, _rates(result.groups, train.rows))]
 
@@ -101,10 +94,13 @@ def _rates(groups: Sequence[RolloutGroup], rows: Sequence[ProblemRow]) -> Iterat
 
 
 def _scored(
-    config: RunConfig, problems: Problems, progress: Callable[[int, int], None], begins: Callable[[], object]
-) -> list[EvalResult]:
+    config: RunConfig, sets: tuple[HeldOutSet, ...], stops_of: dict[str, tuple[str, ...]],
+    progress: Callable[[int, int], None], begins: Callable[[], object],
+) -> list[EvalResult]:  # fmt: skip
     """`begins` is called when executors are up."""
-    check_vocabulary(open_tokenizer(config.model.path, config.data), load_shape(config.model.path).vocab_size)
+    tokenizer = open_tokenizer(config.model.path, config.data)
+    check_vocabulary(tokenizer, load_shape(config.model.path).vocab_size)
+    problems = Problems(train=(), eval=sets, stop_token_ids=tokenizer.eos_token_ids, stops_of=stops_of)
     with tempfile.TemporaryDirectory(prefix="llamarl-", ignore_cleanup_errors=True) as logs:
         return run_patiently(_evaluate(config, problems, progress, begins, Path(logs)))
 
@@ -121,8 +117,7 @@ async def _evaluate(
     async def spawn() -> Executors:
         reward = reward_spec(config)
         models = [part("episodes", "spec")(config)] if config.has_episodes else []
-        generator, names = GeneratorSpecs(config=config), placer.of_role("generator")
-        specs = [reward, *models, *(generator(number, placer.place(name)) for number, name in enumerate(names))]
+        specs = [reward, *models, *GeneratorSpecs(config=config).first(placer)]
         first, *others = await spawn_all(cluster, specs, config.cluster.start_timeout_s)
         beside, generators = others[: len(models)], others[len(models) :]
         return Executors(reward=first, models={handle.name: handle for handle in beside}, generators=generators)

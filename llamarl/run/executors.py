@@ -121,6 +121,10 @@ class GeneratorSpecs:
     beside_bytes: int = 0
     """See `fit.beside_bytes`."""
 
+    def first(self, places: Placer) -> list[ExecutorSpec]:
+        """Specifications of the generators that have a place at the start."""
+        return [self(int(name.split("-")[1]), places.place(name)) for name in places.of_role("generator")]
+
     def __call__(self, number: int, place: Sequence[HostShare] = ()) -> ExecutorSpec:
         name, config = f"generator-{number}", self.config.generator
         is_native = config.backend == "native"

@@ -150,10 +150,8 @@ class Fleet:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(None if math.isinf(limit_s) else limit_s)
 
     async def _start(self) -> None:
-        config, specs = self._config, GeneratorSpecs(config=self._config)
-        places = [self._placer.place(name) for name in self._placer.of_role("generator")]
-        wanted = [specs(number, place) for number, place in enumerate(places)]
-        handles = await spawn_all(self._cluster, wanted, config.cluster.start_timeout_s)
+        config, specs = self._config, GeneratorSpecs(config=self._config).first(self._placer)
+        handles = await spawn_all(self._cluster, specs, config.cluster.start_timeout_s)
         self._members = [_Member(handle, config.cluster.call_timeout_s) for handle in handles]
         self._tasks = [asyncio.create_task(self._collect(member)) for member in self._members]
 

@@ -19,11 +19,11 @@ from typing import IO, Self
 
 from llamarl.checkpoint.copies import CopyFailed, RemoteCopies
 from llamarl.checkpoint.folder import saved_steps
-from llamarl.config import ConfigError, RunConfig, dump_toml, load_config, read_json
+from llamarl.config import ConfigError, RunConfig, dump_toml, load_config
 from llamarl.observability.files import PIECE_NAME, last_lines, lines, pieces, read_run_rows, write_atomically
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.sinks import RowLog
-from llamarl.run.names import WEIGHTS_FILE, record_of
+from llamarl.run.names import WEIGHTS_FILE, record_of, recorded
 from llamarl.run.placement import models_in_use, ranges
 
 _EMPTY_BYTES = 1 << 14
@@ -133,7 +133,7 @@ class RunFolder:
             or self.done_steps()
             or self.recorded_steps()
             or any((self.path / name).exists() for name in ("export", "merged"))
-            or any(one.stat().st_size > _EMPTY_BYTES for one in (self.path / "journal").glob("*.groups*"))
+            or any(one.stat().st_size > _EMPTY_BYTES for one in self.journals.glob("*.groups*"))
         )
 
     def done_steps(self) -> int:
@@ -180,7 +180,7 @@ class RunFolder:
     def other_file(self, config: RunConfig, pinned: RunConfig) -> str:
         """A file of a model, or a name of the Hub, that is not what it was when the run began; empty: all are, or their
         model is about to be made. `pinned` has commits for names. Raises ConfigError."""
-        before = read_json(self.weights, "remove it") if self.weights.exists() else {}
+        before = recorded(self.path)
         for folder, files in record_of(config, pinned).items():
             was = before.get(folder, files)
             for name in sorted(was.keys() | files.keys()) if files else ():
@@ -397,7 +397,7 @@ def prepare_run_folder(
         for made in (folder.logs, folder.checkpoints):
             made.mkdir(exist_ok=True)
         (folder.checkpoints / _MARK).touch()
-        before = read_json(folder.weights, "remove it") if folder.weights.exists() else {}
+        before = recorded(folder.path)
         if (record := record_of(config, pinned) | before) != before:  # a run that goes on may name more
             write_atomically(folder.weights, json.dumps(record, indent=2, sort_keys=True) + "\n")
     except (OSError, ConfigError) as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.data import OF_EVAL
 from llamarl.controller.evaluation import HeldOutSet
-from llamarl.data.prompts import first_prompt, load_prompts, open_tokenizer
+from llamarl.data.prompts import load_prompts, open_tokenizer
 from llamarl.run.sources import environment_of, of_source, source_name
 from llamarl.types import Prompt
 
@@ -47,10 +47,9 @@ def load_held_out(config: RunConfig, context_tokens: int, only: Collection[str] 
             tools, stops_of[key] = environment_of(run)
             found = load_prompts(run.data, tokenizer, context_tokens, "eval", tools, for_agent=for_agent)
         prompts = tuple(replace(one, source=key) for one in found.prompts[: run.eval.max_prompts])
-        shown = first_prompt(run.data, tokenizer, prompts[0], for_agent=for_agent)
         sets.append(HeldOutSet(name=name, number=number, settings=run.eval, prompts=prompts))
         warnings += [_of_set(key, text) for text in found.warnings]
-        first_prompts.append(_of_set(key, shown))
+        first_prompts.append(_of_set(key, found.first_prompt))
     return LoadedSets(sets=tuple(sets), stops_of=stops_of, warnings=tuple(warnings), first_prompts=tuple(first_prompts))
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from llamarl.config import RunConfig
+from llamarl.config.load import flat_settings
 from llamarl.controller.admission import Problems, data_fingerprint
 from llamarl.controller.journal import Journal
 from llamarl.run.folder import RunFolder
@@ -37,14 +38,6 @@ def open_journal(config: RunConfig, problems: Problems, folder: RunFolder, warn:
 
 
 def _of_record(config: RunConfig) -> dict[str, Any]:
-    """Settings by dotted names."""
-    return dict(_flat("", config.model_dump(mode="json", include={*_SECTIONS, "seed"})))
-
-
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        yield name, value
-        return
-    for key in value:
-        if key not in _NO_MATTER:
-            yield from _flat(f"{name}.{key}".lstrip("."), value[key])
+    """Settings by dotted names, without tables in which nothing is set."""
+    found = flat_settings(config.model_dump(mode="json", include={*_SECTIONS, "seed"}))
+    return {name: value for name, value in found if value != {} and _NO_MATTER.isdisjoint(name.split("."))}

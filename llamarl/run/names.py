@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import ConfigError, RunConfig, read_json
+from llamarl.config.hub import HubName, Kind, hub_name, open_hub
 from llamarl.config.ref import Ref, class_of
-from llamarl.hub.fetch import fetched, model_files, small_files
-from llamarl.hub.names import HubName, Kind, hub_name
 from llamarl.models.folder import fingerprints
 from llamarl.run.placement import models_in_use
 
@@ -133,7 +132,8 @@ def _pinned(name: HubName, option: str, source: Any, weights: bool, command: str
     note = ""
     try:
         if source is None:
-            snapshot = fetched(name, choose=model_files if weights else small_files)
+            hub = open_hub()
+            snapshot = hub.fetched(name, choose=hub.model_files if weights else hub.small_files)
             found, note = snapshot.name, snapshot.note
         else:
             found = source.pinned(name)
@@ -170,8 +170,14 @@ def record_of(config: RunConfig, pinned: RunConfig) -> dict[str, dict[str, str]]
     return found
 
 
+def recorded(folder: Path) -> dict[str, Any]:
+    """Answer of `record_of` when the run in this folder began; empty: there is none. Raises ConfigError: it is
+    damaged."""
+    file = folder / WEIGHTS_FILE
+    return read_json(file, "remove it") if file.exists() else {}
+
+
 def commits_of(folder: Path) -> dict[str, str]:
     """Commits that the run in this folder began with, by `Named.key`. Raises ConfigError: its record is damaged."""
-    file = folder / WEIGHTS_FILE
-    rows = read_json(file, "remove it") if file.exists() else {}
-    return {key: row["commit"] for key, row in rows.items() if isinstance(row, dict) and "commit" in row}
+    rows = recorded(folder).items()
+    return {key: row["commit"] for key, row in rows if isinstance(row, dict) and "commit" in row}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -16,14 +16,14 @@ from llamarl.config import ConfigError, RunConfig, build, did_you_mean, load_con
 from llamarl.config.cluster import lack_of_monarch
 from llamarl.config.data import SourceConfig
 from llamarl.config.decoder import uneven_parts
+from llamarl.config.hub import hub_name
 from llamarl.config.ref import class_of, part
 from llamarl.config.roles import CriticConfig, ReferenceConfig
 from llamarl.config.trainer import ParallelismConfig
 from llamarl.controller.admission import Problems
-from llamarl.data.prompts import SOURCES, first_prompt, load_prompts, open_tokenizer, settled
+from llamarl.data.prompts import SOURCES, load_prompts, open_tokenizer, settled
 from llamarl.data.sources import ProblemRow
 from llamarl.data.tokenizer import check_vocabulary, ended_after
-from llamarl.hub.names import hub_name
 from llamarl.models.fit import CACHE_BLOCK_TOKENS, kv_width, trainer_load
 from llamarl.models.folder import check_weights, load_shape
 from llamarl.models.memory import BLOCK_COLUMNS, kv_token_bytes, trainer_bytes
@@ -143,6 +143,8 @@ class TrainPrompts(NamedTuple):
     warnings: list[str]
     notes: list[str]
     """Sentences on what `data.filter` leaves out."""
+    first_prompts: list[str]
+    """Sentence for each source that shows its first prompt as the model sees it."""
 
 
 def check_entry(source: SourceConfig, option: str) -> None:
@@ -157,7 +159,7 @@ def check_entry(source: SourceConfig, option: str) -> None:
 def train_prompts(config: RunConfig, context_tokens: int, most: int | None = None) -> TrainPrompts:
     """Prompts of `data.train`, each source's with its own template and limits; where there is a `most`, of each source
     the first rows alone. Raises ConfigError."""
-    found, for_agent = TrainPrompts([], [], {}, [], []), config.rollout.agent is not None
+    found, for_agent = TrainPrompts([], [], {}, [], [], []), config.rollout.agent is not None
     for label in [source.label for source in config.data.sources] or [""]:
         one = config.by_source[label]
         with of_source(label):
@@ -171,6 +173,7 @@ def train_prompts(config: RunConfig, context_tokens: int, most: int | None = Non
         whose = f"source {label!r}: " if label else ""
         found.warnings.extend(f"{whose}{said}" for said in loaded.warnings)
         found.notes.extend(f"{whose}{said}" for said in (loaded.note,) if said)
+        found.first_prompts.append(f"{whose}{loaded.first_prompt}")
     return found
 
 
@@ -187,12 +190,12 @@ def prepare(config: RunConfig, *, weights: bool = True, machine: MachineMemory |
     shape, warnings = check_layout(config)
     if config.cluster.kind == "inline" and (lack := lack_of_monarch()):
         warnings.append(f"cluster.kind = 'inline': executors share this process and take turns; {lack}")
-    if config.cluster.kind != "hosts":  # whose controller needs no weights
+    placer = None
+    if config.cluster.kind != "hosts":  # whose controller needs neither weights nor devices
         for path in {config.model.path, *(one.path for one in models_in_use(config).values() if one.path)}:
             if weights or hub_name(path) is None:
                 check_weights(path)
-    placer = None if config.cluster.kind == "hosts" else LocalPlacer(config, len(machine.gpus) if machine else None)
-    if placer is not None:
+        placer = LocalPlacer(config, len(machine.gpus) if machine else None)
         placer.check()
         warnings += placer.crowded()
         check_memory(config, shape, machine)
@@ -217,17 +220,8 @@ def prepare(config: RunConfig, *, weights: bool = True, machine: MachineMemory |
     warnings += learnt_too(problems.eval, problems.train)
     return Prepared(
         shape=shape, problems=problems, placer=placer, warnings=tuple(warnings),
-        first_prompt="\n".join([*train.notes, first_prompts(config, problems.train)]),
+        first_prompt="\n".join([*train.notes, *train.first_prompts]),
     )  # fmt: skip
-
-
-def first_prompts(config: RunConfig, prompts: Sequence[Prompt]) -> str:
-    """Sentences that show the first prompt of each source."""
-    said, for_agent = list[str](), config.rollout.agent is not None
-    for label, one, (first, *_) in each_source(config, prompts):
-        text = first_prompt(one.data, open_tokenizer(one.model.path, one.data), first, for_agent=for_agent)
-        said.append(f"source {label!r}: {text}" if label else text)
-    return "\n".join(said)
 
 
 def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:
@@ -322,12 +316,15 @@ def check_tensor_parallel(shape: ModelShape, num_ranks: int, path: str) -> None:
     def uneven(ranks: int) -> list[str]:
         return uneven_parts(shape, ranks, repeats_kv_heads=True) + uneven_experts(shape.moe, ranks)
 
+    _check_even("generator.tensor_parallel", num_ranks, uneven, shape.num_heads, path)
+
+
+def _check_even(option: str, num_ranks: int, uneven: Callable[[int], list[str]], most: int, path: str) -> None:
+    """Raises ConfigError when so many ranks leave something `uneven`; the sentence names those up to `most` that do
+    not."""
     if found := uneven(num_ranks):
-        possible = ", ".join(str(ranks) for ranks in range(1, shape.num_heads + 1) if not uneven(ranks))
-        raise ConfigError(
-            f"generator.tensor_parallel = {num_ranks} cannot share the {found[0]} of {path} evenly; "
-            f"use one of {possible}"
-        )
+        possible = ", ".join(str(ranks) for ranks in range(1, most + 1) if not uneven(ranks))
+        raise ConfigError(f"{option} = {num_ranks} cannot share the {found[0]} of {path} evenly; use one of {possible}")
 
 
 def uneven_experts(moe: MoeShape | None, num_ranks: int) -> list[str]:
@@ -381,12 +378,7 @@ def check_parallelism(shape: ModelShape, parallelism: ParallelismConfig, path: s
     """Raises ConfigError when the trainer, or the critic, cannot be cut so."""
     check_mixture_layout(shape, parallelism, path, executor)
     uneven = partial(uneven_parts, shape, repeats_kv_heads=False)
-    if found := uneven(parallelism.tp):
-        possible = ", ".join(str(ranks) for ranks in range(1, shape.num_kv_heads + 1) if not uneven(ranks))
-        raise ConfigError(
-            f"{executor}.parallelism.tp = {parallelism.tp} cannot share the {found[0]} of {path} evenly; "
-            f"use one of {possible}"
-        )
+    _check_even(f"{executor}.parallelism.tp", parallelism.tp, uneven, shape.num_kv_heads, path)
     if parallelism.pp > shape.num_layers:
         raise ConfigError(
             f"{executor}.parallelism.pp = {parallelism.pp} is more than the {shape.num_layers} layers of {path}; "

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import ConfigError, RunConfig, load_config, read_json
+from llamarl.config.load import flat_settings
 from llamarl.observability.files import pieces, read_run_rows
 from llamarl.run.folder import RunFolder
 from llamarl.run.rollouts import rollout_rows
@@ -76,11 +77,6 @@ class RunRecord:
                 yield {name: value for name, value in row.items() if name != "kind"}
 
 
-def _flat(row: dict[str, Any], before: str = "") -> dict[str, Any]:
-    found = dict[str, Any]()
-    for name, value in row.items():
-        if isinstance(value, dict):
-            found |= _flat(value, f"{before}{name}.")
-        else:
-            found[before + name] = math.nan if value is None else value
-    return found
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    found = flat_settings(row)
+    return {name: math.nan if value is None else value for name, value in found if value != {}}

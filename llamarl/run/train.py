@@ -155,7 +155,7 @@ class _TrainingRun:
             telemetry,
             cluster.shutdown,
             lambda: self._spawn(machines, cluster, screen),
-            resumed=lambda executors: self._resumed(executors, screen, journal),
+            resumed=(lambda executors: self._resumed(executors, screen, journal)) if self._resume else None,
             journal=journal,
             on_stop=lambda: self._stopping(screen),
             leave=self._shown.__exit__,
@@ -222,7 +222,7 @@ class _TrainingRun:
             text = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             screen.phase("starting executors", len(specs) - len(missing), len(specs), text)
 
-        specs += (generator(int(name.split("-")[1]), places.place(name)) for name in places.of_role("generator"))
+        specs += generator.first(places)
         trainer, reward, *models = (handles := await spawn_all(cluster, specs, timeout_s, tell))[:num_others]
         fleet = StartedGenerators(cluster, generator, places, timeout_s, config.cluster.shutdown_timeout_s)
         for handle in (generators := handles[num_others:]):
@@ -248,9 +248,8 @@ class _TrainingRun:
         )
 
     async def _resumed(self, executors: Executors, screen: Screen, journal: Journal) -> ControllerState | None:
-        """The newest checkpoint, and from there what the journal has. Raises ConfigError."""
-        if not self._resume:
-            return None
+        """The newest checkpoint, and from there what the journal has; None: nothing was saved yet. Raises
+        ConfigError."""
         screen.phase("loading the checkpoint")
         timeout_s = self._config.cluster.call_timeout_s
         assert executors.trainer is not None
@@ -263,10 +262,11 @@ class _TrainingRun:
             raise ConfigError(f"--resume: cannot read {error.filename}: {error.strerror}") from None
         if state is None or (saved is None and damaged):
             nothing_to_resume(True, damaged, screen.warn)
-        said = [f"goes on from step {saved['step']}, as {'; '.join(damaged)}"] if saved and damaged else []
-        for text in (*said, *filter(None, [lost])):
-            self._outcome.warnings.append(f"--resume {text}" if text in said else f"--resume: {text}")
-            screen.warn(self._outcome.warnings[-1])
+        said = [f"--resume goes on from step {saved['step']}, as {'; '.join(damaged)}"] if saved and damaged else []
+        said += [f"--resume: {lost}"] if lost else []
+        self._outcome.warnings += said
+        for text in said:
+            screen.warn(text)
         if saved and critic:
             await critic.resume(saved["step"])
         await self._forward(trainer, critic, journal, saved["step"] if saved else 0, screen)

@@ -21,6 +21,7 @@ TORCH_FREE = (
     "recipes",
     "cli",
     "parts.forecast",
+    "parts.hub",
     "parts.page",
     "parts.episodes.environments",
     "parts.episodes.sandbox",

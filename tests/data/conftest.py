@@ -12,7 +12,7 @@ import pytest
 from llamarl.data.sources.running_total import RunningTotal
 from llamarl.data.tokenizer import CONFIG_FILE, Tokenizer
 from llamarl.parts.sft.bpe import train_byte_bpe
-from tests.hub.server import HubServer, only_hub
+from tests.parts.hub.server import HubServer, only_hub
 
 
 @pytest.fixture(scope="session")

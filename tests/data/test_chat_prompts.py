@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from llamarl.config import ConfigError, RunConfig, load_config, settled
 from llamarl.config.schema import DataConfig
-from llamarl.data.prompts import first_prompt, load_prompts, open_tokenizer
+from llamarl.data.prompts import load_prompts, open_tokenizer
 from llamarl.data.prompts import settled as settled_data
 from llamarl.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from llamarl.run.prepare import settle
@@ -68,13 +68,13 @@ def test_auto_is_the_chat_template_where_there_is_one(
 def test_the_first_prompt_is_shown_as_the_model_sees_it(make_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
     chat = make_tokenizer(chat_template="{{ eos_token }}" + PLAIN)
     config = config_of(tmp_path, ROW | {"question": "x" * 500})
-    (prompt,) = load_prompts(config, chat, 4096).prompts
-    said = first_prompt(config, chat, prompt)
+    said = load_prompts(config, chat, 4096).first_prompt
     assert said.startswith("data.template = 'auto' is 'chat'; the first prompt: '<|endoftext|><user>xxx")
     assert said.endswith("xxx<assistant>'") and " ... " in said and len(said) < 400
     config = config_of(tmp_path, ROW, template="{question}\n")
-    (prompt,) = load_prompts(config, chat, 4096).prompts
-    assert first_prompt(config, chat, prompt) == "data.template = '{question}\\n'; the first prompt: '1+1?\\n'"
+    assert (
+        load_prompts(config, chat, 4096).first_prompt == "data.template = '{question}\\n'; the first prompt: '1+1?\\n'"
+    )
 
 
 def test_system_examples_and_a_conversation_in_their_order(make_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
@@ -109,10 +109,9 @@ def test_an_agent_is_told_the_question_alone(make_tokenizer: MakeTokenizer, tmp_
     """It writes chats itself, for which date and arguments are."""
     chat, config = make_tokenizer(chat_template=DATED + THINKS), config_of(tmp_path, ROW, date="2024-07-06")
     given = config.model_copy(update={"template_arguments": {"enable_thinking": False}})
-    (prompt,) = load_prompts(given, chat, 4096, for_agent=True).prompts
-    assert prompt.text == "1+1?\n"
-    said = first_prompt(given, chat, prompt, for_agent=True)
-    assert said == "data.template = 'auto' is '{question}\\n'; the first prompt: '1+1?\\n'"
+    loaded = load_prompts(given, chat, 4096, for_agent=True)
+    assert loaded.prompts[0].text == "1+1?\n"
+    assert loaded.first_prompt == "data.template = 'auto' is '{question}\\n'; the first prompt: '1+1?\\n'"
     open_day = config.model_copy(update={"date": ""})
     kept = settled_data(open_day, chat, config, for_agent=True)
     assert (kept.template, kept.date) == ("{question}\n", "2024-07-06")

@@ -107,6 +107,7 @@ def test_the_core_trains_evaluates_saves_and_resumes(tmp_path: Path, toml: Path,
         ),
         ("cuda", ("--cluster.kind", "monarch", "--weight_sync.transport", "nixl")),
         ("sft", ("--model.path", "no/model", "--model.warm_start", f"{ROOT}/configs/demo_sft.toml")),
+        ("hub", ("--model.path", "no/model")),
     ],
 )
 def test_what_a_part_does_is_refused_in_a_sentence(
@@ -125,6 +126,25 @@ def test_a_run_on_processors_misses_nothing_of_a_gpus_part(tmp_path: Path, toml:
     assert done.returncode == 0, done.stderr
     steps = [row["step"] for row in rows(tmp_path / "runs" / "tiny" / "metrics.jsonl") if row["kind"] == "step"]
     assert steps == [1, 2]
+
+
+def test_without_the_part_of_the_hub_names_of_it_are_refused_and_folders_are_read(
+    tmp_path: Path, toml: Path, run: Alone
+) -> None:
+    hidden, own = "llamarl.parts.hub", ("train", toml, "--output", tmp_path / "runs", *INLINE, "--steps", 1)
+    done = run(*own, "--model.path", "no/model", hidden=hidden)
+    lacks = "this installation lacks the part `hub`, which is asked for; install all of llamarl"
+    assert (done.returncode, done.stderr) == (2, f"llamarl train: model.path = 'no/model': {lacks}\n")
+    done = run(*own, "--data.train.name", "hub", hidden=hidden)
+    assert done.returncode == 2
+    assert "`data.train = 'hub'` is unknown; known: file, jsonl, " in done.stderr
+    done = run(*own, hidden=hidden)
+    assert done.returncode == 0, done.stderr
+    done = run("export", tmp_path / "runs" / "tiny", "--push", "me/tiny", hidden=hidden)
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"llamarl export: --push me/tiny: {lacks} (it is written to {tmp_path / 'runs' / 'tiny' / 'export'})\n",
+    )
 
 
 def test_commands_of_parts_say_so_and_a_dry_run_prints_the_settings(toml: Path, run: Alone) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from llamarl.config import load_config
 from tests.end_to_end.tiny import llamarl_here, rows, write_toml
-from tests.hub.server import HubServer, only_hub
+from tests.parts.hub.server import HubServer, only_hub
 
 TEMPLATE = """{{ strftime_now("%d %b %Y") }}
 {% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}

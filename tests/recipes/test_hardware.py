@@ -28,8 +28,8 @@ from llamarl.run.memory import MachineMemory, check_memory, run_holdings
 from llamarl.run.placement import models_in_use
 from tests.data.test_chat import QWEN
 from tests.end_to_end.tiny import llamarl, llamarl_here, rows
-from tests.hub.server import HubServer, only_hub
 from tests.nightly import NIGHTLY, nightly
+from tests.parts.hub.server import HubServer, only_hub
 
 GIB = 2**30
 PAGE = (Path(__file__).parents[2] / "docs/recipes.md").read_text()

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import ConfigError
+from llamarl.config.hub import HubName, open_hub
 from llamarl.data.files import read_file, suffix
-from llamarl.data.sources.hub import with_data
-from llamarl.hub.fetch import fetched, listing
-from llamarl.hub.names import HubName
 
 SAMPLED = 64
 """Rows that are looked at."""
@@ -78,8 +76,9 @@ def found_data(name: str, question: str = "", answer: str = "") -> FoundData:
 def _of_hub(name: HubName) -> tuple[dict[str, Any], dict[str, Any] | None, list[dict[str, Any]], list[str]]:
     """Sources to train and to evaluate on, first rows, and sentences. Raises ConfigError."""
     try:
-        pinned, _, found = with_data(name)
-        commit, sizes = listing(pinned, "dataset")
+        hub = open_hub()
+        pinned, _, found = hub.with_data(name)
+        commit, sizes = hub.listing(pinned, "dataset")
     except ConfigError as error:
         raise ConfigError(f"--data {name}: {error}") from None
     config = next((one for one in ("default", "main") if one in found), min(found))
@@ -95,7 +94,7 @@ def _of_hub(name: HubName) -> tuple[dict[str, Any], dict[str, Any] | None, list[
         why.append("no split is held out to evaluate on; data.eval takes one")
     path, rows = splits[split][0], list[dict[str, Any]]()
     if sizes.get(path, 0) <= MOST_BYTES:
-        folder = fetched(pinned.at(commit), "dataset", lambda _: [path]).folder
+        folder = hub.fetched(pinned.at(commit), "dataset", lambda _: [path]).folder
         rows = _rows(read_file(folder / path))
     else:
         why.append(f"{path} has {sizes[path] / 1e6:,.0f} MB, so it was not fetched for its columns")

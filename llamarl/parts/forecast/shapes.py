@@ -10,8 +10,7 @@ from typing import Any
 
 from llamarl.config import ConfigError, did_you_mean, read_json
 from llamarl.config.decoder import DecoderSizes, MoeShape, sizes_from_hf
-from llamarl.hub.fetch import cached
-from llamarl.hub.names import hub_name
+from llamarl.config.hub import hub_name, open_hub
 from llamarl.models.refused import OTHERS, refusal
 from llamarl.models.shape import ModelShape
 
@@ -188,7 +187,7 @@ def find_model(name: str) -> DecoderShape:
     if name in MODELS:
         return MODELS[name]
     path, of_hub = Path(name), hub_name(name)
-    if of_hub and (found := cached(of_hub, choose=config_only)):
+    if of_hub and (found := open_hub().cached(of_hub, choose=config_only)):
         path = found.folder
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():

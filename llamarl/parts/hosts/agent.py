@@ -34,9 +34,8 @@ from llamarl.cluster.deaths import cause_of_reaped, killed_by
 from llamarl.cluster.engine_files import MEMORY, log_env, mirror_folder
 from llamarl.cluster.start_up import LIFELINE
 from llamarl.config.errors import ConfigError
+from llamarl.config.hub import hub_name, open_hub
 from llamarl.distributed.links import LOST_S
-from llamarl.hub.fetch import fetched
-from llamarl.hub.names import hub_name
 from llamarl.net.entrance import Entrance, listen
 from llamarl.net.reasons import plain
 from llamarl.observability.files import code_fingerprint
@@ -396,7 +395,7 @@ async def _fetch(names: list[str]) -> dict[str, Any]:
     def fetch() -> str:
         for name in filter(None, map(hub_name, names)):
             try:
-                fetched(name)
+                open_hub().fetched(name)
             except ConfigError as error:
                 return f"{name}: {error}"
         return ""

@@ -18,7 +18,7 @@ from llamarl.controller.clock import run_patiently
 from llamarl.controller.ports import SftPort
 from llamarl.controller.saving import NotSaved, refusals_named
 from llamarl.controller.supervision import Interrupted, Supervisor
-from llamarl.data.prompts import CHAT, PromptSet, conversation, first_prompt, load_prompts, open_tokenizer, settled
+from llamarl.data.prompts import CHAT, PromptSet, conversation, load_prompts, open_tokenizer, settled
 from llamarl.data.sampler import PromptSampler, fingerprint
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
 from llamarl.distributed.rendezvous import open_rendezvous
@@ -59,7 +59,7 @@ def load_documents(config: RunConfig, warn: Callable[[str], None]) -> list[Sampl
     tokenizer = open_tokenizer(path, config.data)
     check_vocabulary(tokenizer, shape.vocab_size)
     loaded = load_prompts(config.data, tokenizer, shape.max_position_embeddings)
-    for said in filter(None, (*loaded.warnings, loaded.note, first_prompt(config.data, tokenizer, loaded.prompts[0]))):
+    for said in filter(None, (*loaded.warnings, loaded.note, loaded.first_prompt)):
         warn(said)
     documents = _documents(settled(config.data, tokenizer), loaded, tokenizer)
     limit = min(config.trainer.microbatch_tokens, shape.max_position_embeddings)

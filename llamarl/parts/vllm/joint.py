@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from zlib import crc32
 
 from llamarl.config import ConfigError, RunConfig
-from llamarl.hub.names import folder_of
+from llamarl.config.hub import folder_of
 from llamarl.parts.vllm.server import VllmFailed, VllmSettings, check_python
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from llamarl.parts.forecast.hardware import GPUS
 from llamarl.parts.forecast.shapes import MODELS
 from llamarl.run.memory import MachineMemory, check_memory, run_holdings, shares
 from tests.end_to_end.tiny import llamarl_here, make_model
-from tests.hub.conftest import hub
-from tests.hub.server import HubServer
 from tests.parts.forecast.run_folder import write_run
+from tests.parts.hub.conftest import hub
+from tests.parts.hub.server import HubServer
 
 __all__ = ["hub"]
 PROBLEMS = [{"problem": f"1+{number}?", "final_answer": str(1 + number)} for number in range(100)]

@@ -21,7 +21,7 @@ from llamarl.models.hf import load_model
 from llamarl.parts.sft.cli import sft
 from llamarl.parts.sft.warm_start import warm_start
 from llamarl.training.base_model import RECORD_FILE, is_made, settings_hash
-from tests.hub.server import HubServer
+from tests.parts.hub.server import HubServer
 
 Made = tuple[Path, SftConfig, list[tuple[int, Mapping[str, float]]]]
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 64}

@@ -14,11 +14,10 @@ from typing import Any
 
 from llamarl.cli.options import command_parser, told_of_delay
 from llamarl.config import ConfigError, RunConfig, load_config
+from llamarl.config.hub import HubName, nothing_fetched, open_hub, why_offline
 from llamarl.config.load import given
 from llamarl.config.ref import part
 from llamarl.config.section import Section
-from llamarl.hub.fetch import cached, listing, model_files
-from llamarl.hub.names import HubName, nothing_fetched, why_offline
 from llamarl.parts.forecast.cli import plan
 from llamarl.parts.forecast.constants import OF_CORES, load_profile
 from llamarl.parts.forecast.costs import Costs
@@ -144,12 +143,14 @@ def consequences(config: RunConfig, machine: MachineMemory | None = None) -> dic
 
 def _of_hub(name: HubName) -> str:
     """A line on a model of the Hub, whose files are listed here."""
-    files = listing(name)[1]
+    hub = open_hub()
+    files = hub.listing(name)[1]
     try:
-        weights = sum(files[path] for path in model_files(files) if path.endswith(".safetensors"))
+        weights = sum(files[path] for path in hub.model_files(files) if path.endswith(".safetensors"))
     except ConfigError as error:
         return f"{name}: {error}"
-    return f"{name}: {weights / 1e6:,.1f} MB of weights, {'in the cache' if cached(name) else 'which a run fetches'}"
+    where = "in the cache" if hub.cached(name) else "which a run fetches"
+    return f"{name}: {weights / 1e6:,.1f} MB of weights, {where}"
 
 
 def _pool(config: RunConfig, machine: MachineMemory | None, placer: LocalPlacer | None) -> tuple[int, str]:

@@ -13,8 +13,7 @@ import tomli_w
 
 from llamarl.cli.options import MODEL_HELP, add_settings, command_parser, write_output
 from llamarl.config import ConfigError, RunConfig, read_json, settled, validated
-from llamarl.hub.fetch import fetched
-from llamarl.hub.names import hub_name
+from llamarl.config.hub import hub_name, open_hub
 from llamarl.models.fit import taken
 from llamarl.models.shape import ModelShape
 from llamarl.observability.formats import duration
@@ -106,7 +105,7 @@ def _model(name: str) -> tuple[ModelShape, DecoderShape]:
     """Shape of a model as a run reads it, and as a plan does; only config.json is fetched. Raises ConfigError."""
     of_hub = hub_name(name)
     try:
-        folder = fetched(of_hub, choose=config_only).folder if of_hub else Path(name)
+        folder = open_hub().fetched(of_hub, choose=config_only).folder if of_hub else Path(name)
         config = read_json(folder / "config.json", "give a Hugging Face folder, or a name of the Hub")
         return ModelShape.from_hf(config), DecoderShape.from_hf(config, name)
     except ConfigError as error:

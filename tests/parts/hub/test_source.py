@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from llamarl.config import ConfigError, Ref, build
-from llamarl.data.sources.hub import CONVERTED, Hub
-from llamarl.hub.names import HubName
+from llamarl.config.hub import HubName
+from llamarl.parts.hub.sources.hub import CONVERTED, Hub
 from llamarl.rewards.gsm8k import Gsm8k
 from llamarl.types import RewardItem
-from tests.data.test_layout import FILES, GSM8K
-from tests.hub.server import HubServer
+from tests.parts.hub.server import HubServer
+from tests.parts.hub.test_layout import FILES, GSM8K
 
 NAME = "openai/gsm8k"
 

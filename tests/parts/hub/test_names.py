@@ -12,11 +12,11 @@ import yaml
 
 import llamarl
 from llamarl.config import RunConfig, load_config
-from llamarl.run.card import model_card
+from llamarl.parts.hub.card import model_card
 from llamarl.run.folder import RunFolder, prepare_run_folder
 from llamarl.run.names import commits_of, record_of, resolved
 from tests.end_to_end.tiny import llamarl_here, make_model, write_toml
-from tests.hub.server import HubServer
+from tests.parts.hub.server import HubServer
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from typing import Any, Self
 
 from llamarl.child import Child
 from llamarl.config.errors import ConfigError
-from llamarl.hub.names import HubName, Kind
-from llamarl.hub.progress import Progress
+from llamarl.config.hub import HubName, Kind
+from llamarl.parts.hub.progress import Progress
 
-COMMAND = ("-m", "llamarl.hub.client")
+COMMAND = ("-m", "llamarl.parts.hub.client")
 STALL_S = 1800.0
 """Without a byte or a word from the client, which writes 10 MiB at a time, and itself gives up much earlier."""
 _LOOK_S = 0.25

@@ -12,7 +12,7 @@ import pytest
 
 from llamarl.config import RunConfig, dump_toml
 from tests.end_to_end.tiny import Command, llamarl, llamarl_here, make_model, rows, write_toml
-from tests.hub.server import HubServer
+from tests.parts.hub.server import HubServer
 
 SHORT = ("--cluster.kind", "inline", "--steps", 2, "--checkpoint.every_steps", 2)
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.end_to_end.tiny import llamarl_here, make_model, write_toml
-from tests.hub.server import HubServer
+from tests.parts.hub.server import HubServer
 
 SHORT = ("--cluster.kind", "inline", "--steps", 2, "--checkpoint.every_steps", 2)
 NAME = "tester/trained"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hub.server import HubServer, only_hub
+from tests.parts.hub.server import HubServer, only_hub
 
 
 @pytest.fixture

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from llamarl.config.errors import ConfigError
-from llamarl.hub.names import KINDS, HubFile, HubName, Kind, Repository, Snapshot, cache_folder, why_offline
-from llamarl.hub.process import Client, NotAnswered
-from llamarl.hub.progress import shown
+from llamarl.config.hub import Choose, HubName, Kind, Snapshot, cache_folder, why_offline
+from llamarl.parts.hub.cache import KINDS, HubFile, Repository
+from llamarl.parts.hub.process import Client, NotAnswered
+from llamarl.parts.hub.progress import shown
 
-Choose = Callable[[Mapping[str, int]], Sequence[str]]
-"""choose(bytes by path): the paths that are wanted. Raises ConfigError: there are none."""
 _SMALL = frozenset((
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja",

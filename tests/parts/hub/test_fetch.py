@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from llamarl.config import ConfigError
-from llamarl.hub import process as asking
-from llamarl.hub.fetch import cached, fetched, listing, model_files, small_files
-from llamarl.hub.names import HubName, Repository, cache_folder, folder_of, hub_name, nothing_fetched
+from llamarl.config.hub import HubName, cache_folder, folder_of, hub_name, nothing_fetched
+from llamarl.parts.hub import process as asking
+from llamarl.parts.hub.cache import Repository
+from llamarl.parts.hub.fetch import cached, fetched, listing, model_files, small_files
 from tests.end_to_end.test_disk import disk, fill  # noqa: F401, a fixture
-from tests.hub.server import HubServer
+from tests.parts.hub.server import HubServer
 
 NAME = HubName("tiny/model")
 LARGE = os.urandom(3 << 20)
@@ -31,10 +32,11 @@ FILES = {
 TAKEN = {"config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"}
 COMMAND = [
     sys.executable, "-c",
-    "from llamarl.hub.fetch import HubName, fetched; print(fetched(HubName('tiny/model')).folder)",
+    "from llamarl.parts.hub.fetch import HubName, fetched; print(fetched(HubName('tiny/model')).folder)",
 ]  # fmt: skip
 HASTY = (
-    "import time; sleep = time.sleep; time.sleep = lambda s: sleep(s / 50)\nfrom llamarl.hub.client import main; main()"
+    "import time; sleep = time.sleep; time.sleep = lambda s: sleep(s / 50)\n"
+    "from llamarl.parts.hub.client import main; main()"
 )
 
 
@@ -361,7 +363,7 @@ def test_a_connection_that_is_cut_for_good(hub: HubServer, model: str, hasty: No
 def test_what_the_storage_of_pieces_raises(hub: HubServer, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It knows no errors but RuntimeErrors; this server has no such storage, so one is raised in its place."""
     raises = "def get(*_, **__): raise RuntimeError('data processing: reset by peer')\nclient.hf_hub_download = get"
-    code = f"import time; time.sleep = lambda s: None\nfrom llamarl.hub import client\n{raises}\nclient.main()"
+    code = f"import time; time.sleep = lambda s: None\nfrom llamarl.parts.hub import client\n{raises}\nclient.main()"
     monkeypatch.setattr(asking, "COMMAND", ("-c", code))
     said = refusal()
     assert "broke as its files came, three times (RuntimeError: data processing: reset by peer)" in said
@@ -438,7 +440,7 @@ def clients() -> list[int]:
             is_ours = os.environ["HF_HOME"].encode() in path.with_name("environ").read_bytes()
         except OSError:
             continue
-        if b"llamarl.hub.client" in words and is_ours:
+        if b"llamarl.parts.hub.client" in words and is_ours:
             found.append(int(path.parent.name))
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llamarl.config import ConfigError
-from llamarl.data.layout import chosen, configurations, glob
+from llamarl.parts.hub.layout import chosen, configurations, glob
 
 GSM8K = """---
 license: mit

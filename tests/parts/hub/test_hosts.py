@@ -15,7 +15,7 @@ import pytest
 
 from llamarl.parts.hosts.certificates import make_certificates
 from tests.end_to_end.tiny import ROOT, Command, make_model, write_toml
-from tests.hub.server import HubServer
+from tests.parts.hub.server import HubServer
 
 ADDRESSES = {"b": "127.0.0.3", "c": "127.0.0.4"}
 WAIT_S = 240.0

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llamarl.config import ConfigError, read_text
+from llamarl.config.hub import HubName
 from llamarl.data.files import READERS, PlacedRow, read_file
-from llamarl.data.layout import README, Splits, chosen, configurations
 from llamarl.data.sources._table import Table
-from llamarl.hub.fetch import fetched, listing
-from llamarl.hub.names import HubName
+from llamarl.parts.hub.fetch import fetched, listing
+from llamarl.parts.hub.layout import README, Splits, chosen, configurations
 
 CONVERTED = "refs/convert/parquet"
 """Branch on which the Hub keeps what it has converted to Parquet."""

@@ -8,10 +8,11 @@ from typing import Any
 
 import llamarl
 from llamarl.config import Ref, RunConfig
-from llamarl.hub.names import HubName
-from llamarl.hub.push import MARK
+from llamarl.config.hub import HubName
 from llamarl.observability.files import read_run_rows
 from llamarl.run.names import commits_of, named
+
+MARK = "<!-- Written by llamarl. While this line stays, the next push writes the card anew. -->"
 
 
 def model_card(run: Path, config: RunConfig, step: int, title: str, *, adapters: bool) -> str:

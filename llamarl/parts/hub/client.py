@@ -39,7 +39,8 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
 from llamarl.config.errors import did_you_mean
-from llamarl.hub.names import KINDS, HubFile, HubName, Kind, Repository, cache_folder
+from llamarl.config.hub import HubName, Kind, cache_folder
+from llamarl.parts.hub.cache import KINDS, HubFile, Repository
 
 T = TypeVar("T")
 PAUSES_S = (1.0, 5.0)

@@ -1,0 +1,182 @@
+"""Names of the Hub in settings, and where this machine keeps what was fetched. No network, and no client of the Hub.
+
+What asks the Hub is the part `hub`: `open_hub` opens it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from llamarl.config.errors import ConfigError
+from llamarl.config.ref import part_module
+
+if TYPE_CHECKING:
+    from llamarl.config.schema import RunConfig
+
+Kind = Literal["model", "dataset"]
+Choose = Callable[[Mapping[str, int]], Sequence[str]]
+"""choose(bytes by path): the paths that are wanted. Raises ConfigError: there are none."""
+_PART = r"[A-Za-z0-9](?:[\w.-]*\w)?"
+_NAME = re.compile(rf"(?!.*(?:--|\.\.))({_PART}/{_PART})(?:@([\w./-]+))?", re.ASCII)
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A repository of the Hub, at a revision."""
+
+    repo: str
+    """`owner/name`."""
+    revision: str = ""
+    """A branch, a tag or a commit; empty: the branch `main`."""
+
+    @classmethod
+    def of(cls, text: str) -> HubName | None:
+        """The name that a text is: `owner/name` or `owner/name@revision`; None: it is none."""
+        found = _NAME.fullmatch(text)
+        return cls(found[1], found[2] or "") if found else None
+
+    @property
+    def is_pinned(self) -> bool:
+        """The revision is a commit, which means the same files for ever."""
+        return _COMMIT.fullmatch(self.revision) is not None
+
+    def at(self, revision: str) -> HubName:
+        """The same repository at another revision."""
+        return HubName(self.repo, revision)
+
+    def __str__(self) -> str:
+        return f"{self.repo}@{self.revision}" if self.revision else self.repo
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """Files of a repository at one commit, in the cache of this machine."""
+
+    name: HubName
+    """Pinned to the commit."""
+    folder: Path
+    """Holds the files, below the paths that they have in the repository."""
+    files: Mapping[str, int]
+    """Bytes of the chosen files, by path."""
+    note: str = ""
+    """Sentence for the user, such as that the Hub refused and the cache was used."""
+
+    @property
+    def commit(self) -> str:
+        return self.name.revision
+
+
+class HubAccess(Protocol):
+    """The `joint` of the part `hub`: files by name, from the cache of this machine or the network, and to the Hub. All
+    but `cached` and the choices raise ConfigError, with cause and fix: there is no such thing, nobody may see it, or
+    there is no answer."""
+
+    def model_files(self, files: Mapping[str, int]) -> list[str]:
+        """A choice: the files of a whole model. Raises ConfigError: it is none."""
+        ...
+
+    def small_files(self, files: Mapping[str, int]) -> list[str]:
+        """A choice: files of a model besides its weights. Raises ConfigError: it is none."""
+        ...
+
+    def listing(self, name: HubName, kind: Kind = "model") -> tuple[str, dict[str, int]]:
+        """The commit that the name means now, and the bytes of all its files by path."""
+        ...
+
+    def cached(self, name: HubName, kind: Kind = "model", choose: Choose = ...) -> Snapshot | None:
+        """Files that are here, as the name was understood last; None: not all are. Asks nobody."""
+        ...
+
+    def fetched(self, name: HubName, kind: Kind = "model", choose: Choose = ...) -> Snapshot:
+        """The chosen files of what the name means now, of a model those of a whole one, on this machine."""
+        ...
+
+    def with_data(self, name: HubName) -> tuple[HubName, str, Mapping[str, dict[str, list[str]]]]:
+        """The commit of a data set that has files which can be read, its README, and those files by configuration and
+        split."""
+        ...
+
+    def push_model(
+        self, run: Path, config: RunConfig, folder: Path, step: int, name: HubName, *, adapters: bool, private: bool
+    ) -> str:
+        """Puts the model in `folder`, written at a step of a run, there with its card; text on where it is.
+
+        Args:
+            adapters: of a LoRA run, rather than a whole model.
+            private: of a repository that is made by this.
+        """
+        ...
+
+
+def open_hub() -> HubAccess:
+    """Raises ConfigError: this installation lacks the part."""
+    joint: Any = part_module("hub", "joint")
+    return joint
+
+
+def hub_name(path: str | Path) -> HubName | None:
+    """The name of the Hub that a path means, unless there is a folder so named; None: it is a path."""
+    return None if Path(path).is_dir() else HubName.of(str(path))
+
+
+def folder_of(path: str | Path) -> Path:
+    """The folder of a model: a path as it is; `owner/name@commit` in the cache of this machine. Fetches nothing.
+
+    Raises:
+        ConfigError: a name that no commit belongs to, or one that was not fetched here.
+    """
+    name = hub_name(path)
+    if name is None:
+        return Path(path)
+    if not name.is_pinned:
+        raise ConfigError(
+            f"there is no folder {str(path)!r}, and nothing was fetched from the Hub by that name; name a local "
+            "Hugging Face model folder, or a name of the Hub to a command that fetches, such as `llamarl train`"
+        )
+    folder = snapshots_of(name.repo) / name.revision
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{name} is not in this machine's cache of the Hub ({cache_folder()}); fetch it: "
+            f"hf download {name.repo} --revision {name.revision}, or point HF_HOME to where it is"
+        )
+    return folder
+
+
+def snapshots_of(repo: str, kind: Kind = "model") -> Path:
+    """The folder of a repository's commits, a folder of files each, in the cache of this machine."""
+    return cache_folder() / f"{kind}s--{repo.replace('/', '--')}" / "snapshots"
+
+
+def cache_folder() -> Path:
+    """The cache of the Hub's client: HF_HUB_CACHE, else below HF_HOME, else below XDG_CACHE_HOME or ~/.cache."""
+    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    found = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+    return Path(os.path.expandvars(found)).expanduser().absolute()
+
+
+_ASKS_NOBODY = ContextVar("asks_nobody", default="")
+
+
+@contextmanager
+def nothing_fetched(why: str) -> Iterator[None]:
+    """Within it the cache is all that there is. `why` begins the sentence about what it lacks."""
+    token = _ASKS_NOBODY.set(why)
+    try:
+        yield
+    finally:
+        _ASKS_NOBODY.reset(token)
+
+
+def why_offline() -> str:
+    """Why the Hub is not asked: by `nothing_fetched`, or as the user forbids it (HF_HUB_OFFLINE); empty: it is."""
+    said = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    is_forbidden = said.upper() in ("1", "ON", "YES", "TRUE")
+    return _ASKS_NOBODY.get() or ("HF_HUB_OFFLINE is set, so the Hub is not asked" if is_forbidden else "")

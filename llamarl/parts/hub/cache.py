@@ -1,0 +1,104 @@
+"""The usual cache of the Hub's client on this machine: commits of names, listings of commits, and files."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llamarl.config.hub import HubName, Kind, cache_folder, snapshots_of
+
+KINDS = {"model": "model", "dataset": "data set"}
+"""Words for users."""
+_FORMAT = 1
+"""Version of listings: the client writes `{"format_version": 1, "files": {path: {size, blob_id, lfs_sha256, ...}}}`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HubFile:
+    """A file of a repository, as its listing says."""
+
+    size: int
+    """Bytes."""
+    blob_id: str = ""
+    """Hexadecimal SHA-1 of git's blob: of the file itself, or of the pointer to a large one."""
+    lfs_sha256: str = ""
+    """Hexadecimal SHA-256 of a large file; empty: git holds the file itself."""
+    xet_hash: str = ""
+    """Key in the Hub's storage of pieces; empty: it is not there."""
+
+
+class Repository:
+    """One repository in the cache: `refs/REVISION` with commits, `trees/COMMIT.json` with listings, `snapshots/COMMIT`
+    with links to `blobs`."""
+
+    def __init__(self, repo: str, kind: Kind = "model") -> None:
+        self.snapshots = snapshots_of(repo, kind)
+        self.path = self.snapshots.parent
+        self.locks = cache_folder() / ".locks" / self.path.name
+        self.blobs = self.path / "blobs"
+
+    def snapshot(self, commit: str) -> Path:
+        """The folder of one commit's files."""
+        return self.snapshots / commit
+
+    def commit(self, name: HubName) -> str:
+        """Commit that the name meant when it was asked for last; empty: unknown."""
+        if name.is_pinned:
+            return name.revision
+        try:
+            found = self._ref(name).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            return ""
+        return found if name.at(found).is_pinned else ""
+
+    def note_commit(self, name: HubName, commit: str) -> None:
+        """From now on `commit` answers this. Raises OSError."""
+        if not name.is_pinned and self.commit(name) != commit:
+            _write(self._ref(name), commit)
+
+    def listing(self, commit: str) -> dict[str, HubFile] | None:
+        """Files of a commit by path; None: they were not listed yet."""
+        try:
+            found: dict[str, Any] = json.loads(self._tree(commit).read_text(encoding="utf-8"))
+            if found["format_version"] != _FORMAT:
+                return None
+            known = HubFile.__dataclass_fields__.keys()
+            return {
+                path: HubFile(**{key: value for key, value in one.items() if key in known and value is not None})
+                for path, one in found["files"].items()
+            }
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # as the client: it is listed again
+            return None
+
+    def note_listing(self, commit: str, files: Mapping[str, HubFile]) -> None:
+        """From now on `listing` answers this, here and in the client's own commands. Raises OSError."""
+        rows = {path: {k: v for k, v in asdict(one).items() if v != ""} for path, one in sorted(files.items())}
+        for row in rows.values():
+            if "lfs_sha256" in row:
+                row["lfs_size"] = row["size"]
+        _write(self._tree(commit), json.dumps({"format_version": _FORMAT, "files": rows}, indent=1))
+
+    def present(self, commit: str) -> dict[str, int]:
+        """Bytes of the files that are in the cache, by path."""
+        folder = self.snapshot(commit)
+        files = (path for path in folder.rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+
+    def _ref(self, name: HubName) -> Path:
+        return self.path / "refs" / (name.revision or "main")
+
+    def _tree(self, commit: str) -> Path:
+        return self.path / "trees" / f"{commit}.json"
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it or nothing, as another process may do the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
+        file.write(text)
+    os.replace(file.name, path)
