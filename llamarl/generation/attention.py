@@ -17,7 +17,6 @@ from torch import Tensor
 from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
 from llamarl.generation.rows import Rows
 from llamarl.generation.scheduler import Chunk
-from llamarl.generation.torch_attention import rows_of_groups
 from llamarl.kernels import attention, gpu
 from llamarl.kernels.attention import PagedAttention, Tasks
 
@@ -87,7 +86,7 @@ def _shared_runs(rows: Rows, chunks: list[Chunk]) -> tuple[list[tuple[int, ...]]
             members.extend(tokens)
             blocks.extend(run)
 
-    for group, rows_G in rows_of_groups(rows).items():
+    for group, rows_G in rows.of_groups().items():
         add(rows_G, group.prefix.blocks, group.prefix_tokens, 0)
     start = len(rows)
     for chunk in chunks:

@@ -375,6 +375,8 @@ class Engine:
 
     def _leave(self, leaving: dict[Sequence, tuple[FinishReason, str]]) -> list[Rollout]:
         """Rollouts leave the engine with everything they hold."""
+        if not leaving:  # as after most steps
+            return []
         for sequence in leaving:
             if sequence.row >= 0:
                 self._rows.remove(sequence)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from llamarl.generation.sampler import Drawn, SamplingRows, noise_key
-from llamarl.generation.sequence import Sequence
+from llamarl.generation.sequence import Group, Sequence
 from llamarl.types import COLUMNS, Columns, continued, filled
 
 
@@ -97,6 +97,13 @@ class Rows:
             for name, values_T in found.items()
             if (default := COLUMNS[name].default) is None or (values_T != default).any()
         }
+
+    def of_groups(self) -> dict[Group, list[int]]:
+        """Rows by the prefix that they share."""
+        members: dict[Group, list[int]] = {}
+        for row, sequence in enumerate(self.sequences):
+            members.setdefault(sequence.group, []).append(row)
+        return members
 
     def of(self, sequence: Sequence) -> Columns:
         """Views of a rollout's columns, with room behind its tokens."""

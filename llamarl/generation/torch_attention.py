@@ -20,9 +20,7 @@ from torch import Tensor
 
 from llamarl.generation.inputs import StepInputs
 from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
-from llamarl.generation.rows import Rows
 from llamarl.generation.scheduler import Chunk
-from llamarl.generation.sequence import Group
 from llamarl.models.flash_attention import can_serve, flash_of_last
 
 
@@ -116,11 +114,3 @@ def _places(chunk: Chunk, device: torch.device) -> Tensor:
     place_N = np.concatenate([np.arange(count) for _, count in runs])
     block_N = np.concatenate([np.repeat(segment.blocks, BLOCK_SIZE)[:count] for segment, count in runs])
     return torch.from_numpy(np.stack((block_N, place_N % BLOCK_SIZE))).to(device, torch.int64, non_blocking=True)
-
-
-def rows_of_groups(rows: Rows) -> dict[Group, list[int]]:
-    """Rows by the prefix that they share."""
-    members: dict[Group, list[int]] = {}
-    for row, sequence in enumerate(rows.sequences):
-        members.setdefault(sequence.group, []).append(row)
-    return members
