@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,23 +98,10 @@ def evaluate(
         KeyboardInterrupt: it was interrupted.
         ExecutorError, Stalled: it failed.
     """
-    from llamarl.controller.supervision import Interrupted
-    from llamarl.run.evaluate import evaluate_checkpoint, response_rows
-    from llamarl.run.scored import completed, ready, settings_for
-
     run = None if config is None else _settled(config, {})
-    base, given = _given(settings_for(str(model), run), settings, reward, eval_data=data)
-    settled = completed(base, lambda found: load_config(found, settings=given))
-    if settled.data.eval is None:
-        raise ConfigError("there are no problems: give `data`, or a `config` with data.eval")
-    settled = ready(settled, run, config, "llamarl")
-    try:
-        results = evaluate_checkpoint(settled, lambda done, total: None, lambda said: None)
-    except Interrupted as error:
-        raise KeyboardInterrupt(str(error)) from None
-    records = {
-        one.metrics.name: EvalRecord(metrics=one.metrics, responses=list(response_rows([one]))) for one in results
-    }
+    given = partial(_given, settings=settings, reward=reward, eval_data=data)
+    found = part("answers", "evaluated")(str(model), run, config, given)
+    records = {metrics.name: EvalRecord(metrics=metrics, responses=responses) for metrics, responses in found}
     return records[None] if None in records else {str(name): one for name, one in records.items()}
 
 
@@ -129,15 +117,9 @@ def generate(model: str | Path, prompts: Iterable[str], *, chat: bool = False, *
         ConfigError: it cannot start.
         ExecutorError: it failed.
     """
-    from llamarl.run.answering import BASE, PromptRun, row_of
-    from llamarl.run.names import resolved_path
-
     if isinstance(prompts, str) or not (asked := list(prompts)) or not all(isinstance(one, str) for one in asked):
         raise ConfigError(f"prompts = {prompts!r:.60}: give a list of texts, at least one")
-    path = resolved_path(str(model), "model", command="llamarl")
-    config = load_config(BASE | {"model": {"path": path}}, settings=settings)
-    with PromptRun(config, asked, chat=chat) as answers:
-        rows = [row_of(one, asked, answers.tokenizer) for rollouts in answers.rollouts() for one in rollouts]
+    rows = part("answers", "answered")(str(model), asked, chat, settings)
     return sorted(rows, key=lambda row: (row["number"], row["index"]))
 
 

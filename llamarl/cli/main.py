@@ -41,6 +41,7 @@ COMMANDS = {
 }
 PARTS_OF = {
     **dict.fromkeys(("explain", "init", "plan", "profile", "simulate"), "forecast"),
+    **dict.fromkeys(("generate", "eval"), "answers"),
     **dict.fromkeys(("report", "watch"), "page"),
     **dict.fromkeys(("host", "certs", "launch"), "hosts"),
     "serve": "episodes",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import ConfigError, settled
+from llamarl.config.schema import GeneratorConfig
 from llamarl.observability.files import write_atomically
 
 RENAMED = {
@@ -23,6 +24,8 @@ RENAMED = {
 }
 """Options of before that were not called as the setting is."""
 MODEL_HELP = "Hugging Face folder, or a name of the Hub: owner/name, owner/name@revision"
+ENGINE = tuple(f"generator.{name}" for name in GeneratorConfig.model_fields if name not in ("backend", "vllm"))
+"""Settings of an engine alone, without a run around it."""
 DELAY_S = 8.0
 """Nothing that a user has written keeps a command silent for longer."""
 

@@ -12,6 +12,7 @@ import importlib.util
 import pkgutil
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,7 +54,8 @@ def modules(family: str) -> dict[str, str]:
     """Modules by name: of the family's folder, and of the folders of that name in parts."""
     folder, found = family.rpartition(".")[2], [family]
     with suppress(ModuleNotFoundError):  # the core does without
-        names = [one.name for one in pkgutil.iter_modules(importlib.import_module(PARTS).__path__)]
+        roots = importlib.import_module(PARTS).__path__
+        names = sorted(path.parent.name for root in roots for path in Path(root).glob(f"*/{folder}"))
         found += [one for name in names if importlib.util.find_spec(one := f"{PARTS}.{name}.{folder}")]
     files = ((one, file.name) for one in found for file in pkgutil.iter_modules(importlib.import_module(one).__path__))
     return {name: f"{one}.{name}" for one, name in files if not name.startswith("_")}

@@ -76,20 +76,3 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 def chances(samples: int) -> list[int]:
     """Values of k of which pass@k is reported: powers of two below `samples`, and that."""
     return [1 << power for power in range(samples.bit_length()) if 1 << power < samples] + [samples]
-
-
-def paired_difference(after: Sequence[float], before: Sequence[float]) -> tuple[float, float, float]:
-    """Mean difference of shares on the same problems, with its interval of 95 %; NaN where there are none.
-
-    What both find hard cancels. Two pairs that differ by all, one each way, are counted with the spread, after Bonett
-    and Price, J. Educ. Behav. Stat. 37 (2012), whose interval this is for one sample each: it has a width where nothing
-    differs.
-    """
-    num = len(after)
-    if not num:
-        return math.nan, math.nan, math.nan
-    apart = [one - other for one, other in zip(after, before, strict=True)]
-    center = sum(apart) / (num + 2)
-    spread = (sum(one**2 for one in apart) + 2) / (num + 2) - center**2
-    half = ERRORS_95 * math.sqrt(max(spread, 0.0) / (num + 2))
-    return sum(apart) / num, max(center - half, -1.0), min(center + half, 1.0)

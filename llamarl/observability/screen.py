@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Self, TextIO
 
 from llamarl.config import ConfigError
 from llamarl.config.ref import part
 from llamarl.config.schema import ScreenConfig
-from llamarl.observability.formats import ABSENT, duration, number, percent, plain, remaining_s
+from llamarl.observability.formats import duration, number, percent, remaining_s
 from llamarl.observability.metrics import EvalMetrics, StepMetrics, held_out, of_sources, unjudged
 from llamarl.observability.spans import now_s
 from llamarl.observability.view import RunInfo, RunView
@@ -153,43 +152,14 @@ def eval_facts(entry: EvalMetrics) -> str:
     bad = f"{unjudged(entry.num_invalid, num_responses, entry.invalid_reason)}  " if entry.num_invalid else ""
     at_k = "".join(f"  pass@{k} {percent(share, 1)}" for k, share in entry.chances.items())
     return (
-        f"{bad}accuracy {percent(entry.accuracy, 1)} ± {percent(entry.accuracy_error, 1)}{_interval(entry)}{at_k}  "
+        f"{bad}accuracy {percent(entry.accuracy, 1)} ± {percent(entry.accuracy_error, 1)}{interval(entry)}{at_k}  "
         f"length {number(entry.mean_response_tokens)}  {entry.num_prompts:,} prompts  {duration(entry.wall_s)}"
     )
 
 
-def _interval(entry: EvalMetrics) -> str:
+def interval(entry: EvalMetrics) -> str:
+    """Text: the accuracy's interval in brackets; empty: none is known."""
     low, high = entry.accuracy_low, entry.accuracy_high
     if low is None or high is None or math.isnan(low):
         return ""
     return f" (95%: {percent(low, 1)} to {percent(high, 1)})"
-
-
-def eval_table(entries: Sequence[EvalMetrics]) -> str:
-    """Lines: a set of held-out problems each, below their head; then, of each that has some, what could not be
-    judged."""
-    head = "set", "accuracy", "95% interval", "pass@k", "invalid", "cut", "tokens", "prompts", "time"
-    rows = [head, *map(_cells, entries)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
-    for entry in entries:
-        if entry.num_invalid:
-            said = unjudged(entry.num_invalid, entry.num_prompts * entry.k, entry.invalid_reason)
-            lines.append(f"{plain(entry.name or '')}: {said}")
-    return "\n".join(lines)
-
-
-def _cells(entry: EvalMetrics) -> tuple[str, ...]:
-    interval = _interval(entry).removeprefix(" (95%: ").removesuffix(")")
-    best = max(entry.chances, default=0)
-    return (
-        plain(entry.name or ""), percent(entry.accuracy, 1), interval or ABSENT,
-        f"@{best} {percent(entry.chances[best], 1)}" if best else ABSENT, f"{entry.num_invalid:,}",
-        percent(entry.truncated_share), number(entry.mean_response_tokens),
-        f"{entry.num_prompts:,}" + (f" x {entry.k}" if entry.k > 1 else ""), duration(entry.wall_s),
-    )  # fmt: skip

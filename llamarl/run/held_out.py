@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from llamarl.config import ConfigError, RunConfig
+from llamarl.config import RunConfig
 from llamarl.config.data import OF_EVAL
 from llamarl.controller.evaluation import HeldOutSet
 from llamarl.data.prompts import load_prompts, open_tokenizer
@@ -51,14 +51,6 @@ def load_held_out(config: RunConfig, context_tokens: int, only: Collection[str] 
         warnings += [_of_set(key, text) for text in found.warnings]
         first_prompts.append(_of_set(key, found.first_prompt))
     return LoadedSets(sets=tuple(sets), stops_of=stops_of, warnings=tuple(warnings), first_prompts=tuple(first_prompts))
-
-
-def check_names(config: RunConfig, only: Collection[str]) -> None:
-    """Raises ConfigError: a name is no set's."""
-    known = [name for name in config.by_eval_set if name]
-    if unknown := [name for name in only if name not in known]:
-        has = f"it has {', '.join(known)}" if known else "it is no list, so its problems have no name; leave --only out"
-        raise ConfigError(f"--only {unknown[0]}: data.eval has no such set; {has}")
 
 
 def _of_set(key: str, text: str) -> str:

@@ -26,7 +26,7 @@ TORCH_FREE = (
     "parts.episodes.environments",
     "parts.episodes.sandbox",
     "parts.episodes.rewards",
-    *(f"parts.{name}.cli" for name in ("episodes", "hosts", "replay", "sft")),
+    *(f"parts.{name}.cli" for name in ("answers", "episodes", "hosts", "replay", "sft")),
 )
 """A `--help`, a config error or a plan answers at once."""
 MONARCH_FILE = "llamarl/cluster/monarch.py"
@@ -39,7 +39,7 @@ CATCHES_EVERYTHING = {
     "llamarl/config/ref.py": "whatever a user's module raises as it is imported is a setting that cannot work",
     "llamarl/controller/clock.py": "what a thread's run raises is raised where it is waited for",
     "llamarl/rewards/_function_worker.py": "what a user's function raises is an answer, with its line",
-    "llamarl/run/fleet.py": "what a loop in another thread raises is raised where its rollouts are waited for",
+    "llamarl/parts/answers/fleet.py": "what a loop in another thread raises is raised where rollouts are waited for",
     "llamarl/run/given.py": "whatever an object raises as it is pickled is a reward that cannot be sent",
     "llamarl/run/preview.py": "whatever a user's reward raises on the rows' own answers is told with its line",
     "llamarl/data/tokenizer.py": "what a chat template raises, and the library of tokenizers, has no other kind",

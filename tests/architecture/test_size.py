@@ -12,7 +12,7 @@ from tests.architecture.repository import PACKAGE, functions, name_of, python_fi
 FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 KERNEL_LINES = 1_830
 BUDGETS = {
-    "top": 407,  # goal: 250
+    "top": 391,  # goal: 250
     "config": 1_474,  # goal: 820
     "net": 151,  # goal: 70
     "kernels": 1_655,  # goal: 1,200
@@ -25,18 +25,19 @@ BUDGETS = {
     "recipes": 70,  # goal: 90
     "rewards": 854,  # goal: 690
     "data": 1_090,  # goal: 630
-    "observability": 1_190,  # goal: 1,050
+    "observability": 1_156,  # goal: 1,050
     "sandbox": 330,  # goal: 300
     "cluster": 1_338,  # goal: 1,080
     "generation": 2_100,  # goal: 1,830
     "training": 2_168,  # goal: 1,550
     "executors": 1_088,  # goal: 920
     "controller": 3_660,  # goal: 2,450
-    "run": 2_925,  # goal: 1,150
-    "cli": 792,  # goal: 600
+    "run": 2_507,  # goal: 1,150
+    "cli": 525,  # goal: 600
+    "parts/answers": 761,  # goal: 761
     "parts/forecast": 4_157,  # goal: 2,900
     "parts/page": 1_715,  # goal: 1,450
-    "parts/episodes": 2_674,  # goal: 2,150
+    "parts/episodes": 2_675,  # goal: 2,150
     "parts/hosts": 1_936,  # goal: 1,350
     "parts/hub": 812,  # goal: 650
     "parts/replay": 883,  # goal: 720

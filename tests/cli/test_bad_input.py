@@ -326,45 +326,8 @@ def test_unknown_commands() -> None:
     assert (done.returncode, done.stderr) == (2, done.stderr) and "unknown command `trian`" in done.stderr
 
 
-def test_eval_and_export(model: Path, tmp_path: Path) -> None:
-    check(llamarl_here("eval", model), "DATA is missing", command="eval")
-    check(llamarl_here("eval", "/nowhere", "x.jsonl"), "/nowhere", command="eval")
-    check(llamarl_here("eval", model, "/nowhere.jsonl"), "/nowhere.jsonl", command="eval")
-    check(llamarl_here("eval", model, "/nowhere.jsonl", "--eval.samples", "0"), "eval.samples = 0", command="eval")
-    check(
-        llamarl_here("eval", model, "/nowhere.jsonl", "--rollout.max_new_tokens", "0"),
-        "max_new_tokens = 0",
-        command="eval",
-    )
-    weights = damaged(model, tmp_path, lambda copy: halve(copy / "model.safetensors"))
-    file = tmp_path / "problems.jsonl"
-    file.write_text('{"question": "a", "answer": "1"}\n')
-    check(llamarl_here("eval", model, file, "--reward.parts", "['gsm9k']"), "gsm9k", "gsm8k", command="eval")
-    check(llamarl_here("eval", weights, file), "no whole safetensors file", command="eval")
-    check(
-        llamarl_here("eval", model, file, "--output", "/nowhere/x"),
-        "cannot write /nowhere/x",
-        "--output",
-        command="eval",
-    )
+def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     check(llamarl_here("export", tmp_path), "no run folder", command="export")
-
-
-def test_eval_that_is_interrupted_says_so(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from llamarl.cli import eval as command
-    from llamarl.controller.supervision import Interrupted
-    from llamarl.run import evaluate
-
-    def interrupted(*_: object) -> None:
-        raise Interrupted("ended by SIGINT")
-
-    monkeypatch.setattr(evaluate, "evaluate_checkpoint", interrupted)
-    data = tmp_path / "problems.jsonl"
-    data.write_text('{"question": "1+1", "answer": "2"}\n')
-    assert command.main([str(model), str(data)]) == 130
-    assert "llamarl eval: ended by SIGINT" in capsys.readouterr().err
 
 
 def test_what_takes_long_says_where_it_is(toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,7 +242,7 @@ def test_prompts_come_in_the_sampler_s_order(tmp_path: Path) -> None:
 
 def test_the_controller_imports_no_torch() -> None:
     code = (
-        "import sys, llamarl.run.train, llamarl.run.evaluate, llamarl.cli.train; "
+        "import sys, llamarl.run.train, llamarl.parts.answers.evaluate, llamarl.cli.train; "
         "import llamarl.run.prepare; from llamarl.config import load_config; "
         "llamarl.run.prepare.check_parts(load_config('configs/demo.toml')); "
         "sys.exit('torch' in sys.modules)"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.tiny import ROOT, environment, rows
+from tests.end_to_end.tiny import ROOT, environment, make_model, rows
 
 HIDES = """
 import os, sys
@@ -89,9 +89,7 @@ def test_the_core_trains_evaluates_saves_and_resumes(tmp_path: Path, toml: Path,
     assert {row["step"] for row in rows(folder / "metrics.jsonl") if row["kind"] == "eval"} >= {0, 6}
     done = run("export", folder, tmp_path / "exported")
     assert done.returncode == 0, done.stderr
-    done = run("eval", tmp_path / "exported", "--config", toml, "--eval.max_prompts", 4)
-    assert done.returncode == 0, done.stderr
-    assert "accuracy" in done.stdout
+    assert "accuracy" in run("train", toml, "--output", tmp_path / "runs", *INLINE, "--overwrite").stdout
 
 
 @pytest.mark.parametrize(
@@ -148,14 +146,21 @@ def test_without_the_part_of_the_hub_names_of_it_are_refused_and_folders_are_rea
 
 
 def test_commands_of_parts_say_so_and_a_dry_run_prints_the_settings(toml: Path, run: Alone) -> None:
-    done = run("plan", "--gpus", 8)
-    assert done.returncode == 2
-    assert "llamarl plan: this installation lacks the part `forecast`" in done.stderr
+    for command, part in (("plan", "forecast"), ("eval", "answers"), ("generate", "answers")):
+        done = run(command, "no/model")
+        lacks = f"this installation lacks the part `{part}`, which is asked for; install all of llamarl"
+        assert (done.returncode, done.stderr) == (2, f"llamarl {command}: {lacks}\n")
     done = run("train", toml, "--dry-run")
     assert done.returncode == 0, done.stderr
     assert re.match(r"# forecast:\n# not known: .*lacks the part `forecast`.*\n# first prompt:\n", done.stdout)
     assert 'name = "tiny"' in done.stdout
     assert run("--help").returncode == 0
+
+
+def test_whoever_asks_a_model_by_another_way_is_told_too(tmp_path: Path, run: Alone) -> None:
+    done = run("serve", make_model(tmp_path / "model"), hidden="llamarl.parts.answers")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("llamarl serve: this installation lacks the part `answers`")
 
 
 @pytest.mark.parametrize("part", sorted(path.parent.name for path in (ROOT / "llamarl" / "parts").glob("*/joint.py")))

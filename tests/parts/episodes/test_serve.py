@@ -29,8 +29,7 @@ from llamarl.parts.episodes.gateway.app import build_app
 from llamarl.parts.episodes.gateway.endpoint import Endpoint
 from llamarl.parts.episodes.gateway.session import Session
 from llamarl.types import Rollout, SamplingParams
-from tests.cli.test_generate import LLAMARL
-from tests.end_to_end.tiny import ROOT, environment, llamarl_here
+from tests.end_to_end.tiny import LLAMARL, ROOT, environment, llamarl_here
 from tests.nightly import nightly
 from tests.parts.episodes.gateway.asgi import ask
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llamarl.cli.options import MODEL_HELP, add_settings, command_parser, told_of_delay
+from llamarl.cli.options import ENGINE, MODEL_HELP, add_settings, command_parser, told_of_delay
 from llamarl.config import ConfigError, load_config, settled
-from llamarl.run.answering import BASE, ENGINE, open_engine
+from llamarl.config.ref import part
 from llamarl.types import GenerationRequest, Rollout, SamplingParams
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from llamarl.parts.episodes.gateway.session import Session
 
 API_KEY = "LLAMARL_API_KEY"
+BASE = {"model": {"path": ""}, "data": {"train": "jsonl"}}
+"""Settings of an engine that nobody trains."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,6 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     from llamarl.run.names import resolved_path
     from llamarl.run.web import LOOPBACK, listening
 
+    open_engine = part("answers", "open_engine")
     if not key and options.host not in LOOPBACK:
         raise ConfigError(f"--host {options.host} is open to others; give a key by --api-key or {API_KEY}")
     given = resolved_path(options.model, "MODEL", command="llamarl serve")

@@ -15,7 +15,7 @@ from llamarl.cluster.api import ExecutorError
 from llamarl.config import RunConfig, settled
 from llamarl.executors.backends import open_native
 from llamarl.generation.backend import RolloutEngine
-from llamarl.run.fleet import Fleet
+from llamarl.parts.answers.fleet import Fleet
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
 from tests.end_to_end.tiny import make_model
 

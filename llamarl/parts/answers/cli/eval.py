@@ -14,11 +14,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
-from llamarl.cli.options import MODEL_HELP, add_settings, check_output, command_parser, told_of_delay, write_output
+from llamarl.cli.options import (
+    ENGINE,
+    MODEL_HELP,
+    add_settings,
+    check_output,
+    command_parser,
+    told_of_delay,
+    write_output,
+)
 from llamarl.config import ConfigError, RunConfig, load_config, settled
 from llamarl.data.files import suffix
-from llamarl.run.answering import ENGINE
-from llamarl.run.scored import BASE, completed, settings_for
+from llamarl.parts.answers.scored import BASE, completed, settings_for
 
 if TYPE_CHECKING:
     from llamarl.controller.evaluation import EvalResult
@@ -65,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     from llamarl.cluster.api import ExecutorError
     from llamarl.controller.supervision import Interrupted, Stalled
-    from llamarl.run.evaluate import response_rows
+    from llamarl.parts.answers.evaluate import response_rows
 
     if options.rates and (unfit := [name for name in ("only", "against") if getattr(options, name)]):
         raise ConfigError(f"--rates measures all of data.train, by one model; leave --{unfit[0]} out")
@@ -96,8 +103,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _ready(options: argparse.Namespace, model: str) -> RunConfig:
     """All settings of the evaluation of a model. Raises ConfigError."""
-    from llamarl.run.held_out import check_names
-    from llamarl.run.scored import ready
+    from llamarl.parts.answers.scored import check_names, ready
 
     run = load_config(options.config) if options.config else None
     which: Literal["train", "eval"] = "train" if options.rates else "eval"
@@ -110,7 +116,7 @@ def _ready(options: argparse.Namespace, model: str) -> RunConfig:
 def _evaluated(options: argparse.Namespace, config: RunConfig) -> tuple[list[EvalResult], list[str]]:
     """Results of all sets that are asked for, and lines of pass rates. Raises ConfigError, ExecutorError, Interrupted,
     Stalled."""
-    from llamarl.run.evaluate import evaluate_checkpoint, measured_rates
+    from llamarl.parts.answers.evaluate import evaluate_checkpoint, measured_rates
 
     columns = (TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns) as bar, ExitStack() as preparing:
@@ -129,8 +135,9 @@ def _evaluated(options: argparse.Namespace, config: RunConfig) -> tuple[list[Eva
 
 def _tell(options: argparse.Namespace, results: Sequence[EvalResult], others: Sequence[EvalResult]) -> None:
     """Prints what was found of the model, of another one, and how they differ."""
-    from llamarl.observability.screen import eval_facts, eval_table
-    from llamarl.run.compare import compared
+    from llamarl.observability.screen import eval_facts
+    from llamarl.parts.answers.compare import compared
+    from llamarl.parts.answers.table import eval_table
 
     differences = compared(results, others) if others else []
     if options.json:

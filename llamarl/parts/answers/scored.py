@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
-from llamarl.config import RunConfig
+from llamarl.config import ConfigError, RunConfig
 from llamarl.config.data import EvalConfig
 from llamarl.data.prompts import open_tokenizer, settled
 from llamarl.run.begin import Delays
@@ -82,3 +82,11 @@ def ready(
         tokenizer, for_agent = open_tokenizer(pinned.model.path, pinned.data), pinned.rollout.agent is not None
     data = settled(pinned.data, tokenizer, run.data if run else None, for_agent=for_agent)
     return pinned.model_copy(update={"data": data})
+
+
+def check_names(config: RunConfig, only: Collection[str]) -> None:
+    """Raises ConfigError: a name is no set's."""
+    known = [name for name in config.by_eval_set if name]
+    if unknown := [name for name in only if name not in known]:
+        has = f"it has {', '.join(known)}" if known else "it is no list, so its problems have no name; leave --only out"
+        raise ConfigError(f"--only {unknown[0]}: data.eval has no such set; {has}")

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from llamarl.cli.generate import read_prompts
-from llamarl.run.answering import generate
+from llamarl.parts.answers.answering import generate
+from llamarl.parts.answers.cli.generate import read_prompts
 from llamarl.types import GenerationRequest, Rollout, SamplingParams
 from tests.end_to_end.tiny import LLAMARL, ROOT, Command, environment, llamarl_here, rows
 

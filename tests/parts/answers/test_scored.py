@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llamarl.config import load_config
-from llamarl.run.scored import EVERY_PROMPT, completed, settings_for
+from llamarl.parts.answers.scored import EVERY_PROMPT, completed, settings_for
 
 SETS: list[dict[str, Any]] = [
     {"label": "greedy", "name": "jsonl", "temperature": 0.0, "max_prompts": 5},

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
-from llamarl.cli.options import MODEL_HELP, add_settings, check_output, command_parser, told_of_delay
+from llamarl.cli.options import ENGINE, MODEL_HELP, add_settings, check_output, command_parser, told_of_delay
 from llamarl.config import ConfigError, read_rows, read_text, settled
-from llamarl.run.answering import BASE, ENGINE, PromptRun, row_of
+from llamarl.parts.answers.answering import BASE, PromptRun, row_of
 from llamarl.types import FinishReason, Rollout
 
 if TYPE_CHECKING:

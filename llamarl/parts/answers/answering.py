@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from llamarl.config import RunConfig
-from llamarl.config.schema import DataConfig, GeneratorConfig
+from llamarl.config.schema import DataConfig
 from llamarl.data.prompts import CHAT, check_template, open_tokenizer, render
 from llamarl.data.sources import ProblemRow
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
@@ -21,8 +21,6 @@ from llamarl.types import GenerationRequest, Rollout, SamplingParams
 if TYPE_CHECKING:
     from llamarl.generation.backend import RolloutEngine
 
-ENGINE = tuple(f"generator.{name}" for name in GeneratorConfig.model_fields if name not in ("backend", "vllm"))
-"""Settings that `open_engine` reads."""
 BASE = {"model": {"path": ""}, "data": {"train": "jsonl"}, "eval": {"temperature": 1.0}}
 """Settings of who asks for answers alone: samples are drawn."""
 
@@ -80,7 +78,7 @@ def _requests(
 def open_engine(config: RunConfig) -> Iterator[RolloutEngine]:
     """An engine in this process, or a `Fleet` where several are asked for. Raises ConfigError, ExecutorError."""
     from llamarl.executors.backends import open_native
-    from llamarl.run.fleet import Fleet
+    from llamarl.parts.answers.fleet import Fleet
 
     generator = config.generator.model_copy(update={"router_replay": False})  # nobody learns from it
     config = config.model_copy(update={"generator": generator})

@@ -1,0 +1,1 @@
+"""Asking a model that exists: prompts to answer, held-out problems to score."""

@@ -1,0 +1,56 @@
+"""The joint of answers: what Python asks (`llamarl/api.py`), and the engine of `llamarl serve`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from llamarl.config import ConfigError, RunConfig, load_config
+from llamarl.parts.answers.answering import BASE, PromptRun, open_engine, row_of
+
+if TYPE_CHECKING:
+    from llamarl.observability.metrics import EvalMetrics
+
+__all__ = ["answered", "evaluated", "open_engine"]
+
+Tables = dict[str, Any]
+
+
+def answered(model: str, prompts: Sequence[str], chat: bool, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows of responses to `llamarl.generate`, in the order in which they finish. Raises ConfigError, ExecutorError."""
+    from llamarl.run.names import resolved_path
+
+    path = resolved_path(model, "model", command="llamarl")
+    config = load_config(BASE | {"model": {"path": path}}, settings=settings)
+    with PromptRun(config, prompts, chat=chat) as answers:
+        return [row_of(one, prompts, answers.tokenizer) for rollouts in answers.rollouts() for one in rollouts]
+
+
+def evaluated(
+    model: str, run: RunConfig | None, place: object, given: Callable[[Tables], tuple[Tables, Tables]]
+) -> list[tuple[EvalMetrics, list[dict[str, Any]]]]:
+    """Metrics and rows of responses of each set of problems of `llamarl.evaluate`.
+
+    Args:
+        model: its folder, or name of the Hub.
+        run: that the evaluation is like.
+        place: path of that run's settings; anything else: it has none.
+        given: makes an evaluation's tables those of the call, with the settings that win over them.
+
+    Raises:
+        ConfigError, ExecutorError, KeyboardInterrupt, Stalled: as `llamarl.evaluate` does.
+    """
+    from llamarl.controller.supervision import Interrupted
+    from llamarl.parts.answers.evaluate import evaluate_checkpoint, response_rows
+    from llamarl.parts.answers.scored import completed, ready, settings_for
+
+    base, settings = given(settings_for(model, run))
+    config = completed(base, lambda found: load_config(found, settings=settings))
+    if config.data.eval is None:
+        raise ConfigError("there are no problems: give `data`, or a `config` with data.eval")
+    config = ready(config, run, place, "llamarl")
+    try:
+        results = evaluate_checkpoint(config, lambda done, total: None, lambda said: None)
+    except Interrupted as error:
+        raise KeyboardInterrupt(str(error)) from None
+    return [(one.metrics, list(response_rows([one]))) for one in results]
