@@ -13,7 +13,7 @@ FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 KERNEL_LINES = 1_820
 BUDGETS = {
     "top": 416,  # goal: 250
-    "config": 1_374,  # goal: 820
+    "config": 1_389,  # goal: 820
     "hub": 684,  # goal: 650
     "net": 151,  # goal: 70
     "kernels": 2_220,  # goal: 1,200
@@ -24,7 +24,7 @@ BUDGETS = {
     "weight_sync": 1_811,  # goal: 1,580
     "checkpoint": 830,  # goal: 630
     "recipes": 70,  # goal: 90
-    "rewards": 854,  # goal: 690
+    "rewards": 855,  # goal: 690
     "data": 1_260,  # goal: 630
     "observability": 1_190,  # goal: 1,050
     "sandbox": 330,  # goal: 300
