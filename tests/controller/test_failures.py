@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,40 @@ def test_the_death_of_the_last_generator_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(MeshFailed, match="generator-0"):
         run.train(strike=kills(("generator-0", 5.0)))
     assert not run.complaints
+
+
+class Respawning(Run):
+    """Generators start again, in two seconds."""
+
+    def new_generators(self) -> dict[str, Any]:
+        return {"spawn_generator": self.spawn, "free_generator_slots": lambda: 1}
+
+    async def spawn(self, number: int) -> Generator:
+        await asyncio.sleep(2.0)
+        return self.added(f"generator-{number}", Generator())
+
+
+@pytest.mark.parametrize(
+    ("number", "deaths", "policy", "says"),
+    [
+        (1, 1, "respawn", r"its work \(\d unfinished groups?\) waits for a new generator, which starts"),
+        (2, 1, "respawn", r"its work \(\d unfinished groups?\) goes to generator-1 and a new generator starts"),
+        (2, 2, "respawn", r"its work \(\d unfinished groups?\) waits for a new generator, which starts"),
+        (2, 1, "drop", r"its work \(\d unfinished groups?\) goes to generator-1 and 1 generator is left"),
+        (3, 1, "drop", r"its work \(\d unfinished groups?\) goes to the others and 2 generators are left"),
+    ],
+)
+def test_what_follows_a_generators_death_is_said(
+    tmp_path: Path, number: int, deaths: int, policy: str, says: str
+) -> None:
+    """Also when no other is left."""
+    settings = config(tmp_path, steps=12, cluster={"on_failure": {"generator": policy}})
+    run = Respawning(settings, tmp_path, [Generator() for _ in range(number)])
+    run.train(strike=kills(*((f"generator-{one}", 3.0 + one / 10) for one in range(deaths))))
+    assert run.version == 12 and not run.complaints
+    said = [text for text in run.warnings if "was killed" in text]
+    assert len(said) == deaths
+    assert re.fullmatch(rf"generator-{deaths - 1} \(rank 0\): was killed by SIGKILL; {says}", said[-1]), said
 
 
 def test_supervisor_reports_the_first_failure_and_ends_the_others() -> None:
