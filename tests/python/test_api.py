@@ -345,6 +345,28 @@ def test_home_is_where_a_path_of_python_says(tmp_path: Path, toml: Path, monkeyp
     assert not Path("~").exists()
 
 
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"question": "1 2"}, "data.train, row 2: `answer` is missing"),
+        ({"id": "x", **ROWS[0]}, "data.train, row 2: id 'x' is already that of row 1; give each row its own"),
+        ({"question": "a" * (1 << 20), "answer": "1"}, "data.train, row 2 is too long: a row may have 1,048,576"),
+        ({"question": "1 2 3 " * 2000, "answer": "3"}, "data.train: the prompt of row 2 has "),
+    ],
+)
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_a_row_of_python_is_named_by_its_number(
+    tmp_path: Path, toml: Path, row: dict[str, str], says: str, is_mixed: bool
+) -> None:
+    """No file is, which nobody has named."""
+    rows = [ROWS[0], {"id": "x", **ROWS[0]}, row]
+    settings = INLINE | {"output": tmp_path, "data.overlong_prompts": "refuse"}
+    with pytest.raises(llamarl.ConfigError) as refused:
+        llamarl.train(toml, data={"a": ROWS, "b": rows} if is_mixed else rows, **settings)
+    says = f"source 'b': {says}" if is_mixed and " is too long" not in says else says
+    assert str(refused.value).replace("train.b", "train").startswith(says)
+
+
 def test_rows_with_holes_and_rewards_with_faults(tmp_path: Path) -> None:
     from llamarl.run.given import reward_settings, source_of
 
