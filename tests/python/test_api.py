@@ -49,7 +49,7 @@ def toml(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 INLINE: dict[str, Any] = {"cluster": {"kind": "inline"}, "steps": 2}
 
 
-def test_a_run_of_own_rows_and_functions(toml: Path) -> None:
+def test_a_run_of_own_rows_and_functions(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = {ends_right: 1.0, brevity: 0.5}
     run = llamarl.train(toml, reward=weights, data=ROWS, eval_data=ROWS[:4], **INLINE)
     assert [row["step"] for row in run.metrics()] == [1, 2]
@@ -63,6 +63,11 @@ def test_a_run_of_own_rows_and_functions(toml: Path) -> None:
     assert again.metrics() == run.metrics() and "2 steps" in repr(again)
     longer = llamarl.train(toml, reward=weights, data=ROWS, eval_data=ROWS[:4], resume=True, **INLINE | {"steps": 3})
     assert [row["step"] for row in longer.metrics()] == [1, 2, 3]
+    num_evals = len(longer.evals())
+    done = llamarl.train(toml, reward=weights, data=ROWS, eval_data=ROWS[:4], resume=True, **INLINE | {"steps": 3})
+    assert [row["step"] for row in done.evals()[num_evals:]] == [3], "once is enough of the same weights"
+    assert "the run is finished, all 3 steps are done" in capsys.readouterr().err
+    assert done.metrics() == longer.metrics()
     with pytest.raises(llamarl.ConfigError, match="no folder of a run"):
         llamarl.open_run("runs")
 
