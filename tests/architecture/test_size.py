@@ -35,7 +35,7 @@ BUDGETS = {
     "controller": 3_679,  # goal: 2,450
     "run": 3_011,  # goal: 1,150
     "cli": 800,  # goal: 600
-    "parts/forecast": 4_157,  # goal: 2,900
+    "parts/forecast": 4_163,  # goal: 2,900
     "parts/page": 1_715,  # goal: 1,450
     "parts/episodes": 2_674,  # goal: 2,150
     "parts/hosts": 1_936,  # goal: 1,350
