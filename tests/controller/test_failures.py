@@ -7,6 +7,7 @@ import json
 import random
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import numpy as np
 import pytest
 
 from llamarl.cluster.api import CallTimeout, MeshFailed, RemoteError
+from llamarl.controller.replica import Replica
 from llamarl.controller.saving import NotSaved
 from llamarl.controller.supervision import Interrupted, Supervisor
+from llamarl.controller.sync import Transports
 from llamarl.data.sampler import PromptSampler
 from llamarl.parts.forecast.simulator.clock import run_virtual
 from tests.controller.fakes import Run, config, kills
@@ -334,10 +337,20 @@ class BreaksAtOnce(Generator):
 
 
 @pytest.mark.parametrize("policy", ["stop", "drop"])
-@pytest.mark.parametrize("how", ["raises", "dies"])
-def test_a_generator_that_joins_and_fails_before_it_serves_costs_nothing(tmp_path: Path, policy: str, how: str) -> None:
+@pytest.mark.parametrize("how", ["raises", "dies", "dies as its transport is tried"])
+def test_a_generator_that_joins_and_fails_before_it_serves_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, how: str
+) -> None:
     """Whoever let it in hears of it, and the run goes on with the others."""
     heard = list[str]()
+
+    async def tries(_: object, replicas: Sequence[Replica]) -> bool:
+        if replicas[0].name == "generator-9":
+            raise MeshFailed("generator-9", (0,), "was killed by SIGKILL")
+        return False
+
+    if how.endswith("tried"):
+        monkeypatch.setattr(Transports, "choose", tries)
 
     async def strike(run: Run) -> None:
         await asyncio.sleep(1.3)
@@ -347,7 +360,7 @@ def test_a_generator_that_joins_and_fails_before_it_serves_costs_nothing(tmp_pat
         if how == "dies":
             run.handles["generator-9"].die()
         with pytest.raises((RemoteError, MeshFailed)) as caught:
-            await joins
+            await asyncio.wait_for(joins, 60.0)
         heard.append(type(caught.value).__name__)
         assert [one.name for one in run.controller.replicas.alive] == ["generator-0"]
 
