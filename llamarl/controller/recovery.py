@@ -181,7 +181,7 @@ class Recovery:
         self._replicas.resume(requests)
 
     def _what_follows(self, num_groups: int, num_started: int) -> str:
-        """What becomes of a dead generator's groups, and who takes its place."""
+        """Sentence on a dead generator's groups, and on who takes its place."""
         work, alive = f"its work ({counted(num_groups, 'unfinished group')})", self._replicas.alive
         if not alive:
             return f"{work} waits for {_next(self._num_starting)}"

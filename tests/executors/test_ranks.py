@@ -11,7 +11,7 @@ import pickle
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -24,9 +24,12 @@ from llamarl.cluster.open import open_cluster
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.cluster import ClusterConfig
 from llamarl.distributed.rendezvous import open_rendezvous
+from llamarl.generation.model import GeneratorModel
+from llamarl.models.folder import load_shape
 from llamarl.run.executors import executor_spec, spawn_all
 from llamarl.training.result import PolicyStepResult
 from llamarl.types import FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
+from llamarl.weight_sync.transports.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 from tests.end_to_end.tiny import ROOT
 
 END_S = 60.0
@@ -55,6 +58,42 @@ def group(number: int) -> RolloutGroup:
         results=tuple(RewardResult(outcome=Outcome.SCORE, value=float(index)) for index in range(2)),
         responses=("", ""),
     )
+
+
+class UnevenPublisher(SharedMemoryPublisher):
+    """One rank cannot have it."""
+
+    able_rank: ClassVar[str]
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        if os.environ["RANK"] != self.able_rank:
+            raise PermissionError("no luck")
+        super().__init__(*arguments, **options)
+
+
+class OnFirstPublisher(UnevenPublisher):
+    able_rank = "0"
+
+
+class OnLastPublisher(UnevenPublisher):
+    able_rank = "1"
+
+
+OnFirstSubscriber = OnLastSubscriber = SharedMemorySubscriber
+
+
+async def tries_transports(trainer: ExecutorHandle, model: Path) -> None:
+    """What fails on one rank fails on all at once, and what is tried next works: their messages are in step."""
+    specs, own, start_s = GeneratorModel(load_shape(model), "float32", "cpu").specs(), __name__, time.monotonic()
+    await trainer.call("set_layout", 0, specs, timeout_s=240.0)
+    for transport in (f"{own}:OnFirst", f"{own}:OnLast", "p2p", f"{own}:OnLast", "shared_memory", f"{own}:OnFirst"):
+        tried = trainer.call("publish_sample", 1, transport, timeout_s=240.0)
+        if ":" in transport:
+            with pytest.raises(RemoteError, match="PermissionError: no luck"):
+                await tried
+        else:
+            assert (await tried).transport == transport
+    assert time.monotonic() - start_s < END_S
 
 
 def test_the_failure_of_one_rank_and_of_its_part_of_the_checkpoint(model: Path, tmp_path: Path) -> None:
@@ -93,6 +132,7 @@ def test_the_failure_of_one_rank_and_of_its_part_of_the_checkpoint(model: Path, 
                 await spawn(broken)
             assert "weight` differs from" in (tmp_path / "logs/trainer.1.log").read_text(), "as it has told the others"
             trainer = await spawn(model)
+            await tries_transports(trainer, model)
             await trainer.call("add_groups", [group(0), group(1)], timeout_s=240.0)
             start_s = time.monotonic()
             with pytest.raises(RemoteError) as failed:
