@@ -21,7 +21,7 @@ BUDGETS = {
     "sharding": 360,  # goal: 530
     "algorithms": 460,  # goal: 500
     "models": 1_875,  # goal: 900
-    "weight_sync": 1_812,  # goal: 1,580
+    "weight_sync": 1_814,  # goal: 1,580
     "checkpoint": 830,  # goal: 630
     "recipes": 70,  # goal: 90
     "rewards": 855,  # goal: 690
