@@ -58,7 +58,7 @@ class Child(subprocess.Popen[bytes]):
 
     @property
     def _was_killed(self) -> bool:
-        """By a signal, so that it could not see to what it has started."""
+        """Whether a signal has ended it, so that it could not see to what it has started."""
         return self.returncode is not None and self.returncode < 0
 
 

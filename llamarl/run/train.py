@@ -293,6 +293,7 @@ class _TrainingRun:
     async def _train(self, controller: Controller, telemetry: Telemetry) -> None:
         outcome, was_done = self._outcome, controller.version >= self._config.steps
         await controller.start()
+        now = tuple[EvalMetrics, ...]()
         if self._problems.eval:
             now = tuple(one.metrics for one in await controller.evaluate())
             on_record = self._folder.first_evals([one.name for one in now]) if self._resume else {}
@@ -302,8 +303,10 @@ class _TrainingRun:
         await controller.train()
         outcome.loop_ended_s = now_s()
         telemetry.end_loop()
-        if self._problems.eval:
-            outcome.after = now if was_done else tuple(one.metrics for one in await controller.evaluate())
+        if was_done:
+            outcome.after = now
+        elif self._problems.eval:
+            outcome.after = tuple(one.metrics for one in await controller.evaluate())
         await controller.save()
         await telemetry.poll()  # the spans of the last half second
 
