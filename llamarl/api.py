@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llamarl.config import ConfigError, RunConfig, load_config, tables
+from llamarl.config import ConfigError, RunConfig, from_home, load_config, tables
 from llamarl.config.ref import part
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.screen import print_to
@@ -119,13 +119,13 @@ def generate(model: str | Path, prompts: Iterable[str], *, chat: bool = False, *
     """
     if isinstance(prompts, str) or not (asked := list(prompts)) or not all(isinstance(one, str) for one in asked):
         raise ConfigError(f"prompts = {prompts!r:.60}: give a list of texts, at least one")
-    rows = part("answers", "answered")(str(model), asked, chat, settings)
+    rows = part("answers", "answered")(from_home(model), asked, chat, settings)
     return sorted(rows, key=lambda row: (row["number"], row["index"]))
 
 
 def open_run(path: str | Path) -> RunRecord:
     """The record of a run, under way or not. Raises ConfigError: there is none."""
-    return RunRecord(Path(os.path.expanduser(path)))
+    return RunRecord(Path(from_home(path)))
 
 
 def _tell(text: str) -> None:
@@ -152,7 +152,7 @@ def _given(
     given, output = dict(settings), settings.get("output", base.get("output", "runs"))
     if not isinstance(output, str | os.PathLike):
         raise ConfigError(f"output = {output!r:.60} is no path; give the folder of runs as text")
-    output = Path(os.path.expanduser(output))
+    output = Path(from_home(output))
     if reward is not None:
         held = base.get("reward", {})
         base["reward"] = {key: value for key, value in dict(held).items() if key not in ("parts", "weights")}

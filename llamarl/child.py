@@ -38,15 +38,28 @@ class Child(subprocess.Popen[bytes]):
         with theirs:
             super().__init__([sys.executable, *arguments], stdin=theirs.fileno(), start_new_session=True, **options)
 
+    def has_ended(self) -> bool:
+        """Whether it has. If somebody has killed it, what it has started ends with it."""
+        if self.returncode is None and self.poll() is not None and self._was_killed:
+            kill_group(self.pid)
+        return self.returncode is not None
+
     def end(self, grace_s: float = 0.0) -> None:
         """Closes the stream, gives the child as long to end by itself, and then kills it and what it has started."""
         self.stream.close()
+        if self.returncode is not None:  # its number may be another's by now
+            return
         if grace_s:
             with suppress(subprocess.TimeoutExpired):
                 self.wait(grace_s)
-        if self.returncode is None:  # else its number may be another's by now
+        if self.returncode is None or self._was_killed:
             kill_group(self.pid)
-            self.wait(KILLED_S)
+        self.wait(KILLED_S)
+
+    @property
+    def _was_killed(self) -> bool:
+        """Whether a signal has ended it, so that it could not see to what it has started."""
+        return self.returncode is not None and self.returncode < 0
 
 
 def stream_to_parent() -> socket.socket:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,7 +11,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from llamarl.config import ConfigError, settled
+from llamarl.config import ConfigError, from_home, settled
 from llamarl.config.schema import GeneratorConfig
 from llamarl.observability.files import write_atomically
 
@@ -53,15 +52,18 @@ def told_of_delay(command: str) -> Iterator[Callable[[], None]]:
 
 
 def command_parser(command: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
-    """The parser of one command. An epilog of several lines keeps them."""
+    """The parser of one command. An epilog of several lines keeps them. An argument without a type may begin with `~`,
+    as paths do: a shell leaves that as it is in quotes and behind `=`."""
     keeps_lines = argparse.RawDescriptionHelpFormatter if "\n" in epilog else argparse.HelpFormatter
-    return argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog=f"llamarl {command}",
         description=description,
         epilog=epilog,
         formatter_class=keeps_lines,
         allow_abbrev=False,
     )
+    parser.register("type", None, from_home)
+    return parser
 
 
 class _Renamed(argparse.Action):
@@ -98,7 +100,7 @@ def check_output(path: str | Path, *read: str | None, option: str = "--output") 
     or it would take the place of what the command reads, or of what no command can make again."""
     from llamarl.run.folder import run_of_record
 
-    path = Path(os.path.expanduser(path))
+    path = Path(path)
     if run := run_of_record(path):
         raise ConfigError(f"{option} {path} is what the run {run} has on record; give {option} another path")
     if any(one and Path(one).exists() and path.exists() and path.samefile(one) for one in read):

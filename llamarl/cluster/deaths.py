@@ -14,7 +14,7 @@ _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3
 
 def cause_of(report: str) -> str:
     """Cause of a process's death, in one line, from Monarch's report of its loss."""
-    if killed := re.search(r"Killed\(sig=(\d+)\)", report):
+    if killed := re.search(r"Killed(?:\(sig=| \{ signal: )(\d+)", report):
         return killed_by(int(killed[1]))
     if ended := re.search(r"(?:exit_code[=:] ?|exited with non-zero code )(\d+)", report):
         return f"ended with exit code {ended[1]}"

@@ -213,7 +213,8 @@ class MonarchHandle(BaseHandle):
         await asyncio.wait((self._ended,), timeout=CAUSE_S)
         if self._ended.done():
             return self._ended.result()
-        return MeshFailed(self.name, tuple(range(self._num_ranks)), f"a process {cause_of(str(error))}")
+        when = "" if self.pids else " while it started"
+        return MeshFailed(self.name, tuple(range(self._num_ranks)), f"a process {cause_of(str(error))}{when}")
 
     async def stop(self, timeout_s: float) -> None:
         if self._stopping is None:

@@ -14,18 +14,21 @@ from llamarl.config.load import (
     tables,
     validated,
 )
+from llamarl.config.path import FilePath, from_home
 from llamarl.config.ref import Ref, build, make_record
 from llamarl.config.schema import RunConfig
 from llamarl.config.sft import SftConfig
 
 __all__ = [
     "ConfigError",
+    "FilePath",
     "Ref",
     "RunConfig",
     "SftConfig",
     "build",
     "did_you_mean",
     "dump_toml",
+    "from_home",
     "load_config",
     "load_sft",
     "load_sft_config",

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from llamarl.config.path import FilePath
 from llamarl.config.section import Section
 
 OF_HOSTS = ("kind", "listen", "pki", "num_hosts", "min_hosts", "host_timeout_s", "place")
@@ -108,7 +109,7 @@ class ClusterConfig(Section):
     this process; `auto`: `monarch` where it is installed, else `inline`."""
     listen: str = ""
     """Address, `address:port`, of this machine that `llamarl host` calls on the others; only with `hosts`."""
-    pki: str = "pki"
+    pki: FilePath = "pki"
     """Folder of the certificates that `llamarl certs` makes; only with `hosts`."""
     num_hosts: int = Field(default=1, ge=1)
     """Hosts that must have called before the run starts; only with `hosts`."""

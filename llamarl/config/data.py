@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from llamarl.config.path import FilePath
 from llamarl.config.ref import Ref
 from llamarl.config.roles import RewardParts
 from llamarl.config.section import Section
@@ -61,7 +62,7 @@ def _sampled(value: float | None) -> float | None:
 class FilterConfig(Section):
     """Prompts that are kept by how often a model has solved them."""
 
-    path: str
+    path: FilePath
     """Pass rates that `llamarl eval --rates FILE` has written."""
     min: float = Field(default=0.05, ge=0, le=1)
     """Smallest pass rate that is kept; a prompt that nobody solves teaches nothing."""

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from llamarl.config.data import ONE, SEVERAL
 from llamarl.config.errors import ConfigError, did_you_mean
+from llamarl.config.path import from_home
 from llamarl.config.ref import find
 from llamarl.config.schema import RunConfig
 from llamarl.config.section import Section
@@ -31,8 +32,6 @@ MAX_ROW_BYTES = 1 << 20
 """Longest line of a data file, in bytes: a prompt that long fits no context, and rows travel in messages."""
 PACKAGED = Path(__file__).parents[1] / "configs"
 """Files of runs that come with the package, each of which `llamarl train` takes by its name: `demo`."""
-PATHS = ("copy_to", "file", "output", "path", "pki", "python", "warm_start")
-"""Last names of settings that are paths, and may begin with `~`."""
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
@@ -72,7 +71,7 @@ def tables(path: str | Path) -> dict[str, Any]:
     data = _parsed(path, ())
     model = data.get("model")
     if isinstance(model, dict) and isinstance(warm_start := model.get("warm_start"), str) and warm_start:
-        data["model"] = model | {"warm_start": str((path.parent / os.path.expanduser(warm_start)).resolve())}
+        data["model"] = model | {"warm_start": str((path.parent / from_home(warm_start)).resolve())}
     return data
 
 
@@ -132,7 +131,7 @@ def load_sft(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig | Sft
 def _place(path: str | Path) -> Path:
     """The file that a command is given, or the one of that name that comes with the package."""
     own = PACKAGED / f"{path}.toml"
-    given = Path(os.path.expanduser(path))
+    given = Path(from_home(path))
     return own if "/" not in str(path) and not given.is_file() and own.is_file() else given
 
 
@@ -160,8 +159,7 @@ def _overridden(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any
 
 
 def _check_values(data: dict[str, Any] | list[Any], where: str = "") -> None:
-    """Puts the home folder in the place of the `~` that a path begins with. Raises ConfigError for what no setting can
-    be, wherever it stands."""
+    """Raises ConfigError for what no setting can be, wherever it stands."""
     for name, value in data.items() if isinstance(data, dict) else enumerate(data):
         place = f"{where}{name}" if isinstance(name, str) else where.removesuffix(".")
         if isinstance(value, dict | list):
@@ -170,8 +168,6 @@ def _check_values(data: dict[str, Any] | list[Any], where: str = "") -> None:
             raise ConfigError(f"`{place}` is a number of {value.bit_length()} bits; give one of at most 63")
         elif isinstance(value, str) and _NO_TEXT.search(value):
             raise ConfigError(f"`{place} = {value!r}` holds NUL or half of a character; remove it")
-        elif isinstance(value, str) and value.startswith("~") and place.rpartition(".")[2] in PATHS:
-            data[name] = os.path.expanduser(value)  # type: ignore[index]  # names of a table, numbers of a list
 
 
 def validated(data: dict[str, Any], schema: type[S]) -> S:

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from llamarl.config.device import Device
+from llamarl.config.path import FilePath
 from llamarl.config.ref import Ref
 from llamarl.config.section import Section
 from llamarl.config.trainer import ParallelismConfig
@@ -19,7 +20,7 @@ class ReferenceConfig(Section):
     """Beside the policy loss, or taken off the reward of each token, where advantages see it too."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the divergence, see `algorithms/kl.py`; with `kl_in = "reward"` k1 is usual."""
-    path: str = ""
+    path: FilePath = ""
     """Hugging Face folder or name with the policy's tokens; empty: `model.path`, the policy before the first step."""
     dtype: Literal["float32", "bfloat16", "int8", "fp8"] = "float32"
     """Weights, as `generator.dtype`."""
@@ -32,7 +33,7 @@ class ReferenceConfig(Section):
 class CriticConfig(Section):
     """Used when `trainer.advantage` needs values (`gae`); other settings of its optimizer are the trainer's."""
 
-    path: str = ""
+    path: FilePath = ""
     """Hugging Face folder or name with the policy's tokens, of a causal or a one-label classification model; empty:
     `model.path`. Without `score.weight` its values begin at 0."""
     learning_rate_scale: float = Field(default=10.0, gt=0)
@@ -65,7 +66,7 @@ class RewardParts(Section):
 
 
 class RewardModelConfig(Section):
-    path: str
+    path: FilePath
     """Hugging Face folder or name of a sequence classification model with one label (`score.weight`)."""
     weight: float = 1.0
     """Factor of its score in the reward; the rule-based parts keep theirs."""

@@ -11,6 +11,7 @@ from llamarl.config.data import MIN_TEMPERATURE, DataConfig, EvalConfig, EvalSet
 from llamarl.config.device import Device
 from llamarl.config.launch import LaunchConfig
 from llamarl.config.metrics import MetricsConfig, RecordConfig
+from llamarl.config.path import FilePath
 from llamarl.config.ref import Ref
 from llamarl.config.roles import AgentConfig, CriticConfig, ReferenceConfig, RewardModelConfig, RewardParts
 from llamarl.config.section import Section
@@ -18,10 +19,10 @@ from llamarl.config.trainer import TrainerConfig
 
 
 class ModelConfig(Section):
-    path: str
+    path: FilePath
     """Hugging Face folder (`config.json`, `model.safetensors`, `tokenizer.json`), or a name of the Hub: `owner/name`,
     `owner/name@revision`."""
-    warm_start: str = ""
+    warm_start: FilePath = ""
     """An SFT TOML that makes `path` when it is missing (relative to this file); empty: `path` must exist."""
 
 
@@ -111,7 +112,7 @@ class RolloutConfig(Section):
 
 
 class VllmConfig(Section):
-    python: str = ""
+    python: FilePath = ""
     """Interpreter of an environment with vLLM 0.32, numpy and xxhash; `make vllm` builds one for CPUs."""
     arguments: list[str] = Field(default_factory=list)
     """More arguments for `vllm serve`, for example `["--gpu-memory-utilization", "0.4"]`."""
@@ -216,7 +217,7 @@ class CheckpointConfig(Section):
     keep_every: int = Field(default=0, ge=0)
     """The checkpoint of every multiple of so many steps is never removed, or the first after it where none is due
     then; 0: only the newest are kept."""
-    copy_to: str = ""
+    copy_to: FilePath = ""
     """A mounted folder, or `scheme://bucket/path` that fsspec opens: what is saved is copied to `<copy_to>/<name>`
     beside the run, kept there by the same rules, and brought back by `--resume` where none is here; empty: nowhere."""
 
@@ -231,7 +232,7 @@ class ScreenConfig(Section):
 class RunConfig(Section):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Folder name of the run."""
-    output: str = "runs"
+    output: FilePath = "runs"
     """Folder that holds run folders."""
     seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Seeds data order, sampling noise and initial weights."""

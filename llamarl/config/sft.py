@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from llamarl.config.path import FilePath
 from llamarl.config.ref import Ref
 from llamarl.config.section import Section
 
@@ -47,7 +48,7 @@ class ShapeConfig(Section):
 class SftConfig(Section):
     """A warm start."""
 
-    output: str
+    output: FilePath
     """Hugging Face folder to write (relative paths: to the working folder)."""
     source: Ref
     """Problem source with worked solutions, for example `{name = "running_total", error_rate = 0.65}`."""

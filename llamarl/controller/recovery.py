@@ -9,7 +9,7 @@ take over its work after a while, and it goes on when it answers again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, Literal
 
 from llamarl.cluster.api import ExecutorError, ExecutorHandle, MeshFailed
@@ -21,6 +21,7 @@ from llamarl.controller.replica import NO_VERSION, Replica
 from llamarl.controller.replicas import Replicas
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.telemetry import Telemetry
+from llamarl.observability.formats import counted
 
 SILENT_S = 10.0
 """A generator that has not said for so long what it does stands still; its host answers while it computes."""
@@ -148,12 +149,13 @@ class Recovery:
         while True:
             await asyncio.sleep(SILENT_S / 4)
             silent = [one for one in self._replicas.alive if self._telemetry.silent_s(one.handle) > SILENT_S]
-            answers = any(self._replicas.serves(one) for one in self._replicas.alive if one not in silent)
+            others = [one for one in self._replicas.alive if one not in silent]
+            answers = any(self._replicas.serves(one) for one in others)
             for replica in (one for one in silent if self._replicas.owes(one) and answers):
                 if requests := self._replicas.withdraw(replica):
                     self._telemetry.warn(
-                        f"{replica.name} does not answer for {SILENT_S:g} s; "
-                        f"{len(requests)} unfinished groups go to the others until it does"
+                        f"{replica.name} does not answer for {SILENT_S:g} s; until it does, its work "
+                        f"({counted(len(requests), 'unfinished group')}) goes to {_named(others)}"
                     )
                     self._replicas.resume(requests)
 
@@ -175,11 +177,16 @@ class Recovery:
         if not self._replicas.alive and not self._num_starting and not (is_replaced and self._hosts_may_join):
             self._supervisor.fail(error)
             return
-        alive = len(self._replicas.alive)
-        left = f"{alive} generators are left" if alive else "the run waits for a host with room"
-        follows = "a new generator starts" if num_started else left
-        self._telemetry.warn(f"{error}; {len(requests)} unfinished groups go to the others and {follows}")
+        self._telemetry.warn(f"{error}; {self._what_follows(len(requests), num_started)}")
         self._replicas.resume(requests)
+
+    def _what_follows(self, num_groups: int, num_started: int) -> str:
+        """Sentence on a dead generator's groups, and on who takes its place."""
+        work, alive = f"its work ({counted(num_groups, 'unfinished group')})", self._replicas.alive
+        if not alive:
+            return f"{work} waits for {_next(self._num_starting)}"
+        left = f"{counted(len(alive), 'generator')} {'is' if len(alive) == 1 else 'are'} left"
+        return f"{work} goes to {_named(alive)} and {'a new generator starts' if num_started else left}"
 
     def _is_replaced(self, error: ExecutorError) -> bool:
         """Whether another generator takes the place of a dead one. Raises TooManyDeaths."""
@@ -198,8 +205,20 @@ class Recovery:
             num_started = self.fill(1) if is_replaced else 0
             if not (num_started or self._replicas.alive or self._hosts_may_join):
                 raise
-            follows = "another one starts" if num_started else "the run goes on with the others"
+            alive = self._replicas.alive
+            run = f"goes on with {_named(alive)}" if alive else f"waits for {_next(self._num_starting - 1)}"
+            follows = "another one starts" if num_started else f"the run {run}"
             self._telemetry.warn(f"a new generator did not start, {follows}: {error}")
         finally:
             self._num_starting -= 1
             self._replicas.changed.notify()
+
+
+def _named(others: Sequence[Replica]) -> str:
+    """Generators that go on, for people."""
+    return others[0].name if len(others) == 1 else "the others"
+
+
+def _next(num_starting: int) -> str:
+    """Who is waited for when no generator is left."""
+    return "a new generator, which starts" if num_starting else "a host with room"

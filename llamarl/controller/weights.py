@@ -144,7 +144,8 @@ class WeightSync:
         it is the right one; produces adoptions; unblocked by `_publish`."""
         clock = asyncio.get_running_loop()
         try:
-            is_new = await self._replicas.unless_dead(replica, self._transports.choose([replica]))
+            if (is_new := await self._replicas.unless_dead(replica, self._transports.choose([replica]))) is None:
+                return
             may_leave = self._asked == self._optimized.version and not self._optimized.is_stepping
             if is_new and may_leave:  # else the next version comes by it
                 await self._publish(self._asked)

@@ -18,6 +18,8 @@ from llamarl.config.load import MAX_ROW_BYTES, open_file, parse_json
 
 PlacedRow = tuple[str, dict[str, Any]]
 """`file:line`, or `file:row` where there are no lines, and the values by column."""
+GIVEN = ".given"
+"""Name of folders of rows that came from Python; a file's name is a digest."""
 _FIX = "give the path of a data file"
 
 

@@ -19,6 +19,7 @@ from llamarl.config.ref import Ref, build
 from llamarl.config.schema import DataConfig
 from llamarl.data.rates import kept
 from llamarl.data.sources import ProblemRow, ProblemSource
+from llamarl.data.sources._base import ROW
 from llamarl.data.sources._table import Table
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.types import Prompt
@@ -101,7 +102,7 @@ def load_prompts(
     ref = config.train if which == "train" else config.eval
     assert isinstance(ref, Ref), "each source of a mixture is loaded by itself: `DataConfig.of`; none if there is none"
     source: ProblemSource = build(ref, SOURCES, f"data.{which}")
-    rows = [source[i] for i in range(len(source))[:most]]
+    rows = _read(source, most, f"data.{which}")
     given, config = config.template, settled(config, tokenizer, for_agent=for_agent)
     check_template(config, tokenizer, tools, for_agent=for_agent)
     texts = [render(row, config, tokenizer, tools) for row in rows]
@@ -132,13 +133,23 @@ def load_prompts(
     )  # fmt: skip
 
 
+def _read(source: ProblemSource, most: int | None, option: str) -> list[ProblemRow]:
+    """Raises ConfigError."""
+    try:
+        return [source[i] for i in range(len(source))[:most]]
+    except ConfigError as error:
+        if not str(error).startswith(ROW):
+            raise
+        raise ConfigError(f"{option}, {error}") from None
+
+
 def _fits(row: ProblemRow, token_ids_T: np.ndarray, limit: int, config: DataConfig, option: str) -> bool:
     """Whether a prompt is short enough. Raises ConfigError: it is not under `refuse`, or has no tokens."""
     if len(token_ids_T) == 0:
-        raise ConfigError(f"{option}: the prompt of row {row.problem_id!r} has no tokens; check data.template")
+        raise ConfigError(f"{option}: the prompt of {row.name} has no tokens; check data.template")
     if len(token_ids_T) > limit and config.overlong_prompts == "refuse":
         raise ConfigError(
-            f"{option}: the prompt of row {row.problem_id!r} has {len(token_ids_T)} tokens and at most {limit} "
+            f"{option}: the prompt of {row.name} has {len(token_ids_T)} tokens and at most {limit} "
             "fit; raise data.max_prompt_tokens (below the model's context) or set data.overlong_prompts = 'skip'"
         )
     return len(token_ids_T) <= limit
@@ -203,7 +214,7 @@ def render_text(row: ProblemRow, template: str) -> str:
     """`fill_template`, of a row that is one question. Raises ConfigError."""
     if len(row.messages) > 1:
         raise ConfigError(
-            f"row {row.problem_id!r} is a conversation of {len(row.messages)} messages, and data.template = "
+            f"{row.name} is a conversation of {len(row.messages)} messages, and data.template = "
             f"{template!r} writes one question; use 'chat' with a model that has a chat template"
         )
     return fill_template(row, template)
@@ -216,7 +227,7 @@ def conversation(row: ProblemRow, config: DataConfig) -> tuple[list[dict[str, An
     head = [{"role": "system", "content": config.system}] if config.system else []
     if messages[0]["role"] == "system":
         if head:
-            raise ConfigError(f"row {row.problem_id!r} has a message of role system of its own; leave data.system out")
+            raise ConfigError(f"{row.name} has a message of role system of its own; leave data.system out")
         head = [messages.pop(0)]
     for example in config.examples:
         head.append({"role": "user", "content": example["question"]})
@@ -241,7 +252,7 @@ def fill_template(row: ProblemRow, template: str) -> str:
     for _, name, spec, conversion in places:
         if spec or conversion or name not in row.fields:
             raise ConfigError(
-                f"data.template = {template!r}: row {row.problem_id!r} has no field {name!r} for it; "
+                f"data.template = {template!r}: {row.name} has no field {name!r} for it; "
                 f"known: {', '.join(sorted(row.fields))}"
             )
     return template.format_map(row.fields)

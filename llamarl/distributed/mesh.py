@@ -33,6 +33,17 @@ AXES = ("pp", "fsdp", "cp", "tp")
 """Slowest first: ranks that talk most often are neighbors, which a host's links serve best."""
 
 
+class OtherFailed(RuntimeError):
+    """Another rank could not do what all of them were to do; all are there, and in step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """Stands in the place of what a rank was to give."""
+
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class Axis:
     """This rank's place on one axis. With one rank there is no group, and collectives give back what they get."""
@@ -135,6 +146,24 @@ class RankMesh:
                 raise cause from error
             raise
 
+    @contextmanager
+    def tried(self) -> Iterator[None]:
+        """Work with messages and without collectives, which all ranks do alike and which may fail on some of them: then
+        it fails on all at once, and they go on.
+
+        Raises:
+            OtherFailed: another rank has failed, with its error.
+        """
+        try:
+            yield
+        except OtherFailed:
+            raise
+        except BaseException as error:  # others wait for a message, now or at the end
+            with suppress(OtherFailed, RanksLost):
+                self.exchange(_Failed(f"rank {self.world.rank} failed: {type(error).__name__}: {error}"))
+            raise
+        self.exchange(None)
+
     def _require_others(self) -> None:
         if self.watch is not None and self.watch.fired:
             raise RanksLost("collectives were ended")
@@ -145,8 +174,12 @@ class RankMesh:
             raise self.watch.lost
 
     def exchange(self, value: Any) -> list[Any]:
-        """Gives a small picklable value to all ranks and returns theirs in rank order."""
-        return [value] if self.links is None else self.links.exchange(value)
+        """Gives a small picklable value to all ranks and returns theirs in rank order. Raises OtherFailed: within
+        `tried` one of them has none to give."""
+        values = [value] if self.links is None else self.links.exchange(value)
+        if failed := next((one for one in values if isinstance(one, _Failed)), None):
+            raise OtherFailed(failed.text)
+        return values
 
     def gathered(self, parts: Mapping[int, bytes], owners: Sequence[int], num_bytes: int) -> memoryview:
         """Bytes of which each part is on one rank, as `torch.chunk` cuts them, over the ranks' own network.

@@ -56,22 +56,22 @@ class CriticExecutor(OptimizingExecutor):
         saving = config.checkpoint.model_copy(update={"keep": config.checkpoint.keep + 1})
         timeout_s = config.cluster.start_timeout_s
         super().__init__("critic", settings, folder, saving, rendezvous, timeout_s, mirror=mirror)
-        model, weights = open_scalar_model(settings.path or config.model.path, new_head=True)
-        if self._mesh.world.size > 1:
-            sys.stdout.write(f"{check_critic_layout(model.shape, self._mesh, self._device)}\n")
-        self._critic = Critic(
-            model,
-            config.trainer.model_copy(
-                update={"learning_rate": settings.learning_rate_scale * config.trainer.learning_rate}
-            ),
-            clip=settings.clip,
-            advantage=build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage"),
-            shaping=shaping(config),
-            mesh=self._mesh,
-            device=self._device,
-            read=weights.read,
-        )
-        self._built(self._critic)
+        with self._mesh.together():
+            model, weights = open_scalar_model(settings.path or config.model.path, new_head=True)
+            if self._mesh.world.size > 1:
+                sys.stdout.write(f"{check_critic_layout(model.shape, self._mesh, self._device)}\n")
+            rate = settings.learning_rate_scale * config.trainer.learning_rate
+            self._critic = Critic(
+                model,
+                config.trainer.model_copy(update={"learning_rate": rate}),
+                clip=settings.clip,
+                advantage=build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage"),
+                shaping=shaping(config),
+                mesh=self._mesh,
+                device=self._device,
+                read=weights.read,
+            )
+            self._built(self._critic)
         self._is_synchronous = config.rollout.max_staleness == 0
         self._learning = deque[tuple[int, Generator[None, None, StepResult]]]()
         """Steps under way, the oldest first."""
@@ -128,8 +128,9 @@ class CriticExecutor(OptimizingExecutor):
 
     def resume(self, step: int) -> None:
         """Goes on from the checkpoint of this step, which the trainer has found to be whole."""
-        checkpoint = self._store.load(step)
-        load_training_state(self._critic, checkpoint.shapes, checkpoint.read, checkpoint.state)
+        with self._mesh.together():
+            checkpoint = self._store.load(step)
+            load_training_state(self._critic, checkpoint.shapes, checkpoint.read, checkpoint.state)
 
     def restore(self, newest: int) -> int:
         """Goes on from the newest state, up to step `newest`, that dead processes have left; which step that is."""

@@ -73,7 +73,8 @@ class OptimizingExecutor(Executor):
         self._mirror = None
         if mirror:
             folder = mirror_folder(mirror.run) / name
-            self._mirror = Mirror(folder, world.rank, world.size, self._mesh.exchange, mirror.keepers)
+            with self._mesh.together():
+                self._mirror = Mirror(folder, world.rank, world.size, self._mesh.exchange, mirror.keepers)
 
     def _built(self, optimization: Optimization[Any]) -> None:
         """Says in the log what multiplies. Raises ConfigError when there is no room for the mirror of weights and both
@@ -111,7 +112,8 @@ class OptimizingExecutor(Executor):
     def keep_at(self, keepers: Sequence[Place]) -> None:
         """Other hosts are here that may keep copies of the state."""
         if self._mirror:
-            self._mirror.keep_at(keepers)
+            with self._mesh.together():
+                self._mirror.keep_at(keepers)
 
     def commit(self) -> Future[str] | None:
         """Makes what was saved last the newest checkpoint; its folder. Raises OSError when the disk is full."""

@@ -133,11 +133,17 @@ class TrainerExecutor(OptimizingExecutor):
         return candidates(same_host, same_process, self._delta, on_gpu=on_gpu, in_place=in_place)
 
     def publish_sample(self, version: int, transport: str) -> Address:
-        """Makes a sample of the weights available by a transport that is being tried."""
-        if self._sampler is None or self._sampler[0] != transport:
+        """Makes a sample of the weights available by a transport that is being tried. What fails on one rank fails on
+        all, and another transport may be tried."""
+        try:
+            with self._mesh.tried():
+                if self._sampler is None or self._sampler[0] != transport:
+                    self._end_sample()
+                    self._sampler = transport, self._open(transport, [sample(specs) for specs in self._layouts])
+                return self._sampler[1].publish(version, self._weights, (version - 1,))
+        except BaseException:
             self._end_sample()
-            self._sampler = transport, self._open(transport, [sample(specs) for specs in self._layouts])
-        return self._sampler[1].publish(version, self._weights, (version - 1,))
+            raise
 
     def _end_sample(self) -> None:
         if self._sampler is not None:

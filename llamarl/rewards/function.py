@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from llamarl.config import FilePath
 from llamarl.rewards._base import MAX_REWARD, Reward, invalid
 from llamarl.sandbox.pool import Failure, WorkerPool
 from llamarl.types import Outcome, RewardItem, RewardResult
@@ -30,7 +31,7 @@ class Function(Reward):
 
     call: str = ""
     """Place of the function, `package.module:function`."""
-    file: str = ""
+    file: FilePath = ""
     """In place of `call`: a file into which `llamarl.train` wrote a function that no module has."""
     content: str = ""
     """The same file in base64, for a process that cannot read it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from llamarl.config import ConfigError, RunConfig
@@ -33,5 +32,5 @@ def export(
     base = resolved_path(
         base_model(run, config.model.path, config.output), "model.path", weights=merge, command=command
     )
-    to = Path(os.path.expanduser(folder)) if folder else run / ("merged" if merge else "export")
+    to = Path(folder) if folder else run / ("merged" if merge else "export")
     return export_checkpoint(run / "checkpoints", base, to, step, lora, merge), to

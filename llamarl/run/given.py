@@ -15,14 +15,13 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-from llamarl.config import ConfigError, Ref
+from llamarl.config import ConfigError, Ref, from_home
+from llamarl.config.load import MAX_ROW_BYTES
 from llamarl.config.schema import RewardConfig
-from llamarl.data.files import suffix
+from llamarl.data.files import GIVEN, suffix
 from llamarl.observability.files import write_atomically
 from llamarl.rewards._function_worker import is_coroutine
 
-GIVEN = ".given"
-"""Folder below that of the runs; a file's name is a digest, so that what is given twice is there once."""
 MAX_SOURCE_CHARS = 1 << 20
 _OF_CODE = (
     "name", "argcount", "posonlyargcount", "kwonlyargcount", "flags", "names", "varnames", "freevars", "cellvars",
@@ -112,10 +111,12 @@ def _line(row: Any, where: str) -> str:
         raise ConfigError(f"{where} is {row!r:.60}; each row is a dict with `question` and `answer`")
     try:
         line = json.dumps(_without_nan(dict(row)), ensure_ascii=False, default=_plain, allow_nan=False) + "\n"
-        line.encode()
-        return line
+        size = len(line.encode())
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where} holds what JSON does not have: {error}; leave it out, or make it text") from None
+    if size > MAX_ROW_BYTES:
+        raise ConfigError(f"{where} is too long: a row may have {MAX_ROW_BYTES:,} bytes; shorten it")
+    return line
 
 
 def _without_nan(value: Any) -> Any:
@@ -233,6 +234,7 @@ def _source(function: Any) -> str:
 
 def _kept(data: bytes, output: Path, suffix: str, known_by: bytes = b"") -> Path:
     """Raises ConfigError: it cannot be written."""
+    # A digest: what is given twice is there once.
     path = output / GIVEN / f"{hashlib.sha256(known_by or data).hexdigest()[:32]}.{suffix}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -250,7 +252,7 @@ def with_content(reward: RewardConfig) -> RewardConfig:
         if ref.name != "function" or not (file := ref.options.get("file")):
             return ref
         try:
-            content = base64.b64encode(Path(file).read_bytes()).decode()
+            content = base64.b64encode(Path(from_home(file)).read_bytes()).decode()
         except OSError as error:
             raise ConfigError(f"cannot read {file}: {error.strerror}; start the run from Python again") from None
         return Ref.model_validate({"name": ref.name} | ref.options | {"file": "", "content": content})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -115,7 +114,7 @@ def base_model(run: Path, path: str, output: str) -> str:
 def resolved_path(path: str, option: str, *, weights: bool = True, command: str = "") -> str:
     """`owner/name@commit` for the name of a model, of which this machine then has the files; a folder as it is. Raises
     ConfigError."""
-    name = hub_name(path := os.path.expanduser(path))
+    name = hub_name(path)
     return path if name is None else str(_pinned(name, option, None, weights, command))
 
 

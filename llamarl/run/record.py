@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llamarl.config import ConfigError, RunConfig, load_config, read_json
+from llamarl.config import ConfigError, RunConfig, from_home, load_config, read_json
 from llamarl.config.load import flat_settings
 from llamarl.observability.files import pieces, read_run_rows
 from llamarl.run.folder import RunFolder
@@ -67,7 +67,8 @@ class RunRecord:
         """
         from llamarl.run.export import export
 
-        return export(self.path, self.config, folder, step, merge, command="llamarl")[1]
+        to = None if folder is None else from_home(folder)
+        return export(self.path, self.config, to, step, merge, command="llamarl")[1]
 
     def _rows(self, kind: str) -> Iterator[dict[str, Any]]:
         if not any(one.stat().st_size for one in pieces(self._folder.metrics) if one.exists()):

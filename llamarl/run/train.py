@@ -192,6 +192,8 @@ class _TrainingRun:
                 telemetry.trained_again(groups, result)
             if lack := self._folder.unrecorded(step, self._config.checkpoint.keep):
                 telemetry.warn(f"--resume: {lack}; curves and reports go without them")
+            if step >= self._config.steps:
+                telemetry.warn(f"--resume: the run is finished, all {step} steps are done; --steps with more goes on")
             self._folder.write_config()
         except OSError as error:
             raise ConfigError(
@@ -289,10 +291,11 @@ class _TrainingRun:
             raise ConfigError(f"--resume: cannot read {error.filename}: {error.strerror}") from None
 
     async def _train(self, controller: Controller, telemetry: Telemetry) -> None:
-        outcome = self._outcome
+        outcome, was_done = self._outcome, controller.version >= self._config.steps
         await controller.start()
+        now = tuple[EvalMetrics, ...]()
         if self._problems.eval:
-            now = [one.metrics for one in await controller.evaluate()]
+            now = tuple(one.metrics for one in await controller.evaluate())
             on_record = self._folder.first_evals([one.name for one in now]) if self._resume else {}
             outcome.before = tuple(on_record.get(one.name, one) for one in now)
         outcome.loop_started_s = now_s()
@@ -300,7 +303,9 @@ class _TrainingRun:
         await controller.train()
         outcome.loop_ended_s = now_s()
         telemetry.end_loop()
-        if self._problems.eval:
+        if was_done:
+            outcome.after = now
+        elif self._problems.eval:
             outcome.after = tuple(one.metrics for one in await controller.evaluate())
         await controller.save()
         await telemetry.poll()  # the spans of the last half second

@@ -57,3 +57,43 @@ def test_a_runs_model_is_found_from_any_folder(tmp_path: Path, monkeypatch: pyte
 def test_a_report_says_why_tokens_are_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert decoder(tmp_path) is None
     assert "tokens are shown by their numbers, as no tokenizer was read: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [
+        ("train ~/x.toml", "x.toml"),
+        ("train --resume demo --output=~/none", "none/demo"),
+        ("sft ~/x.toml", "x.toml"),
+        ("explain ~/x.toml", "x.toml"),
+        ("simulate ~/x.toml", "x.toml"),
+        ("simulate demo --costs=~/costs", "costs"),
+        ("launch slurm ~/x.toml", "x.toml"),
+        ("doctor --hosts=~/x.toml", "x.toml"),
+        ("report ~/run", "run"),
+        ("watch ~/run", "run"),
+        ("replay ~/run", "run"),
+        ("profile ~/run", "run"),
+        ("profile --flame ~/run", "run"),
+        ("export ~/run", "run"),
+        ("generate ~/m --prompts=~/x.txt", "x.txt"),
+        ("generate ~/m --prompts=x --output=~/none/x", "none"),
+        ("eval ~/m x.jsonl --output=~/none/x", "none"),
+        ("eval ~/m ~/x.jsonl", "m"),
+        ("serve ~/m", "m"),
+        ("plan --gpus 8 --model ~/m", "m"),
+        ("plan --gpus 8 --model llama3-8b --profile=~/x.json", "x.json"),
+        ("host 10.0.0.1:1 --address 127.0.0.1 --pki=~/pki", "pki"),
+        ("certs ~/pki --hosts b=127.0.0.1", "pki"),
+    ],
+)
+def test_paths_that_a_command_is_given_begin_at_home(
+    command: str, names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a shell has not seen to it, as in quotes and behind `=`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    name, *arguments = command.split()
+    done = llamarl_here(name, *arguments)
+    assert str(tmp_path / names) in done.stdout + done.stderr
+    assert not Path("~").exists()

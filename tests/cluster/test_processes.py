@@ -32,6 +32,21 @@ SOON_S = 60.0
 """Much less than what the executor would otherwise be waited for."""
 
 
+@pytest.mark.parametrize(
+    ("ends", "cause"), [("os.kill(os.getpid(), 9)", "was killed by SIGKILL"), ("os._exit(3)", "ended with exit code 3")]
+)
+def test_a_death_before_the_engine_is_up_is_a_sentence(tmp_path: Path, ends: str, cause: str) -> None:
+    """Nobody knows the process by then but the engine, whose report is long."""
+    (tmp_path / "monarch.py").write_text(f"import os\n{ends}\n")  # found in the engine's place
+
+    async def main(cluster: Cluster) -> None:
+        with pytest.raises(MeshFailed) as failed:
+            await cluster.spawn(ExecutorSpec(name="one", target="executors:Echo", code_paths=(str(tmp_path),)), SPAWN_S)
+        assert str(failed.value) == f"one (rank 0): a process {cause} while it started"
+
+    run(main, "monarch", tmp_path)
+
+
 def test_ranks_environment_and_log_files(tmp_path: Path) -> None:
     async def main(cluster: Cluster) -> None:
         spec = ExecutorSpec(

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from llamarl import config
-from llamarl.config import ConfigError, load_config, load_sft_config
+from llamarl.config import ConfigError, build, load_config, load_sft_config
 from llamarl.config.schema import GeneratorConfig
 from tests.config.conftest import MINIMAL, Write
 
@@ -250,7 +250,7 @@ def test_warm_start_is_relative_to_its_file(write: Write) -> None:
 
 
 def test_paths_begin_at_home(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the file and on the command line; no other text does."""
+    """In the file, on the command line and from Python; no other text does."""
     monkeypatch.setenv("HOME", "/home/me")
     file = write(
         'output = "~/runs"\nname = "x"\nmodel = {path = "~/m"}\n'
@@ -258,9 +258,15 @@ def test_paths_begin_at_home(write: Write, monkeypatch: pytest.MonkeyPatch) -> N
     )
     config = load_config(file, ["--checkpoint.copy_to", "~", "--reward.model.path=~/judge"])
     assert (config.output, config.model.path) == ("/home/me/runs", "/home/me/m")
-    assert config.data.sources[0].source.options["path"] == ["/home/me/a.jsonl", "b"]
+    source = build(config.data.sources[0].source, "llamarl.data.sources", "data.train")
+    assert source.path == ("/home/me/a.jsonl", "b")
     assert config.checkpoint.copy_to == "/home/me" and config.reward.model.path == "/home/me/judge"
     assert config.rollout.stop_strings == ["~/"]
+    settings = {"model": {"path": Path("~/m")}, "critic.path": Path("~/c")}
+    config = load_config(file, settings=settings | {"data.filter": {"path": "~/rates"}})
+    assert (config.model.path, config.critic.path) == ("/home/me/m", "/home/me/c")
+    assert config.data.filter is not None and config.data.filter.path == "/home/me/rates"
+    assert load_sft_config(write('output = "~/base"\nsource = "running_total"')).output == "/home/me/base"
     assert (
         load_config(
             write('model = {path = "m", warm_start = "~/sft.toml"}\ndata.train = "running_total"')

@@ -271,10 +271,14 @@ class Run:
 
     async def add(self, name: str, generator: Generator) -> None:
         """One generator more."""
+        await self.controller.recovery.add(self.added(name, generator))
+
+    def added(self, name: str, generator: Generator) -> Generator:
+        """One generator more, which nobody asks yet."""
         self.generators.append(generator)
         self._feed()
         self.handles[name] = generator.start(name)
-        await self.controller.recovery.add(self.handles[name])
+        return generator
 
     def _lost(self, failure: object) -> None:
         raise AssertionError(failure)

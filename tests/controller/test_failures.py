@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ import numpy as np
 import pytest
 
 from llamarl.cluster.api import CallTimeout, MeshFailed, RemoteError
+from llamarl.controller.replica import Replica
 from llamarl.controller.saving import NotSaved
 from llamarl.controller.supervision import Interrupted, Supervisor
+from llamarl.controller.sync import Transports
 from llamarl.data.sampler import PromptSampler
 from llamarl.parts.forecast.simulator.clock import run_virtual
 from tests.controller.fakes import Run, config, kills
@@ -259,6 +263,40 @@ def test_the_death_of_the_last_generator_ends_the_run(tmp_path: Path) -> None:
     assert not run.complaints
 
 
+class Respawning(Run):
+    """Generators start again, in two seconds."""
+
+    def new_generators(self) -> dict[str, Any]:
+        return {"spawn_generator": self.spawn, "free_generator_slots": lambda: 1}
+
+    async def spawn(self, number: int) -> Generator:
+        await asyncio.sleep(2.0)
+        return self.added(f"generator-{number}", Generator())
+
+
+@pytest.mark.parametrize(
+    ("number", "deaths", "policy", "says"),
+    [
+        (1, 1, "respawn", r"its work \(\d unfinished groups?\) waits for a new generator, which starts"),
+        (2, 1, "respawn", r"its work \(\d unfinished groups?\) goes to generator-1 and a new generator starts"),
+        (2, 2, "respawn", r"its work \(\d unfinished groups?\) waits for a new generator, which starts"),
+        (2, 1, "drop", r"its work \(\d unfinished groups?\) goes to generator-1 and 1 generator is left"),
+        (3, 1, "drop", r"its work \(\d unfinished groups?\) goes to the others and 2 generators are left"),
+    ],
+)
+def test_what_follows_a_generators_death_is_said(
+    tmp_path: Path, number: int, deaths: int, policy: str, says: str
+) -> None:
+    """Also when no other is left."""
+    settings = config(tmp_path, steps=12, cluster={"on_failure": {"generator": policy}})
+    run = Respawning(settings, tmp_path, [Generator() for _ in range(number)])
+    run.train(strike=kills(*((f"generator-{one}", 3.0 + one / 10) for one in range(deaths))))
+    assert run.version == 12 and not run.complaints
+    said = [text for text in run.warnings if "was killed" in text]
+    assert len(said) == deaths
+    assert re.fullmatch(rf"generator-{deaths - 1} \(rank 0\): was killed by SIGKILL; {says}", said[-1]), said
+
+
 def test_supervisor_reports_the_first_failure_and_ends_the_others() -> None:
     ended = list[str]()
 
@@ -299,10 +337,20 @@ class BreaksAtOnce(Generator):
 
 
 @pytest.mark.parametrize("policy", ["stop", "drop"])
-@pytest.mark.parametrize("how", ["raises", "dies"])
-def test_a_generator_that_joins_and_fails_before_it_serves_costs_nothing(tmp_path: Path, policy: str, how: str) -> None:
+@pytest.mark.parametrize("how", ["raises", "dies", "dies as its transport is tried"])
+def test_a_generator_that_joins_and_fails_before_it_serves_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, how: str
+) -> None:
     """Whoever let it in hears of it, and the run goes on with the others."""
     heard = list[str]()
+
+    async def tries(_: object, replicas: Sequence[Replica]) -> bool:
+        if replicas[0].name == "generator-9":
+            raise MeshFailed("generator-9", (0,), "was killed by SIGKILL")
+        return False
+
+    if how.endswith("tried"):
+        monkeypatch.setattr(Transports, "choose", tries)
 
     async def strike(run: Run) -> None:
         await asyncio.sleep(1.3)
@@ -312,7 +360,7 @@ def test_a_generator_that_joins_and_fails_before_it_serves_costs_nothing(tmp_pat
         if how == "dies":
             run.handles["generator-9"].die()
         with pytest.raises((RemoteError, MeshFailed)) as caught:
-            await joins
+            await asyncio.wait_for(joins, 60.0)
         heard.append(type(caught.value).__name__)
         assert [one.name for one in run.controller.replicas.alive] == ["generator-0"]
 

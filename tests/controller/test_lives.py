@@ -155,7 +155,7 @@ def test_a_generator_that_does_not_answer_counts_as_dead(tmp_path: Path) -> None
     wanted = config(tmp_path, steps=40, cluster={"on_failure": {"generator": "drop"}, "call_timeout_s": 15.0})
     run = Run(wanted, tmp_path, [Generator(), Generator()]).train(strike=hangs("generator-1", 3.1))
     assert [row["step"] for row in run.steps] == list(range(1, 41)) and not run.complaints
-    (said,) = (line for line in run.warnings if "are left" in line)
+    (said,) = (line for line in run.warnings if "is left" in line)
     assert said.startswith("generator-1 (rank 0): generator-1.") and "had no answer after 15 s" in said
 
 

@@ -49,6 +49,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(toml: Path) -> None:
     assert kept[0] == kept[1]
     assert [row["step"] for row in kept[0]] == list(range(1, 8))
     assert kept[0][-1]["loss"] < kept[0][0]["loss"] - 0.5
+    assert "to measure, as runs of `llamarl sft`; give a run of" in llamarl_here("profile", runs / "whole").stderr
     weights = list[bytes]()
     for name in ("whole", "parts"):
         done = llamarl_here("export", runs / name)

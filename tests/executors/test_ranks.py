@@ -6,25 +6,30 @@ Not covered: a rank that hangs, as the time limit of a trainer's collectives is 
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from llamarl.algorithms.advantages.gae import Gae
 from llamarl.cluster import handle
-from llamarl.cluster.api import ExecutorHandle, ExecutorSpec, RemoteError
+from llamarl.cluster.api import ExecutorError, ExecutorHandle, ExecutorSpec, RemoteError
 from llamarl.cluster.open import open_cluster
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.cluster import ClusterConfig
 from llamarl.distributed.rendezvous import open_rendezvous
+from llamarl.generation.model import GeneratorModel
+from llamarl.models.folder import load_shape
 from llamarl.run.executors import executor_spec, spawn_all
 from llamarl.training.result import PolicyStepResult
 from llamarl.types import FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
+from llamarl.weight_sync.transports.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 from tests.end_to_end.tiny import ROOT
 
 END_S = 60.0
@@ -53,6 +58,42 @@ def group(number: int) -> RolloutGroup:
         results=tuple(RewardResult(outcome=Outcome.SCORE, value=float(index)) for index in range(2)),
         responses=("", ""),
     )
+
+
+class UnevenPublisher(SharedMemoryPublisher):
+    """One rank cannot have it."""
+
+    able_rank: ClassVar[str]
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        if os.environ["RANK"] != self.able_rank:
+            raise PermissionError("no luck")
+        super().__init__(*arguments, **options)
+
+
+class OnFirstPublisher(UnevenPublisher):
+    able_rank = "0"
+
+
+class OnLastPublisher(UnevenPublisher):
+    able_rank = "1"
+
+
+OnFirstSubscriber = OnLastSubscriber = SharedMemorySubscriber
+
+
+async def tries_transports(trainer: ExecutorHandle, model: Path) -> None:
+    """What fails on one rank fails on all at once, and what is tried next works: their messages are in step."""
+    specs, own, start_s = GeneratorModel(load_shape(model), "float32", "cpu").specs(), __name__, time.monotonic()
+    await trainer.call("set_layout", 0, specs, timeout_s=240.0)
+    for transport in (f"{own}:OnFirst", f"{own}:OnLast", "p2p", f"{own}:OnLast", "shared_memory", f"{own}:OnFirst"):
+        tried = trainer.call("publish_sample", 1, transport, timeout_s=240.0)
+        if ":" in transport:
+            with pytest.raises(RemoteError, match="PermissionError: no luck"):
+                await tried
+        else:
+            assert (await tried).transport == transport
+    assert time.monotonic() - start_s < END_S
 
 
 def test_the_failure_of_one_rank_and_of_its_part_of_the_checkpoint(model: Path, tmp_path: Path) -> None:
@@ -91,6 +132,7 @@ def test_the_failure_of_one_rank_and_of_its_part_of_the_checkpoint(model: Path, 
                 await spawn(broken)
             assert "weight` differs from" in (tmp_path / "logs/trainer.1.log").read_text(), "as it has told the others"
             trainer = await spawn(model)
+            await tries_transports(trainer, model)
             await trainer.call("add_groups", [group(0), group(1)], timeout_s=240.0)
             start_s = time.monotonic()
             with pytest.raises(RemoteError) as failed:
@@ -105,6 +147,43 @@ def test_the_failure_of_one_rank_and_of_its_part_of_the_checkpoint(model: Path, 
     assert "in token_losses\n" in str(error) and str(error).endswith("ZeroDivisionError: no luck")
     assert after_s < END_S
     assert "ZeroDivisionError: no luck" in (tmp_path / "logs/trainer.1.log").read_text()
+
+
+@dataclass(frozen=True)
+class UnevenGae(Gae):
+    """The last rank cannot have it."""
+
+    def __post_init__(self) -> None:
+        if os.environ.get("RANK") == "1":
+            raise ZeroDivisionError("no luck")
+
+
+def test_a_critic_whose_ranks_do_not_all_start(model: Path, tmp_path: Path) -> None:
+    """The start fails at once, with the error of the rank that failed, for which the others would wait."""
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": str(model)},
+            "data": {"train": "running_total"},
+            "critic": {"parallelism": {"fsdp": 2}},
+            "trainer": {"advantage": "tests.executors.test_ranks:UnevenGae"},
+        }
+    )
+    spec = executor_spec(
+        "critic", "critic:CriticExecutor", 1, 2, config=config, checkpoint_folder=str(tmp_path / "checkpoints"),
+        rendezvous=open_rendezvous(2, 240.0),
+    )  # fmt: skip
+    error, after_s = asyncio.run(fails_to_start(spec, tmp_path / "logs"))
+    assert "ZeroDivisionError: no luck" in error and after_s < END_S
+    assert "ZeroDivisionError: no luck" in (tmp_path / "logs/critic.1.log").read_text(), "as it has told the others"
+
+
+async def fails_to_start(spec: ExecutorSpec, logs: Path) -> tuple[str, float]:
+    """What an executor of several ranks says that does not start, and when."""
+    start_s = time.monotonic()
+    async with open_cluster(ClusterConfig(kind="monarch"), logs) as cluster:
+        with pytest.raises((ConfigError, ExecutorError)) as failed:
+            await spawn_all(cluster, [replace(spec, code_paths=(str(ROOT),))], 240.0)
+    return str(failed.value), time.monotonic() - start_s
 
 
 def test_a_step_is_the_same_whether_its_groups_came_in_parts(

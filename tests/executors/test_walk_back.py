@@ -60,7 +60,8 @@ def test_it_goes_back_to_what_trainer_and_critic_both_have(
     config, folder = copied(saved_run, tmp_path)
     damage(step_folder(folder, of, 4), how)
     train(config, resume=True)
-    (said,) = (line for line in capsys.readouterr().err.splitlines() if "CPU threads" not in line)
+    said, done = (line for line in capsys.readouterr().err.splitlines() if "CPU threads" not in line)
+    assert "the run is finished, all 4 steps are done" in done
     assert said.startswith(f"warning: --resume goes on from step 3, as {step_folder(folder, of, 4)}")
     assert ("cannot be read" in said) if how == "missing" else ("differs from its manifest" in said)
     assert learnt(folder) == learnt(from_step_3)

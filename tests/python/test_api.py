@@ -49,7 +49,7 @@ def toml(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 INLINE: dict[str, Any] = {"cluster": {"kind": "inline"}, "steps": 2}
 
 
-def test_a_run_of_own_rows_and_functions(toml: Path) -> None:
+def test_a_run_of_own_rows_and_functions(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = {ends_right: 1.0, brevity: 0.5}
     run = llamarl.train(toml, reward=weights, data=ROWS, eval_data=ROWS[:4], **INLINE)
     assert [row["step"] for row in run.metrics()] == [1, 2]
@@ -63,6 +63,11 @@ def test_a_run_of_own_rows_and_functions(toml: Path) -> None:
     assert again.metrics() == run.metrics() and "2 steps" in repr(again)
     longer = llamarl.train(toml, reward=weights, data=ROWS, eval_data=ROWS[:4], resume=True, **INLINE | {"steps": 3})
     assert [row["step"] for row in longer.metrics()] == [1, 2, 3]
+    num_evals = len(longer.evals())
+    done = llamarl.train(toml, reward=weights, data=ROWS, eval_data=ROWS[:4], resume=True, **INLINE | {"steps": 3})
+    assert [row["step"] for row in done.evals()[num_evals:]] == [3], "once is enough of the same weights"
+    assert "the run is finished, all 3 steps are done" in capsys.readouterr().err
+    assert done.metrics() == longer.metrics()
     with pytest.raises(llamarl.ConfigError, match="no folder of a run"):
         llamarl.open_run("runs")
 
@@ -343,6 +348,28 @@ def test_home_is_where_a_path_of_python_says(tmp_path: Path, toml: Path, monkeyp
     assert run.path == tmp_path / "mine/tiny" and (tmp_path / "mine/.given").is_dir()
     assert llamarl.open_run("~/mine/tiny").export("~/exported") == tmp_path / "exported"
     assert not Path("~").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"question": "1 2"}, "data.train, row 2: `answer` is missing"),
+        ({"id": "x", **ROWS[0]}, "data.train, row 2: id 'x' is already that of row 1; give each row its own"),
+        ({"question": "a" * (1 << 20), "answer": "1"}, "data.train, row 2 is too long: a row may have 1,048,576"),
+        ({"question": "1 2 3 " * 2000, "answer": "3"}, "data.train: the prompt of row 2 has "),
+    ],
+)
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_a_row_of_python_is_named_by_its_number(
+    tmp_path: Path, toml: Path, row: dict[str, str], says: str, is_mixed: bool
+) -> None:
+    """No file is, which nobody has named."""
+    rows = [ROWS[0], {"id": "x", **ROWS[0]}, row]
+    settings = INLINE | {"output": tmp_path, "data.overlong_prompts": "refuse"}
+    with pytest.raises(llamarl.ConfigError) as refused:
+        llamarl.train(toml, data={"a": ROWS, "b": rows} if is_mixed else rows, **settings)
+    says = f"source 'b': {says}" if is_mixed and " is too long" not in says else says
+    assert str(refused.value).replace("train.b", "train").startswith(says)
 
 
 def test_rows_with_holes_and_rewards_with_faults(tmp_path: Path) -> None:

@@ -85,6 +85,19 @@ def test_the_end_of_its_stream_is_an_order(start: Callable[..., Child], ends: st
     until(lambda: not alive(grandchild), "the end of what it has started")
 
 
+@pytest.mark.parametrize("looks", [False, True])
+def test_what_a_killed_child_has_started_ends_with_it(start: Callable[..., Child], looks: bool) -> None:
+    """It could not see to that itself, as it would have within its grace."""
+    child = start("-c", BEGET + "time.sleep(99)")
+    grandchild = int(child.stream.recv(99))
+    os.kill(child.pid, signal.SIGKILL)
+    if looks:
+        until(child.has_ended, "its end")
+    child.end(240.0)
+    assert child.has_ended() and child.returncode == -signal.SIGKILL
+    until(lambda: not alive(grandchild), "the end of what it has started")
+
+
 def test_starts_that_fail(start: Callable[..., Child], tmp_path: Path) -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(FileNotFoundError):

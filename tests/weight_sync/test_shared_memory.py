@@ -59,6 +59,17 @@ class TestVersions:
         assert all(torch.equal(served[name], weight) for name, weight in weights(0).items())
         assert (publisher._segments[0].versions != 0).sum() == 3, "as few slots as can be"
 
+    def test_what_is_published_again_takes_the_place_of_what_was_damaged(self, pair) -> None:
+        """Others, who have proved it, serve on from where it was."""
+        publisher, subscriber = pair
+        served = subscriber.fetch(0, publisher.publish(0, weights(0), ()))
+        publisher._segments[0].tensors[publisher._segments[0].slot_of(0)]["norm"][3] += 1
+        with pytest.raises(FingerprintMismatch, match="norm of version 0"):
+            subscriber.fetch(0, publisher._address)
+        again = subscriber.fetch(0, publisher.publish(0, weights(0), [0]))
+        publisher.publish(1, weights(1), [0])
+        assert torch.equal(again["norm"], weights(0)["norm"]) and torch.equal(served["embed"], weights(0)["embed"])
+
     def test_only_what_is_there_can_be_had(self, pair) -> None:
         publisher, subscriber = pair
         for version in range(3):

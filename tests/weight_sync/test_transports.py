@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -291,3 +292,19 @@ def test_a_file_of_one_trainer_rank_is_a_plain_checkpoint(tmp_path) -> None:
     assert torch.equal(loaded["b"], weights["b"])
     publisher.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_what_was_published_again_go_with_it(tmp_path: Path) -> None:
+    """Those of changes since other versions too."""
+    specs = (TensorSpec.whole("w", (64,), "float32"),)
+    publisher, weights = FilePublisher(alone(specs), lambda value: [value], tmp_path, delta=True), torch.arange(64.0)
+    publisher.publish(1, {"w": weights}, ())
+    weights[0] = 5
+    publisher.publish(2, {"w": weights}, [1])
+    assert any("since-1" in path.name for path in tmp_path.iterdir())
+    publisher.publish(2, {"w": weights}, [2])
+    for version in range(3, 6):
+        publisher.publish(version, {"w": weights}, ())
+    assert {path.name.split("-")[1] for path in tmp_path.iterdir()} == {"4", "5"}
+    publisher.close()
+    assert not [*tmp_path.iterdir()]

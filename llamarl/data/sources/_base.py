@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
+ROW = "row "
+"""Begins the name of a row that came from Python, whose number follows, from 0; others are named by file and line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +28,12 @@ class ProblemRow:
     """Conversation that ends with what is to be answered, `role` and `content` each; empty: `question` alone."""
     reply: dict[str, Any] | None = None
     """Message of the assistant that the row ended with, which no prompt holds: what supervised training learns."""
+
+    @property
+    def name(self) -> str:
+        """The row in a sentence: by its id, or by its number where that id is of a file that nobody has named."""
+        found = re.fullmatch(r"[0-9a-f]{32}-(\d+)", self.problem_id)
+        return f"{ROW}{int(found[1]) - 1}" if found else f"{ROW}{self.problem_id!r}"
 
     @property
     def solution(self) -> str | None:

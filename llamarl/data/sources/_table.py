@@ -13,8 +13,8 @@ from pydantic import Field
 
 from llamarl.config import ConfigError
 from llamarl.config.load import parse_json
-from llamarl.data.files import PlacedRow, check_size, no_json
-from llamarl.data.sources._base import ProblemRow
+from llamarl.data.files import GIVEN, PlacedRow, check_size, no_json
+from llamarl.data.sources._base import ROW, ProblemRow
 
 Message = dict[str, Any]
 
@@ -200,5 +200,7 @@ def of_files(
         raise ConfigError("path = [] names no file of rows; give at least one")
     stems = [stem_of(path) for path in paths]
     for path, prefix in zip(paths, stems if len(set(stems)) == len(stems) else paths, strict=True):
+        is_given = Path(path).parent.name == GIVEN
         for place, values in read(Path(path)):
-            yield f"{prefix}-{place.rpartition(':')[2]}", (place, values)
+            line = place.rpartition(":")[2]
+            yield f"{prefix}-{line}", (f"{ROW}{int(line) - 1}" if is_given else place, values)

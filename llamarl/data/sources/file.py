@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from llamarl.config import FilePath
 from llamarl.data.files import PlacedRow, read_file, stem
 from llamarl.data.sources._table import Table, of_files
 
@@ -13,7 +14,7 @@ from llamarl.data.sources._table import Table, of_files
 class File(Table):
     """Rows of one file, or of several in turn, of which each may have another suffix."""
 
-    path: str | tuple[str, ...]
+    path: FilePath | tuple[FilePath, ...]
     """File or files; relative paths start at the working folder. Those of text may end in .gz."""
 
     def _located(self) -> Iterator[tuple[str, PlacedRow]]:

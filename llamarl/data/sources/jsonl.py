@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from llamarl.config import FilePath
 from llamarl.data.files import PlacedRow, read_jsonl
 from llamarl.data.sources._table import Table, of_files
 
@@ -14,7 +15,7 @@ from llamarl.data.sources._table import Table, of_files
 class Jsonl(Table):
     """Rows of one file, or of several in turn, whatever their suffix."""
 
-    path: str | tuple[str, ...]
+    path: FilePath | tuple[FilePath, ...]
     """File or files; relative paths start at the working folder."""
 
     def _located(self) -> Iterator[tuple[str, PlacedRow]]:

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
-from llamarl.config import ConfigError, RunConfig
+from llamarl.config import ConfigError, RunConfig, from_home
 from llamarl.config.data import EvalConfig
 from llamarl.data.prompts import open_tokenizer, settled
 from llamarl.run.begin import Delays
@@ -75,7 +75,7 @@ def ready(
     Raises:
         ConfigError: a name means nothing, or the tokenizer cannot be read.
     """
-    folder = Path(place).parent if isinstance(place, str | Path) else None
+    folder = Path(from_home(place)).parent if isinstance(place, str | Path) else None
     options = [one.option for one in named(config) if one.option.startswith(("model.path", f"data.{which}"))]
     pinned = resolved(config, run=folder, command=command, only=options)
     with delays():

@@ -36,6 +36,8 @@ COUNTERS = (
     "fetch_s",
 )
 """Names under `extra.` in metrics.jsonl."""
+OF_TRAINING = ("events.jsonl", "journal.jsonl", "rollouts.jsonl", "trace.json")
+"""Files of a run of `llamarl train`: one at least."""
 _FIX = "profile a run that has ended by itself"
 
 
@@ -62,6 +64,11 @@ def read_run(path: str | Path) -> RecordedRun:
     folder = Path(path)
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"{folder} is no run folder (no config.toml in it); give the folder of a finished run")
+    if not any((folder / name).exists() for name in OF_TRAINING):
+        raise ConfigError(
+            f"{folder} has neither rollouts nor generators to measure, as runs of `llamarl sft`; give a run of "
+            "`llamarl train`"
+        )
     read = [row for _, row in read_run_rows(folder / "metrics.jsonl", _FIX) if row.get("kind") == "step"]
     steps = {row["step"]: row for row in read if row.get("step_s", 0) is not None}  # None: it was trained again
     rows = [steps[step] for step in sorted(steps)][1:]

@@ -25,7 +25,7 @@ def reply_of(row: ProblemRow, where: str, name: str = "solution") -> Mapping[str
     solution = row.fields.get(name)
     if not isinstance(solution, str) or not solution:
         raise ConfigError(
-            f"{where}: row {row.problem_id!r} has no `{name}` text to learn from; every row needs one, or to be a "
+            f"{where}: {row.name} has no `{name}` text to learn from; every row needs one, or to be a "
             "conversation that ends with the assistant's message"
         )
     return {"role": "assistant", "content": solution}

@@ -30,12 +30,13 @@ class SftExecutor(OptimizingExecutor):
     ) -> None:
         settings, timeout_s = config.trainer, config.cluster.start_timeout_s
         super().__init__("trainer", settings, Path(checkpoint_folder), config.checkpoint, rendezvous, timeout_s)
-        model, read = self._open_policy(config)
-        self._supervised = Supervised(model, settings, self._mesh, self._device, read)
-        self._peak_flops = self._mesh.world.size * peak_flops(settings, self._device)
         self._resumed: tuple[dict[str, int] | None, list[str]] = (None, [])
-        if resume:
-            self._resumed = self._resume(self._supervised, KIND)
+        with self._mesh.together():
+            model, read = self._open_policy(config)
+            self._supervised = Supervised(model, settings, self._mesh, self._device, read)
+            if resume:
+                self._resumed = self._resume(self._supervised, KIND)
+        self._peak_flops = self._mesh.world.size * peak_flops(settings, self._device)
         self._order: dict[str, int] | None = self._resumed[0]
         """Order of the documents that come next."""
 

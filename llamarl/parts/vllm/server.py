@@ -117,7 +117,7 @@ class VllmServer:
         Raises:
             VllmFailed: the server has ended.
         """
-        if self._keeper.poll() is not None:
+        if self._keeper.has_ended():
             self.fail("has ended")
 
     def get(self, path: str, timeout_s: float = CONTROL_TIMEOUT_S) -> bytes:

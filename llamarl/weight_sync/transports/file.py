@@ -62,8 +62,10 @@ class FilePublisher(Publisher):
             for path in self._written.pop(old):
                 path.unlink()
         bases = [held for held in self._written if held in in_use and held != version] if self._delta else []
-        numbers = range(len(self._plan.layouts))
-        self._written[version] = [path for number in numbers for path in self._write(version, number, weights, bases)]
+        paths = [*self._written.get(version, ())]  # it may be published again, with changes since other versions
+        for number in range(len(self._plan.layouts)):
+            paths += self._write(version, number, weights, bases)
+        self._written[version] = list(dict.fromkeys(paths))
         return self._address
 
     def _write(self, version: int, number: int, weights: Mapping[str, Tensor], bases: Sequence[int]) -> list[Path]:

@@ -124,6 +124,8 @@ class SharedMemoryPublisher(Publisher):
         if self._device.type == "cuda" and slot not in self._pinned:
             self._pinned[slot] = self._pin(slot)
         for segment in self._segments:
+            own = segment.versions[:, plan.rank]
+            own[_versions(own) == version] = EMPTY  # published again: who looks for it finds it here alone
             segment.versions[slot, plan.rank] = EMPTY  # first, for who is still proving what lay here
             segment.proofs[slot, plan.rank] = 0
             segment.versions[slot, plan.rank] = word(version, writing=True)

@@ -215,6 +215,15 @@ def test_bad_run_folders(tmp_path: Path, file: str, text: str | None, message: s
         main([str(run)])
 
 
+def test_a_run_of_sft_has_nothing_to_measure(tmp_path: Path) -> None:
+    """It has settings, metrics and checkpoints, and running it again would not mend that."""
+    run = write_run(tmp_path, steps=10)
+    for file in ("rollouts.jsonl", "trace.json"):
+        (run / file).unlink()
+    with pytest.raises(ConfigError, match="has neither rollouts nor generators to measure, as runs of `llamarl sft`"):
+        main([str(run)])
+
+
 def test_a_run_whose_forwards_were_not_seen(run_folder: Path) -> None:
     run = read_run(run_folder)
     generator = run.config.generator.model_copy(update={"backend": "vllm"})

@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model", metavar="MODEL|RUN", help=f"{MODEL_HELP}, or a run folder: its newest checkpoint")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen at; 0: any that is free (8000)")
-    parser.add_argument("--api-key", metavar="KEY", help="that clients must give")
+    parser.add_argument("--api-key", type=str, metavar="KEY", help="that clients must give")
     parser.add_argument("--name", help="of the model, for clients (the folder's name)")
     add_settings(parser, BASE, *ENGINE)
     return parser

@@ -21,7 +21,7 @@ certificates and stays in DIR."""
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
     parser = command_parser("certs", "Make the certificates by which the hosts of a run know each other.", EPILOG)
-    parser.add_argument("folder", metavar="DIR", type=Path, help="becomes readable for you alone")
+    parser.add_argument("folder", metavar="DIR", help="becomes readable for you alone")
     parser.add_argument("--hosts", default="", metavar="NAME=ADDRESS,...", help="IP addresses or DNS names")
     parser.add_argument("--controller", metavar="NAME=ADDRESS", help="by default this machine, as the hosts see it")
     parser.add_argument("--days", type=int, default=365, help="validity (365)")
@@ -32,11 +32,11 @@ def main(arguments: Sequence[str]) -> int:
     if not (hosts or options.controller):
         raise ConfigError("--hosts is missing; name them, as in --hosts b=10.0.0.2,c=10.0.0.3")
     members: dict[str, tuple[str, ...]] = {name: (name, address) for name, address in hosts.items()}
-    if options.controller or not (options.folder / f"{CONTROLLER}.crt").exists():
+    if options.controller or not Path(options.folder, f"{CONTROLLER}.crt").exists():
         controller = _pair("--controller", options.controller) if options.controller else _this_machine(hosts)
         check_member(*controller)
         members[CONTROLLER] = (CONTROLLER, *controller)
-    is_new = make_certificates(options.folder, members, options.days)
+    is_new = make_certificates(Path(options.folder), members, options.days)
     if is_new:
         print(f"ca: new, valid until {_last_day(AUTHORITY_DAYS)}; ca.key makes certificates, keep it in this folder")
     for name, names in members.items():
