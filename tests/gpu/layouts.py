@@ -115,8 +115,9 @@ def misplaced(
 
 
 def planning(model: str, sizes: dict[str, int], generator_tp: int) -> dict[str, float]:
-    """Processor seconds of a checkpoint's index and of a sync plan, their sizes, and the process's memory meanwhile."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew; `ru_maxrss` has that of who forked it, too
+    """Processor seconds of a checkpoint's index and of a sync plan, their sizes, and how much memory they take."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew, at what others have left here
+    left_bytes = _peak_bytes()
     layout, start_s = planned(model, sizes), time.process_time()
     held = [
         [
@@ -135,8 +136,12 @@ def planning(model: str, sizes: dict[str, int], generator_tp: int) -> dict[str, 
         "plan_s": time.process_time() - start_s - index_s,
         "index_parts": len(index),
         "moves_of_some": num_moves,
-        "peak_bytes": 1024.0 * int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]),
+        "peak_bytes": _peak_bytes() - left_bytes,
     }
+
+
+def _peak_bytes() -> float:
+    return 1024.0 * int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0])
 
 
 class Made(TorchDispatchMode):

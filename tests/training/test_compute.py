@@ -55,7 +55,7 @@ def by_torch(trainer: Trainer) -> Trainer:
 
 def kept_bytes(trainer: Trainer, groups: list[RolloutGroup]) -> int:
     """Of different memory between forward and backward of all groups in one microbatch, weights left out."""
-    (batch,) = pack(list(trainer._batch(groups)[0].groups), 1 << 30)
+    (batch,) = pack(trainer._samples(groups)[0], 1 << 30)
     kept = dict[int, int]()
     weights = {weight.untyped_storage().data_ptr() for weight in trainer.model.parameters()}
 
@@ -163,7 +163,7 @@ def test_flops(make_trainer, make_groups) -> None:
     """Matrix products as torch counts them; attention by counting pairs; three times the forward."""
     groups = make_groups()
     trainer = by_torch(make_trainer(shape={"tie_embeddings": False}))
-    samples = list(trainer._batch(groups)[0].groups)
+    samples = trainer._samples(groups)[0]
     (batch,) = pack(samples, 1000)
     with FlopCounterMode(display=False) as counter, torch.no_grad(), serving("torch"):  # it knows no others
         trainer.logprobs(batch)
@@ -299,7 +299,7 @@ def test_large_microbatches_are_even(make_trainer, make_groups, length: int, num
     """Where products want it, so that they meet few sizes; small ones stay as they are."""
     trainer = make_trainer(shape={"max_position_embeddings": 2048})
     trainer.policy.even = 128
-    (batch,) = pack(list(trainer._batch(make_groups(((length,),)))[0].groups), 1 << 30)
+    (batch,) = pack(trainer._samples(make_groups(((length,),)))[0], 1 << 30)
     inputs = trainer.policy.place(batch, torch.device("cpu"))
     num_prompt = len(batch.token_ids_N) - length + 1
     assert len(inputs.token_ids_N) == (num_inputs if num_inputs % 128 == 0 else num_prompt + length - 1)

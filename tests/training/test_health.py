@@ -35,7 +35,7 @@ class TestAges:
         """By hand, on the log-probs that the trainer computes; the two parts make up the whole."""
         trainer, groups = make_trainer(torch.float64), aged(make_groups(), (1, 2, 3))
         trainer.policy_version = 3
-        (batch,) = pack(list(trainer._batch(groups)[0].groups), 1000)
+        (batch,) = pack(trainer._samples(groups)[0], 1000)
         log_ratio_R = trainer.logprobs(batch).detach().numpy() - batch.behavior_logprobs_R
         stale_R = batch.policy_versions_R < 3
         metrics = logged(trainer.step(groups))

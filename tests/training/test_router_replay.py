@@ -183,8 +183,8 @@ def test_a_step_learns_with_the_recorded_experts(groups: list[RolloutGroup]) -> 
     with watched(model) as used:
         result = trainer.step(groups)
     assert not result.skipped
-    batch, _, _ = trainer._batch(groups)
-    packs = pack(with_advantage(batch.groups), 40)
+    samples, _, _ = trainer._samples(groups)
+    packs = pack(with_advantage(samples), 40)
     assert len(packs) > 1
     assert len(used) == 2 * 2 * len(packs)  # passes, layers
     found = [torch.cat(pair, 1).numpy() for pair in zip(used[::2], used[1::2], strict=True)]
