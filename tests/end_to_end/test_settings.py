@@ -256,7 +256,10 @@ class Seen:
             "prompts": lambda: [row["prompt"] for row in recorded],
             "rewards": lambda: [row["reward"] for row in recorded],
             "advantages": lambda: [row["advantage"] for row in recorded],
-            "weights": lambda: [row.get("fingerprint") for row in rows(self.folder / "journal.jsonl")],
+            "weights": lambda: sorted(
+                (row["step"], row["fingerprint"])
+                for row in rows(self.folder / "journal.jsonl") if "fingerprint" in row
+            ),
             "evals": lambda: [[row[one] for one in ("accuracy", "k", "num_prompts", "mean_response_tokens")]
                               for row in metrics if row["kind"] == "eval"],
             "executors": lambda: {
