@@ -686,8 +686,8 @@ FIGURES = (
     ),
     Figure(
         "docs/measures.md",
-        "code lines: {} of what is the core now, {} of what is in parts; a demo of four steps enters {} files and builds "
-        "{} types of records",
+        "code lines: {} of what is the core now, {} of what is in parts; a demo of four steps enters {} files and "
+        "builds {} types of records",
         "house-2026-11-26",
         (
             ("core_code_lines", ",d"), ("part_code_lines", ",d"), ("demo/steps/num_files", ".0f"),
