@@ -105,7 +105,7 @@ class LineScreen(Screen):
         self._num_evals = len(view.evals)
         if view.metrics and view.metrics.step > self._step:
             self._step = view.metrics.step
-            print_to(self._out, step_line(view.metrics, self._info, view.recent_step_s))
+            print_to(self._out, step_line(view, view.metrics, self._info))
 
     def warn(self, text: str) -> None:
         print_to(self._err, f"warning: {text}")
@@ -120,8 +120,9 @@ def print_to(stream: TextIO, text: str) -> None:
         return
 
 
-def step_line(last: StepMetrics, info: RunInfo, recent_step_s: float) -> str:
-    """One step for a log, about 120 characters."""
+def step_line(view: RunView, last: StepMetrics, info: RunInfo) -> str:
+    """The last step for a log, about 120 characters. What generators decode is that of recent steps: they tell it with
+    their rollouts, some in one step and none in the next."""
     digits, allowed = len(str(info.steps)), f"{last.staleness_limit} (S {info.max_staleness})"
     parts = [
         f"step {last.step:>{digits}}/{info.steps}",
@@ -132,8 +133,8 @@ def step_line(last: StepMetrics, info: RunInfo, recent_step_s: float) -> str:
         f"ratio {number(last.update.importance_ratio_mean)} max {number(last.update.importance_ratio_max)}",
         f"grad {number(last.update.grad_norm)}",
         f"{duration(last.step_s)}",
-        f"{number(last.generated_tokens_per_s)} tok/s",
-        f"eta {duration(remaining_s(info.steps - last.step, recent_step_s))}",
+        f"{number(view.generated_tokens_per_s)} tok/s",
+        f"eta {duration(remaining_s(info.steps - last.step, view.recent_step_s))}",
     ]
     if last.invalid_share > 0:
         parts.insert(3, f"invalid {percent(last.invalid_share)}")

@@ -52,6 +52,13 @@ def test_a_line_names_the_rewards_of_the_sources(info, make_view, make_metrics):
     assert "reward 0.624 (gsm8k 0.250, svamp 1.00)  solved" in out.getvalue()
 
 
+def test_a_line_says_what_is_decoded_lately(info, make_view, make_metrics):
+    """Of this step generators may have told nothing yet."""
+    out = io.StringIO()
+    LineScreen(info, out, io.StringIO()).show(make_view(1, metrics=make_metrics(1, generated_tokens_per_s=0.0)))
+    assert "3,240 tok/s" in out.getvalue()
+
+
 def test_a_closed_pipe_does_not_end_the_run(info, make_view):
     class Closed(io.StringIO):
         def write(self, text):
