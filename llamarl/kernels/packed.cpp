@@ -266,10 +266,7 @@ void linear_bfloat16(
             to_bfloat16(x + m * k + start, count, to);
         });
         run<Way, Bf16>(packed, w, chunk, num_n, k, [&](int64_t m, int64_t n, const float* sums) __attribute__((always_inline)) {
-            const float* add = bias ? bias + n : nullptr;
-            // The usual number as a constant: its loop becomes a few vector instructions.
-            if (num_n - n >= kPanel) write(y + m * num_n + n, add, kPanel, accumulate, sums);
-            else write(y + m * num_n + n, add, num_n - n, accumulate, sums);
+            write_panel<kPanel>(y + m * num_n + n, bias ? bias + n : nullptr, num_n - n, accumulate, sums);
         });
     }
 }

@@ -66,12 +66,8 @@ void linear(
                 }
                 panel = next;
             }
-            const float* add = bias ? bias + n : nullptr;
-            for (int64_t m = 0; m < rows; ++m) {
-                // The usual number as a constant: its loop becomes a few vector instructions.
-                if (num_n - n >= kPanel) write(y + m * num_n + n, add, kPanel, accumulate, sums + m * kPanel);
-                else write(y + m * num_n + n, add, num_n - n, accumulate, sums + m * kPanel);
-            }
+            for (int64_t m = 0; m < rows; ++m)
+                write_panel<kPanel>(y + m * num_n + n, bias ? bias + n : nullptr, num_n - n, accumulate, sums + m * kPanel);
         }
     }
 }

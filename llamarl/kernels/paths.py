@@ -89,10 +89,10 @@ def offered(kind: str) -> tuple[Path, ...]:
     found = list[Path]()
     if pin != "avx2" and "avx512" in here:
         found += packed_paths(build.load("packed"), kind)
-    native = vector_path(build.load(_file(kind)), kind)
+    native = vector_path(kind)
     found += native
     if native and native[0].name.startswith("avx512") and not pin:
-        found += vector_path(build.load(_file(kind), "avx2"), kind)
+        found += vector_path(kind, "avx2")
     found = [path for path in found if error_of(path, kind) <= _TOLERANCES[kind]]
     tiles = [path for path in found if path.name.startswith("amx")]
     if pin == "amx" and kind != "float32" and not tiles:
@@ -109,10 +109,9 @@ def _file(kind: str) -> str:
 
 def fault(kind: str) -> str:
     """Why no path is offered for a type."""
-    loaded = build.load(_file(kind))
-    found = vector_path(loaded, kind)
-    wrong = f"{_file(kind)}.cpp is off by {error_of(found[0], kind):.1g} in {kind} on this processor" if found else ""
-    return wrong or loaded.reason
+    for path in vector_path(kind):
+        return f"{_file(kind)}.cpp is off by {error_of(path, kind):.1g} in {kind} on this processor"
+    return build.load(_file(kind)).reason
 
 
 @functools.cache
@@ -143,9 +142,10 @@ def record() -> dict[str, Choice]:
     return dict(_choices)
 
 
-def vector_path(loaded: Kernel, kind: str) -> list[Path]:
-    """Path of `panels.cpp`, or for int8 of `linear.cpp`, in a list; none where that is missing."""
-    library = loaded.library
+def vector_path(kind: str, instructions: str = "") -> list[Path]:
+    """Path of `panels.cpp`, or for int8 of `linear.cpp`, in a list; none where that is missing. `instructions` as
+    `build.load` takes them."""
+    library = build.load(_file(kind), instructions).library
     if library is None:
         return []
     library.instructions.restype, suffix = ctypes.c_char_p, b""

@@ -32,6 +32,13 @@ inline void write(float* y, const float* bias, int64_t count, bool accumulate, c
     }
 }
 
+// As many of a panel's outputs as are left. The usual number is a constant: its loop becomes a few vector instructions.
+template <int64_t panel>
+inline void write_panel(float* y, const float* bias, int64_t left, bool accumulate, const float* values) {
+    if (left >= panel) write(y, bias, panel, accumulate, values);
+    else write(y, bias, left, accumulate, values);
+}
+
 // Largest magnitude, at least `least`; NaN if any value is NaN or infinite: as integers, the bits of magnitudes order
 // like the magnitudes, and those of infinity and NaN are above all others.
 inline float absmax(const float* row, int64_t count, float least) {

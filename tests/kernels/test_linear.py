@@ -170,10 +170,9 @@ def test_what_multiplies_has_a_name(computed_by):
 def test_panels_of_other_vectors(flags, kind, monkeypatch):
     """Widths that this processor does not choose, or makes of several registers."""
     monkeypatch.setitem(build._LIMITS, "others", flags)
-    loaded = build.load("panels", "others")
-    if loaded.library is None:
-        pytest.skip(loaded.reason)
-    (path,) = paths.vector_path(loaded, kind)
+    if build.load("panels", "others").library is None:
+        pytest.skip(build.load("panels", "others").reason)
+    (path,) = paths.vector_path(kind, "others")
     assert paths.error_of(path, kind) <= 1e-6
     x, w = random(40, 700), random(37, 700, seed=1).to(getattr(torch, kind))
     packed, y, one = path.packed(w), torch.empty(40, 37), torch.empty(1, 37)

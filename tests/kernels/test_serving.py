@@ -36,7 +36,7 @@ class TestServing:
     @pytest.mark.parametrize("kind", paths.KINDS.values())
     def test_each_type_of_weights_has_the_path_of_every_processor(self, kind: str) -> None:
         """It may be pinned away, or come behind those of wider instructions."""
-        (path,) = paths.vector_path(build.load("linear" if kind == "int8" else "panels"), kind)
+        (path,) = paths.vector_path(kind)
         assert paths.error_of(path, kind) < 1e-2
 
 
