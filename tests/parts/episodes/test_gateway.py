@@ -24,13 +24,21 @@ from llamarl.parts.episodes.gateway.protocol import CallRefused
 from llamarl.parts.episodes.joint import spec
 from llamarl.types import OBSERVED, FinishReason, Outcome, Prompt, Rollout, SamplingParams, continued
 
-AGENT = {"name": "tests.parts.episodes.agents:run", "episode_s": 3.0, "workers": 2}
+AGENT = {"name": "tests.parts.episodes.agents:run", "episode_s": 240.0, "workers": 2}
 
 
 @pytest.fixture
-def executor(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GatewayExecutor]:
-    monkeypatch.setattr(workers, "GRACE_S", 4.0)
+def executor(model: Path) -> Iterator[GatewayExecutor]:
     made = GatewayExecutor(str(model), RolloutConfig.model_validate({"agent": AGENT}))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def hurried(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GatewayExecutor]:
+    """It waits 3 s for an episode, and 4 s more for the worker to end it."""
+    monkeypatch.setattr(workers, "GRACE_S", 4.0)
+    made = GatewayExecutor(str(model), RolloutConfig.model_validate({"agent": {**AGENT, "episode_s": 3.0}}))
     yield made
     made.close()
 
@@ -101,8 +109,6 @@ def test_each_episode_ends_in_its_own_way(model: Path, executor: GatewayExecutor
         "silent",
         "raise",
         "exit",
-        "stuck",
-        "slow",
         "stranger",
         "leaves",
         "result",
@@ -121,8 +127,6 @@ def test_each_episode_ends_in_its_own_way(model: Path, executor: GatewayExecutor
         "silent": "the agent got no answer of the policy",
         "raise": "KeyError: 'no such thing'",
         "exit": "its worker died with code 3",
-        "stuck": "its worker hung for 7 s",
-        "slow": "the agent took over 3 s (rollout.agent.episode_s)",
         "stranger": "HTTP Error 401",
         "nan": "the agent gave nan",
         "huge": "no result with a finite value of at most 1e+30",
@@ -144,6 +148,17 @@ def test_each_episode_ends_in_its_own_way(model: Path, executor: GatewayExecutor
         *[False] * len(first), *[True] * len(text), *[False] * len(more), *[True] * len(text)
     ]  # fmt: skip
     assert not executor._answers and not executor._episodes, "nothing is left of those that are over"
+
+
+def test_an_episode_that_takes_too_long_is_given_up(model: Path, hurried: GatewayExecutor) -> None:
+    said = ["stuck", "slow"]
+    hurried.submit([task(n, what) for n, what in enumerate(said)])
+    ends = play(hurried, Tokenizer(model), len(said))
+    expected = ["its worker hung for 7 s", "the agent took over 3 s (rollout.agent.episode_s)"]
+    for n, part in enumerate(expected):
+        result = ends[n].result
+        assert result and result.outcome is Outcome.INVALID and result.reason and part in result.reason
+    assert not hurried._answers and not hurried._episodes
 
 
 def test_nobody_learns_from_an_answer_that_the_agent_did_not_wait_for(model: Path, executor: GatewayExecutor) -> None:
