@@ -101,7 +101,7 @@ def main() -> None:
 
 def _layouts(name: str, fsdp: int, tp: int, replicas: int, dtype: str) -> tuple[ShardLayout, ShardLayout]:
     model = MODELS[name]
-    shapes = model.weights(norms=True)
+    shapes = model.weights()
     source = trainer_layout(shapes, fsdp=fsdp, tp=TP, dtype="bfloat16")
     destination = generator_layout(
         shapes,

@@ -46,7 +46,7 @@ def main() -> None:
 def running(model: GeneratorModel, batch: int, context: int, graphs: bool) -> Engine:
     """An engine that decodes so many rows, all of so many tokens when half of the steps to be timed are done."""
     shape = model.shape
-    kv_bytes = KVCache.block_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, model.kv_dtype)
+    kv_bytes = KVCache.block_bytes(shape, model.kv_dtype)
     kv_bytes *= batch * ((context + 4 * COUNT) // 16 + 2)
     engine = Engine(model, max_running=batch, prefill_tokens=8192, kv_bytes=kv_bytes, graphs=graphs)
     engine.submit(requests(shape, range(batch), max(context - COUNT // 2, 1), 4 * COUNT))

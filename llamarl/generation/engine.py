@@ -138,20 +138,19 @@ class Engine:
         if self._cache is not None:
             return
         model, scheduler = self.model, self._scheduler
-        sizes = model.shape.num_layers, model.shape.num_kv_heads, model.shape.head_dim
         if not scheduler.pool.num_blocks:
             kv_bytes = self._kv_bytes
             if kv_bytes is None:
                 beside = self._beside_bytes if self._sleeps else None
                 kv_bytes = kv_budget(model, scheduler.max_running, sleeps_beside=beside)
-            scheduler.pool = BlockPool(kv_bytes // KVCache.block_bytes(*sizes, model.kv_dtype))
+            scheduler.pool = BlockPool(kv_bytes // KVCache.block_bytes(model.shape, model.kv_dtype))
         num_blocks, graphs = scheduler.pool.num_blocks, self._has_graphs
         if graphs is None:
             has_kernels = gpu.kernel("decode", model.device) is not None and isinstance(model, GeneratorModel)
             graphs = has_kernels and not self._no_graphs_because
         self._cache = KVCache(
-            num_layers=sizes[0], num_blocks=num_blocks + graphs, num_kv_heads=sizes[1], head_dim=sizes[2],
-            dtype=model.kv_dtype, device=model.device,
+            num_layers=model.shape.num_layers, num_blocks=num_blocks + graphs, num_kv_heads=model.shape.num_kv_heads,
+            head_dim=model.shape.head_dim, dtype=model.kv_dtype, device=model.device,
         )  # fmt: skip
         if graphs:
             assert isinstance(model, GeneratorModel), "graphs run a model made for generation"
@@ -398,8 +397,7 @@ def kv_budget(model: EngineModel, max_running: int, num_ranks: int = 1, sleeps_b
         ConfigError: a GPU is too small for new weights beside those in use.
     """
     shape, device = model.shape, model.device
-    block_bytes = KVCache.block_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, model.kv_dtype)
-    full = max_running * -(-shape.max_position_embeddings // BLOCK_SIZE) * block_bytes
+    full = max_running * -(-shape.max_position_embeddings // BLOCK_SIZE) * KVCache.block_bytes(shape, model.kv_dtype)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         weights = sum(spec.num_bytes for spec in model.specs()) if isinstance(model, GeneratorModel) else 0

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from llamarl.kernels import attention, gpu
 from llamarl.kernels.attention import BLOCK_SIZE
+from llamarl.models.memory import kv_token_bytes
+from llamarl.models.sizes import DecoderSizes
 
 FP8, FP8_MOST = torch.float8_e4m3fn, torch.finfo(torch.float8_e4m3fn).max
 
@@ -46,9 +48,9 @@ class KVCache:
         self.device = device
 
     @staticmethod
-    def block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    def block_bytes(shape: DecoderSizes, dtype: torch.dtype) -> int:
         """Bytes of one block, keys and values of all layers."""
-        return 2 * num_layers * num_kv_heads * head_dim * BLOCK_SIZE * dtype.itemsize
+        return BLOCK_SIZE * int(kv_token_bytes(shape, 1, dtype.itemsize))
 
     def clear(self, blocks: list[int]) -> None:
         """Zero new blocks for torch, which multiplies what lies behind the last token by 0, and 0 * NaN is NaN."""

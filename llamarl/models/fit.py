@@ -8,11 +8,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from llamarl.config import RunConfig
-from llamarl.config.decoder import DecoderSizes, uneven_shares
 from llamarl.config.roles import CriticConfig, ReferenceConfig, RewardModelConfig
 from llamarl.config.trainer import ATTENTION, ParallelismConfig
 from llamarl.models import memory
 from llamarl.models.memory import WIDTHS, GeneratorLoad, Parts, TrainerLoad, total
+from llamarl.models.sizes import DecoderSizes, adapter_parameters, uneven_shares
 
 CACHE_BLOCK_TOKENS = 16
 """Tokens for which keys and values are kept at a time, by all kernels."""
@@ -72,8 +72,8 @@ def holdings(
     parts = memory.generator_bytes(shape, generator_load(config, shape))
     grows = 0.0
     if generator.kv_cache_bytes is None:
-        each = memory.kv_token_bytes(shape, tp, kv_width(config))
-        grows = max(0.0, generator.max_running * _blocks(shape.max_position_embeddings) * each - _kv(parts))
+        full = generator.max_running * cache_bytes(config, shape, shape.max_position_embeddings)
+        grows = max(0.0, full - parts["keys and values"])
     for number in range(generator.replicas):
         yield RankMemory(
             executor=f"generator-{number}", num_ranks=tp, on_gpu=generator.device != "cpu", parts=parts, grows=grows,
@@ -168,9 +168,8 @@ def trainer_load(
 def generator_load(config: RunConfig, shape: DecoderSizes) -> GeneratorLoad:
     """Load of a rank whose cache has the size that is set, or room for one longest sequence."""
     generator, tp = config.generator, config.generator.tensor_parallel
-    tokens: float = _blocks(sum(longest(config, shape)))
-    if generator.kv_cache_bytes is not None:
-        tokens = generator.kv_cache_bytes / memory.kv_token_bytes(shape, tp, kv_width(config))
+    cached = generator.kv_cache_bytes or cache_bytes(config, shape, sum(longest(config, shape)))
+    tokens = cached / memory.kv_token_bytes(shape, tp, kv_width(config))
     # On a CPU they serve from the trainer's slot, or from what was received, which took the place of the last version.
     copies = 2 if generator.device != "cpu" or config.cluster.kind == "hosts" else 1
     if config.generators_sleep and not config.trainer.lora:  # nothing is in use while others are written
@@ -223,16 +222,15 @@ def slot_bytes(config: RunConfig, shape: DecoderSizes) -> float:
         return 0.0
     tp, ranks = config.generator.tensor_parallel, config.trainer.parallelism.num_ranks
     if lora := config.trainer.lora:
-        return SLOTS * 4 * memory.adapter_parameters(shape, lora) / ranks
+        return SLOTS * 4 * adapter_parameters(shape, lora) / ranks
     return SLOTS * tp * float(memory.served_bytes(shape, WIDTHS[config.generator.dtype], tp)) / ranks
 
 
-def _blocks(tokens: int) -> int:
-    return -(-tokens // CACHE_BLOCK_TOKENS) * CACHE_BLOCK_TOKENS
-
-
-def _kv(parts: Parts) -> float:
-    return parts["keys and values"]
+def cache_bytes(config: RunConfig, shape: DecoderSizes, tokens: int) -> int:
+    """Bytes of keys and values of one sequence of so many tokens on one rank of a generator, in whole blocks."""
+    blocks = -(-tokens // CACHE_BLOCK_TOKENS)
+    each = memory.kv_token_bytes(shape, config.generator.tensor_parallel, kv_width(config))
+    return blocks * CACHE_BLOCK_TOKENS * int(each)
 
 
 def taken(parts: Parts) -> str:
@@ -251,10 +249,8 @@ def levers(config: RunConfig, shape: DecoderSizes) -> Iterator[tuple[str, list[A
     yield "trainer.activation_checkpointing", [True]
     yield "trainer.microbatch_tokens", _halves(trainer.microbatch_tokens, sum(longest(config, shape)))
     if generator.kv_cache_bytes is not None:
-        one = _blocks(sum(longest(config, shape))) * memory.kv_token_bytes(
-            shape, generator.tensor_parallel, kv_width(config)
-        )
-        yield "generator.kv_cache_bytes", _halves(generator.kv_cache_bytes, int(one))
+        one = cache_bytes(config, shape, sum(longest(config, shape)))
+        yield "generator.kv_cache_bytes", _halves(generator.kv_cache_bytes, one)
     yield "generator.max_running", _halves(generator.max_running, config.rollout.group_size)
     yield "trainer.moments_on", ["host"] if trainer.device != "cpu" and trainer.moments_on == "device" else []
     yield "trainer.parallelism.ep", _shared(shape, layout)

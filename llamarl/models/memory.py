@@ -7,15 +7,16 @@ key/value widths, F feed-forward dim, N tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from llamarl.config.decoder import DecoderSizes
 from llamarl.config.trainer import LoraConfig
-from llamarl.sharding.tensor_parallel import cuts_by_expert
+from llamarl.models.sizes import DecoderSizes, adapted, adapter_parameters
+from llamarl.sharding.tensor_parallel import cuts_by_expert, is_expert, is_quantizable, sharded_dim
 
 Number = Any
 """A number, or an array with one for each of many layouts."""
@@ -90,7 +91,7 @@ def trainer_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
     if load.lora is None:
         parts["weights"] = load.weight * held / ranks
     else:
-        inner = sum(num_in * num_out for num_in, num_out in _projections(sizes, load.lora)) * sizes.num_layers
+        inner = _frozen(sizes, load.lora) * sizes.num_layers
         trained = adapter_parameters(sizes, load.lora) / load.pp
         frozen = 4 * held - (2 * inner / load.pp if load.half else 0)  # adapted projections are kept as they compute
         parts["weights"] = (frozen + 4 * trained) / ranks
@@ -186,8 +187,7 @@ def _active_width(sizes: DecoderSizes, load: TrainerLoad) -> Number:
 def _cast(sizes: DecoderSizes, load: TrainerLoad) -> tuple[Number, Number]:
     """Bytes of the copies of all layers' matrices in bfloat16, and of one layer's. Those of autocast live until the
     forward ends, and longer where activations are kept; fused products keep theirs until the step ends."""
-    frozen = sum(a * b for a, b in _projections(sizes, load.lora)) if load.lora else 0
-    one = 2 * (sizes.layer_parameters - frozen) / load.tp if load.half and load.weight == 4 else 0
+    one = 2 * (sizes.layer_parameters - _frozen(sizes, load.lora)) / load.tp if load.half and load.weight == 4 else 0
     return one * np.ceil(sizes.num_layers / load.pp), one
 
 
@@ -210,24 +210,15 @@ def _gathered(sizes: DecoderSizes, load: TrainerLoad) -> tuple[Number, Number, N
     return gathered, (width + 4) * layer, outer + width * two
 
 
-def _projections(sizes: DecoderSizes, lora: LoraConfig) -> list[tuple[int, int]]:
-    """Inputs and outputs of a layer's projections that have an adapter."""
-    hidden, inner = sizes.hidden_size, sizes.intermediate_size
-    query, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    known = {"q_proj": (hidden, query), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (query, hidden)}
-    known |= {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
-    return [known[target] for target in lora.targets]
-
-
-def adapter_parameters(sizes: DecoderSizes, lora: LoraConfig) -> int:
-    """Scalars in all adapters."""
-    return lora.rank * sizes.num_layers * sum(map(sum, _projections(sizes, lora)))
+def _frozen(sizes: DecoderSizes, lora: LoraConfig | None) -> int:
+    """Scalars in the projections of a layer that have an adapter."""
+    return sum(map(math.prod, adapted(sizes, lora))) if lora else 0
 
 
 def activation_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Number:
     """Bytes that one layer keeps of a microbatch from forward to backward, where it is not computed again."""
-    query, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    hidden, inner, tokens = sizes.hidden_size, _active_width(sizes, load), load.tokens / load.cp
+    query, kv, tokens = sizes.query_size, sizes.kv_size, load.tokens / load.cp
+    hidden, inner = sizes.hidden_size, _active_width(sizes, load)
     width, lora = (2 if load.half else 4), load.lora
     # Residual stream at two places, and both normed before their weights are applied (which frozen ones do not need).
     # Tensor ranks have rows of their own there; what goes into blocks is gathered, and cast for each of its products.
@@ -246,7 +237,7 @@ def activation_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Number:
     # Queries, keys, values, outputs, and the logarithm of each query's sum; without flash attention queries and outputs
     # twice, as they also have an order of its own.
     heads += width * (2 * query + 2 * kv) + 4 * sizes.num_heads if load.flash else width * 4 * query
-    if getattr(sizes, "qk_norm", False):
+    if sizes.qk_norm:
         heads += (2 if lora is None else 1) * 4 * (query + kv)
     copied = 0 if load.flash else width * 2 * query * load.keys / (load.cp * load.tp)
     return (own / load.tp + gathered + heads / load.tp) * tokens + copied
@@ -259,30 +250,32 @@ def kv_token_bytes(sizes: DecoderSizes, tp: Number, width: int) -> Number:
 
 def served_bytes(sizes: DecoderSizes, width: Number, tp: Number = 1) -> Number:
     """Bytes of one copy of a generator's weights on a rank: projections in `width` bytes each (8-bit ones with a
-    float32 scale per row), embedding and head in 16 bits unless those have 32, routers whole in 32."""
-    hidden, ends = sizes.hidden_size, (2 - sizes.tie_embeddings) * sizes.vocab_size * sizes.hidden_size
-    query, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    kv_part = np.maximum(kv / tp, sizes.head_dim)
-    projections = 2 * hidden * query / tp + 2 * hidden * kv_part
-    routers = sizes.num_sparse_layers * hidden * (sizes.moe.num_experts if sizes.moe else 0)
-    # Feed-forwards and experts, and the norms, which are few.
-    others = sizes.num_parameters - ends - sizes.num_layers * 2 * hidden * (query + kv) - routers
-    rows = sizes.num_layers * (query / tp + 2 * kv_part + hidden) + _feed_forward_rows(sizes, tp)
-    layers = (sizes.num_layers * projections + others / tp) * width + np.where(np.asarray(width) == 1, 4 * rows, 0)
-    return layers + ends / tp * np.maximum(width, 2) + 4 * routers
+    float32 scale per row), embedding and head in 16 bits unless those have 32, norms, biases and routers in 32."""
+    sparse, vocabulary = sizes.num_sparse_layers, sizes.vocab_size * sizes.hidden_size
+    layers = sum(
+        count * _served(sizes, name, shape, width, tp)
+        for count, is_sparse in ((sizes.num_layers - sparse, False), (sparse, True)) if count
+        for name, shape in sizes.layer_weights(is_sparse).items()
+    )  # fmt: skip
+    ends = (2 - sizes.tie_embeddings) * vocabulary / tp * np.maximum(width, 2)
+    return layers + ends + 4 * sizes.hidden_size
 
 
-def _feed_forward_rows(sizes: DecoderSizes, tp: Number) -> Number:
-    """Rows of all feed-forwards on one rank of a generator, each with a scale where weights have 8 bits."""
-    hidden, dense = sizes.hidden_size, sizes.num_layers - sizes.num_sparse_layers
-    rows = dense * (2 * sizes.intermediate_size / tp + hidden)
-    if (moe := sizes.moe) is None:
-        return rows
-    by_number = np.vectorize(cuts_by_expert, otypes=[bool])(moe.num_experts, moe.expert_size, tp)
-    down = moe.num_experts * hidden / np.where(by_number, tp, 1)[()]
-    experts = 2 * moe.num_experts * moe.expert_size / tp + down
-    shared = 2 * moe.shared_size / tp + hidden * (moe.shared_size > 0)
-    return rows + sizes.num_sparse_layers * (experts + shared)
+def _served(sizes: DecoderSizes, name: str, shape: tuple[int, ...], width: Number, tp: Number) -> Number:
+    """The same of one weight of a layer. Beyond the number of key/value heads these are repeated."""
+    dim, of_heads = sharded_dim(name), name.startswith(("self_attn.k_proj", "self_attn.v_proj"))
+    ranks = 1 if dim is None else np.minimum(tp, sizes.num_kv_heads) if of_heads else tp
+    if dim is None or not is_quantizable(name):
+        return 4 * math.prod(shape) / ranks
+    cuts_rows = dim < len(shape) - 1 or (is_expert(name) and has_whole_experts(sizes, tp))
+    rows = math.prod(shape[:-1]) / np.where(cuts_rows, ranks, 1)[()]
+    return math.prod(shape) / ranks * width + np.where(np.asarray(width) == 1, 4 * rows, 0)[()]
+
+
+def has_whole_experts(sizes: DecoderSizes, tp: Number) -> Number:
+    """Each of so many ranks of a generator has some experts of a mixture whole, and not columns of all."""
+    assert sizes.moe is not None
+    return np.vectorize(cuts_by_expert, otypes=[bool])(sizes.moe.num_experts, sizes.moe.expert_size, tp)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -309,11 +302,10 @@ def generator_bytes(sizes: DecoderSizes, load: GeneratorLoad) -> Parts:
     """Bytes of one rank that generates, or (one copy, no cache) scores with frozen weights."""
     parts: Parts = {"weights": load.copies * served_bytes(sizes, load.width, load.tp)}
     if load.lora:
-        frozen = sum(a * b for a, b in _projections(sizes, load.lora)) * sizes.num_layers
-        parts["frozen"] = (2 * frozen + 4 * adapter_parameters(sizes, load.lora)) / load.tp
+        frozen = 2 * _frozen(sizes, load.lora) * sizes.num_layers
+        parts["frozen"] = (frozen + 4 * adapter_parameters(sizes, load.lora)) / load.tp
     parts["keys and values"] = load.kv_tokens * kv_token_bytes(sizes, load.tp, load.kv_width)
-    query = (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim
-    inner = 3 * sizes.active_width + 2 * query
+    inner = 3 * sizes.active_width + 2 * (sizes.query_size + 2 * sizes.kv_size)
     copied = 2 * sizes.hidden_size * sizes.rows_per_token
     work = np.maximum(load.rows, load.prefill_tokens) * (2 * inner / load.tp + 3 * 4 * sizes.hidden_size + copied)
     # Logits, their probabilities, and the running sum.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llamarl.config import ConfigError
-from llamarl.config.decoder import MAX_COUNT, count, positive
+from llamarl.models.sizes import MAX_COUNT, count, positive
 
 
 def mixture_from_hf(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:

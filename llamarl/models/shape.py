@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from llamarl.config import ConfigError
-from llamarl.config.decoder import DecoderSizes, MoeShape, original_context, positive, rope_of, sizes_from_hf
 from llamarl.models.mixture import flag, mixture_from_hf, mixture_to_hf
 from llamarl.models.refused import refusal
+from llamarl.models.sizes import DecoderSizes, MoeShape, original_context, positive, rope_of, sizes_from_hf
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -114,16 +114,11 @@ SCALINGS: dict[str, type[RopeScaling]] = {"llama3": Llama3Scaling, "yarn": YarnS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape(DecoderSizes):
-    """Sizes and switches of one decoder. Heads divide evenly among key/value heads; `head_dim` is even."""
+    """Sizes and switches of one decoder. Its family is a key of `ARCHITECTURES`, heads divide evenly among key/value
+    heads, and `head_dim` is even."""
 
-    family: str
-    """A key of `ARCHITECTURES`."""
     partial_rotary_factor: float = 1.0
     """Share of a head's channels, the first, that is rotated."""
-    attention_bias: bool = False
-    """The query, key and value projections have a bias where the family leaves it open."""
-    use_qk_norm: bool = False
-    """Heads are normed where the family leaves it open."""
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -161,47 +156,9 @@ class ModelShape(DecoderSizes):
             raise ConfigError(f"rope_theta = {self.rope_theta!r} with YaRN; over 1 is needed, copy config.json again")
 
     @property
-    def qkv_bias(self) -> bool:
-        """The query, key and value projections have a bias."""
-        return self.family == "qwen2" or self.attention_bias
-
-    @property
-    def qk_norm(self) -> bool:
-        """Each query and key head is RMS-normed before the rotation."""
-        return self.family in ("qwen3", "qwen3_moe") or self.use_qk_norm
-
-    @property
     def rotary_dim(self) -> int:
         """Channels of a head that are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)
-
-    def is_sparse(self, layer: int) -> bool:
-        """The layer has experts."""
-        return self.moe is not None and layer in self.moe.sparse_layers
-
-    @property
-    def layer_parameters(self) -> int:
-        """Scalars in all weights of one layer; in a mixture of one with experts."""
-        experts = 0
-        if self.moe is not None:
-            size = self.moe.num_experts * self.moe.expert_size + self.moe.shared_size
-            router = self.moe.num_experts * (self.hidden_size + self.moe.has_selection_bias)
-            experts = 3 * self.hidden_size * (size - self.intermediate_size) + router
-        return self._dense_parameters + experts
-
-    @property
-    def _dense_parameters(self) -> int:
-        d, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = 2 * d * q + 2 * d * kv + self.qkv_bias * (q + 2 * kv) + self.qk_norm * 2 * self.head_dim
-        return attention + 3 * d * self.intermediate_size + 2 * d
-
-    @property
-    def num_parameters(self) -> int:
-        """Scalars in all weights; a tied head counts once."""
-        ends = (2 - self.tie_embeddings) * self.vocab_size * self.hidden_size
-        num_sparse = self.num_sparse_layers
-        layers = num_sparse * self.layer_parameters + (self.num_layers - num_sparse) * self._dense_parameters
-        return layers + self.hidden_size + ends
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelShape:

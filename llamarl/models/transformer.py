@@ -137,11 +137,10 @@ class Attention(nn.Module):
         super().__init__()
         self.index = index
         self.head_dim = shape.head_dim
-        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        self.q_proj = Projection(shape.hidden_size, q_size, bias=shape.qkv_bias)
-        self.k_proj = Projection(shape.hidden_size, kv_size, bias=shape.qkv_bias)
-        self.v_proj = Projection(shape.hidden_size, kv_size, bias=shape.qkv_bias)
-        self.o_proj = Projection(q_size, shape.hidden_size, bias=False)
+        self.q_proj = Projection(shape.hidden_size, shape.query_size, bias=shape.qkv_bias)
+        self.k_proj = Projection(shape.hidden_size, shape.kv_size, bias=shape.qkv_bias)
+        self.v_proj = Projection(shape.hidden_size, shape.kv_size, bias=shape.qkv_bias)
+        self.o_proj = Projection(shape.query_size, shape.hidden_size, bias=False)
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
 

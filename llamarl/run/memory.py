@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from llamarl.config import ConfigError, RunConfig
-from llamarl.config.decoder import DecoderSizes
 from llamarl.models import fit
 from llamarl.models.fit import CONTEXT_BYTES, RankMemory, taken
 from llamarl.models.folder import load_shape
 from llamarl.models.memory import total
 from llamarl.models.shape import ModelShape
+from llamarl.models.sizes import DecoderSizes
 from llamarl.observability.usage import available_bytes
 from llamarl.run.placement import LocalPlacer, aligned, device_bytes, models_in_use, wanted_executors
 

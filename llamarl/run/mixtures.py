@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from llamarl.config import ConfigError, RunConfig
-from llamarl.config.decoder import DecoderSizes, uneven_shares
 from llamarl.config.trainer import ATTENTION, ParallelismConfig
 from llamarl.models.shape import ModelShape
+from llamarl.models.sizes import DecoderSizes, uneven_shares
 
 
 def check_mixture(config: RunConfig, shape: ModelShape) -> None:

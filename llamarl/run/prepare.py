@@ -15,7 +15,6 @@ from llamarl.algorithms.advantages._base import GroupAdvantage
 from llamarl.config import ConfigError, RunConfig, build, did_you_mean, load_config
 from llamarl.config.cluster import lack_of_monarch
 from llamarl.config.data import SourceConfig
-from llamarl.config.decoder import uneven_parts
 from llamarl.config.hub import hub_name
 from llamarl.config.ref import class_of, part
 from llamarl.config.roles import CriticConfig, ReferenceConfig
@@ -24,10 +23,11 @@ from llamarl.controller.admission import Problems
 from llamarl.data.prompts import SOURCES, load_prompts, open_tokenizer, settled
 from llamarl.data.sources import ProblemRow
 from llamarl.data.tokenizer import check_vocabulary, ended_after
-from llamarl.models.fit import CACHE_BLOCK_TOKENS, kv_width, trainer_load
+from llamarl.models.fit import cache_bytes, trainer_load
 from llamarl.models.folder import check_weights, load_shape
-from llamarl.models.memory import BLOCK_COLUMNS, kv_token_bytes, trainer_bytes
+from llamarl.models.memory import BLOCK_COLUMNS, trainer_bytes
 from llamarl.models.shape import ModelShape, MoeShape
+from llamarl.models.sizes import uneven_parts
 from llamarl.observability.usage import MIN_FILES
 from llamarl.rewards._build import build_reward
 from llamarl.run.held_out import learnt_too, load_held_out
@@ -301,8 +301,7 @@ def check_cache(config: RunConfig, shape: ModelShape, longest_prompt: int) -> No
             " the model's context; lower it"
         )
     generator, longest = config.generator, longest_prompt + config.rollout.max_new_tokens
-    per_token = int(kv_token_bytes(shape, generator.tensor_parallel, kv_width(config)))
-    needed = per_token * -(-min(longest, shape.max_position_embeddings) // CACHE_BLOCK_TOKENS) * CACHE_BLOCK_TOKENS
+    needed = cache_bytes(config, shape, min(longest, shape.max_position_embeddings))
     if generator.kv_cache_bytes is not None and generator.kv_cache_bytes < needed and generator.backend == "native":
         raise ConfigError(
             f"generator.kv_cache_bytes = {generator.kv_cache_bytes} does not hold one prompt and response of {longest} "
@@ -362,7 +361,7 @@ def check_moments(config: RunConfig, shape: ModelShape) -> None:
 
 def check_blocks(config: RunConfig, shape: ModelShape, parallelism: ParallelismConfig, executor: str) -> None:
     """Raises ConfigError when blocks that share a scale of the 8-bit moments of trainer or critic would be cut."""
-    tp, widths = parallelism.tp, {"attention output": shape.num_heads * shape.head_dim}
+    tp, widths = parallelism.tp, {"attention output": shape.query_size}
     widths["feed-forward output"] = shape.intermediate_size
     if shape.moe is not None:
         widths |= {"experts' output": shape.moe.expert_size, "shared experts' output": shape.moe.shared_size}

@@ -21,15 +21,7 @@ class StepCost:
 
 
 def step_cost(shape: ModelShape, groups: Sequence[SampleGroup], lora: LoraConfig | None = None) -> StepCost:
-    """Forward and twice as much for backward: 2 FLOPs per weight that a token meets, and 4 per query channel and pair
-    of tokens that see each other (Kaplan et al., arXiv 2001.08361, table 1; causal pairs counted exactly). A frozen
-    weight has no gradient, so backward costs it as much as forward."""
-    query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    scalars, adapters = shape.num_layers * 2 * hidden * (query + kv) + shape.feed_forward_scalars, 0
-    if lora:
-        outer = {"q_proj": query, "o_proj": query, "k_proj": kv, "v_proj": kv}
-        adapters = lora.rank * sum(hidden + outer.get(projection, inner) for projection in lora.targets)
+    """Costs of a step on some groups; causal pairs are counted exactly."""
     tokens = targets = pairs = padded = 0
     for group in groups:
         if not group.samples:
@@ -40,6 +32,7 @@ def step_cost(shape: ModelShape, groups: Sequence[SampleGroup], lora: LoraConfig
         pairs += prompt * (prompt + 1) // 2 + sum(length * prompt + length * (length + 1) // 2 for length in inputs)
         padded += len(inputs) * max(inputs)
     num_responses = sum(len(group.samples) for group in groups)
-    matrices = 2 * (scalars * tokens + hidden * shape.vocab_size * targets)
-    flops = (2 if lora else 3) * matrices + 3 * shape.num_layers * (2 * adapters * tokens + 4 * query * pairs)
-    return StepCost(flops=float(flops), padding_share=1 - (targets - num_responses) / padded if padded else 0.0)
+    return StepCost(
+        flops=shape.step_flops(tokens, targets, pairs, lora),
+        padding_share=1 - (targets - num_responses) / padded if padded else 0.0,
+    )

@@ -27,7 +27,7 @@ def make_engine(
     model: Transformer, blocks: int | None = 400, max_running: int = 16, prefill_tokens: int = 64, **options: Any
 ) -> Engine:
     shape = model.shape
-    block_bytes = KVCache.block_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, torch.float32)
+    block_bytes = KVCache.block_bytes(shape, torch.float32)
     kv_bytes = None if blocks is None else blocks * block_bytes
     return Engine(model, max_running=max_running, prefill_tokens=prefill_tokens, kv_bytes=kv_bytes, **options)
 

@@ -62,7 +62,7 @@ def check(model: Transformer, request: GenerationRequest, rollout: Rollout) -> N
 
 def blocks_of(model: GeneratorModel) -> Callable[[int], int]:
     shape = model.shape
-    size = KVCache.block_bytes(shape.num_layers, shape.num_kv_heads, shape.head_dim, model.kv_dtype)
+    size = KVCache.block_bytes(shape, model.kv_dtype)
     return lambda count: count * size
 
 

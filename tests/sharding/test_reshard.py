@@ -252,7 +252,7 @@ LINKS = LinkSpeeds(network=50e9, host=450e9)
 
 def _llama(name: str, fsdp: int, replicas: int, tp: int = 8) -> tuple[ShardLayout, ShardLayout]:
     model = MODELS[name]
-    shapes = model.weights(norms=True)
+    shapes = model.weights()
     source = trainer_layout(shapes, fsdp=fsdp, tp=8)
     first = source.num_ranks
     return source, generator_layout(

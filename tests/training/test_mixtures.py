@@ -235,11 +235,12 @@ def test_flops_are_those_of_the_experts_that_a_token_meets(name: str) -> None:
     met = sum(
         weight.numel() * (share if weight.ndim == 3 else 1)
         for key, weight in mixture(name).named_parameters()
-        if ".mlp." in key and weight.ndim > 1
+        if ".layers." in key and weight.ndim > 1
     )
-    assert shape.feed_forward_scalars == pytest.approx(met)
+    assert shape.layer_scalars == pytest.approx(met)
     dense = replace(shape, moe=None)
-    assert dense.feed_forward_scalars == 3 * dense.hidden_size * dense.intermediate_size * dense.num_layers
+    attention = 2 * (dense.num_heads + dense.num_kv_heads) * dense.head_dim
+    assert dense.layer_scalars == dense.hidden_size * (attention + 3 * dense.intermediate_size) * dense.num_layers
 
 
 def test_the_widest_layer_counts() -> None:

@@ -9,8 +9,8 @@ from typing import Self
 import numpy as np
 
 from llamarl.config import ConfigError
-from llamarl.config.decoder import uneven_parts
 from llamarl.config.trainer import ParallelismConfig
+from llamarl.models.sizes import uneven_parts
 from llamarl.parts.forecast.hardware import Pool
 from llamarl.parts.forecast.request import PlanRequest, Rules, precisions
 from llamarl.run.mixtures import check_mixture_layout

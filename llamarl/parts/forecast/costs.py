@@ -24,8 +24,6 @@ Group = Annotated[tuple[tuple[WholeOrNone, float], ...], Field(min_length=1)]
 
 BLOCKED_SHARE = 0.05
 """Share of a checkpoint's seconds in which the trainer copies (measured by `benchmarks/checkpoint.py`)."""
-SAVED_BYTES = 12
-"""Bytes of a parameter in a checkpoint: float32 weight and two moments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +129,7 @@ class Costs:
             train_token_gpu_s=(trainer.busy_s - fixed_s - publish_s) * trainer.gpus / tokens,
             publish_s=publish_s,
             adopt_s=generator.time_parts["sync"],
-            save_bytes=SAVED_BYTES * request.model.num_parameters,
+            save_bytes=request.saved_bytes,
             prompt_tokens=request.prompt_tokens,
             response_tokens=request.lengths.mean_tokens,
         )

@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llamarl.config import ConfigError, RunConfig, validated
-from llamarl.config.decoder import DecoderSizes
 from llamarl.config.trainer import ATTENTION, LoraConfig, TrainerConfig
 from llamarl.models.fit import GIB, RankMemory, holdings
-from llamarl.models.shape import ModelShape
 from llamarl.observability.usage import available_bytes
 from llamarl.parts.forecast.constants import OF_CORES
 from llamarl.parts.forecast.feasibility import plans
@@ -46,12 +44,11 @@ class FirstRun:
     """Why not all weights are trained, and what they would fit with; empty: they are, or nobody asked for it."""
 
 
-def first_run(request: PlanRequest, shape: ModelShape, given: dict[str, Any], adapters: str) -> FirstRun:
+def first_run(request: PlanRequest, given: dict[str, Any], adapters: str) -> FirstRun:
     """The run to begin with: all weights are trained where that fits, else adapters.
 
     Args:
         request: on one pool, without adapters.
-        shape: sizes of the model that is run.
         given: settings that are no choice of a plan, as parsed TOML.
         adapters: `auto`, `always` or `never`.
 
@@ -63,15 +60,15 @@ def first_run(request: PlanRequest, shape: ModelShape, given: dict[str, Any], ad
     reason = own = ""
     for lora in ways:
         try:
-            found = _fitted(replace(request, lora=lora), shape, given)
+            found = _fitted(replace(request, lora=lora), given)
         except ConfigError as error:
             if not reason:
                 reason, _, own = str(error).partition("; ")
         else:
-            lightly = _lightly(request, shape, given) if reason else ""
+            lightly = _lightly(request, given) if reason else ""
             return replace(found, because=f"{reason}; they fit {lightly}" if lightly else reason)
     reason += " (nor with adapters)" * (len(ways) > 1)
-    nearest = ", or ".join(_nearest(request, shape, given, ways))
+    nearest = ", or ".join(_nearest(request, given, ways))
     raise ConfigError(f"{reason}; {nearest or own or 'use fewer tokens, or a machine with more memory'}")
 
 
@@ -80,49 +77,44 @@ def _adapters(request: PlanRequest) -> LoraConfig:
     return LoraConfig(rank=16, targets=[*ATTENTION]) if request.model.moe else LoraConfig(rank=16)
 
 
-def _lightly(request: PlanRequest, shape: DecoderSizes, given: dict[str, Any]) -> str:
+def _lightly(request: PlanRequest, given: dict[str, Any]) -> str:
     """Options with which all weights fit; empty: they do not, or are asked for."""
     kept = given.get("trainer", {})
     if kept.items() >= LIGHT.items():
         return ""
     trainer = TrainerConfig.model_validate(kept | LIGHT | {"dtype": "bfloat16"})
     try:
-        _fitted(replace(request.with_trainer(trainer), lora=None), shape, given | {"trainer": kept | LIGHT})
+        _fitted(replace(request.with_trainer(trainer), lora=None), given | {"trainer": kept | LIGHT})
     except ConfigError:
         return ""
     return "with " + " ".join(f"--trainer.{name} {value}" for name, value in LIGHT.items())
 
 
-def _nearest(
-    request: PlanRequest, shape: ModelShape, given: dict[str, Any], ways: tuple[LoraConfig | None, ...]
-) -> Iterator[str]:
+def _nearest(request: PlanRequest, given: dict[str, Any], ways: tuple[LoraConfig | None, ...]) -> Iterator[str]:
     """Changes of a request with which it fits, each tried: adapters, a smaller model, more GPUs, a larger one."""
 
-    def works(asked: PlanRequest, sizes: DecoderSizes, how: LoraConfig | None) -> bool:
+    def works(asked: PlanRequest, how: LoraConfig | None) -> bool:
         try:
-            _fitted(replace(asked, lora=how, max_staleness=min(1, request.max_staleness)), sizes, given)
+            _fitted(replace(asked, lora=how, max_staleness=min(1, request.max_staleness)), given)
         except ConfigError:
             return False
         return True
 
-    if None in ways and (lightly := _lightly(request, shape, given)):
+    if None in ways and (lightly := _lightly(request, given)):
         yield f"train all weights {lightly}"
-    if (beside := _adapters(request)) not in ways and works(request, shape, beside):
+    if (beside := _adapters(request)) not in ways and works(request, beside):
         yield "train adapters (leave out --adapters never)"
     way, pool = ways[-1], request.pools[0]
     with_them = " with adapters" if way else ""
-    other = next(
-        (one for one in smaller(request.model, shape.family) if works(replace(request, model=one), one, way)), None
-    )
-    if other:
+    if other := next((one for one in smaller(request.model) if works(replace(request, model=one), way)), None):
         yield f"use --model {other.path}{with_them}"
     if pool.gpu.name == CPU:
         return
-    if count := _least(lambda n: works(replace(request, pools=(Pool(gpu=pool.gpu, count=n),)), shape, way), pool.count):
+    if count := _least(lambda n: works(replace(request, pools=(Pool(gpu=pool.gpu, count=n),)), way), pool.count):
         yield f"use --gpus {count}{with_them}"
     larger = sorted((gpu for gpu in GPUS.values() if gpu.memory_bytes > pool.gpu.memory_bytes), key=_size)
     for gpu in larger:
-        if works(replace(request, pools=(Pool(gpu=gpu, count=pool.count),)), shape, way):
+        if works(replace(request, pools=(Pool(gpu=gpu, count=pool.count),)), way):
             yield f"use --gpu {gpu.name}{with_them}"
             return
 
@@ -144,7 +136,7 @@ def _least(works: Callable[[int], bool], low: int) -> int:
     return high
 
 
-def _fitted(request: PlanRequest, shape: DecoderSizes, given: dict[str, Any]) -> FirstRun:
+def _fitted(request: PlanRequest, given: dict[str, Any]) -> FirstRun:
     """The first plan that fits with all that the core counts, which a plan leaves to a reserve. Raises ConfigError."""
     reason: ConfigError | None = None
     for share in (request.constants.reserved_share, *RESERVES):
@@ -156,16 +148,16 @@ def _fitted(request: PlanRequest, shape: DecoderSizes, given: dict[str, Any]) ->
         first = choose(*found)
         for plan in (first, *(one for one in found if one and one is not first and one.is_runnable)):
             try:
-                return _settled(plan, request, shape, given)
+                return _settled(plan, request, given)
             except ConfigError as error:
                 reason = reason or error
     assert reason is not None
     raise reason
 
 
-def _settled(plan: Plan, request: PlanRequest, shape: DecoderSizes, given: dict[str, Any]) -> FirstRun:
+def _settled(plan: Plan, request: PlanRequest, given: dict[str, Any]) -> FirstRun:
     """The run of a plan, with microbatches and a cache that fit. Raises ConfigError."""
-    pool = request.pools[0]
+    pool, shape = request.pools[0], request.model
     if pool.gpu.name == CPU:
         settings, there, where = _of_cores(plan, given), available_bytes(), "this machine"
     else:
@@ -176,8 +168,7 @@ def _settled(plan: Plan, request: PlanRequest, shape: DecoderSizes, given: dict[
     config = with_room(config, shape, there, 0.0 if plan.rules.overlap else CACHE_SHARE * there)
     if (room := room_for_cache(config, shape, there)) < 0:
         raise ConfigError(
-            f"{request.model.name} needs {(there - room) / GIB:.1f} GiB of {where}, "
-            f"which has {there / GIB:.1f} GiB to use"
+            f"{shape.name} needs {(there - room) / GIB:.1f} GiB of {where}, which has {there / GIB:.1f} GiB to use"
         )
     if pool.gpu.name != CPU:
         config = with_cache(config, shape, room)

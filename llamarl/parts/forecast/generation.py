@@ -4,31 +4,48 @@ from __future__ import annotations
 
 import numpy as np
 
-from llamarl.models.memory import UNEVEN_EXPERTS, GeneratorLoad, generator_bytes
+from llamarl.models.memory import (
+    UNEVEN_EXPERTS,
+    GeneratorLoad,
+    Number,
+    generator_bytes,
+    has_whole_experts,
+    kv_token_bytes,
+    served_bytes,
+)
+from llamarl.models.sizes import DecoderSizes
 from llamarl.parts.forecast.candidates import Generators, sum_parts
 from llamarl.parts.forecast.hardware import BF16, FP32, Pool
 from llamarl.parts.forecast.links import collective_bandwidth, small_reduction_s
 from llamarl.parts.forecast.request import PlanRequest, Rules
-from llamarl.sharding.tensor_parallel import cuts_by_expert
 
 
 def token_flops(request: PlanRequest, context_tokens: float) -> float:
     """FLOPs of one token behind so many others."""
-    return 2.0 * request.model.matmul_parameters + request.model.attention_flops(context_tokens)
+    return request.model.forward_flops(1, 1, context_tokens)
 
 
 def prompt_flops(request: PlanRequest) -> float:
-    """FLOPs to prefill one prompt."""
-    return request.prompt_tokens * token_flops(request, request.prompt_tokens / 2)
+    """FLOPs to prefill one prompt, of which no logits are needed: its last token is decoded."""
+    return request.model.forward_flops(request.prompt_tokens, 0, request.prompt_tokens**2 / 2)
 
 
 def expert_flops(request: PlanRequest, tp: np.ndarray) -> np.ndarray:
     """FLOPs by which the fullest rank of a replica is behind the others for one token, all ranks' together: where each
     has some experts of a mixture whole, and not columns of all."""
-    if (moe := request.model.moe) is None:
+    if request.model.moe is None:
         return np.zeros(len(tp))
-    by_number = np.array([cuts_by_expert(moe.num_experts, moe.expert_size, int(ranks)) for ranks in tp])
-    return 2.0 * (UNEVEN_EXPERTS - 1) * request.model.routed_scalars * by_number
+    return 2.0 * (UNEVEN_EXPERTS - 1) * request.model.routed_scalars * has_whole_experts(request.model, tp)
+
+
+def read_bytes(model: DecoderSizes, weight_bytes: Number, active: Number) -> Number:
+    """Bytes of weights that a decode step of `active` responses reads: of E experts they touch E (1 - (1 - k/E)^c), and
+    the head has 16 bits beside weights of 8."""
+    scalars: Number = model.layer_scalars
+    if model.moe is not None:
+        share = model.moe.experts_per_token / model.moe.num_experts
+        scalars = scalars - model.routed_scalars + model.expert_parameters * (1 - (1 - share) ** active)
+    return scalars * weight_bytes + model.vocab_size * model.hidden_size * BF16
 
 
 def decode_parts(
@@ -36,21 +53,15 @@ def decode_parts(
 ) -> dict[str, np.ndarray]:
     """Seconds of one decode step of one replica with `active` responses, by cause. Reading and multiplying overlap.
 
-    weights: bytes that are read / memory bandwidth; of E experts a batch of c touches E (1 - (1 - k/E)^c). kv: keys and
-    values of the active responses; a head cannot be split, so at most `num_kv_heads` ways. compute: what the matrix
-    products take beyond that. tensor: two all-reduces per layer, latency plus bytes. overhead: host time per step.
-    (Pope et al., arXiv 2211.05102, sections 2 and 3.)
+    weights: bytes that are read / memory bandwidth. kv: keys and values of the active responses; a head cannot be
+    split, so at most `num_kv_heads` ways. compute: what the matrix products take beyond that. tensor: two all-reduces
+    per layer, latency plus bytes. overhead: host time per step. (Pope et al., arXiv 2211.05102, sections 2 and 3.)
     """
     model, constants, gpu = request.model, request.constants, pool.gpu
     tp, weight_bytes = generators.tp_L, generators.weight_bytes_L
-    scalars: float | np.ndarray = model.matmul_parameters
-    if model.moe is not None:
-        share = model.moe.experts_per_token / model.moe.num_experts
-        scalars = scalars - model.routed_scalars + model.expert_parameters * (1 - (1 - share) ** active)
     bandwidth = gpu.memory_bandwidth * constants.bandwidth_efficiency
-    weights = scalars * weight_bytes / tp / bandwidth
-    kv_bytes = model.num_layers * model.kv_width * BF16 / np.minimum(tp, model.num_kv_heads)
-    kv = active * context_tokens * kv_bytes / bandwidth
+    weights = read_bytes(model, weight_bytes, active) / tp / bandwidth
+    kv = active * context_tokens * kv_token_bytes(model, tp, BF16) / bandwidth
     peak = np.where(weight_bytes == BF16, gpu.bf16_flops, gpu.fp8_flops or gpu.bf16_flops)
     flops = token_flops(request, context_tokens) + expert_flops(request, tp)
     compute = active * flops / tp / (peak * constants.prefill_efficiency)
@@ -120,7 +131,7 @@ def generation_parts(request: PlanRequest, pool: Pool, generators: Generators, r
     prompt = prompt_flops(request) + request.prompt_tokens * expert_flops(request, tp)
     network = gpu.network_bandwidth * constants.link_efficiency
     through_node = 0.0 if rules.direct_sync else 1 / (network * gpu.node_gpus)
-    weights, merge = request.model.num_parameters * generators.weight_bytes_L, 0.0
+    weights, merge = served_bytes(request.model, generators.weight_bytes_L), 0.0
     if request.lora:  # float32 adapters go to each rank, which reads its frozen matrices and writes merged ones
         merged = request.model.num_parameters * (BF16 + generators.weight_bytes_L) / tp
         merge = merged / (gpu.memory_bandwidth * constants.bandwidth_efficiency)

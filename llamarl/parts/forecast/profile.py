@@ -19,8 +19,8 @@ import numpy as np
 from llamarl.config import ConfigError
 from llamarl.observability.spans import Span
 from llamarl.parts.forecast.constants import Constants
-from llamarl.parts.forecast.costs import SAVED_BYTES, Costs
-from llamarl.parts.forecast.generation import prompt_flops, steady_context_tokens, token_flops
+from llamarl.parts.forecast.costs import Costs
+from llamarl.parts.forecast.generation import prompt_flops, read_bytes, steady_context_tokens, token_flops
 from llamarl.parts.forecast.hardware import BF16, CPU, GPUS, Gpu, Pool
 from llamarl.parts.forecast.lengths import Lengths
 from llamarl.parts.forecast.recorded import RecordedRun
@@ -117,7 +117,7 @@ def measure(run: RecordedRun) -> Costs:
         publish_s=float(np.median([_length_s(span) for span in publishes])),
         adopt_s=adopt_s,
         probe_s=(pause_s - adopt_s) * len(publishes) / max(1, num_probed),
-        save_bytes=SAVED_BYTES * find_model(run.config.model.path).num_parameters,
+        save_bytes=run_request(run, Constants()).saved_bytes,
         score_s=score_s * len(scores_s) / ((len(trains) - 1) * samples),
         score_workers=1,  # the seconds of a response are what it adds to a call, workers included
         prompt_tokens=_prompt_tokens(run),
@@ -148,7 +148,7 @@ def planner_constants(
         "step_overhead_s": costs.train_base_s,
     }
     if gpu is not None:
-        weights_s = request.model.num_parameters * BF16 / (gpu.memory_bandwidth * default.bandwidth_efficiency)
+        weights_s = read_bytes(request.model, BF16, 1) / (gpu.memory_bandwidth * default.bandwidth_efficiency)
         prompt_s = request.prompt_tokens * costs.prefill_token_s
         return constants | {
             "train_efficiency": flops_per_s / gpu.bf16_flops,

@@ -10,7 +10,8 @@ import numpy as np
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import DataConfig, RolloutConfig
 from llamarl.config.trainer import ATTENTION, LoraConfig, TrainerConfig
-from llamarl.models.memory import MOMENTS_BYTES, WIDTHS, adapter_parameters
+from llamarl.models.memory import MOMENTS_BYTES, WIDTHS
+from llamarl.models.sizes import adapter_parameters
 from llamarl.parts.forecast.constants import Constants
 from llamarl.parts.forecast.hardware import BF16, Pool
 from llamarl.parts.forecast.lengths import Lengths
@@ -72,12 +73,19 @@ class PlanRequest:
     weight_bytes: int = 4
     """Bytes of a trained weight, and of its gradient."""
     moment_bytes: float = MOMENTS_BYTES["float32"]
-    """Bytes of both moments of a trained weight, on the device."""
+    """Bytes of both moments of a trained weight."""
+    keeps_moments: bool = True
+    """They lie on the device, not in its host's memory."""
 
     @property
     def trained_parameters(self) -> int:
         """Scalars that the optimizer changes."""
         return adapter_parameters(self.model, self.lora) if self.lora else self.model.num_parameters
+
+    @property
+    def saved_bytes(self) -> float:
+        """Bytes of a checkpoint: what is trained, and its moments."""
+        return self.trained_parameters * (self.weight_bytes + self.moment_bytes)
 
     @classmethod
     def of_run(cls, data: DataConfig, rollout: RolloutConfig, **others: Any) -> PlanRequest:
@@ -92,8 +100,10 @@ class PlanRequest:
 
     def with_trainer(self, trainer: TrainerConfig) -> PlanRequest:
         """The request with weights and moments kept as a run's trainer does."""
-        moments = 0.0 if trainer.moments_on == "host" else MOMENTS_BYTES[trainer.moments]
-        return replace(self, lora=trainer.lora, weight_bytes=WIDTHS[trainer.weights], moment_bytes=moments)
+        return replace(
+            self, lora=trainer.lora, weight_bytes=WIDTHS[trainer.weights], moment_bytes=MOMENTS_BYTES[trainer.moments],
+            keeps_moments=trainer.moments_on == "device",
+        )  # fmt: skip
 
     @property
     def num_samples(self) -> int:

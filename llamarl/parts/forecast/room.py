@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from llamarl.config import RunConfig
-from llamarl.config.decoder import DecoderSizes
-from llamarl.models.fit import CACHE_BLOCK_TOKENS, CONTEXT_BYTES, holdings, kv_width, longest
-from llamarl.models.memory import kv_token_bytes, total
+from llamarl.models.fit import CONTEXT_BYTES, cache_bytes, holdings, longest
+from llamarl.models.memory import total
+from llamarl.models.sizes import DecoderSizes
 from llamarl.run.memory import HOST, run_holdings, shares_in_turns
 
 CACHE_SHARE = 0.2
@@ -39,8 +39,7 @@ def with_room(config: RunConfig, shape: DecoderSizes, there: float, wanted: floa
 def with_cache(config: RunConfig, shape: DecoderSizes, room: float) -> RunConfig:
     """The run with keys and values of the longest sequence, and of as many more as run at once, within the room."""
     generator = config.generator
-    each = float(kv_token_bytes(shape, generator.tensor_parallel, kv_width(config)))
-    one = -(-sum(longest(config, shape)) // CACHE_BLOCK_TOKENS) * CACHE_BLOCK_TOKENS * each
+    one = cache_bytes(config, shape, sum(longest(config, shape)))
     return _with(config, "generator", kv_cache_bytes=int(one + min(room, (generator.max_running - 1) * one)))
 
 

@@ -1,114 +1,40 @@
-"""`DecoderShape`: parameters, arithmetic and key/value bytes of a model, by Hugging Face config or built-in name."""
+"""`DecoderShape`: sizes of a model, by Hugging Face config or built-in name."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from llamarl.config import ConfigError, did_you_mean, read_json
-from llamarl.config.decoder import DecoderSizes, MoeShape, sizes_from_hf
 from llamarl.config.hub import hub_name, open_hub
 from llamarl.models.refused import OTHERS, refusal
 from llamarl.models.shape import ModelShape
+from llamarl.models.sizes import DecoderSizes, MoeShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderShape(DecoderSizes):
-    """Sizes of a model that the planner uses. Norms and biases are left out of all counts (under 0.01 %)."""
+    """A model that the planner knows by name."""
 
     name: str
     path: str = ""
     """`model.path` of a run: a folder, or a name of the Hub."""
 
-    @property
-    def attention_parameters(self) -> int:
-        """Query, key, value and output projections of one layer."""
-        return 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
-
-    @property
-    def layer_parameters(self) -> int:
-        """All weights of one layer, in a mixture of one with experts."""
-        dense = self.attention_parameters + 3 * self.hidden_size * self.intermediate_size
-        if self.moe is None:
-            return dense
-        beside = self.hidden_size * (3 * self.moe.shared_size + self.moe.num_experts)
-        return self.attention_parameters + beside + self.layer_expert_parameters
-
-    @property
-    def num_parameters(self) -> int:
-        """Scalars in all weights; a tied head counts once."""
-        experts = self.expert_parameters - self.routed_scalars  # those that a token does not meet
-        return self.matmul_parameters + experts + (not self.tie_embeddings) * self.vocab_size * self.hidden_size
-
-    @property
-    def matmul_parameters(self) -> int:
-        """Weights that one token is multiplied with: active experts and the output head, not the embedding look-up."""
-        head = self.vocab_size * self.hidden_size
-        return self.num_layers * self.attention_parameters + self.feed_forward_scalars + head
-
-    def weights(self, *, norms: bool) -> dict[str, tuple[int, ...]]:
-        """Name (Hugging Face) and shape of every weight; the experts of a layer are one for each projection.
-
-        Args:
-            norms: list them too, and routers' biases; `num_parameters` leaves them out.
-        """
-        hidden, query, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        same: dict[str, tuple[int, ...]] = {
-            "self_attn.q_proj.weight": (query, hidden),
-            "self_attn.k_proj.weight": (kv, hidden),
-            "self_attn.v_proj.weight": (kv, hidden),
-            "self_attn.o_proj.weight": (hidden, query),
-        }
-        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
-        for number in range(self.num_layers):
-            own = self._experts(norms) if self.is_sparse(number) else self._feed_forward("mlp", self.intermediate_size)
-            found |= {f"model.layers.{number}.{name}": shape for name, shape in (same | own).items()}
-            of_layer = ("input_layernorm", "post_attention_layernorm") if norms else ()
-            found |= {f"model.layers.{number}.{name}.weight": (hidden,) for name in of_layer}
-        found |= {"model.norm.weight": (hidden,)} if norms else {}
-        return found | ({} if self.tie_embeddings else {"lm_head.weight": (self.vocab_size, hidden)})
-
-    def _feed_forward(self, name: str, width: int) -> dict[str, tuple[int, ...]]:
-        into: dict[str, tuple[int, ...]] = {
-            f"{name}.{kind}_proj.weight": (width, self.hidden_size) for kind in ("gate", "up")
-        }
-        return into | {f"{name}.down_proj.weight": (self.hidden_size, width)}
-
-    def _experts(self, norms: bool) -> dict[str, tuple[int, ...]]:
-        """Weights of a layer's mixture."""
-        assert self.moe is not None
-        num, width = self.moe.num_experts, self.moe.expert_size
-        found: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (num, self.hidden_size)}
-        found |= {"mlp.gate.e_score_correction_bias": (num,)} if norms and self.moe.has_selection_bias else {}
-        found |= {f"mlp.experts.{kind}_proj": (num, width, self.hidden_size) for kind in ("gate", "up")}
-        found["mlp.experts.down_proj"] = (num, self.hidden_size, width)
-        return found | (self._feed_forward("mlp.shared_experts", shared) if (shared := self.moe.shared_size) else {})
-
-    @property
-    def kv_width(self) -> int:
-        """Scalars of one layer's keys and values per token."""
-        return 2 * self.num_kv_heads * self.head_dim
-
-    def attention_flops(self, context_tokens: float) -> float:
-        """FLOPs of the score and value products of one token over `context_tokens`, forward, all layers.
-
-        2 products x 2 FLOPs x layers x query width x context (Kaplan et al., arXiv 2001.08361, table 1).
-        """
-        return 4.0 * self.num_layers * self.num_heads * self.head_dim * context_tokens
-
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], name: str = "config.json") -> DecoderShape:
         """The decoder that a parsed `config.json` describes. Raises ConfigError: a key is missing, or the model is not
         computed here."""
-        return cls(name=name, path=name, moe=ModelShape.from_hf(config).moe, **sizes_from_hf(config))
+        shape = ModelShape.from_hf(config)
+        sizes = {field.name: getattr(shape, field.name) for field in fields(DecoderSizes)}
+        return cls(name=name, path=name, **sizes)
 
 
 _COLUMNS = (
-    *("name", "path", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"),
-    *("vocab_size", "max_position_embeddings", "tie_embeddings", "moe"),
+    *("family", "name", "path", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
+    *("intermediate_size", "vocab_size", "max_position_embeddings", "tie_embeddings", "moe", "attention_bias"),
 )
 
 
@@ -124,37 +50,37 @@ def _moe(num_layers: int, num_experts: int, experts_per_token: int, expert_size:
 _SIGMOID: dict[str, Any] = {"scoring": "sigmoid", "has_selection_bias": True}
 _TABLE: tuple[tuple[Any, ...], ...] = (
     # Llama 3.1 (arXiv 2407.21783, table 3); of 3.2 config.json on the Hub
-    ("llama3-1b", "meta-llama/Llama-3.2-1B-Instruct", 2048, 16, 32, 8, 64, 8192, 128_256, 131_072, True),
-    ("llama3-3b", "meta-llama/Llama-3.2-3B-Instruct", 3072, 28, 24, 8, 128, 8192, 128_256, 131_072, True),
-    ("llama3-8b", "meta-llama/Llama-3.1-8B-Instruct", 4096, 32, 32, 8, 128, 14_336, 128_256, 131_072),
-    ("llama3-70b", "meta-llama/Llama-3.1-70B-Instruct", 8192, 80, 64, 8, 128, 28_672, 128_256, 131_072),
-    ("llama3-405b", "meta-llama/Llama-3.1-405B-Instruct", 16_384, 126, 128, 8, 128, 53_248, 128_256, 131_072),
+    ("llama", "llama3-1b", "meta-llama/Llama-3.2-1B-Instruct", 2048, 16, 32, 8, 64, 8192, 128_256, 131_072, True),
+    ("llama", "llama3-3b", "meta-llama/Llama-3.2-3B-Instruct", 3072, 28, 24, 8, 128, 8192, 128_256, 131_072, True),
+    ("llama", "llama3-8b", "meta-llama/Llama-3.1-8B-Instruct", 4096, 32, 32, 8, 128, 14_336, 128_256, 131_072),
+    ("llama", "llama3-70b", "meta-llama/Llama-3.1-70B-Instruct", 8192, 80, 64, 8, 128, 28_672, 128_256, 131_072),
+    ("llama", "llama3-405b", "meta-llama/Llama-3.1-405B-Instruct", 16_384, 126, 128, 8, 128, 53_248, 128_256, 131_072),
     # Qwen2.5 (arXiv 2412.15115, table 1), and config.json on the Hub
-    ("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B-Instruct", 896, 24, 14, 2, 64, 4864, 151_936, 32_768, True),
-    ("qwen2.5-1.5b", "Qwen/Qwen2.5-1.5B-Instruct", 1536, 28, 12, 2, 128, 8960, 151_936, 32_768, True),
-    ("qwen2.5-3b", "Qwen/Qwen2.5-3B-Instruct", 2048, 36, 16, 2, 128, 11_008, 151_936, 32_768, True),
-    ("qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct", 3584, 28, 28, 4, 128, 18_944, 152_064, 32_768),
-    ("qwen2.5-14b", "Qwen/Qwen2.5-14B-Instruct", 5120, 48, 40, 8, 128, 13_824, 152_064, 32_768),
-    ("qwen2.5-32b", "Qwen/Qwen2.5-32B-Instruct", 5120, 64, 40, 8, 128, 27_648, 152_064, 32_768),
-    ("qwen2.5-72b", "Qwen/Qwen2.5-72B-Instruct", 8192, 80, 64, 8, 128, 29_568, 152_064, 32_768),
+    ("qwen2", "qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B-Instruct", 896, 24, 14, 2, 64, 4864, 151_936, 32_768, True),
+    ("qwen2", "qwen2.5-1.5b", "Qwen/Qwen2.5-1.5B-Instruct", 1536, 28, 12, 2, 128, 8960, 151_936, 32_768, True),
+    ("qwen2", "qwen2.5-3b", "Qwen/Qwen2.5-3B-Instruct", 2048, 36, 16, 2, 128, 11_008, 151_936, 32_768, True),
+    ("qwen2", "qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct", 3584, 28, 28, 4, 128, 18_944, 152_064, 32_768),
+    ("qwen2", "qwen2.5-14b", "Qwen/Qwen2.5-14B-Instruct", 5120, 48, 40, 8, 128, 13_824, 152_064, 32_768),
+    ("qwen2", "qwen2.5-32b", "Qwen/Qwen2.5-32B-Instruct", 5120, 64, 40, 8, 128, 27_648, 152_064, 32_768),
+    ("qwen2", "qwen2.5-72b", "Qwen/Qwen2.5-72B-Instruct", 8192, 80, 64, 8, 128, 29_568, 152_064, 32_768),
     # Qwen3 (arXiv 2505.09388, table 1), and config.json on the Hub
-    ("qwen3-0.6b", "Qwen/Qwen3-0.6B", 1024, 28, 16, 8, 128, 3072, 151_936, 40_960, True),
-    ("qwen3-1.7b", "Qwen/Qwen3-1.7B", 2048, 28, 16, 8, 128, 6144, 151_936, 40_960, True),
-    ("qwen3-4b", "Qwen/Qwen3-4B", 2560, 36, 32, 8, 128, 9728, 151_936, 40_960, True),
-    ("qwen3-8b", "Qwen/Qwen3-8B", 4096, 36, 32, 8, 128, 12_288, 151_936, 40_960),
-    ("qwen3-14b", "Qwen/Qwen3-14B", 5120, 40, 40, 8, 128, 17_408, 151_936, 40_960),
-    ("qwen3-32b", "Qwen/Qwen3-32B", 5120, 64, 64, 8, 128, 25_600, 151_936, 40_960),
+    ("qwen3", "qwen3-0.6b", "Qwen/Qwen3-0.6B", 1024, 28, 16, 8, 128, 3072, 151_936, 40_960, True),
+    ("qwen3", "qwen3-1.7b", "Qwen/Qwen3-1.7B", 2048, 28, 16, 8, 128, 6144, 151_936, 40_960, True),
+    ("qwen3", "qwen3-4b", "Qwen/Qwen3-4B", 2560, 36, 32, 8, 128, 9728, 151_936, 40_960, True),
+    ("qwen3", "qwen3-8b", "Qwen/Qwen3-8B", 4096, 36, 32, 8, 128, 12_288, 151_936, 40_960),
+    ("qwen3", "qwen3-14b", "Qwen/Qwen3-14B", 5120, 40, 40, 8, 128, 17_408, 151_936, 40_960),
+    ("qwen3", "qwen3-32b", "Qwen/Qwen3-32B", 5120, 64, 64, 8, 128, 25_600, 151_936, 40_960),
     # config.json on the Hub
-    ("mixtral-8x7b", "mistralai/Mixtral-8x7B-v0.1", 4096, 32, 32, 8, 128, 14_336, 32_000, 32_768, False,
+    ("mixtral", "mixtral-8x7b", "mistralai/Mixtral-8x7B-v0.1", 4096, 32, 32, 8, 128, 14_336, 32_000, 32_768, False,
      _moe(32, 8, 2, 14_336)),
-    ("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", 2048, 48, 32, 4, 128, 6144, 151_936, 40_960, False,
+    ("qwen3_moe", "qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", 2048, 48, 32, 4, 128, 6144, 151_936, 40_960, False,
      _moe(48, 128, 8, 768)),
-    ("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B", 4096, 94, 64, 4, 128, 12_288, 151_936, 40_960, False,
+    ("qwen3_moe", "qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B", 4096, 94, 64, 4, 128, 12_288, 151_936, 40_960, False,
      _moe(94, 128, 8, 1536)),
-    ("glm-4.5-air", "zai-org/GLM-4.5-Air", 4096, 46, 96, 8, 128, 10_944, 151_552, 131_072, False,
-     _moe(45, 128, 8, 1408, dense=1, shared_size=1408, **_SIGMOID)),
+    ("glm4_moe", "glm-4.5-air", "zai-org/GLM-4.5-Air", 4096, 46, 96, 8, 128, 10_944, 151_552, 131_072, False,
+     _moe(45, 128, 8, 1408, dense=1, shared_size=1408, **_SIGMOID), True),
 )  # fmt: skip
-MODELS = {row[0]: DecoderShape(**dict(zip(_COLUMNS, row, strict=False))) for row in _TABLE}
+MODELS = {row[1]: DecoderShape(**dict(zip(_COLUMNS, row, strict=False))) for row in _TABLE}
 """Built-in shapes."""
 _LLAMA = re.compile(r"(meta-)?llama-?3(\.[123])?-")
 _TUNED = re.compile(r"-(instruct|base|it)(-\d{4})?$|-v0\.1$")
@@ -165,13 +91,15 @@ def built_in(name: str) -> DecoderShape | None:
     return MODELS.get(_TUNED.sub("", _LLAMA.sub("llama3-", name.lower().rsplit("/", 1)[-1].partition("@")[0])))
 
 
-def smaller(model: DecoderShape, model_type: str) -> list[DecoderShape]:
-    """Built-in shapes of the same family with fewer parameters, the largest first; of no known family, of all. Mixtures
-    are among those of a mixture only."""
-    family = {"llama": "llama3", "qwen2": "qwen2.5", "qwen3": "qwen3", "qwen3_moe": "qwen3"}.get(model_type, "")
+def smaller(model: DecoderSizes) -> list[DecoderShape]:
+    """Built-in shapes of the same family with fewer parameters, the largest first; of one without dense shapes here, of
+    all. Mixtures are among those of a mixture only."""
+    kin = model.family.removesuffix("_moe")
+    is_known = any(one.family == kin and one.moe is None for one in MODELS.values())
     found = [
         one for one in MODELS.values()
-        if one.name.startswith(family) and (one.moe is None or model.moe) and one.num_parameters < model.num_parameters
+        if (one.family.removesuffix("_moe") == kin or not is_known) and (one.moe is None or model.moe)
+        if one.num_parameters < model.num_parameters
     ]  # fmt: skip
     return sorted(found, key=lambda one: one.num_parameters, reverse=True)
 

@@ -37,9 +37,11 @@ def weight_transfer(
     pp, copies, shards, trainer_tp, ep = trainer
     replicas, tp, weight_bytes = generator
     # A size that the ranks cannot share evenly counts as padded. Experts are those of a run, which shares them evenly.
+    # Norms and biases are few bytes in very many pieces.
     parameters = {
         name: shape if is_expert(name) else tuple(-(-size // tp) * tp for size in shape)
-        for name, shape in model.weights(norms=False).items()
+        for name, shape in model.weights().items()
+        if len(shape) > 1
     }
     source = trainer_layout(
         parameters, fsdp=shards, tp=trainer_tp, pp=pp, replicate=copies, ep=ep, dtype="bfloat16", host_size=host_size

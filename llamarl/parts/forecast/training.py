@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llamarl.models.memory import UNEVEN_EXPERTS, TrainerLoad, expert_share, trainer_bytes
+from llamarl.models.memory import UNEVEN_EXPERTS, TrainerLoad, expert_share, kv_token_bytes, trainer_bytes
 from llamarl.parts.forecast.candidates import TrainerLayouts
 from llamarl.parts.forecast.hardware import BF16, FP32, Pool
 from llamarl.parts.forecast.links import collective_bandwidth, exchange_s
@@ -15,21 +15,15 @@ PASSES = 3
 
 
 def step_flops(request: PlanRequest) -> float:
-    """FLOPs of one optimizer step with recompute.
-
-    Per token, of a prompt once for its responses, 2 N forward and 4 N backward plus `recompute` forwards (arXiv
-    2001.08361, eq. 2.2; 2205.05198), and the same multiple of causal attention over half the squared lengths. Frozen
-    weights have no gradients, which saves 2 N; adapters have all of them.
-    """
+    """FLOPs of one optimizer step with recompute: a prompt once for its responses, logits of these alone, and causal
+    attention over half the squared lengths."""
     lengths, prompt = request.lengths, request.prompt_tokens
     squares = request.prompts_per_step * prompt**2
     squares += request.num_samples * (2 * prompt * lengths.mean_tokens + lengths.square_tokens)
-    attention = request.model.attention_flops(1.0) * squares / 2
-    passes = 3 + request.constants.recompute
-    products = 2.0 * request.model.matmul_parameters * request.step_tokens
-    trained = 2.0 * request.trained_parameters * request.step_tokens if request.lora else products
-    frozen = products * (passes - 1) if request.lora else 0.0
-    return frozen + (trained + attention) * passes
+    targets = request.num_samples * lengths.mean_tokens
+    return request.model.step_flops(
+        request.step_tokens, targets, squares / 2, request.lora, request.constants.recompute
+    )
 
 
 def routed_flops(request: PlanRequest) -> float:
@@ -91,8 +85,8 @@ def training_parts(
     sent = UNEVEN_EXPERTS * exchanged_bytes(request, ep, rank_tokens / cp) * model.num_sparse_layers / pp
     tensor = PASSES * 2 * stage_layers * 2 * (tp - 1) / tp * activation_bytes
     tensor = tensor / collective_bandwidth(gpu, constants, tp, inner=1)
-    kv_bytes = rank_tokens * model.kv_width * BF16 / np.minimum(tp, model.num_kv_heads)
-    context = (PASSES + 1) * stage_layers * kv_bytes * (cp - 1) / cp
+    kv_bytes = rank_tokens * kv_token_bytes(model, tp, BF16)
+    context = (PASSES + 1) * stage_layers / model.num_layers * kv_bytes * (cp - 1) / cp
     context = context / collective_bandwidth(gpu, constants, cp, inner=tp)
     between_stages = 2 * (pp > 1) * activation_bytes / tp / (gpu.network_bandwidth * constants.link_efficiency)
     overhead = constants.step_overhead_s + microbatches * constants.microbatch_overhead_s
@@ -146,7 +140,7 @@ def training_memory(request: PlanRequest, layouts: TrainerLayouts) -> dict[str, 
         tokens=tokens, targets=tokens * request.lengths.limit_tokens / request.longest_tokens, keys=0 * tokens,
         half=True, checkpointing=request.constants.recompute > 0, flash=True, on_gpu=True, fused=True, tp=layouts.tp_L,
         cp=layouts.cp_L, pp=layouts.pp_L, shards=layouts.shards_L, ep=layouts.ep_L, lora=request.lora,
-        weight=request.weight_bytes, moments=request.moment_bytes,
+        weight=request.weight_bytes, moments=request.moment_bytes * request.keeps_moments,
     )  # fmt: skip
     parts = trainer_bytes(request.model, load)
     return {

@@ -14,6 +14,7 @@ from llamarl.parts.forecast.request import PlanRequest
 from llamarl.parts.forecast.shapes import MODELS, DecoderShape
 
 SMALL = DecoderShape(
+    family="llama",
     name="small",
     hidden_size=2048,
     num_layers=16,

@@ -10,10 +10,18 @@ import numpy as np
 import pytest
 
 from llamarl.config import ConfigError, RunConfig
+from llamarl.config.trainer import LoraConfig
 from llamarl.models.fit import trainer_parts
 from llamarl.models.memory import total
 from llamarl.parts.forecast.constants import Constants, load_profile
-from llamarl.parts.forecast.generation import Generators, decode_parts, drain_s, generation_memory, generation_parts
+from llamarl.parts.forecast.generation import (
+    Generators,
+    decode_parts,
+    drain_s,
+    generation_memory,
+    generation_parts,
+    prompt_flops,
+)
 from llamarl.parts.forecast.hardware import GPUS
 from llamarl.parts.forecast.request import ASYNCHRONOUS, SYNCHRONOUS
 from llamarl.parts.forecast.training import TrainerLayouts, step_flops, training_memory, training_parts
@@ -62,6 +70,32 @@ def test_decode_of_one_token_reads_the_weights() -> None:
     assert parts["compute"] == parts["tensor"] == 0
 
 
+def test_of_eight_bits_the_head_still_has_sixteen() -> None:
+    """7 GB of layers, and 128,256 x 4,096 of the head in twice as many bytes."""
+    request = make_request("llama3-8b", 8, constants=PERFECT)
+    read = decode_parts(request, request.pools[0], _generators(1, 1, 1, 1), active=np.ones(1), context_tokens=1.0)
+    assert read["weights"][0] == pytest.approx((6.979e9 + 2 * 128_256 * 4096) / 3.35e12, rel=1e-3)
+    sent = generation_parts(request, request.pools[0], _generators(1, 1, 1, 1), SYNCHRONOUS)["sync"][0]
+    assert sent == pytest.approx((6.979e9 + 4 * 128_256 * 4096) / 50e9, rel=2e-3), "embedding and head"
+
+
+def test_a_prompt_s_logits_are_not_computed() -> None:
+    """Its last token is decoded: of 0.6B a quarter is the head."""
+    request = make_request("qwen3-0.6b", 8, prompt_tokens=1000)
+    layers = 28 * (2 * 1024 * (16 + 8) * 128 + 3 * 1024 * 3072)
+    assert prompt_flops(request) == 1000 * (2 * layers + 4 * 28 * 16 * 128 * 500)
+
+
+def test_a_checkpoint_has_what_is_trained_and_its_moments() -> None:
+    config = RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "t"}}).trainer
+    request = make_request("llama3-8b", 8)
+    assert request.with_trainer(config).saved_bytes == 12 * request.model.num_parameters
+    light = config.model_copy(update={"weights": "bfloat16", "moments": "8bit", "moments_on": "host"})
+    assert request.with_trainer(light).saved_bytes == (4 + 8 / 256) * request.model.num_parameters
+    adapters = config.model_copy(update={"lora": LoraConfig(rank=8, targets=["q_proj"])})
+    assert request.with_trainer(adapters).saved_bytes == 12 * 32 * 8 * 2 * 4096
+
+
 def test_key_value_heads_are_not_split_beyond_their_number() -> None:
     assert _decode(tp=8, active=64)["kv"] == pytest.approx(_decode(tp=64, active=64)["kv"])
     request = make_request("llama3-8b", 64)
@@ -89,7 +123,8 @@ def test_training_flops_and_time() -> None:
 
 
 def test_a_prompt_is_computed_once_for_its_group() -> None:
-    """Prompts of 4,000 tokens, each with eight responses of 100: 38,400 tokens, where each alone makes 262,400.
+    """Prompts of 4,000 tokens, each with eight responses of 100: 38,400 tokens, where each alone makes 262,400. The
+    head computes the 6,400 of responses.
 
     Attention of a pair of tokens is 4 x 32 layers x 4,096 channels; pairs are triangles of 4,000 and of 100, and a
     response with its prompt 100 x 4,000.
@@ -100,7 +135,7 @@ def test_a_prompt_is_computed_once_for_its_group() -> None:
     )  # fmt: skip
     assert request.step_tokens == pytest.approx(8 * (4000 + 8 * 100))
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336
-    products = 6 * (32 * layer + 128_256 * 4096) * 38_400
+    products = 6 * (32 * layer * 38_400 + 128_256 * 4096 * 6400)
     pairs = 8 * (4000**2 / 2 + 8 * (100 * 4000 + 100**2 / 2))
     assert step_flops(request) == pytest.approx(products + 3 * 4 * 32 * 4096 * pairs, rel=1e-3)
     alone = replace(request, prompts_per_step=64, group_size=1)

@@ -16,6 +16,7 @@ import pytest
 from llamarl.config import ConfigError, load_config
 from llamarl.models.folder import load_shape
 from llamarl.models.shape import ModelShape
+from llamarl.models.sizes import DecoderSizes
 from llamarl.parts.forecast.cli.plan import main
 from llamarl.parts.forecast.feasibility import plans
 from llamarl.parts.forecast.hardware import GPUS
@@ -80,12 +81,7 @@ SHAPES = {"llama3-8b": 64, "llama3-405b": 1024, "qwen3-235b-a22b": 256, "glm-4.5
 def write_shape(folder: Path, name: str) -> Path:
     """A model folder without weights: what decides a layout is in `config.json`."""
     folder.mkdir()
-    sizes = dataclasses.asdict(MODELS[name])
-    moe, family = MODELS[name].moe, name.split("-", maxsplit=1)[0]
-    for field in ("name", "path", "moe"):
-        del sizes[field]
-    known = {"qwen3": "qwen3_moe", "mixtral": "mixtral", "glm": "glm4_moe"}
-    shape = ModelShape(family=known[family] if moe else "llama", moe=moe, **sizes)
+    shape = ModelShape(**{field.name: getattr(MODELS[name], field.name) for field in dataclasses.fields(DecoderSizes)})
     (folder / "config.json").write_text(json.dumps(shape.to_hf()))
     return folder
 

@@ -14,11 +14,11 @@ from benchmarks._predict import Prediction, predict_step
 from llamarl.config import ConfigError, RunConfig
 from llamarl.observability.spans import Span
 from llamarl.parts.forecast.cli.profile import main
-from llamarl.parts.forecast.constants import load_profile
+from llamarl.parts.forecast.constants import Constants, load_profile
 from llamarl.parts.forecast.costs import Costs
 from llamarl.parts.forecast.hardware import Pool, find_gpu
 from llamarl.parts.forecast.lengths import Lengths
-from llamarl.parts.forecast.profile import make_profile, measure, robust_line, run_request
+from llamarl.parts.forecast.profile import make_profile, measure, planner_constants, robust_line, run_request
 from llamarl.parts.forecast.recorded import read_run
 from llamarl.parts.forecast.simulator.cores import SharedCores, in_turn
 from llamarl.parts.forecast.simulator.draws import ResponseLengths
@@ -250,3 +250,13 @@ def test_runs_on_gpus_need_the_kind(tmp_path: Path) -> None:
     profile = load_profile(run / "profile.json")
     assert profile.gpu == {} and Costs.load(run / "profile.json").cores == 0
     assert profile.constants.decode_overhead_s == pytest.approx(COSTS["decode_base_s"], rel=0.1)
+
+
+def test_what_a_step_on_a_gpu_takes_beyond_reading_its_weights_is_overhead(run_folder: Path) -> None:
+    """Embedding of 8B are looked up, not read: 7.5e9 weights of 2 bytes."""
+    run = read_run(run_folder)
+    model = run.config.model.model_copy(update={"path": "llama3-8b"})
+    run, gpu = replace(run, config=run.config.model_copy(update={"model": model})), find_gpu("h100-80g")
+    found, _ = planner_constants(run, Costs(decode_base_s=0.01), gpu, 1)
+    read_s = 2 * 7.504e9 / (gpu.memory_bandwidth * Constants().bandwidth_efficiency)
+    assert found["decode_overhead_s"] == pytest.approx(0.01 - read_s, rel=1e-3)

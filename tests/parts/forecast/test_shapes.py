@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from llamarl.config import ConfigError
+from llamarl.models.shape import ModelShape
+from llamarl.models.sizes import DecoderSizes
+from llamarl.models.transformer import Transformer
 from llamarl.parts.forecast.shapes import MODELS, DecoderShape, find_model
 
 
@@ -28,6 +34,17 @@ def test_parameters(name: str, total: float, active: float) -> None:
     assert MODELS[name].matmul_parameters == pytest.approx(active, rel=0.02)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_built_in_shape_has_the_weights_of_the_model_that_is_made(name: str, tied: bool) -> None:
+    known = replace(MODELS[name], tie_embeddings=tied)
+    shape = ModelShape(**{field.name: getattr(known, field.name) for field in fields(DecoderSizes)})
+    with torch.device("meta"):
+        made = {name: tuple(one.shape) for name, one in Transformer(shape).state_dict().items()}
+    assert known.weights() == made
+    assert known.num_parameters == shape.num_parameters == sum(map(math.prod, made.values()))
+
+
 HF = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -44,7 +61,7 @@ def test_a_folder_with_a_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HF | {"tie_word_embeddings": True}))
     model = find_model(str(tmp_path))
     assert model.head_dim == 16
-    assert model.num_parameters == 2 * (2 * 64 * 6 * 16 + 3 * 64 * 128) + 100 * 64
+    assert model.num_parameters == 2 * (2 * 64 * 6 * 16 + 3 * 64 * 128 + 2 * 64) + 64 + 100 * 64
 
 
 def test_a_mixture() -> None:

@@ -113,10 +113,12 @@ def test_adapters_save_state_and_products() -> None:
     inner, hidden, inter = 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288), 4096, 12288
     adapters = 16 * 36 * (2 * (hidden + 4096) + 2 * (hidden + 1024) + 3 * (hidden + inter))
     state = float(training_memory(request, alone)["state"][0])
-    assert state == pytest.approx(2 * inner + 4 * 2 * 151_936 * 4096 + 16 * adapters, rel=1e-6)
+    norms = 36 * 2 * (hidden + 128) + hidden
+    assert state == pytest.approx(2 * inner + 4 * (2 * 151_936 * 4096 + norms) + 16 * adapters, rel=1e-6)
     assert float(training_memory(whole, alone)["state"][0]) == pytest.approx(16 * model.num_parameters, rel=1e-6)
-    tokens = 64 * (128 + 8 * request.lengths.mean_tokens)
-    saved = 2 * model.matmul_parameters * tokens - 8 * adapters * tokens
+    targets = 64 * 8 * request.lengths.mean_tokens
+    tokens = 64 * 128 + targets
+    saved = 2 * (inner * tokens + 151_936 * 4096 * targets) - 8 * adapters * tokens
     assert step_flops(whole) - step_flops(request) == pytest.approx(saved, rel=1e-6)
     with_them, without = (asynchronous_plan(one) for one in (request, whole))
     assert (

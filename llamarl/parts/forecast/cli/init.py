@@ -15,7 +15,6 @@ from llamarl.cli.options import MODEL_HELP, add_settings, command_parser, write_
 from llamarl.config import ConfigError, RunConfig, read_json, settled, validated
 from llamarl.config.hub import hub_name, open_hub
 from llamarl.models.fit import taken
-from llamarl.models.shape import ModelShape
 from llamarl.observability.formats import duration
 from llamarl.parts.forecast.columns import FoundData, found_data
 from llamarl.parts.forecast.constants import load_profile
@@ -81,9 +80,9 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(
             f"--gpus {options.gpus}{kind}: give 1 or more, or --gpus 0 alone for the cores of this machine"
         )
-    shape, sizes = _model(options.model)
+    shape = _model(options.model)
     data = found_data(options.data, options.question, options.answer)
-    request, work = _asked(options, shape, sizes)
+    request, work = _asked(options, shape)
     given = {
         "name": Path(options.model.partition("@")[0]).name, "steps": work.steps, "model": {"path": options.model},
         "data": {"train": data.train} | ({"eval": data.eval} if data.eval else {}),
@@ -92,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
         "checkpoint": {"every_steps": max(1, min(50, work.steps))},
         "trainer": work.trainer.model_dump(include=set(KEPT), exclude_defaults=True),
     }  # fmt: skip
-    found = first_run(request, shape, given, options.adapters)
+    found = first_run(request, given, options.adapters)
     check_parts(found.config)
     text = _text(found, data)
     write_output(path, text)
@@ -101,18 +100,18 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _model(name: str) -> tuple[ModelShape, DecoderShape]:
-    """Shape of a model as a run reads it, and as a plan does; only config.json is fetched. Raises ConfigError."""
+def _model(name: str) -> DecoderShape:
+    """Shape of a model; only config.json is fetched. Raises ConfigError."""
     of_hub = hub_name(name)
     try:
         folder = open_hub().fetched(of_hub, choose=config_only).folder if of_hub else Path(name)
         config = read_json(folder / "config.json", "give a Hugging Face folder, or a name of the Hub")
-        return ModelShape.from_hf(config), DecoderShape.from_hf(config, name)
+        return DecoderShape.from_hf(config, name)
     except ConfigError as error:
         raise ConfigError(f"--model {name}: {error}") from None
 
 
-def _asked(options: argparse.Namespace, shape: ModelShape, sizes: DecoderShape) -> tuple[PlanRequest, RunConfig]:
+def _asked(options: argparse.Namespace, shape: DecoderShape) -> tuple[PlanRequest, RunConfig]:
     """The request to plan for, and the settings of its work. Raises ConfigError."""
     of_kind = {"trainer": {"dtype": "bfloat16"}} if options.gpus else {"rollout": BASE["rollout"] | BASE_OF_CORES}
     base = BASE | of_kind
@@ -126,7 +125,7 @@ def _asked(options: argparse.Namespace, shape: ModelShape, sizes: DecoderShape) 
     profile = load_profile(options.profile)
     gpu = profile.device(find_gpu(options.gpu or ("h100-80g" if options.gpus else CPU)))
     request = PlanRequest.of_run(
-        work.data, work.rollout, model=sizes, prompt_tokens=prompt, lengths=Lengths.lognormal(limit_tokens=response),
+        work.data, work.rollout, model=shape, prompt_tokens=prompt, lengths=Lengths.lognormal(limit_tokens=response),
         pools=(Pool(gpu=gpu, count=max(1, options.gpus)),), constants=profile.constants,
     ).with_trainer(work.trainer)  # fmt: skip
     if options.gpus == 0:

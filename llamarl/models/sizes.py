@@ -1,20 +1,23 @@
-"""The sizes of a decoder: what a model that is computed and one that is only planned have in common."""
+"""`DecoderSizes`: weights and operations of a decoder, counted. A model that is computed and one that is only planned
+have them in common. Bytes are in `memory.py`. Imports no torch."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from llamarl.config.errors import ConfigError
+from llamarl.config.trainer import ATTENTION, LoraConfig
 
 MAX_COUNT = 1 << 27
 """Most tokens, columns or positions: a hundred times what models have, and tables of that size can still be made."""
 MAX_EXPERTS = 1 << 17
 """Most experts in all layers; models have some 20,000."""
 _BYTE, _TWO_BYTES = 255, 65_535
+Weights = dict[str, tuple[int, ...]]
+"""Shapes by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,9 +78,11 @@ class MoeShape:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderSizes(ABC):
-    """Sizes of a decoder-only transformer with gated feed-forward layers."""
+class DecoderSizes:
+    """Sizes of a decoder-only transformer with gated feed-forward layers, and counts that follow from them."""
 
+    family: str
+    """`model_type` of config.json."""
     hidden_size: int
     num_layers: int
     num_heads: int
@@ -93,6 +98,30 @@ class DecoderSizes(ABC):
     """The output head is the embedding matrix."""
     moe: MoeShape | None = None
     """Mixtures of experts in some or all layers."""
+    attention_bias: bool = False
+    """The query, key and value projections have a bias where the family leaves it open."""
+    use_qk_norm: bool = False
+    """Heads are normed where the family leaves it open."""
+
+    @property
+    def qkv_bias(self) -> bool:
+        """The query, key and value projections have a bias."""
+        return self.family == "qwen2" or self.attention_bias
+
+    @property
+    def qk_norm(self) -> bool:
+        """Each query and key head is RMS-normed before the rotation."""
+        return self.family in ("qwen3", "qwen3_moe") or self.use_qk_norm
+
+    @property
+    def query_size(self) -> int:
+        """Scalars of all heads' queries of one token."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Scalars of all heads' keys of one token in one layer, and as many of its values."""
+        return self.num_kv_heads * self.head_dim
 
     @property
     def num_sparse_layers(self) -> int:
@@ -122,19 +151,51 @@ class DecoderSizes(ABC):
         """Rows of the residual stream that a layer copies for a token's experts; 0 without experts."""
         return 0 if self.moe is None else 2 * self.moe.experts_per_token  # on their way in, and out
 
-    @property
-    def routed_scalars(self) -> int:
-        """Weights of the experts that a router chooses for a token, in all layers."""
-        return 3 * self.hidden_size * self.routed_width * self.num_sparse_layers
+    def weights(self) -> Weights:
+        """Name (Hugging Face) and shape of every weight; the experts of a layer are one for each projection."""
+        ends = {"model.embed_tokens.weight": (self.vocab_size, self.hidden_size)}
+        found: Weights = {**ends, "model.norm.weight": (self.hidden_size,)}
+        for number in range(self.num_layers):
+            own = self.layer_weights(self.is_sparse(number))
+            found |= {f"model.layers.{number}.{name}": shape for name, shape in own.items()}
+        return found | ({} if self.tie_embeddings else {"lm_head.weight": (self.vocab_size, self.hidden_size)})
+
+    def layer_weights(self, is_sparse: bool) -> Weights:
+        """The same of one layer, with experts or without, named within it."""
+        hidden, sizes = self.hidden_size, {"q": self.query_size, "k": self.kv_size, "v": self.kv_size}
+        found: Weights = {f"self_attn.{kind}_proj.weight": (size, hidden) for kind, size in sizes.items()}
+        found["self_attn.o_proj.weight"] = (hidden, self.query_size)
+        if self.qkv_bias:
+            found |= {f"self_attn.{kind}_proj.bias": (size,) for kind, size in sizes.items()}
+        if self.qk_norm:
+            found |= {f"self_attn.{kind}_norm.weight": (self.head_dim,) for kind in "qk"}
+        found |= {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        return found | (self._experts() if is_sparse else self._feed_forward("mlp", self.intermediate_size))
+
+    def _feed_forward(self, name: str, width: int) -> Weights:
+        into: Weights = {f"{name}.{kind}_proj.weight": (width, self.hidden_size) for kind in ("gate", "up")}
+        return into | {f"{name}.down_proj.weight": (self.hidden_size, width)}
+
+    def _experts(self) -> Weights:
+        assert self.moe is not None
+        num, width = self.moe.num_experts, self.moe.expert_size
+        found: Weights = {"mlp.gate.weight": (num, self.hidden_size)}
+        found |= {"mlp.gate.e_score_correction_bias": (num,)} if self.moe.has_selection_bias else {}
+        found |= {f"mlp.experts.{kind}_proj": (num, width, self.hidden_size) for kind in ("gate", "up")}
+        found["mlp.experts.down_proj"] = (num, self.hidden_size, width)
+        return found | (self._feed_forward("mlp.shared_experts", shared) if (shared := self.moe.shared_size) else {})
 
     @property
-    def feed_forward_scalars(self) -> int:
-        """Weights of all layers' feed-forwards that a token is multiplied by, routers included."""
-        dense = 3 * self.hidden_size * self.intermediate_size * (self.num_layers - self.num_sparse_layers)
-        if self.moe is None:
-            return dense
-        beside = self.hidden_size * (3 * self.moe.shared_size + self.moe.num_experts)
-        return dense + beside * self.num_sparse_layers + self.routed_scalars
+    def layer_parameters(self) -> int:
+        """Scalars in all weights of one layer; in a mixture of one with experts."""
+        return num_scalars(self.layer_weights(self.moe is not None))
+
+    @property
+    def num_parameters(self) -> int:
+        """Scalars in all weights; a tied head counts once."""
+        num_dense = self.num_layers - self.num_sparse_layers
+        layers = self.num_sparse_layers * self.layer_parameters + num_dense * num_scalars(self.layer_weights(False))
+        return layers + self.hidden_size + (2 - self.tie_embeddings) * self.vocab_size * self.hidden_size
 
     @property
     def layer_expert_parameters(self) -> int:
@@ -147,14 +208,60 @@ class DecoderSizes(ABC):
         return self.layer_expert_parameters * self.num_sparse_layers
 
     @property
-    @abstractmethod
-    def layer_parameters(self) -> int:
-        """Scalars in all weights of one layer; in a mixture of one with experts."""
+    def routed_scalars(self) -> int:
+        """Weights of the experts that a router chooses for a token, in all layers."""
+        return 3 * self.hidden_size * self.routed_width * self.num_sparse_layers
 
     @property
-    @abstractmethod
-    def num_parameters(self) -> int:
-        """Scalars in all weights; a tied head counts once."""
+    def layer_scalars(self) -> int:
+        """Weights of all layers' matrices that a token is multiplied by, routers included."""
+        size = 2 * (self.query_size + self.kv_size) * self.num_layers
+        size += 3 * self.intermediate_size * (self.num_layers - self.num_sparse_layers)
+        if self.moe is not None:
+            size += (3 * self.moe.shared_size + self.moe.num_experts) * self.num_sparse_layers
+        return self.hidden_size * size + self.routed_scalars
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights that a token is multiplied by: those of layers and of the output head, not the embedding look-up."""
+        return self.layer_scalars + self.vocab_size * self.hidden_size
+
+    def forward_flops(self, tokens: float, targets: float, pairs: float) -> float:
+        """FLOPs of a forward: 2 per weight that a token meets, and 4 per query channel and pair of tokens that see each
+        other (Kaplan et al., arXiv 2001.08361, table 1).
+
+        Args:
+            targets: tokens whose logits are computed.
+        """
+        matrices = self.layer_scalars * tokens + self.vocab_size * self.hidden_size * targets
+        return 2.0 * matrices + 4.0 * self.num_layers * self.query_size * pairs
+
+    def step_flops(
+        self, tokens: float, targets: float, pairs: float, lora: LoraConfig | None = None, recompute: float = 0.0
+    ) -> float:
+        """FLOPs of an optimizer step: forward, twice as much for backward, and `recompute` forwards. A frozen weight
+        has no gradient, which saves a third of that; adapters have theirs (arXiv 2205.05198; the others as above)."""
+        passes = 3 + recompute
+        if lora is None:
+            return passes * self.forward_flops(tokens, targets, pairs)
+        trained = 2.0 * adapter_parameters(self, lora) * tokens
+        return passes * (self.forward_flops(tokens, targets, pairs) + trained) - self.forward_flops(tokens, targets, 0)
+
+
+def num_scalars(weights: Weights) -> int:
+    """Scalars in all of some weights."""
+    return sum(map(math.prod, weights.values()))
+
+
+def adapted(sizes: DecoderSizes, lora: LoraConfig) -> list[tuple[int, ...]]:
+    """Shapes of a layer's projections that have an adapter."""
+    weights = sizes.layer_weights(is_sparse=False)
+    return [weights[f"{'self_attn' if target in ATTENTION else 'mlp'}.{target}.weight"] for target in lora.targets]
+
+
+def adapter_parameters(sizes: DecoderSizes, lora: LoraConfig) -> int:
+    """Scalars in all adapters."""
+    return lora.rank * sizes.num_layers * sum(map(sum, adapted(sizes, lora)))
 
 
 def sizes_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
