@@ -114,13 +114,15 @@ class RendezvousStore:
     def _watch(self, connection: Connection, rank: int) -> None:
         """Notes from a rank, and to it, until it leaves or is gone."""
         with self._changed:
-            self._watching[rank] = connection
             self._num_come += 1
-            for note in self._notes:
-                connection.send(note)
-        if self._num_come == self._num_ranks:
+            is_last = self._num_come == self._num_ranks
+        if is_last:
             self.close()
         try:
+            with self._changed:
+                self._watching[rank] = connection
+                for note in self._notes:
+                    connection.send(note)
             while connection.poll(None) and (note := connection.recv()):  # nothing: it leaves
                 self._tell(note)
         except BROKEN:
