@@ -6,6 +6,7 @@ import mmap
 import secrets
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -70,7 +71,10 @@ class PackedPublisher(Publisher):
         self._is_pinned = not self.ON_DEVICE and self._device.type == "cuda"
         secret = exchange(secrets.token_hex(16))[0]
         self._store = RendezvousStore(host=host or weights_address(), secret=secret, serve=self._serve)
-        able = exchange((self._store.rendezvous.address, [bool(parts) for parts in plan.parts]))
+        with ExitStack() as undo:
+            undo.callback(PackedPublisher.close, self)
+            able = exchange((self._store.rendezvous.address, [bool(parts) for parts in plan.parts]))
+            undo.pop_all()
         self._address = Address(
             transport=self.TRANSPORT,
             publisher=secret,

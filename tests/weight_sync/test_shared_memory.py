@@ -5,6 +5,7 @@ Not covered: processors that reorder stores (this must run on them too).
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import re
@@ -20,6 +21,7 @@ import torch
 import weight_processes as processes
 from in_process import Trainer, faults
 
+from llamarl.config.errors import RanksLost
 from llamarl.weight_sync.base import FingerprintMismatch, Superseded, TransferFailed, WriterPlan, plan_writers
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
 from llamarl.weight_sync.select import Reader
@@ -356,6 +358,22 @@ class TestNoTraces:
             publisher.close()
             subscriber.close()
         assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+    @pytest.mark.parametrize("num_exchanges", [0, 1])
+    def test_one_that_is_not_opened_leaves_no_descriptor(self, num_exchanges: int) -> None:
+        """Other ranks are lost when memory is made, or when it is mapped."""
+        answers = iter(range(num_exchanges))
+
+        def exchange(value: object) -> list:
+            if next(answers, None) is None:
+                raise RanksLost("rank 1 is gone")
+            return [value]
+
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(RanksLost):
+            SharedMemoryPublisher(alone(BIG), exchange)
+        gc.collect()  # what was mapped
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_slots_that_a_gpu_writes_into_are_pinned_once_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from llamarl.config.errors import RanksLost
 from llamarl.distributed.interrupt import open_sockets
 from llamarl.sharding.parallel_layout import LayoutError
 from llamarl.weight_sync.base import FingerprintMismatch, Superseded, TransferFailed, WriterPlan, plan_writers
@@ -246,6 +247,23 @@ class TestPairs:
         subscriber.close()
         publisher.close()
         assert not pinned
+
+    def test_one_that_is_not_opened_listens_no_more(self) -> None:
+        """Other ranks are lost when they are to say where they listen."""
+        seen = list[str]()
+
+        def exchange(value: Any) -> list[Any]:
+            if isinstance(value, str):
+                return [value]
+            seen.append(value[0])
+            raise RanksLost("rank 1 is gone")
+
+        with pytest.raises(RanksLost) as lost:
+            P2pPublisher(alone(self.SPECS), exchange)
+        host, _, port = seen[0].rpartition(":")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, int(port)), 240)
+        assert lost
 
     def test_a_pair_leaves_nothing_behind(self) -> None:
         gc.collect()

@@ -18,6 +18,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from mmap import MAP_PRIVATE, MAP_SHARED, PAGESIZE, mmap
 from pathlib import Path
@@ -99,18 +100,11 @@ class SharedMemoryPublisher(Publisher):
         super().__init__(plan, exchange, folder, **options)
         self._slots, self._pinned = SlotTable(NUM_SLOTS), dict[int, list[int]]()
         """Addresses of slots that a GPU writes into without a copy in between."""
-        made = [os.memfd_create("llamarl-weights") for _ in plan.layouts] if plan.rank == 0 else []
-        pid = os.getpid()
-        publisher, places = exchange((secrets.token_hex(8), [f"/proc/{pid}/fd/{fd}" for fd in made]))[0]
-        self._fds = made or [os.open(place, os.O_RDWR | os.O_CLOEXEC) for place in places]
-        self._segments = [
-            SlotMemory(fd, layout, plan.num_writers, MAP_SHARED)
-            for fd, layout in zip(self._fds, plan.layouts, strict=True)
-        ]
-        for fd, segment in zip(self._fds, self._segments, strict=True):
-            segment.homes[plan.rank] = pid, fd
-            segment.versions[:, plan.rank] = EMPTY
-        exchange(None)  # no version is published before every writer's words are set
+        self._fds, self._segments = list[int](), list[SlotMemory]()
+        with ExitStack() as undo:
+            undo.callback(SharedMemoryPublisher.close, self)
+            publisher, places = self._open(exchange)
+            undo.pop_all()
         digests = [layout.digest for layout in plan.layouts]
         self._address = Address(
             transport="shared_memory",
@@ -118,6 +112,21 @@ class SharedMemoryPublisher(Publisher):
             num_writers=plan.num_writers,
             places=dict(zip(digests, places, strict=True)),
         )
+
+    def _open(self, exchange: Exchange) -> tuple[str, list[str]]:
+        """Name of the memory, and places of its layouts."""
+        plan, pid = self._plan, os.getpid()
+        if plan.rank == 0:
+            self._fds += (os.memfd_create("llamarl-weights") for _ in plan.layouts)
+        publisher, places = exchange((secrets.token_hex(8), [f"/proc/{pid}/fd/{fd}" for fd in self._fds]))[0]
+        if plan.rank:
+            self._fds += (os.open(place, os.O_RDWR | os.O_CLOEXEC) for place in places)
+        for fd, layout in zip(self._fds, plan.layouts, strict=True):
+            self._segments.append(segment := SlotMemory(fd, layout, plan.num_writers, MAP_SHARED))
+            segment.homes[plan.rank] = pid, fd
+            segment.versions[:, plan.rank] = EMPTY
+        exchange(None)  # no version is published before every writer's words are set
+        return publisher, places
 
     def publish(self, version: int, weights: Mapping[str, Tensor], in_use: Collection[int]) -> Address:
         plan, slot = self._plan, self._slots.claim(version, in_use)
