@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 PARTS = "llamarl.parts"
+MEMBERS_OF_PARTS = {"rewards.code": "episodes", "sources.hub": "hub", "transports.nixl": "cuda"}
+"""Parts that have a member of a family of the core, by folder and name: who asks for one without its part is told."""
 T = TypeVar("T", bound="DataclassInstance")
 
 
@@ -59,6 +61,15 @@ def modules(family: str) -> dict[str, str]:
         found += [one for name in names if importlib.util.find_spec(one := f"{PARTS}.{name}.{folder}")]
     files = ((one, file.name) for one in found for file in pkgutil.iter_modules(importlib.import_module(one).__path__))
     return {name: f"{one}.{name}" for one, name in files if not name.startswith("_")}
+
+
+def check_part(name: str, family: str, option: str) -> None:
+    """Raises ConfigError: that member of the family is in a part that this installation lacks."""
+    if owner := MEMBERS_OF_PARTS.get(f"{family.rpartition('.')[2]}.{name}"):
+        try:
+            part_module(owner, "joint")
+        except ConfigError as error:
+            raise ConfigError(f"`{option} = {name!r}`: {error}") from None
 
 
 def part(name: str, offer: str) -> Any:
@@ -153,5 +164,6 @@ def find(name: str, family: str, option: str, attribute: str) -> Any:
             raise ConfigError(f"`{option} = {name!r}` cannot be imported: {cause}{error}") from error
     known = modules(family)
     if name not in known:
+        check_part(name, family, option)
         raise ConfigError(f"`{option} = {name!r}` is unknown; {did_you_mean(name, sorted(known))}")
     return getattr(importlib.import_module(known[name]), attribute)

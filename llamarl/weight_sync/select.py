@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from llamarl.cluster.api import CallTimeout, RemoteError
 from llamarl.config.errors import ConfigError
-from llamarl.config.ref import PARTS, members, modules, part
+from llamarl.config.ref import PARTS, check_part, members, modules
 from llamarl.weight_sync.layout import Address, TensorSpec
 
 if TYPE_CHECKING:  # these load torch
@@ -124,9 +124,8 @@ async def _measure(name: str, sync: Callable[[str], Awaitable[None]], num_bytes:
 
 def check_name(transport: str) -> None:
     """Raises ConfigError: this package has no such transport, or this installation lacks its part."""
-    if transport == "nixl":
-        part("cuda", "checked")
     if ":" not in transport and transport not in ("auto", *names()):
+        check_part(transport, TRANSPORTS, "weight_sync.transport")
         raise ConfigError(
             f"`weight_sync.transport = {transport!r}` is unknown; use auto, {', '.join(names())} or package.module:Name"
         )

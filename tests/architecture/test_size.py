@@ -13,14 +13,14 @@ FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 KERNEL_LINES = 1_830
 BUDGETS = {
     "top": 400,  # goal: 250
-    "config": 1_331,  # goal: 820
+    "config": 1_339,  # goal: 820
     "net": 151,  # goal: 70
     "kernels": 1_653,  # goal: 1,200
-    "distributed": 742,  # goal: 600
+    "distributed": 744,  # goal: 600
     "sharding": 355,  # goal: 530
     "algorithms": 458,  # goal: 500
     "models": 2_057,  # goal: 900
-    "weight_sync": 1_552,  # goal: 1,580
+    "weight_sync": 1_562,  # goal: 1,580
     "checkpoint": 825,  # goal: 630
     "recipes": 68,  # goal: 90
     "rewards": 855,  # goal: 690
@@ -35,7 +35,7 @@ BUDGETS = {
     "run": 2_512,  # goal: 1,150
     "cli": 526,  # goal: 600
     "parts/answers": 761,  # goal: 761
-    "parts/forecast": 4_115,  # goal: 2,900
+    "parts/forecast": 4_118,  # goal: 2,900
     "parts/page": 1_711,  # goal: 1,450
     "parts/episodes": 2_675,  # goal: 2,150
     "parts/hosts": 1_935,  # goal: 1,350

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 import llamarl.rewards
 from llamarl.config import ConfigError, Ref, build
-from llamarl.config.ref import members, part
+from llamarl.config.ref import MEMBERS_OF_PARTS, PARTS, members, modules, part
 from tests.config.family.plain_part import PlainPart
 from tests.config.family.tuned import Tuned
 
@@ -19,6 +19,19 @@ OUTSIDE = "tests.config.family.tuned:Tuned"
 
 def test_members_are_the_files_of_the_folder() -> None:
     assert members(FAMILY) == ["plain_part", "tuned"]
+
+
+def test_members_in_parts_are_those_that_are_known_without_them() -> None:
+    folders = [path.parent for path in Path(llamarl.__path__[0]).rglob("__init__.py") if "parts" not in path.parts]
+    families = [".".join(("llamarl", *folder.relative_to(llamarl.__path__[0]).parts)) for folder in folders]
+    assert {"llamarl.rewards", "llamarl.data.sources", "llamarl.weight_sync.transports"} <= set(families)
+    not_families = ("cli", "executors", "sandbox")  # rooms that parts have, too
+    found = {
+        f"{family.rpartition('.')[2]}.{name}": module.split(".")[2]
+        for family in families if not family.endswith(not_families)
+        for name, module in modules(family).items() if module.startswith(f"{PARTS}.")
+    }  # fmt: skip
+    assert found == MEMBERS_OF_PARTS
 
 
 def test_member_is_found_by_its_file_name() -> None:

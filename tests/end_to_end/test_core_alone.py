@@ -106,6 +106,8 @@ def test_the_core_trains_evaluates_saves_and_resumes(tmp_path: Path, toml: Path,
         ("cuda", ("--cluster.kind", "monarch", "--weight_sync.transport", "nixl")),
         ("sft", ("--model.path", "no/model", "--model.warm_start", f"{ROOT}/configs/demo_sft.toml")),
         ("hub", ("--model.path", "no/model")),
+        ("hub", ("--data.train.name", "hub")),
+        ("episodes", ("--reward.parts", "['code']")),
     ],
 )
 def test_what_a_part_does_is_refused_in_a_sentence(
@@ -135,7 +137,7 @@ def test_without_the_part_of_the_hub_names_of_it_are_refused_and_folders_are_rea
     assert (done.returncode, done.stderr) == (2, f"llamarl train: model.path = 'no/model': {lacks}\n")
     done = run(*own, "--data.train.name", "hub", hidden=hidden)
     assert done.returncode == 2
-    assert "`data.train = 'hub'` is unknown; known: file, jsonl, " in done.stderr
+    assert f"`data.train = 'hub'`: {lacks}" in done.stderr
     done = run(*own, hidden=hidden)
     assert done.returncode == 0, done.stderr
     done = run("export", tmp_path / "runs" / "tiny", "--push", "me/tiny", hidden=hidden)
@@ -143,6 +145,15 @@ def test_without_the_part_of_the_hub_names_of_it_are_refused_and_folders_are_rea
         2,
         f"llamarl export: --push me/tiny: {lacks} (it is written to {tmp_path / 'runs' / 'tiny' / 'export'})\n",
     )
+
+
+def test_without_the_part_of_the_hub_models_that_are_built_in_are_planned_by_their_names(run: Alone) -> None:
+    hidden = "llamarl.parts.hub"
+    done = run("plan", "--model", "Qwen/Qwen3-8B", "--gpus", 8, hidden=hidden)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Qwen/Qwen3-8B: 8.19B parameters")
+    done = run("plan", "--model", "no/model", "--gpus", 8, hidden=hidden)
+    assert done.returncode == 2 and "lacks the part `hub`" in done.stderr
 
 
 def test_commands_of_parts_say_so_and_a_dry_run_prints_the_settings(toml: Path, run: Alone) -> None:

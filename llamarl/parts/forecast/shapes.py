@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -114,12 +115,14 @@ def find_model(name: str) -> DecoderShape:
     what is built in. Raises ConfigError."""
     if name in MODELS:
         return MODELS[name]
-    path, of_hub = Path(name), hub_name(name)
-    if of_hub and (found := open_hub().cached(of_hub, choose=config_only)):
-        path = found.folder
+    path, of_hub, known = Path(name), hub_name(name), built_in(name)
+    if of_hub:
+        with suppress(ConfigError) if known else nullcontext():  # an installation may lack the part of the Hub
+            found = open_hub().cached(of_hub, choose=config_only)
+            path = found.folder if found else path
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        if known := built_in(name):
+        if known:
             return replace(known, name=name, path=name if of_hub else known.path)
         raise ConfigError(f"`--model {name}` {_unknown(name)}")
     try:
