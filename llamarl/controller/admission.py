@@ -94,7 +94,7 @@ class Admission:
         """`state` is that of a checkpoint to go on from; `flow` hears when groups pass."""
         self._flow = flow
         self.changed = Signal()
-        """Groups were scored, taken or dropped, or slots are free."""
+        """Groups were scored or dropped, or slots are free."""
         rollout = config.rollout
         self._sampling = sampling_by_source(config, problems)
         self._group_size = rollout.group_size
@@ -225,7 +225,6 @@ class Admission:
                 raise StalenessViolated(
                     f"group {group.group_id} is {staleness} steps old, the bound is {self.buffer.staleness_limit}"
                 )
-        self.changed.notify()
 
     def check(self, groups: Sequence[RolloutGroup], step: int) -> str:
         """Whether `step` can learn from these groups; once each, a warning that replies have raised, or that
