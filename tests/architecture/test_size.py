@@ -20,7 +20,7 @@ BUDGETS = {
     "sharding": 355,  # goal: 530
     "algorithms": 458,  # goal: 500
     "models": 1_873,  # goal: 900
-    "weight_sync": 1_552,  # goal: 1,580
+    "weight_sync": 1_555,  # goal: 1,580
     "checkpoint": 825,  # goal: 630
     "recipes": 68,  # goal: 90
     "rewards": 855,  # goal: 690
