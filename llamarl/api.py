@@ -117,9 +117,9 @@ def generate(model: str | Path, prompts: Iterable[str], *, chat: bool = False, *
         ConfigError: it cannot start.
         ExecutorError: it failed.
     """
-    if isinstance(prompts, str) or not (asked := list(prompts)) or not all(isinstance(one, str) for one in asked):
+    if isinstance(prompts, str | None) or not (asked := list(prompts)) or not all(isinstance(p, str) for p in asked):
         raise ConfigError(f"prompts = {prompts!r:.60}: give a list of texts, at least one")
-    rows = part("answers", "answered")(from_home(model), asked, chat, settings)
+    rows = part("answers", "answered")(from_home(str(model)), asked, chat, settings)
     return sorted(rows, key=lambda row: (row["number"], row["index"]))
 
 

@@ -1,19 +1,22 @@
-"""`Admission`: which prompts become groups, in which order, and when."""
+"""`Admission`: which prompts become groups, in which order, and when. Loop 1 of a run."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llamarl.config import RunConfig
 from llamarl.controller.buffer import RolloutBuffer
 from llamarl.controller.evaluation import HeldOutSet
+from llamarl.controller.journal import Journal
+from llamarl.controller.records import Key
+from llamarl.controller.supervision import Signal
 from llamarl.data.sampler import MixtureSampler, PromptOrder, PromptSampler, fingerprint
 from llamarl.executors.replies import ControllerState
 from llamarl.observability.events import Flow
 from llamarl.training.packing import is_flat
-from llamarl.types import RAISED, GenerationRequest, Outcome, Prompt, RolloutGroup, SamplingParams
+from llamarl.types import RAISED, GenerationRequest, Outcome, Prompt, Rollout, RolloutGroup, SamplingParams
 
 
 class StalenessViolated(AssertionError):
@@ -66,26 +69,34 @@ def _by_source(groups: Sequence[RolloutGroup]) -> str:
     return f"; {found}" if found else ""
 
 
+def sampling_by_source(config: RunConfig, problems: Problems) -> dict[str, SamplingParams]:
+    """Parameters with which responses are drawn, by `Prompt.source`."""
+    rollout = config.rollout
+    return {
+        label: SamplingParams(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+            max_new_tokens=own.rollout.max_new_tokens,
+            stop_token_ids=problems.stop_token_ids,
+            stop_strings=(*rollout.stop_strings, *problems.stops_of.get(label, ())),
+            seed=config.seed,
+        )
+        for label, own in config.by_source.items()
+    }
+
+
 class Admission:
     """The data position and the buffer that bounds staleness; both go into checkpoints."""
 
     def __init__(self, config: RunConfig, problems: Problems, state: ControllerState | None, flow: Flow) -> None:
         """`state` is that of a checkpoint to go on from; `flow` hears when groups pass."""
         self._flow = flow
+        self.changed = Signal()
+        """Groups were scored or dropped, or slots are free."""
         rollout = config.rollout
-        self._sampling = {
-            label: SamplingParams(
-                temperature=rollout.temperature,
-                top_p=rollout.top_p,
-                top_k=rollout.top_k,
-                min_p=rollout.min_p,
-                max_new_tokens=own.rollout.max_new_tokens,
-                stop_token_ids=problems.stop_token_ids,
-                stop_strings=(*rollout.stop_strings, *problems.stops_of.get(label, ())),
-                seed=config.seed,
-            )
-            for label, own in config.by_source.items()
-        }
+        self._sampling = sampling_by_source(config, problems)
         self._group_size = rollout.group_size
         self._prompts = problems.train
         self._sampler = sampler_of(self._prompts, config)
@@ -111,6 +122,30 @@ class Admission:
         self._max_invalid_share = config.reward.max_invalid_share
         self._told_of_flat_groups = self._told_of_raised = False
 
+    async def loop(
+        self,
+        journal: Journal,
+        ask: Callable[[Sequence[tuple[GenerationRequest, Prompt]], Mapping[Key, Rollout]], Awaitable[None]],
+        deliver: Callable[[Sequence[RolloutGroup]], None],
+    ) -> None:
+        """Consumes free slots and prompts; waits for slots; produces requests to generators, and scored groups that the
+        journal has; unblocked by `made`, and by groups that are dropped."""
+        while self.num_left:
+            await self.changed.until(lambda: self.num_admissible > 0 or not self.num_left)
+            to_ask, held = list[tuple[GenerationRequest, Prompt]](), dict[Key, Rollout]()
+            scored = list[RolloutGroup]()
+            for request, prompt in self.admit():  # none when the last step has what it needs
+                group, rollouts = journal.kept(request.group_id)
+                held |= rollouts
+                if group is None:
+                    to_ask.append((request, prompt))
+                else:
+                    scored.append(group)
+            if scored:
+                deliver(scored)
+            if to_ask:
+                await ask(to_ask, held)
+
     @property
     def num_admissible(self) -> int:
         """Groups that may be admitted now and will be needed."""
@@ -126,9 +161,10 @@ class Admission:
             for place, group_id in enumerate(group_ids)
         ]
 
-    def sampling(self, prompt: Prompt) -> SamplingParams:
-        """Parameters with which responses to a prompt are drawn: those of its source."""
-        return self._sampling[prompt.source]
+    def generated(self, group_id: int) -> None:
+        """All of a group is there but its scores."""
+        self._flow.mark("generated", [group_id])
+        self.buffer.generated(group_id)
 
     def put(self, groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup], int]:
         """Takes scored groups; which groups are ready now, and how many were dropped, for others to be admitted."""
@@ -140,7 +176,14 @@ class Admission:
                 del self._prompt_of[group_id]
             all_ready += ready
             num_dropped += len(dropped)
+        self.changed.notify()
         return all_ready, num_dropped
+
+    async def batch(self) -> list[RolloutGroup]:
+        """The groups of the next step; waits until the window holds them."""
+        while (groups := self.buffer.take()) is None:
+            await self.changed.wait()
+        return groups
 
     def prompt_of(self, group_id: int) -> int:
         """Index of the prompt of an unconsumed group."""
@@ -158,7 +201,7 @@ class Admission:
             group_id=group_id,
             prompt_token_ids_T=prompt.token_ids_T,
             group_size=self._group_size,
-            sampling=self.sampling(prompt),
+            sampling=self._sampling[prompt.source],
             from_version=from_version,
         )
         return request, prompt
@@ -167,6 +210,7 @@ class Admission:
         """The trainer has made `version` of so many groups, whose slots are free."""
         self._version = version
         self.buffer.release(num_groups)
+        self.changed.notify()
 
     def consumed(self, groups: Sequence[RolloutGroup], version: int) -> None:
         """The trainer takes these groups at `version`. Raises StalenessViolated."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -65,11 +65,11 @@ class Evaluation:
     def __init__(
         self,
         held_out: HeldOutSet,
-        sampling: Callable[[Prompt], SamplingParams],
+        sampling: Mapping[str, SamplingParams],
         version: int,
         first_group_id: int,
     ) -> None:
-        """`sampling` gives the parameters of training for a prompt; the temperature is the set's."""
+        """`sampling` has the parameters of training by the prompts' source; the temperature is the set's."""
         self._set, self._version = held_out, version
         self.progress: Callable[[], None] = lambda: None
         """Hears of each prompt that is answered."""
@@ -84,7 +84,7 @@ class Evaluation:
                     group_id=first_group_id + number,
                     prompt_token_ids_T=prompt.token_ids_T,
                     group_size=settings.samples,
-                    sampling=replace(sampling(prompt), temperature=settings.temperature),
+                    sampling=replace(sampling[prompt.source], temperature=settings.temperature),
                     purpose="eval",
                 ),
                 prompt,
@@ -141,6 +141,55 @@ class Evaluation:
             pass_at={str(num): one for num, one in pass_at.items()} if k > 1 else {},
             truncated_share=float(np.mean([one.finish_reason is FinishReason.LENGTH for one in rollouts])),
         )
+
+
+class Evaluations:
+    """Evaluations under way, which share generators and reward with the training."""
+
+    def __init__(
+        self,
+        sampling: Mapping[str, SamplingParams],
+        ask: Callable[[Sequence[tuple[GenerationRequest, Prompt]]], Awaitable[None]],
+        progress: Callable[[int, int], None],
+        evaluated: Callable[[EvalResult], None],
+    ) -> None:
+        """
+        Args:
+            sampling: by the prompts' source.
+            ask: has groups generated and scored, each of which `add` gets.
+            progress: hears how many prompts of how many are answered.
+            evaluated: hears of each set that is done.
+        """
+        self._sampling, self._ask, self._progress, self._evaluated = sampling, ask, progress, evaluated
+        self._of_group = dict[int, Evaluation]()
+        """Evaluations by the ids of their groups that are to come."""
+
+    async def run(self, sets: Sequence[HeldOutSet], version: int) -> list[EvalResult]:
+        """Answers the prompts of these sets together, with the generators' current weights, while the trainer is at
+        `version` or goes on. Results in the order of the sets."""
+        evaluations = [self._begin(one, version) for one in sets]
+        total = sum(len(one.requests) for one in evaluations)
+        for one in evaluations:
+            one.progress = lambda: self._progress(sum(each.num_done for each in evaluations), total)
+        await self._ask([request for one in evaluations for request in one.requests])
+        results = list[EvalResult]()
+        for one in evaluations:
+            results.append(await one.result())
+            self._evaluated(results[-1])
+        return results
+
+    def add(self, group: RolloutGroup) -> None:
+        """One prompt is answered and scored."""
+        self._of_group.pop(group.group_id).add(group)
+
+    def _begin(self, held_out: HeldOutSet, version: int) -> Evaluation:
+        first_id = held_out.first_id
+        # A later evaluation that overlaps an earlier one needs ids of its own.
+        under_way = (one for one in self._of_group if first_id <= one < first_id + IDS_PER_SET)
+        first_id = max(under_way, default=first_id - 1) + 1
+        evaluation = Evaluation(held_out, self._sampling, version, first_id)
+        self._of_group.update((request.group_id, evaluation) for request, _ in evaluation.requests)
+        return evaluation
 
 
 def judged(group: RolloutGroup) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -173,10 +173,19 @@ def _baseline(greedy: Rollout, result: RewardResult) -> RewardResult:
 class Flight:
     """Rollouts that are asked for and not yet scored."""
 
-    def __init__(self, config: RunConfig, journal: Journal) -> None:
-        """`journal` gets each answer before anything is made of it."""
+    def __init__(
+        self, config: RunConfig, journal: Journal, generated: Callable[[int], None] = lambda group_id: None
+    ) -> None:
+        """
+        Args:
+            journal: gets each answer before anything is made of it.
+            generated: hears the id of each group whose rollouts have all come.
+        """
         advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
         self._journal, self._segment_tokens = journal, config.rollout.segment_tokens
+        self._generated = generated
+        self.whole = asyncio.Queue[PendingGroup]()
+        """Groups whose rollouts have all come, to be scored."""
         self._is_rescored = partial(is_rescored, config)
         self._needs_greedy: bool = advantage.NEEDS_GREEDY
         self._with_turns = {label for label, one in config.by_source.items() if one.rollout.environment is not None}
@@ -238,11 +247,6 @@ class Flight:
         """Number of rollouts that a generator owes of each request."""
         return self._asked.get(replica, {})
 
-    def groups_of(self, rollouts: Iterable[Rollout]) -> Iterable[PendingGroup]:
-        """The groups that rollouts are of, each once: a greedy response, which has a request of its own, may come with
-        its group."""
-        return {group.group_id: group for group in (self.groups[one.group_id] for one in rollouts)}.values()
-
     def describe(self) -> str:
         """Text for a stall report: how many groups there are, and what the oldest lacks."""
         pending = {one.group_id for one in self.groups.values()}
@@ -255,8 +259,8 @@ class Flight:
     # Moves
 
     def begin(self, request: GenerationRequest, prompt: Prompt, held: Mapping[Key, Rollout]) -> PendingGroup:
-        """A group that is to be generated, of which the journal has these rollouts: finished ones, some of which wait
-        for the reply to their last turn, and some to go on with."""
+        """A group that is to be generated, of which the journal has some of these rollouts: finished ones, some of
+        which wait for the reply to their last turn, and some to go on with."""
         has_turns = prompt.source in self._with_turns
         is_trained_on = request.purpose == "train"
         request = replace(
@@ -278,6 +282,7 @@ class Flight:
         pending = PendingGroup(prompt, rows)
         self.groups.update((row.request.group_id, pending) for row in rows)
         self._record(row.rollout for row in rows if row.key in held)
+        self._ended(pending)
         return pending
 
     def expect(self, request: GenerationRequest) -> None:
@@ -342,6 +347,10 @@ class Flight:
             self._move(row, state, None if state is RolloutState.ENDED else replica)
             if is_final:
                 finished.append(one)
+        # A greedy response, which has a request of its own, may come with its group.
+        ended = {group.group_id: group for one in finished if (group := self.groups.get(one.group_id))}
+        for pending in ended.values():
+            self._ended(pending)
         replica.answered(seconds, num_tokens, is_idle=not self.owed(replica))
         busy = self.asked(replica)
         idle = [row.request.group_id for row, _ in own if row.request.group_id not in busy]
@@ -388,11 +397,17 @@ class Flight:
         """An agent begins with it."""
         self._move(row, RolloutState.TURN)
 
-    def end(self, row: FlyingRollout, rollout: Rollout, result: RewardResult | None) -> PendingGroup:
-        """The environment, or an agent, has ended it, perhaps with a result; its group."""
+    def end(self, row: FlyingRollout, rollout: Rollout, result: RewardResult | None) -> None:
+        """The environment, or an agent, has ended it, perhaps with a result."""
         self._move(row, RolloutState.ENDED, row.holder)
         row.rollout, row.result = rollout, result
-        return self.groups[row.request.group_id]
+        self._ended(self.groups[row.request.group_id])
+
+    def _ended(self, pending: PendingGroup) -> None:
+        """Rollouts of a group have ended, all or some."""
+        if pending.is_whole:
+            self._generated(pending.group_id)
+            self.whole.put_nowait(pending)
 
     def remove(self, pending: PendingGroup) -> None:
         """Removes a group that is scored."""
@@ -420,7 +435,8 @@ class Flight:
 
     def _record(self, rollouts: Iterable[Rollout]) -> None:
         pending = ((self.groups.get(one.group_id), one) for one in rollouts)
-        self._journal.rollouts([(of.group_id, one) for of, one in pending if of and of.is_trained_on])
+        if recorded := [(of.group_id, one) for of, one in pending if of and of.is_trained_on]:
+            self._journal.rollouts(recorded)
 
 
 def _after(row: FlyingRollout) -> RolloutState:

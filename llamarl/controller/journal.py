@@ -15,6 +15,7 @@ Experts that were recorded with the tokens of a mixture have files of their own 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -93,6 +94,8 @@ class Journal(JournalReader):
         self._routes_bytes = 0
         """Size of the file of recorded experts."""
         self._unsynced = list[Path]()
+        self._completed = deque[tuple[Sequence[int], ControllerState, PolicyStepResult]]()
+        """Steps that are to be written before anything newer."""
         self._unwritten, self._unwritten_since_s = list[tuple[RolloutGroup, int]](), 0.0
         """Scored groups with the indices of their prompts."""
         self._live = dict[int, _Live]()
@@ -112,6 +115,7 @@ class Journal(JournalReader):
 
     def rollouts(self, rollouts: Sequence[tuple[int, Rollout]]) -> None:
         """Records rollouts that were finished or parked, each with the group that it is for."""
+        self.write_steps()
         self.write_late()
         new = list[tuple[int, int, Rollout]]()
         for group_id, one in rollouts if self._folder else ():
@@ -162,6 +166,15 @@ class Journal(JournalReader):
         first = self._firsts.setdefault(state["step"], min(live, default=self._segment))
         return {**state, "journal": {"first": first, "segment": self._segment, "bytes": self._size}}
 
+    def step_soon(self, group_ids: Sequence[int], state: ControllerState, result: PolicyStepResult) -> None:
+        """Has `step` called a bit later: before rollouts that come after it, or when somebody calls `write_steps`."""
+        self._completed.append((group_ids, state, result))
+
+    def write_steps(self) -> None:
+        """Completed steps that are to be written soon."""
+        while self._completed:
+            self.step(*self._completed.popleft())
+
     def step(self, group_ids: Sequence[int], state: ControllerState, result: PolicyStepResult | None = None) -> None:
         """A step on these groups is completed, and nobody has its weights yet; `state` is the one after it. What came
         of it is kept where everything is."""
@@ -194,6 +207,7 @@ class Journal(JournalReader):
 
     def next_segment(self) -> Sequence[Path]:
         """A checkpoint is begun. What is to be on the disk before it counts."""
+        self.write_steps()
         self._write_groups()
         unsynced, self._unsynced = self._unsynced, []
         if self._folder is None:
@@ -310,6 +324,7 @@ class Journal(JournalReader):
 
     def close(self) -> None:
         """Writes what is left, at the end of the run, and closes the files."""
+        self.write_steps()
         self._write_groups()
         self._tell_missing("ends", self.version)
         self._lines.close()

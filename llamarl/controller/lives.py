@@ -26,6 +26,7 @@ from llamarl.config.cluster import ClusterConfig
 from llamarl.config.errors import ConfigError
 from llamarl.controller.ports import Executors, SpawnAgain
 from llamarl.controller.supervision import Supervisor
+from llamarl.observability.accounting import role_of
 from llamarl.observability.spans import AWAY, Span, now_s
 
 T = TypeVar("T")
@@ -62,7 +63,7 @@ class Deaths:
 
     def count(self, error: ExecutorError) -> None:
         """One more has died, and is to be replaced. Raises TooManyDeaths."""
-        now_s, role = asyncio.get_running_loop().time(), _role(error.executor)
+        now_s, role = asyncio.get_running_loop().time(), role_of(error.executor)
         self._all.append((now_s, error.executor, _cause(error)))
         if not isinstance(error, HostFailed):
             self._counted.append((now_s, role))
@@ -77,10 +78,6 @@ class Deaths:
             error.executor, (), f"{role} died {number} times within {self._window_s:g} s and is not replaced again "
             f"(cluster.max_restarts = {self._max}); these died, seconds before the end:\n{table}",
         )  # fmt: skip
-
-
-def _role(executor: str) -> str:
-    return "generator" if executor.startswith("generator-") else executor
 
 
 def _cause(error: ExecutorError) -> str:

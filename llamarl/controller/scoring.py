@@ -1,9 +1,9 @@
-"""`Scorers`: what reward and models say of groups whose rollouts have all come."""
+"""`ScoreLoop`: groups whose rollouts have all come, on their way to a step or an evaluation. Loop 3 of a run."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -12,8 +12,13 @@ import numpy as np
 from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import port
 from llamarl.config.roles import RewardModelConfig
-from llamarl.controller.flight import PendingGroup
+from llamarl.controller.admission import Admission
+from llamarl.controller.flight import Flight, PendingGroup
+from llamarl.controller.journal import UNWRITTEN_S, Journal
+from llamarl.controller.optimized import OptimizedExecutors
 from llamarl.controller.ports import ColumnPort, Responses, RewardModelPort, RewardPort
+from llamarl.controller.supervision import StallWatch
+from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import ScoredResponse
 from llamarl.rewards._weighted import weighted_sum
 from llamarl.types import COLUMNS, RewardResult, Rollout, RolloutGroup
@@ -89,3 +94,49 @@ class Scorers:
     def _with_model(self, by_rules: ScoredResponse, by_model: RewardResult) -> ScoredResponse:
         parts = by_rules.result, by_model
         return replace(by_rules, result=weighted_sum(("rules", "reward model"), (1.0, self._model_weight), parts))
+
+
+class ScoreLoop:
+    """Scores groups, and gives them to who waits for them."""
+
+    def __init__(
+        self,
+        scorers: Scorers,
+        flight: Flight,
+        admission: Admission,
+        optimized: OptimizedExecutors | None,
+        evaluated: Callable[[RolloutGroup], None],
+        journal: Journal,
+        telemetry: Telemetry,
+        watch: StallWatch,
+    ) -> None:
+        """`evaluated` gets the groups of evaluations; `optimized` is None where nothing is trained."""
+        self._scorers, self._flight, self._admission, self._optimized = scorers, flight, admission, optimized
+        self._evaluated, self._journal, self._telemetry, self._watch = evaluated, journal, telemetry, watch
+
+    async def loop(self) -> None:
+        """Consumes whole groups, as many as are there up to `SCORED_TOKENS`; waits for reward and models; produces
+        scored groups, for the window or for an evaluation; unblocked by the collect loops."""
+        whole = self._flight.whole
+        while True:
+            batch = [await whole.get()]
+            num_tokens = batch[0].num_tokens
+            while not whole.empty() and num_tokens < SCORED_TOKENS:
+                batch.append(whole.get_nowait())
+                num_tokens += batch[-1].num_tokens
+            groups = await self._scorers(batch)
+            for pending, group in zip(batch, groups, strict=True):
+                self._flight.remove(pending)
+                if not pending.is_trained_on:
+                    self._evaluated(group)
+            self.deliver([group for pending, group in zip(batch, groups, strict=True) if pending.is_trained_on])
+            self._watch.progress()
+
+    def deliver(self, groups: Sequence[RolloutGroup]) -> None:
+        """Scored groups go into the window, and ahead of the step to trainer and critic."""
+        self._journal.groups(groups, self._admission.prompt_of)
+        asyncio.get_running_loop().call_later(UNWRITTEN_S, self._journal.write_late)
+        ready, num_dropped = self._admission.put(groups)
+        if ready and self._optimized:
+            self._optimized.add(ready)
+        self._telemetry.groups_ready(self._admission.buffer.num_ready, num_dropped)

@@ -15,7 +15,6 @@ from llamarl.controller.parcels import groups_of
 from llamarl.controller.ports import CriticPort, TrainerPort
 from llamarl.controller.sync import SyncReport
 from llamarl.controller.telemetry import StepMark, Telemetry
-from llamarl.executors.replies import ControllerState
 from llamarl.training.probe import CauseProbe
 from llamarl.training.result import PolicyStepResult, StepResult
 from llamarl.types import RolloutGroup
@@ -43,14 +42,6 @@ class OptimizerStep:
     """None while it is under way, and when the run was interrupted before."""
     mark: StepMark | None = None
     """None while it is under way."""
-    state: ControllerState | None = None
-    """The controller's when it was completed; None while it is under way, and once it is in the journal."""
-
-    def enter(self, journal: Journal) -> None:
-        """It enters the journal, unless it is there."""
-        if self.state is not None:
-            state, self.state = self.state, None
-            journal.step([group.group_id for group in self.groups], state, self.result.result())
 
     async def end_sync(self) -> None:
         """Nobody waits for its weights any more: who was to take them may be dead."""
@@ -67,7 +58,7 @@ class OptimizerStep:
         """Once its weights have been released and the critic has learnt from it."""
         sync = await self.sync if self.sync and not self.sync.cancelled() else SyncReport()
         await asyncio.sleep(REQUESTS_FIRST_S)
-        self.enter(journal)
+        journal.write_steps()
         learnt, result = await self.learnt(), self.result.result()
         more = await self._by_cause(result) | (learnt.metrics if learnt else {})
         result = replace(result, metrics=result.metrics | more)

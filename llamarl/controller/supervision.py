@@ -124,18 +124,17 @@ async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
 class StallWatch:
     """Raises when nothing has finished for `timeout_s`."""
 
-    def __init__(self, timeout_s: float, describe: Callable[[], Awaitable[str]]) -> None:
+    def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._describe = describe
         self._last_s = asyncio.get_running_loop().time()
 
     def progress(self) -> None:
         """Something finished: a rollout, a reward, a train step, an adoption."""
         self._last_s = asyncio.get_running_loop().time()
 
-    async def loop(self) -> None:
-        """Sleeps until the deadline of the last progress. Raises Stalled."""
+    async def loop(self, describe: Callable[[], Awaitable[str]]) -> None:
+        """Sleeps until the deadline of the last progress. Raises Stalled, which says what `describe` does."""
         clock = asyncio.get_running_loop()
         while (rest := self._last_s + self._timeout_s - clock.time()) > 0:
             await asyncio.sleep(rest)
-        raise Stalled(f"nothing finished for {self._timeout_s:g} s (cluster.stall_timeout_s): {await self._describe()}")
+        raise Stalled(f"nothing finished for {self._timeout_s:g} s (cluster.stall_timeout_s): {await describe()}")

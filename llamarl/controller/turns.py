@@ -16,9 +16,8 @@ class Turns(Protocol):
     async def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Episodes begin."""
 
-    def take(self, finished: Sequence[Rollout]) -> list[Rollout]:
-        """Answers turns that have ended; returns rollouts that are whole."""
-        ...
+    def take(self, finished: Sequence[Rollout]) -> None:
+        """Answers turns that have ended."""
 
     async def loop(self) -> None:
         """Consumes replies for as long as the run goes on."""

@@ -13,6 +13,7 @@ from llamarl.config.trainer import ATTENTION, ParallelismConfig
 from llamarl.models import memory
 from llamarl.models.memory import WIDTHS, GeneratorLoad, Parts, TrainerLoad, total
 from llamarl.models.sizes import DecoderSizes, adapter_parameters, uneven_shares
+from llamarl.observability.accounting import role_of
 
 CACHE_BLOCK_TOKENS = 16
 """Tokens for which keys and values are kept at a time, by all kernels."""
@@ -101,7 +102,7 @@ def in_turns(config: RunConfig, held: Sequence[RankMemory]) -> list[list[RankMem
 
 
 def _generates(one: RankMemory) -> bool:
-    return one.executor.startswith("generator-")
+    return role_of(one.executor) == "generator"
 
 
 def beside_bytes(config: RunConfig, shape: DecoderSizes) -> int:

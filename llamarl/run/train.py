@@ -22,6 +22,7 @@ from llamarl.controller.saving import NotSaved
 from llamarl.controller.steps import retake
 from llamarl.controller.supervision import Interrupted, Stalled, rare_garbage_collections
 from llamarl.controller.telemetry import Telemetry
+from llamarl.controller.train_loop import TrainLoop
 from llamarl.executors.replies import ControllerState
 from llamarl.models.fit import beside_bytes
 from llamarl.observability.accounting import verdict, write_trace
@@ -166,17 +167,19 @@ class _TrainingRun:
             journal.begin(controller.version)
             supervisor.start(copying.loop(), "copies of checkpoints")
             machines.follow(controller, telemetry, supervisor)
+            training = controller.training
+            assert training, "train starts a trainer"
             try:
-                await supervisor.run(self._train(controller, telemetry))
+                await supervisor.run(self._train(controller, training, telemetry))
             except (Interrupted, ExecutorError, NonFiniteStep, Stalled, TooManyInvalid) as error:
                 executor = getattr(error, "executor", "")
                 if isinstance(error, NonFiniteStep) or executor in ("trainer", "critic"):  # who would save
                     with suppress(TimeoutError):
                         async with asyncio.timeout(WIND_DOWN_S):
-                            await controller.record_completed()
+                            await training.record_completed()
                 else:
                     screen.phase("saving a checkpoint before ending")
-                    await self._wind_down(controller, screen)
+                    await self._wind_down(training, screen)
                 raise
             finally:
                 await copying.finish(screen.phase)
@@ -290,7 +293,7 @@ class _TrainingRun:
         except OSError as error:
             raise ConfigError(f"--resume: cannot read {error.filename}: {error.strerror}") from None
 
-    async def _train(self, controller: Controller, telemetry: Telemetry) -> None:
+    async def _train(self, controller: Controller, training: TrainLoop, telemetry: Telemetry) -> None:
         outcome, was_done = self._outcome, controller.version >= self._config.steps
         await controller.start()
         now = tuple[EvalMetrics, ...]()
@@ -307,13 +310,13 @@ class _TrainingRun:
             outcome.after = now
         elif self._problems.eval:
             outcome.after = tuple(one.metrics for one in await controller.evaluate())
-        await controller.save()
+        await training.save()
         await telemetry.poll()  # the spans of the last half second
 
-    async def _wind_down(self, controller: Controller, screen: Screen) -> None:
+    async def _wind_down(self, training: TrainLoop, screen: Screen) -> None:
         try:
             async with asyncio.timeout(WIND_DOWN_S):
-                await controller.wind_down()
+                await training.wind_down()
         except (TimeoutError, ExecutorError, NotSaved) as error:
             screen.warn(f"no checkpoint at the end, the last periodic one stands: {error!r}")
 

@@ -16,15 +16,15 @@ from tests.architecture.repository import PACKAGE, ROOT, functions, python_files
 
 WAITS = {
     "cluster/handle.py: _whole",
-    "controller/controller.py: _next_batch",
-    "controller/controller.py: _report",
-    "controller/controller.py: record_completed",
+    "controller/admission.py: batch",
     "controller/lives.py: _call",
     "controller/replicas.py: drain",
     "controller/saving.py: save",
     "controller/steps.py: retake",
     "controller/supervision.py: until",
     "controller/sync.py: choose",
+    "controller/train_loop.py: _report",
+    "controller/train_loop.py: record_completed",
     "parts/episodes/gateway/app.py: _rest",
     "parts/hosts/agent.py: _pull",
     "parts/hosts/agent.py: give",
@@ -145,10 +145,10 @@ def test_every_thread_has_its_line_and_every_line_its_thread() -> None:
 
 
 def test_the_checks_can_fail() -> None:
-    path = PACKAGE / "controller" / "controller.py"
-    assert "controller/controller.py: _score_loop" in set(loops(path))
-    assert "controller/controller.py: start" not in set(loops(path))
+    path = PACKAGE / "controller" / "collector.py"
+    assert "controller/collector.py: _collect_loop" in set(loops(path))
+    assert "controller/collector.py: follow" not in set(loops(path))
     assert "controller/clock.py: _beat" in set(loops(PACKAGE / "controller" / "clock.py"))
-    assert "controller/controller.py: _score_loop" in set(tasks(path))
+    assert "controller/collector.py: _collect_loop" in set(tasks(path))
     assert not starts_thread(path)
     assert starts_thread(PACKAGE / "cluster" / "rank.py")

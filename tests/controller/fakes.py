@@ -19,7 +19,6 @@ from llamarl.cluster.port import port
 from llamarl.config import RunConfig
 from llamarl.config.data import OF_EVAL
 from llamarl.controller.admission import Problems
-from llamarl.controller.controller import Controller
 from llamarl.controller.evaluation import HeldOutSet
 from llamarl.controller.journal import Journal
 from llamarl.controller.ports import CriticPort, Executors, TrainerPort
@@ -30,6 +29,7 @@ from llamarl.executors.replies import ControllerState
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.parts.forecast.simulator.clock import run_virtual
+from llamarl.run.assembly import controller_of
 from llamarl.run.rollouts import TrainedSteps
 from llamarl.training.result import PolicyStepResult
 from llamarl.types import Prompt, RolloutGroup
@@ -206,7 +206,7 @@ class Run:
             critic,
             told=lambda step, *done: unrecorded.append(done) if step > recorded else None,
         )
-        self.controller = controller = Controller(
+        self.controller = controller = controller_of(
             self.config, self.problems, executors, supervisor, telemetry, state, journal
         )
         for handle in controller.executors.irreplaceable:
@@ -224,7 +224,7 @@ class Run:
             await supervisor.run(self._main(telemetry))
         except (Interrupted, MeshFailed) as error:
             if isinstance(error, Interrupted) or self.saves_on_death:
-                await controller.wind_down()
+                await controller.training.wind_down()
             raise
         finally:
             self.wall_s = clock.time()
@@ -267,7 +267,7 @@ class Run:
         await self.controller.start()
         telemetry.begin_loop(self.controller.version)
         await self.controller.train()
-        await self.controller.save()
+        await self.controller.training.save()
 
     async def add(self, name: str, generator: Generator) -> None:
         """One generator more."""

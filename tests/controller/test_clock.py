@@ -23,9 +23,9 @@ def test_a_stopped_process_has_not_stalled(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(clock, "PAUSE_S", 1.0)
 
     async def main() -> float:
-        watch, answer = StallWatch(1.5, _no_facts), asyncio.get_running_loop().create_future()
+        watch, answer = StallWatch(1.5), asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_later(0.5, answer.set_result, None)
-        watching = asyncio.create_task(watch.loop())
+        watching = asyncio.create_task(watch.loop(_no_facts))
         async with asyncio.timeout(1.5):
             await answer
         assert not watching.done()

@@ -6,7 +6,7 @@ import asyncio
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 
 from llamarl.controller.admission import TooManyInvalid
 from llamarl.controller.journal import Journal
+from llamarl.controller.records import encode
 from llamarl.controller.steps import REQUESTS_FIRST_S
 from llamarl.controller.supervision import Stalled
 from llamarl.data.sampler import PromptSampler
@@ -85,21 +86,26 @@ def test_a_step_is_recorded_after_its_requests_and_before_its_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writing takes longer than generators need to begin; and what is newer than the last step on record is void."""
-    recorded_s, step, rollouts = list[float](), Journal.step, Journal.rollouts
+    recorded_s, last, step = list[float](), [0], Journal.step
 
     def recording(self: Journal, *arguments: Any) -> None:
         recorded_s.append(asyncio.get_running_loop().time())
         step(self, *arguments)
+        last[0] = self.version
 
-    def receiving(self: Journal, given: Sequence[tuple[int, Rollout]]) -> None:
-        assert all(one.policy_versions_T.max() <= self.version for _, one in given)
-        rollouts(self, given)
+    def encoding(header: Mapping[str, Any], parts: Sequence[tuple[int, Rollout]] = (), **options: Any) -> bytes:
+        newest.update(int(one.policy_versions_T.max()) - last[0] for _, one in parts)
+        return encode(header, parts, **options)
 
     monkeypatch.setattr(Journal, "step", recording)
-    monkeypatch.setattr(Journal, "rollouts", receiving)
+    monkeypatch.setattr("llamarl.controller.journal.encode", encoding)
     for later_s in (REQUESTS_FIRST_S, 1e6):
-        monkeypatch.setattr("llamarl.controller.controller.REQUESTS_FIRST_S", later_s)
-        run = Run(config(tmp_path, rollout={"max_staleness": 0}), tmp_path, [random_durations(1)]).train()
+        newest, last[0] = set[int](), 0
+        monkeypatch.setattr("llamarl.controller.train_loop.REQUESTS_FIRST_S", later_s)
+        wanted, folder = config(tmp_path, rollout={"max_staleness": 0}), tmp_path / str(later_s)
+        folder.mkdir()
+        run = Run(wanted, folder, [random_durations(1)], keeps_journal=True).train()
+        assert newest == {0}
         asked_s = [one.begin_s for one in run.generators[0].calls("submit")]
         for (_, end_s), at_s in zip(run.trainer.spans[:-1], recorded_s, strict=False):
             assert any(end_s <= begin_s < at_s for begin_s in asked_s)

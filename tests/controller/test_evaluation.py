@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from llamarl.config import RunConfig
 from llamarl.config.data import EvalConfig
-from llamarl.controller.admission import Admission
+from llamarl.controller.admission import sampling_by_source
 from llamarl.controller.evaluation import IDS_PER_SET, Evaluation, HeldOutSet, due
 from llamarl.controller.flight import FIRST_EVAL_ID
-from llamarl.observability.events import Flow
 from llamarl.observability.intervals import wilson
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.screen import eval_facts
@@ -33,7 +32,7 @@ def evaluated(*answers: tuple[RewardResult, ...]) -> EvalMetrics:
         config = EvalConfig(samples=len(answers[0]), max_prompts=99)
         sampling = SamplingParams(max_new_tokens=4, temperature=1.0, seed=0, stop_token_ids=(2,))
         held_out = HeldOutSet(settings=config, prompts=prompts(len(answers)))
-        evaluation = Evaluation(held_out, lambda prompt: sampling, 3, 100)
+        evaluation = Evaluation(held_out, {"": sampling}, 3, 100)
         versions_T = np.array([3, OBSERVED, 3])
         rollout = SimpleNamespace(
             num_tokens=3, policy_versions_T=versions_T, is_sampled_T=versions_T != OBSERVED,
@@ -184,7 +183,7 @@ def test_a_set_keeps_its_own_limit_and_temperature(tmp_path: Path) -> None:
     problems = Run(settings, tmp_path, num_eval=2).problems
 
     async def sampled() -> dict[str | None, SamplingParams]:
-        sampling = Admission(settings, problems, None, Flow(lambda: 0.0)).sampling
+        sampling = sampling_by_source(settings, problems)
         began = {one.name: Evaluation(one, sampling, 0, one.first_id) for one in held_out(settings, 2)}
         return {name: one.requests[0][0].sampling for name, one in began.items()}
 

@@ -382,6 +382,28 @@ def test_scores_that_nobody_takes_are_written_after_a_while(tmp_path: Path, monk
     author.journal.close()
 
 
+@pytest.mark.parametrize("follows", ["rollouts", "a checkpoint", "the end"])
+def test_a_completed_step_is_written_before_what_follows(tmp_path: Path, follows: str) -> None:
+    (tmp_path / "run").mkdir()
+    author = Author(tmp_path / "run", 2)
+    whole(author, 1)
+    del author.active[1], author.scored[1]
+    author.version, author.consumed[1] = 1, [1]
+    author.journal.step_soon([1], author.state(), None)  # type: ignore[arg-type]
+    assert not dict(read(author.folder)[0].steps_after(0))
+    if follows == "rollouts":
+        author.active[2] = {0: next(one for _ in range(99) if (one := author.grown(2, 0, None, False)).num_tokens)}
+        author.journal.rollouts([(2, author.active[2][0])])
+    elif follows == "a checkpoint":
+        author.journal.next_segment()
+    else:
+        author.journal.close()
+    journal, _, said = read(author.folder)
+    assert said == "" and [*dict(journal.steps_after(0))] == [1]
+    assert bool(journal.kept(2)[1]) == (follows == "rollouts")
+    author.journal.close()
+
+
 def test_going_on_reads_what_came_since_the_oldest_kept_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -293,7 +293,9 @@ def test_prompts_of_any_kind(model: Path) -> None:
     limits: dict[str, Any] = {"rollout": {"max_new_tokens": 2}}
     for prompts in (Series(), (text for text in ("one", "two"))):
         assert [row["prompt"] for row in llamarl.generate(model, prompts, **limits)] == ["one", "two"]
-    for prompts in ("Hello", [], ["a hole of a table:", None]):
+    with pytest.raises(llamarl.ConfigError, match="there is no folder None"):
+        llamarl.generate(None, ["Hello"], **limits)  # pyrefly: ignore[bad-argument-type]
+    for prompts in ("Hello", None, [], ["a hole of a table:", None]):
         with pytest.raises(llamarl.ConfigError, match="give a list of texts, at least one"):
             llamarl.generate(model, prompts, **limits)
     rows = (row for row in ROWS[:2])

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,6 +72,21 @@ class TestVersions:
         again = subscriber.fetch(0, publisher.publish(0, weights(0), [0]))
         publisher.publish(1, weights(1), [0])
         assert torch.equal(again["norm"], weights(0)["norm"]) and torch.equal(served["embed"], weights(0)["embed"])
+
+    def test_who_fetches_what_is_published_again_is_told_to_begin_anew(self, pair, monkeypatch) -> None:
+        """Not to wait for a slot in which nobody writes."""
+        publisher, subscriber = pair
+        address, prove = publisher.publish(0, weights(0), ()), subscriber.prove
+
+        def published_again(*arguments: Any) -> None:
+            publisher.publish(0, weights(0), [0])
+            prove(*arguments)
+
+        monkeypatch.setattr(subscriber, "prove", published_again)
+        with pytest.raises(Superseded, match="the trainer is at 0, or writes it anew"):
+            subscriber.fetch(0, address)
+        monkeypatch.undo()
+        assert torch.equal(subscriber.fetch(0, address)["norm"], weights(0)["norm"])
 
     def test_only_what_is_there_can_be_had(self, pair) -> None:
         publisher, subscriber = pair

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import port
-from llamarl.controller.flight import Flight, FlyingRollout, PendingGroup
+from llamarl.controller.flight import Flight, FlyingRollout
 from llamarl.controller.lives import RestartableHandle
 from llamarl.controller.records import Key
 from llamarl.controller.replicas import Replicas
@@ -43,17 +43,15 @@ class Agents:
         supervisor: Supervisor,
         flight: Flight,
         replicas: Replicas,
-        ended: Callable[[PendingGroup], None],
         waited: Callable[[float], None],
     ) -> None:
         """
         Args:
-            ended: hears of each group of which a rollout has ended.
             waited: hears how many seconds the policy has waited for an agent.
         """
         self._port, self._timeout_s = port(GatewayPort, handle, timeout_s), timeout_s
         self._flight, self._supervisor, self._replicas = flight, supervisor, replicas
-        self._ended, self._waited = ended, waited
+        self._waited = waited
         self._episodes = dict[Key, _RunningEpisode]()
         self._asking = dict[int, Key]()
         """Key of the episode whose call generators work on, by the id of the request."""
@@ -72,13 +70,12 @@ class Agents:
                 tasks.append(task)
         await self._port.submit(tasks)
 
-    def take(self, finished: Sequence[Rollout]) -> list[Rollout]:
+    def take(self, finished: Sequence[Rollout]) -> None:
         """All are answers to calls."""
         for one in finished:
             self._episodes[self._asking.pop(one.group_id)].since_s = asyncio.get_running_loop().time()
         if finished:
             self._supervisor.start(self._port.answer(finished), "answers to agents")
-        return []
 
     async def loop(self) -> None:
         """Consumes calls and ends of episodes; waits for the gateway; produces requests to generators, and whole
@@ -101,7 +98,7 @@ class Agents:
                 if (episode := self._episodes.pop(key, None)) is None:
                     continue
                 self._forget(episode)
-                self._ended(self._flight.end(episode.row, rollout, result))
+                self._flight.end(episode.row, rollout, result)
             self._replicas.resume(to_ask)
 
     def _forget(self, episode: _RunningEpisode) -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import port
 from llamarl.config import RunConfig
-from llamarl.controller.flight import Flight, FlyingRollout, PendingGroup, RolloutState
+from llamarl.controller.flight import Flight, FlyingRollout, RolloutState
 from llamarl.controller.lives import RestartableHandle
 from llamarl.controller.ports import Executors
 from llamarl.controller.records import Key
@@ -34,13 +34,12 @@ def open_turns(
     supervisor: Supervisor,
     flight: Flight,
     replicas: Replicas,
-    ended: Callable[[PendingGroup], None],
     waited: Callable[..., None],
 ) -> Episodes | Agents | None:
     """Turns that an agent or an environment answers; None: a response is one turn. Raises ConfigError."""
     handle = executors.models.get("environment")
     if config.rollout.agent and handle:
-        return Agents(handle, config.cluster.call_timeout_s, supervisor, flight, replicas, ended, waited)
+        return Agents(handle, config.cluster.call_timeout_s, supervisor, flight, replicas, waited)
     environments = {
         label: build_environment(one.rollout.environment)
         for label, one in config.by_source.items()
@@ -49,7 +48,7 @@ def open_turns(
     if not environments or handle is None:
         return None
     timeout_s = config.cluster.call_timeout_s
-    return Episodes(handle, environments, timeout_s, supervisor, flight, replicas, ended, waited)
+    return Episodes(handle, environments, timeout_s, supervisor, flight, replicas, waited)
 
 
 class Episodes:
@@ -63,19 +62,17 @@ class Episodes:
         supervisor: Supervisor,
         flight: Flight,
         replicas: Replicas,
-        ended: Callable[[PendingGroup], None],
         waited: Callable[..., None],
     ) -> None:
         """
         Args:
             environments: by the label of their source.
             replicas: generators that go on, and hold what was computed until then.
-            ended: hears of each group of which a rollout has ended.
             waited: hears how many seconds a rollout has waited for a reply, and the reply.
         """
         self._port = port(EnvironmentPort, handle, timeout_s)
         self._environments, self._timeout_s, self._supervisor = environments, timeout_s, supervisor
-        self._flight, self._replicas, self._ended, self._waited = flight, replicas, ended, waited
+        self._flight, self._replicas, self._waited = flight, replicas, waited
         if isinstance(handle, RestartableHandle):
             handle.restore = self._restore
 
@@ -83,8 +80,8 @@ class Episodes:
         """The policy begins."""
         await self._replicas.submit(requests)
 
-    def take(self, finished: Sequence[Rollout]) -> list[Rollout]:
-        """Asks for replies to the rollouts that end a turn; returns the others, which are whole."""
+    def take(self, finished: Sequence[Rollout]) -> None:
+        """Asks for replies to the rollouts that end a turn; the others are whole."""
         rows = [self._flight[one.group_id, one.index] for one in finished]
         turns = [row for row in rows if row.state is RolloutState.TURN]
         for row in turns:
@@ -92,7 +89,6 @@ class Episodes:
         if turns:
             self._supervisor.start(self._port.submit([*map(self._open_turn, turns)]), "turns to the environment")
         self._leave([row.key for row in rows if row.state is RolloutState.ENDED and row.environment_s is not None])
-        return [row.rollout for row in rows if row.state is RolloutState.ENDED]
 
     def _open_turn(self, row: FlyingRollout) -> OpenTurn:
         prompt = self._flight.groups[row.request.group_id].prompt
@@ -133,9 +129,8 @@ class Episodes:
                 return [request]
             rollout = replace(rollout, finish_reason=FinishReason.LENGTH)
             self._leave([row.key])
-        group = self._flight.end(row, rollout, replied.result)
+        self._flight.end(row, rollout, replied.result)
         self._replicas.forget([row])
-        self._ended(group)
         return []
 
     async def _restore(self, life: ExecutorHandle) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from llamarl.observability.accounting import role_of
 from llamarl.observability.files import write_atomically
 from llamarl.observability.formats import duration, number, percent
 from llamarl.observability.spans import Span
@@ -290,7 +291,7 @@ def write_forecast(folder: Path, found: dict[str, Any], text: str, charts: Seque
 
 def chosen(spans: Mapping[str, list[Span]], num_generators: int) -> dict[str, list[Span]]:
     """Trainer, reward and some of the generators that did something, evenly spread, the first and the last included."""
-    generators = [name for name, work in spans.items() if name.startswith("generator-") and work]
+    generators = [name for name, work in spans.items() if role_of(name) == "generator" and work]
     places = np.linspace(0, len(generators) - 1, min(num_generators, len(generators))).astype(int)
     return {name: list(spans[name]) for name in ("trainer", "reward", *(generators[place] for place in places))}
 

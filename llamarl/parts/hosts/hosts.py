@@ -19,6 +19,7 @@ from llamarl.controller.controller import Controller
 from llamarl.controller.ports import OptimizingPort
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
+from llamarl.observability.accounting import role_of
 from llamarl.parts.hosts.certificates import check_controller
 from llamarl.parts.hosts.home import BLAST_S, BROKEN
 from llamarl.parts.hosts.hosting import HostPlacer
@@ -282,7 +283,7 @@ class Elastic:
         """Others take over what runs there; then it may go. What cannot be taken over ends the run, with a
         checkpoint."""
         recovery, executors = self._controller.recovery, self._hosting.on_host(host.name)
-        fixed = [name for name in executors if not name.startswith("generator-")]
+        fixed = [name for name in executors if role_of(name) != "generator"]
         if fixed and (reason := self._hosting.can_not_move(fixed)):
             ended = f"ended, as host {host.name} leaves, which runs {', '.join(fixed)}: {reason}"
             self._supervisor.fail(Interrupted(ended))

@@ -22,7 +22,7 @@ from llamarl.cluster.open import open_cluster
 from llamarl.cluster.port import port
 from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.config.schema import staleness_limit
-from llamarl.controller.admission import Admission, Problems
+from llamarl.controller.admission import Problems, sampling_by_source
 from llamarl.controller.clock import run_patiently
 from llamarl.controller.flight import FlyingRollout, PendingGroup
 from llamarl.controller.journal import Journal
@@ -30,7 +30,6 @@ from llamarl.controller.ports import CriticPort, GeneratorPort, TrainerPort
 from llamarl.controller.scoring import Scorers
 from llamarl.controller.steps import retake
 from llamarl.executors.replies import ControllerState
-from llamarl.observability.events import Flow
 from llamarl.parts.replay.recorded import Diverged, first_difference, first_tensor, other_machine
 from llamarl.parts.replay.replayed import Difference, Replayed
 from llamarl.run.assembly import supervised
@@ -158,7 +157,7 @@ class _Replay:
         self._request, self._config, self._tally = request, request.config, request.tally
         rollout = self._config.rollout
         self._reach = _MARGIN + staleness_limit(rollout.max_staleness, 1, rollout.window)
-        self._sampling_of = Admission(self._config, request.problems, None, Flow(lambda: 0.0)).sampling
+        self._sampling = sampling_by_source(self._config, request.problems)
         self._journal: Journal
         self._trainer: TrainerPort
         self._critic: CriticPort | None = None
@@ -283,7 +282,7 @@ class _Replay:
     def _asked(self, group: RolloutGroup) -> GenerationRequest:
         prompt_T, size = group.prompt.token_ids_T, len(group.rollouts)
         ids = {"group_id": group.group_id, "prompt_token_ids_T": prompt_T, "group_size": size}
-        return GenerationRequest(**ids, sampling=self._sampling_of(group.prompt))
+        return GenerationRequest(**ids, sampling=self._sampling[group.prompt.source])
 
     async def _serve(self, version: int, generator: ReplayPort) -> None:
         """The generator takes the trainer's weights, which are those on record, and samples what they have sampled."""

@@ -172,9 +172,9 @@ class SharedMemorySubscriber(Subscriber):
 
     def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
         """May begin while writers are still at it: tensors are proved as they arrive."""
-        segment = self._open(address)
-        deadline_s = time.monotonic() + self._timeout_s
-        self._wait(segment, version, deadline_s, lambda: segment.slot_of(version) is not None, "begin")
+        segment, deadline_s = self._open(address), time.monotonic() + self._timeout_s
+        everywhere = segment.versions
+        self._wait(segment, everywhere, version, deadline_s, lambda: version in _versions(everywhere), "begin")
         slot = segment.slot_of(version)
         if slot is None:
             raise Superseded(f"version {version} was overwritten before it was fetched")
@@ -190,11 +190,11 @@ class SharedMemorySubscriber(Subscriber):
                 begun = (_versions(words) == version).all()  # else there are proofs of an older version
                 return finished() or bool(begun and proofs[:, 1, index].sum() == spec.num_bytes)
 
-            self._wait(segment, version, deadline_s, arrived, f"write {spec.key}")
+            self._wait(segment, words, version, deadline_s, arrived, f"write {spec.key}")
 
         try:
             self.prove(tensors, version, proofs, await_tensor)
-            self._wait(segment, version, deadline_s, finished, "finish")
+            self._wait(segment, words, version, deadline_s, finished, "finish")
         except FingerprintMismatch:
             if finished():
                 raise
@@ -218,11 +218,16 @@ class SharedMemorySubscriber(Subscriber):
                 os.close(fd)
         return self._segment
 
-    def _wait(self, segment: SlotMemory, version: int, deadline_s: float, there: Callable[[], bool], what: str) -> None:
+    def _wait(
+        self, segment: SlotMemory, words: np.ndarray, version: int, deadline_s: float, there: Callable[[], bool],
+        what: str,
+    ) -> None:  # fmt: skip
+        """`words` are those of the slots in which the version may come."""
         pause_s = 1e-4
         while not there():
-            if segment.slot_of(version) is None and segment.newest > version:
-                raise Superseded(f"wanted version {version}, the trainer is at {segment.newest}")
+            # In this order, or it may begin in between. The same version: it is published again, into another slot.
+            if segment.newest >= version and version not in _versions(words):
+                raise Superseded(f"wanted version {version}, the trainer is at {segment.newest}, or writes it anew")
             waited = f"generator rank {self.rank} waited for the trainer to {what} (version {version})"
             if dead := [pid for pid, fd in segment.homes.tolist() if not Path(f"/proc/{pid}/fd/{fd}").exists()]:
                 raise TransferFailed(f"{waited}, but process {dead[0]} is gone")

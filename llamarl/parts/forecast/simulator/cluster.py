@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from llamarl.cluster.api import ExecutorHandle
 from llamarl.config import RunConfig
+from llamarl.observability.accounting import role_of
 from llamarl.parts.forecast.costs import Costs
 from llamarl.parts.forecast.simulator.draws import FAULTS, ResponseLengths, keyed
 from llamarl.parts.forecast.simulator.faults import Faults
@@ -28,7 +29,7 @@ class SimulatedCluster:
 
     async def spawn(self, name: str) -> ExecutorHandle:
         """Starts an executor."""
-        handle = KINDS[name.partition("-")[0]](name, self.world)
+        handle = KINDS[role_of(name)](name, self.world)
         if isinstance(handle, SimulatedGenerator):
             self.generators.append(handle)
             await asyncio.sleep(self.world.costs.generator_start_s)
