@@ -13,7 +13,7 @@ FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 KERNEL_LINES = 1_830
 BUDGETS = {
     "top": 400,  # goal: 250
-    "config": 1_489,  # goal: 820
+    "config": 1_505,  # goal: 820
     "net": 151,  # goal: 70
     "kernels": 1_653,  # goal: 1,200
     "distributed": 742,  # goal: 600
@@ -23,7 +23,7 @@ BUDGETS = {
     "weight_sync": 1_552,  # goal: 1,580
     "checkpoint": 825,  # goal: 630
     "recipes": 68,  # goal: 90
-    "rewards": 855,  # goal: 690
+    "rewards": 857,  # goal: 690
     "data": 1_107,  # goal: 630
     "observability": 1_156,  # goal: 1,050
     "sandbox": 327,  # goal: 300
