@@ -88,6 +88,14 @@ def ends_its_commands() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def keeps_its_priority() -> Iterator[None]:
+    """A test that lowers it would slow down all those after it, and every process that they start."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    yield
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+@pytest.fixture(autouse=True)
 def chooses_its_own_interface() -> Iterator[None]:
     """A rank with a GPU says in its environment which one it meets others by; what a test starts later may be
     elsewhere."""

@@ -9,6 +9,11 @@ import pytest
 NIGHTLY = os.environ.get("LLAMARL_NIGHTLY") == "1"
 
 
+def examples(number: int) -> int:
+    """So many of hypothesis at night; by day a third, the same ones each time (`tests/conftest.py`)."""
+    return number if NIGHTLY else -(-number // 3)
+
+
 def nightly(why: str) -> pytest.MarkDecorator:
     """Marks a test that only `make test-all` runs."""
     return pytest.mark.skipif(not NIGHTLY, reason=f"`make test-all` does it: {why}")

@@ -49,7 +49,6 @@ try:
         run_worker_loop_forever,
         this_host,
     )
-    from monarch.job import new_service_proc_id, service_proc_addr
 except ImportError as error:
     raise ConfigError(
         f"cluster.kind = 'monarch' needs Monarch ({error}); pip install 'llamarl[monarch]', "
@@ -89,6 +88,9 @@ def serve_host(address: str) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     with socket.create_server((address, 0)) as probe:
         port = probe.getsockname()[1]
+    # Beside these two it brings a web server and pyarrow, which every executor would import.
+    from monarch.job import new_service_proc_id, service_proc_addr
+
     url = service_proc_addr(f"tls://{address}:{port}", new_service_proc_id())
     os.write(sys.stdout.fileno(), json.dumps({"url": url}).encode() + b"\n")
     run_worker_loop_forever(address=url, ca=TRUST)

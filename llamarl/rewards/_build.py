@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
-from llamarl.config import ConfigError, Ref, build
-from llamarl.config.ref import find
-from llamarl.config.schema import RewardConfig
+from llamarl.config.errors import ConfigError
+from llamarl.config.ref import Ref, build, find
 from llamarl.rewards._base import Reward
 from llamarl.rewards._function_worker import is_coroutine
 from llamarl.rewards._weighted import WeightedSum
+
+if TYPE_CHECKING:  # workers of rewards import this package, and need no settings of runs
+    from llamarl.config.schema import RewardConfig
 
 
 def as_part(ref: Ref) -> Ref:

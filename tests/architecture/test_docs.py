@@ -106,6 +106,8 @@ def _bound(node: ast.AST) -> list[str]:
             return [ast.unparse(node.target)]
         case ast.ImportFrom():
             return [alias.asname or alias.name for alias in node.names]
+        case ast.If(test=ast.Name(id="TYPE_CHECKING")):  # of a module that imports its names where one is used
+            return [name for one in node.body for name in _bound(one)]
     return []
 
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.architecture.repository import PACKAGE, ROOT, imports, module_of, name_of, python_files, tree
 
 TORCH_FREE = (
@@ -53,6 +55,14 @@ CATCHES_EVERYTHING = {
 }
 """Supervision and sandboxes."""
 
+LEAN = {
+    "llamarl.cluster.monarch": ("flask", "pyarrow", "pydantic", "numpy"),
+    "llamarl.parts.episodes.sandbox.judge": ("pydantic", "numpy"),
+    "llamarl.parts.hub.client": ("llamarl.config.schema", "numpy"),
+    "llamarl.rewards._function_worker": ("llamarl.config.schema",),
+}
+"""Modules of processes, and what these do without."""
+
 PROBE = """
 import importlib, json, sys
 heavy = {}
@@ -73,6 +83,15 @@ def test_light_modules_import_no_torch() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {}, "first module after whose import torch is loaded"
+
+
+@pytest.mark.parametrize("module", LEAN)
+def test_what_processes_of_a_run_import_is_little(module: str) -> None:
+    """Each executor, worker and client waits for what its own modules bring along."""
+    code = f"import sys, {module}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert not set(LEAN[module]) & set(done.stdout.split())
 
 
 def _is_light(module: str) -> bool:

@@ -13,9 +13,9 @@ FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 KERNEL_LINES = 1_830
 BUDGETS = {
     "top": 400,  # goal: 250
-    "config": 1_339,  # goal: 820
+    "config": 1_355,  # goal: 820
     "net": 151,  # goal: 70
-    "kernels": 1_653,  # goal: 1,200
+    "kernels": 1_652,  # goal: 1,200
     "distributed": 744,  # goal: 600
     "sharding": 355,  # goal: 530
     "algorithms": 458,  # goal: 500
@@ -23,7 +23,7 @@ BUDGETS = {
     "weight_sync": 1_565,  # goal: 1,580
     "checkpoint": 825,  # goal: 630
     "recipes": 68,  # goal: 90
-    "rewards": 855,  # goal: 690
+    "rewards": 857,  # goal: 690
     "data": 1_107,  # goal: 630
     "observability": 1_156,  # goal: 1,050
     "sandbox": 327,  # goal: 300
@@ -31,16 +31,16 @@ BUDGETS = {
     "generation": 2_095,  # goal: 1,830
     "training": 2_163,  # goal: 1,550
     "executors": 1_089,  # goal: 920
-    "controller": 3_764,  # goal: 2,450
+    "controller": 3_762,  # goal: 2,450
     "run": 2_565,  # goal: 1,150
     "cli": 526,  # goal: 600
     "parts/answers": 761,  # goal: 761
     "parts/forecast": 4_120,  # goal: 2,900
     "parts/page": 1_711,  # goal: 1,450
-    "parts/episodes": 2_675,  # goal: 2,150
-    "parts/hosts": 1_935,  # goal: 1,350
+    "parts/episodes": 2_669,  # goal: 2,150
+    "parts/hosts": 1_936,  # goal: 1,350
     "parts/hub": 812,  # goal: 650
-    "parts/replay": 882,  # goal: 720
+    "parts/replay": 881,  # goal: 720
     "parts/vllm": 607,  # goal: 600
     "parts/sft": 661,  # goal: 480
     "parts/cuda": 923,  # goal: 880

@@ -106,6 +106,10 @@ class Echo(Executor):
                 future.set_result(value)
         return taken
 
+    def abandoned(self) -> list[bool]:
+        """Which polls have been canceled."""
+        return [future.cancelled() for future in self.polls]
+
     def pid(self) -> int:
         return os.getpid()
 

@@ -64,6 +64,8 @@ def test_deferred_reply_leaves_the_thread_free_and_is_canceled_when_its_caller_h
         assert await poll == "late"
         with pytest.raises(CallTimeout, match="echo is idle"):
             await handle.call("poll", timeout_s=0.05)
+        while await handle.call("abandoned", timeout_s=CALL_S) != [True]:  # its time began when the call had arrived
+            await asyncio.sleep(0.01)
         assert await handle.call("resolve", "nobody", timeout_s=CALL_S) == [False]
 
     run(main, kind)

@@ -21,6 +21,7 @@ from llamarl.parts.forecast.simulator.clock import run_virtual
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
 from tests.controller.fakes import config, prompts
 from tests.executors.ledger import Generator
+from tests.nightly import examples
 
 SIZE = 3
 FINAL = [FinishReason.STOP, FinishReason.LENGTH, FinishReason.FAILED]
@@ -216,7 +217,7 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestLife.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 
 
 def test_a_move_that_is_none_is_refused() -> None:

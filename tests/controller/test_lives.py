@@ -20,6 +20,7 @@ from llamarl.controller.supervision import Supervisor
 from llamarl.observability.spans import AWAY, now_s
 from tests.controller.fakes import Run, Strike, config, kills
 from tests.executors.ledger import Generator, Ledgered, Model, Trainer, logprobs, values
+from tests.nightly import examples
 
 STEPS = 8
 
@@ -74,7 +75,7 @@ def test_a_death_at_any_moment_changes_nothing_but_the_time(tmp_path: Path, name
     assert num_lives > 3
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @example([("trainer", 4.25), ("critic", 5.0)], 1, 2, False)  # while the trainer comes back
 @example([("trainer", 4.0), ("critic", 5.0)], 1, 2, False)
 @given(

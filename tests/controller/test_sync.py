@@ -26,6 +26,7 @@ from llamarl.controller.weights import MAX_HELD_BY_ALL
 from llamarl.executors.replies import GeneratorStats, Probe
 from tests.controller.fakes import Run, config
 from tests.executors.ledger import RIGHT, WRONG, Generator, Reward, Trainer, token
+from tests.nightly import examples
 
 P, NUM_STEPS = 3, 8
 
@@ -76,7 +77,7 @@ async def come(run: Run, name: str, generator: Generator) -> None:
         await run.add(name, generator)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 2**32),
     max_staleness=st.integers(0, 3),

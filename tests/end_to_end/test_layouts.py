@@ -26,19 +26,20 @@ SYNCHRONOUS = (
 
 
 def learn_alike(folder: Path, toml: Path, *layouts: tuple[object, ...]) -> tuple[list[dict[str, Any]], ...]:
-    """Three steps in one layout and three more in another have the rollouts, losses and norms of one process, and all
+    """Three steps in one layout, and in each other, have the rollouts, losses and norms of one process, and all
     weights arrive; the steps of both runs."""
     for number, layout in enumerate(layouts):
         steps = ("--steps", 3 * (number + 1), *(["--resume"] if number else []), "--weight_sync.probe_every_steps", 1)
         done = llamarl("train", toml, "--output", folder / "many", *SYNCHRONOUS, *steps, *layout)
         assert done.returncode == 0, done.stderr
     done = llamarl_here(
-        "train", toml, "--output", folder / "one", *SYNCHRONOUS, "--steps", 6, "--cluster.kind", "inline"
-    )
+        "train", toml, "--output", folder / "one", *SYNCHRONOUS, "--cluster.kind", "inline",
+        "--steps", 3 * len(layouts),
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     many, one = ([row for row in rows(folder / name / "tiny/metrics.jsonl") if row["kind"] == "step"]
                  for name in ("many", "one"))  # fmt: skip
-    assert [row["step"] for row in many] == [row["step"] for row in one] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in many] == [row["step"] for row in one] == [*range(1, 3 * len(layouts) + 1)]
     assert max(row["grad_norm"] for row in one) > 0.01, "nothing was learnt, so nothing was compared"
     for row, expected in zip(many, one, strict=True):
         for name in ("loss", "grad_norm", "reward_mean", "num_loss_tokens", "importance_ratio_mean"):

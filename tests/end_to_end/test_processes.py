@@ -28,7 +28,7 @@ END_S = 120.0
 """A run that was asked to end, or that has lost a process, ends within this time; a call that hangs takes 600 s."""
 AT_ONCE_S = 20.0
 """Much less than executors get to close (`cluster.shutdown_timeout_s` below), whatever else the machine does."""
-EXECUTORS = {"generator-0", "reward", "trainer"}
+EXECUTORS = frozenset({"generator-0", "reward", "trainer"})
 FOR_EVER = (
     "--steps", 100_000, "--checkpoint.every_steps", 5, "--cluster.on_failure", "stop",
     "--cluster.start_timeout_s", 240, "--cluster.shutdown_timeout_s", 60,
@@ -64,13 +64,13 @@ class Running:
         self.folder = folder / "tiny"
         self.command = Command.start(folder, "train", toml, "--output", folder, *FOR_EVER, *overrides)
 
-    def wait_for_steps(self, count: int = 7, more: frozenset[str] = frozenset()) -> None:
+    def wait_for_steps(self, count: int = 7, executors: frozenset[str] = EXECUTORS) -> None:
         metrics, checkpoints = self.folder / "metrics.jsonl", self.folder / "checkpoints"
         self.command.until(lambda: metrics.exists() and f'"step": {count},' in metrics.read_text())
         self.command.until(lambda: any(checkpoints.glob("step-*")))  # written beside the steps, so it may come later
         self.executors = self.command.children()
         self.pids = descendants(self.command.process.pid)
-        assert self.executors.keys() == EXECUTORS | more
+        assert self.executors.keys() == executors
 
     def check_files(self) -> int:
         """Every line is whole, every step is on record once; the newest checkpoint's step."""
@@ -123,10 +123,12 @@ def test_ctrl_c_and_resume(running: Running, toml: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_being_asked_to_end_and_a_second_signal(tmp_path: Path, toml: Path, number: signal.Signals) -> None:
-    """One run is asked to end, or its terminal is closed. Another, that starts beside it, is asked twice in a row."""
-    polite = Running(tmp_path / "polite", toml)
+    """One run is asked to end, or its terminal is closed, which the controller alone hears. Another, that starts beside
+    the first, is asked twice in a row."""
+    alone = ("--cluster.kind", "inline") if number == signal.SIGHUP else ()
+    polite = Running(tmp_path / "polite", toml, *alone)
     hasty = Running(tmp_path / "hasty", toml) if number == signal.SIGTERM else None
-    polite.wait_for_steps()
+    polite.wait_for_steps(executors=frozenset() if alone else EXECUTORS)
     code, said = polite.command.end(number, END_S)
     assert code == 130 and f"ended by {number.name}; go on with --resume" in said
     assert gone(polite.pids, AT_ONCE_S) == []
@@ -157,7 +159,7 @@ def test_kill_of_an_executor(tmp_path: Path, toml: Path, model: Path, kill: str)
     if kill == "reward-model":
         options = ("--reward.model.path", with_score(model, tmp_path / "judge"))
     run = Running(tmp_path / "runs", toml, *options)
-    run.wait_for_steps(more=frozenset(more))
+    run.wait_for_steps(executors=EXECUTORS.union(more))
     pid = run.executors[kill]
     os.kill(pid, signal.SIGKILL)
     code, said = run.command.wait(END_S)
@@ -178,12 +180,13 @@ def test_kill_of_an_executor(tmp_path: Path, toml: Path, model: Path, kill: str)
     assert f"{kill} (rank 0)" in (run.folder / "summary.json").read_text()
 
 
-@pytest.mark.parametrize("policy", ["drop", "respawn"])
+@pytest.mark.parametrize("policy", ["drop", *(["respawn"] if NIGHTLY else [])])
 def test_a_run_survives_the_kill_of_a_generator(tmp_path: Path, toml: Path, policy: str) -> None:
-    """Others take over its work, or another one comes; each step and each rollout is on record once."""
+    """Others take over its work, or another one comes (by day in `test_restarts.py`); each step and each rollout is on
+    record once."""
     on_failure = f"{{generator = '{policy}'}}"
     run = Running(tmp_path / "runs", toml, "--generator.replicas", 2, "--cluster.on_failure", on_failure)
-    run.wait_for_steps(more=frozenset(["generator-1"]))
+    run.wait_for_steps(executors=EXECUTORS | {"generator-1"})
     os.kill(run.executors["generator-1"], signal.SIGKILL)
     run.command.until(lambda: "generator-1 (rank 0)" in run.command.err.read_text())
     run.command.until(lambda: policy == "drop" or "generator-2" in run.command.children())
@@ -232,13 +235,15 @@ def test_kill_of_the_controller(tmp_path: Path, toml: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "override", "where"),
     [
-        ("monarch", ("--trainer.loss", "tests.end_to_end.parts:BrokenLoss"), "trainer.step failed"),
+        *((kind, ("--trainer.loss", "tests.end_to_end.parts:BrokenLoss"), "trainer.step failed")
+          for kind in ("inline", *(["monarch"] if NIGHTLY else []))),
         ("inline", ("--reward.parts", "['tests.end_to_end.parts:BrokenReward']"), "reward.score failed"),
     ],
-)
+)  # fmt: skip
 def test_an_exception_in_an_executor(
     tmp_path: Path, toml: Path, kind: str, override: tuple[str, str], where: str
 ) -> None:
+    """How one comes from a process, `tests/cluster/test_processes.py` says."""
     run = llamarl if kind == "monarch" else llamarl_here
     done = run("train", toml, "--output", tmp_path, "--cluster.kind", kind, *override)
     assert done.returncode == 1

@@ -27,7 +27,7 @@ LISTENS = 0x10000
 """Flag in /proc/net/unix."""
 OPTIONS = (
     "--steps", 1_000_000, "--trainer.parallelism.fsdp", 2, "--weight_sync.transport", "p2p",
-    "--reward.parts", "[{name = 'exact'}, {name = 'math'}]", "--rollout.agent", "tests.parts.episodes.agents:run",
+    "--reward.parts", "[{name = 'exact'}, {name = 'math'}]", "--rollout.agent", "tests.parts.episodes.agents:unhurried",
 )  # fmt: skip
 
 

@@ -44,6 +44,9 @@ window = 2
 [reward]
 parts = [{{name = "exact"}}]
 
+[cluster]
+start_timeout_s = {start_s}
+
 [screen]
 kind = "lines"
 """
@@ -68,7 +71,7 @@ def make_model(folder: Path, context: int = 256, std: float = 0.1, head_dim: int
 
 def write_toml(folder: Path, model: Path) -> Path:
     path = folder / "tiny.toml"
-    path.write_text(TOML.format(model=model))
+    path.write_text(TOML.format(model=model, start_s=SOMETIME_S))
     return path
 
 

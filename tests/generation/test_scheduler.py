@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from llamarl.generation.scheduler import Schedule, Scheduler
 from llamarl.generation.sequence import Group, Segment, Sequence
 from llamarl.types import GenerationRequest, SamplingParams
+from tests.nightly import examples
 
 BLOCK = 4
 
@@ -118,7 +119,7 @@ class Driver:
 GROUPS = st.lists(st.tuples(st.integers(1, 14), st.integers(1, 4), st.integers(1, 16)), min_size=1, max_size=6)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     GROUPS,
     st.integers(8, 20),

@@ -23,6 +23,7 @@ from llamarl.models.transformer import Transformer
 from llamarl.types import FinishReason, GenerationRequest, Rollout
 from tests.generation.native import GREEDY, SAMPLED, assert_same, drain, make_engine, run
 from tests.generation.references import Key, by_key, resumed, run_segments
+from tests.nightly import examples
 
 Requests = Callable[..., list[GenerationRequest]]
 
@@ -54,7 +55,7 @@ def disturbed_step(engine: Engine, version: int, rng: random.Random) -> list[Rol
     return left
 
 
-@settings(deadline=None, max_examples=10, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(deadline=None, max_examples=examples(10), phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(st.booleans(), st.integers(0, 26), st.integers(1, 3), st.integers(0, 2**32))
 def test_a_rollout_does_not_depend_on_how_it_was_cut(
     model: Transformer,

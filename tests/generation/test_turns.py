@@ -14,6 +14,7 @@ from llamarl.generation.engine import Engine
 from llamarl.models.transformer import Transformer
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams, observed
 from tests.generation.native import assert_same, drain, make_engine, run
+from tests.nightly import examples
 
 SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=40, seed=3)
 
@@ -142,7 +143,7 @@ def test_those_that_are_answered_go_on_before_others_begin(model: Transformer) -
     assert [one.group_id for one in ended] == [0, 1, 0, 1, 2, 3]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     blocks=st.integers(6, 40), running=st.integers(1, 6), observation=st.integers(1, 6), delay=st.integers(0, 9),
     recompute=st.booleans(), updates=st.lists(st.integers(1, 80), max_size=3),
@@ -201,7 +202,7 @@ def answered(rollout: Rollout, count: int) -> Rollout:
     return replace(rollout, columns=observed(rollout.columns, said_T), finish_reason=FinishReason.PARKED)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     segment=st.integers(1, 9), observation=st.integers(1, 6), delay=st.integers(0, 5),
     updates=st.lists(st.integers(1, 60), max_size=3), recompute=st.booleans(),

@@ -48,7 +48,7 @@ def test_a_tensor_parallel_rank(on_gpu: Run) -> None:
 LIGHT = {"dtype": "bfloat16", "weights": "bfloat16", "moments": "8bit"}
 
 
-@pytest.mark.parametrize(("model", "recompute"), [("8B", True), *also(("1B", False), ("1B", True), ("qwen3 8B", True))])
+@pytest.mark.parametrize(("model", "recompute"), [("1B", True), *also(("1B", False), ("8B", True), ("qwen3 8B", True))])
 def test_a_light_trainer(on_gpu: Run, model: str, recompute: bool) -> None:
     """Six bytes a weight."""
     found = on_gpu(memories.trained, model, 2, LIGHT | {"activation_checkpointing": recompute})
@@ -75,10 +75,15 @@ def test_a_generator(on_gpu: Run, model: str) -> None:
     assert found.parts["weights"] + found.parts["keys and values"] == pytest.approx(found.held, rel=0.01)
 
 
+CUT = [{"dtype": "bfloat16"}, LIGHT, *also({}, {"dtype": "bfloat16", "activation_checkpointing": True})]
+VOCABULARIES = [(True, 4096), (False, 32_768), *also((False, 4096), (True, 32_768))]
+
+
 @pytest.mark.parametrize(
-    "config", [{"dtype": "bfloat16"}, LIGHT, *also({}, {"dtype": "bfloat16", "activation_checkpointing": True})]
-)
-@pytest.mark.parametrize(("tied", "vocab_size"), [(True, 4096), (False, 32_768), *also((False, 4096), (True, 32_768))])
+    ("config", "tied", "vocab_size"),
+    [(config, *vocabulary) for config in CUT for vocabulary in VOCABULARIES] if NIGHTLY
+    else [(config, *vocabulary) for config, vocabulary in zip(CUT, VOCABULARIES, strict=True)],
+)  # fmt: skip
 def test_what_fsdp_gathers(elsewhere: Run, config: dict[str, Any], tied: bool, vocab_size: int) -> None:
     """Within a fifth: weights gathered and gradients sent, of few tokens; of a large vocabulary the most at the end."""
     found = elsewhere(memories.sharded, 4, config, tied, vocab_size)
@@ -86,8 +91,11 @@ def test_what_fsdp_gathers(elsewhere: Run, config: dict[str, Any], tied: bool, v
     assert 0.97 < sum(found.parts[kind] for kind in STEP) / found.peak < 1.2
 
 
-@pytest.mark.parametrize("config", [{"dtype": "bfloat16"}, LIGHT])
-@pytest.mark.parametrize(("num_experts", "ep"), [(16, 1), (6, 1), (16, 2), (16, 4)])
+@pytest.mark.parametrize(
+    ("num_experts", "ep", "config"),
+    [(16, 1, LIGHT), (6, 1, CUT[0]), (16, 4, LIGHT),
+     *also((16, 1, CUT[0]), (6, 1, LIGHT), (16, 2, CUT[0]), (16, 2, LIGHT), (16, 4, CUT[0]))],
+)  # fmt: skip
 def test_what_fsdp_gathers_of_a_mixture(elsewhere: Run, config: dict[str, Any], num_experts: int, ep: int) -> None:
     """Experts are cut by number; of six, the first of four ranks has two. Where ranks share them, each gathers less;
     then the sum is within a quarter."""

@@ -22,17 +22,9 @@ from llamarl.controller.clock import PatientLoop, run_patiently
 from llamarl.run.given import sources_of
 from llamarl.run.preview import check_functions
 from tests.end_to_end.tiny import ROOT, environment, make_model, write_toml
+from tests.python.rewards import brevity, ends_right
 
 ROWS = [{"question": f"{a} + {b}", "answer": str(a + b), "hint": b} for a in range(8) for b in range(4)]
-
-
-def ends_right(prompt: str, response: str, answer: str, **row: Any) -> bool:
-    return response.endswith(answer) and row["hint"] >= 0
-
-
-async def brevity(response: str, hint: int) -> float:
-    await asyncio.sleep(0)
-    return -len(response) / 100 - 0 * hint
 
 
 @pytest.fixture(scope="module")

@@ -24,9 +24,10 @@ from llamarl.parts.forecast.layouts import Shard, generator_layout, mesh_boxes, 
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import Held, LayoutError, assemble_layout, stage_layers
 from llamarl.sharding.tensor_parallel import tensor_parallel_box
+from tests.nightly import examples
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(st.data())
 def test_boxes_are_those_of_dtensor(data) -> None:
     """Replicate x FSDP x TP; sizes need not divide, except by tensor parallelism, as torch's own account then errs."""

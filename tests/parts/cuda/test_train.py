@@ -33,8 +33,9 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.double(), expected.detach(), rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 1), (5, 100), (3, 1024), (1030, 24), (1026, 8200)])
-def test_norms_of_some_rows_and_of_more_than_programs(rows: int, width: int) -> None:
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 1024), (5, 100), (11, 24), (9, 8200)])
+def test_norms_of_some_rows_and_of_more_than_programs(rows: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "_ROWS", 4)
     x, weight, grad = drawn(rows, width), drawn(width, seed=1), drawn(rows, width, seed=2)
     x_exact, weight_exact = exact(x, weight)
     y = F.rms_norm(x_exact, (width,), weight_exact, EPS)

@@ -22,6 +22,7 @@ from llamarl.rewards._base import right
 from llamarl.types import OBSERVED, Rollout
 from tests.controller.fakes import Run, config, kills
 from tests.executors.ledger import Generator, Ledgered
+from tests.nightly import examples
 
 STEPS, TURN, SEGMENT = 5, 4, 3
 """Steps of a run, tokens that the policy writes per call, and those after which it is parked."""
@@ -141,7 +142,7 @@ def audit(run: Run) -> None:
     assert run.steps[-1]["extra.turns_mean"] > 1 and not run.complaints
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     st.sampled_from([0, 1, 2]),
     st.sampled_from([0.0, 0.1, 3.0]),

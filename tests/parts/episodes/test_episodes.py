@@ -22,6 +22,7 @@ from llamarl.types import OBSERVED, RAISED
 from tests.controller.fakes import Run, config, held_out, kills, prompts
 from tests.controller.test_keeping import Killed, killed, newest
 from tests.executors.ledger import Generator, Ledgered, Trainer
+from tests.nightly import examples
 
 STEPS, TURN, TURNS = 6, 2, 3
 """Tokens that the policy writes per turn, and its turns per episode."""
@@ -124,7 +125,7 @@ def audit(run: Run) -> None:
     assert not run.complaints
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.sampled_from([0, 1, 2]),
     st.sampled_from([0, 1]),

@@ -31,13 +31,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, help="port to listen at; 0: any that is free (0)")
     options = parser.parse_args(arguments)
-    os.nice(NICENESS)
     folders, token = [Path(name) for name in options.runs], secrets.token_urlsafe(18)
     app = build_app([Watched(folder, decoder(folder)) for folder in folders], token)
 
     from llamarl.run.web import LOOPBACK, listening, serving
 
     with listening(options.host, options.port) as opened:
+        os.nice(NICENESS)
         host, port = opened.getsockname()[:2]
         print(f"watch at http://{f'[{host}]' if ':' in host else host}:{port}/{token}/", flush=True)
         hosts = LOOPBACK if options.host in LOOPBACK else ()

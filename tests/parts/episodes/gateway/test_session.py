@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from llamarl.parts.episodes.gateway.session import Session, Written
 from llamarl.training.packing import pack, to_sample_group
 from llamarl.types import OBSERVED, Columns, FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
+from tests.nightly import examples
 
 FIRST_SAMPLED = 1000
 """Smaller tokens are observed; each sampled token is a number of its own."""
@@ -98,7 +99,7 @@ def group_of(*episodes: Columns) -> RolloutGroup:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(ACTIONS)
 def test_each_sampled_token_is_learnt_once_after_its_own_context(actions: list[tuple[str, int, int, int]]) -> None:
     policy = Policy()
@@ -118,7 +119,7 @@ def test_each_sampled_token_is_learnt_once_after_its_own_context(actions: list[t
     assert session.num_sampled == len(trained) and session.num_calls == len(actions)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(ACTIONS, min_size=1, max_size=3), st.integers(8, 200))
 def test_the_trainer_predicts_each_of_them_from_its_own_context(
     episodes: list[list[tuple[str, int, int, int]]], microbatch_tokens: int

@@ -16,6 +16,7 @@ from llamarl.parts.forecast.costs import Costs
 from llamarl.parts.forecast.report import render_simulation, summary
 from llamarl.parts.forecast.simulator.faults import Faults
 from llamarl.parts.forecast.simulator.result import Simulation
+from tests.nightly import examples
 from tests.parts.forecast.simulator.conftest import Simulate, run_config
 
 EXACT = Costs(
@@ -144,7 +145,7 @@ def test_the_seed_decides_everything(simulated: Simulate) -> None:
     assert comparable(first) != comparable(other)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 1000),
     max_staleness=st.integers(0, 3),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,8 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).pa
 WAIT_S = 240.0
 SOON_S = 60.0
 """Much less than `scenario.WAIT_S`, as long as it would take who waits for what is lost."""
+KILLED = r"{}: pid {} on host c (was killed by SIGKILL|has ended)"
+"""On a busy machine the engine may reap a process before its agent has seen how it ended."""
 
 
 class Controller:
@@ -139,7 +142,7 @@ def test_executors_on_hosts_that_die_freeze_and_come_back(
     os.kill(on_c[0], signal.SIGKILL)
     cause, after_s = controller.ended()
     assert after_s < SOON_S
-    assert cause == f"one (rank 0): pid {on_c[0]} on host c was killed by SIGKILL"
+    assert re.fullmatch(KILLED.format(r"one \(rank 0\)", on_c[0]), cause)
 
     # a host freezes: known, named, and when it wakes up it ends what it had and comes back
     do("spawn", "other", ["c"])
@@ -193,7 +196,7 @@ def test_unequal_shares_are_a_mesh_each_the_largest_first(controller: Controller
     os.kill(uneven[1], signal.SIGKILL)
     cause, after_s = controller.ended()
     assert after_s < SOON_S
-    assert cause == f"uneven (rank 1): pid {uneven[1]} on host c was killed by SIGKILL"
+    assert re.fullmatch(KILLED.format(r"uneven \(rank 1\)", uneven[1]), cause)
     assert do("stop", "uneven") < SOON_S
     assert do("call", "both", "echo", 1) == [1, 1]
 
