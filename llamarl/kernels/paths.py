@@ -94,12 +94,13 @@ def offered(kind: str) -> tuple[Path, ...]:
     if native and native[0].name.startswith("avx512") and not pin:
         found += vector_path(kind, "avx2")
     found = [path for path in found if error_of(path, kind) <= _TOLERANCES[kind]]
-    tiles = [path for path in found if path.name.startswith("amx")]
+    tiles = [path for path in found if path.name.startswith("amx") and pin != "avx512"]
     if pin == "amx" and kind != "float32" and not tiles:
         raise ConfigError(f"{build.VARIABLE}=amx: Linux or a check refuses its tiles; unset it, or use avx512")
-    if pin == "amx":
-        found = tiles or found
-    return tuple(path for path in found if pin != "avx512" or not path.name.startswith("amx"))
+    # Tiles round x to bfloat16, vectors do not: all shapes have one arithmetic, so that ranks compute as one does.
+    if tiles and (pin == "amx" or kind == "bfloat16"):
+        return tuple(tiles)
+    return tuple(path for path in found if path in tiles or not path.name.startswith("amx"))
 
 
 def _file(kind: str) -> str:
@@ -160,9 +161,10 @@ def packed_paths(loaded: Kernel, kind: str) -> list[Path]:
     library = loaded.library
     if library is None or not hasattr(library, f"pack_{kind}"):
         return []
-    amx, avx512 = {"bfloat16": ("bf16", "bf16"), "int8": ("int8", "vnni")}[kind]
     has_tiles = hasattr(library, "amx_enable") and library.amx_enable() == 0
-    names = ({f"amx_{kind}": f"amx-{amx}"} if has_tiles else {}) | {f"avx512_{kind}": f"avx512-{avx512}"}
+    names = {f"amx_{kind}": "amx-bf16" if kind == "bfloat16" else "amx-int8"} if has_tiles else {}
+    if kind == "int8":
+        names["avx512_int8"] = "avx512-vnni"
     return [Path(name=name, **_functions(library, symbol, kind)) for symbol, name in names.items()]
 
 

@@ -15,7 +15,7 @@ BUDGETS = {
     "top": 400,  # goal: 250
     "config": 1_355,  # goal: 820
     "net": 151,  # goal: 70
-    "kernels": 1_652,  # goal: 1,200
+    "kernels": 1_653,  # goal: 1,200
     "distributed": 744,  # goal: 600
     "sharding": 355,  # goal: 530
     "algorithms": 458,  # goal: 500

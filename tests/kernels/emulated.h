@@ -41,7 +41,6 @@ static thread_local Tile tiles[8];
 }  // namespace emulated
 
 EMULATED void _mm_prefetch(const void*, int) {}
-EMULATED __m512 _mm512_setzero_ps() { return __m512{}; }
 EMULATED __m512i _mm512_setzero_si512() { return __m512i{}; }
 EMULATED __m512i _mm512_load_si512(const void* from) { return *(const __m512i*)from; }
 EMULATED void _mm512_store_si512(void* to, __m512i value) { *(__m512i*)to = value; }
@@ -66,18 +65,6 @@ EMULATED __m512bh _mm512_cvtne2ps_pbh(__m512 high, __m512 low) {
         result[16 + i] = short(emulated::narrow(high[i]));
     }
     return result;
-}
-
-EMULATED __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 sum) {
-    for (int i = 0; i < 16; ++i) sum[i] += a[i] * b[i];
-    return sum;
-}
-
-EMULATED __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
-    for (int i = 0; i < 16; ++i)
-        for (int j = 2 * i + 1; j >= 2 * i; --j)
-            sum[i] += emulated::widen(uint16_t(a[j])) * emulated::widen(uint16_t(b[j]));
-    return sum;
 }
 
 EMULATED __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {  // a unsigned, b signed
