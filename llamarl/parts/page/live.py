@@ -29,7 +29,6 @@ class Watched:
     """One run. It is read when a page asks, as far as nobody has read it before: without pages nothing is done."""
 
     def __init__(self, folder: Path, decode: Decode | None) -> None:
-        """Raises ConfigError: there is no folder."""
         self.data, self._rollouts, self._decode = RunData(folder), Rollouts(folder), decode
         self._lock = threading.Lock()
         self._rare: dict[str, Any] = {}

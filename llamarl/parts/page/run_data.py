@@ -41,9 +41,6 @@ class RunData:
     """`refresh` reads what is new, the rest answers from memory: bounded, but for 8 bytes per metric and step."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError: there is no folder."""
-        if not folder.is_dir():
-            raise ConfigError(f"{folder} is no folder; give the folder of a run, such as runs/demo")
         self.folder = folder
         self.generation, self.num_changes = 0, 0
         """Number of times that reading began anew, and of rows that were read."""
@@ -184,7 +181,7 @@ class RunData:
         if self.silent_s <= SILENT_S:
             return "running", ""
         if not self.num_steps and not self.start:
-            return "empty", "nothing was recorded: the run never began, or this is not the folder of a run"
+            return "empty", "nothing was recorded: the run never began"
         hours = self.silent_s / 3600
         since = f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes"
         return "silent", f"nothing was written for {since} and no end was: the run, or its machine, may be dead"

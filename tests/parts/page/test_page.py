@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,16 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from llamarl.config import ConfigError
 from llamarl.parts.page.cli import report
 from llamarl.parts.page.document import document, embedded, whole
 from llamarl.parts.page.findings import findings
 from llamarl.parts.page.live import Watched, build_app
 from llamarl.parts.page.rollouts import Rollouts, bounds, sample
 from llamarl.parts.page.run_data import RunData
+from tests.end_to_end.tiny import llamarl_here
 from tests.parts.page.runs import (
     BEGAN_S,
+    CONFIG,
     NASTY,
     add_step,
     eval_row,
@@ -80,7 +82,11 @@ class TestStates:
         assert list(data.columns["step"]) == list(range(1, 22))
         assert max(data.columns["reward_mean"]) < 1
 
-    def test_an_empty_folder_gives_a_page_that_says_so(self, tmp_path: Path) -> None:
+    def test_a_run_that_never_began_gives_a_page_that_says_so(self, tmp_path: Path) -> None:
+        """Its settings alone are there, for longer than a start takes; before, it is under way."""
+        (tmp_path / "config.toml").write_text(CONFIG.format(steps=4, rate=1e-4))
+        assert read(tmp_path).state()[0] == "running"
+        os.utime(tmp_path / "config.toml", (BEGAN_S, BEGAN_S))
         (run,) = content(page_of(tmp_path))["runs"]
         assert run["state"] == "empty"
         assert "the run never began" in run["claims"][0]["text"]
@@ -97,9 +103,32 @@ class TestStates:
         assert run["steps"] == 20
         assert any("damaged" in claim["text"] for claim in run["claims"])
 
-    def test_no_folder_is_the_users_mistake(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="no folder"):
-            RunData(tmp_path / "missing")
+
+
+class TestFolders:
+    @pytest.mark.parametrize("command", ["report", "watch"])
+    @pytest.mark.parametrize("kind", ["model", "empty", "missing", "runs"])
+    def test_what_is_no_run_is_refused_and_left_alone(self, tmp_path: Path, command: str, kind: str) -> None:
+        run, other = make_run(tmp_path / "runs" / "made"), tmp_path / kind
+        if kind != "missing":
+            other.mkdir(exist_ok=True)
+        if kind == "model":
+            (other / "config.json").write_text("{}")
+        before, priority = sorted(tmp_path.rglob("*")), os.getpriority(os.PRIO_PROCESS, 0)
+        done = llamarl_here(command, run, other)
+        said = f"llamarl {command}: {other} is no folder of a run; it has no config.toml\n"
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+        assert sorted(tmp_path.rglob("*")) == before
+        assert os.getpriority(os.PRIO_PROCESS, 0) == priority, "who serves nothing makes no room for others"
+
+    def test_runs_and_one_that_has_just_begun_are_shown(self, tmp_path: Path) -> None:
+        begun = tmp_path / "begun"
+        begun.mkdir()
+        (begun / "config.toml").write_text(CONFIG.format(steps=4, rate=1e-4))
+        done = llamarl_here("report", begun, make_run(tmp_path / "made"))
+        assert done.returncode == 0, done.stderr
+        shown = content((begun / "report.html").read_text())["runs"]
+        assert [(run["state"], run["steps"]) for run in shown] == [("running", 0), ("finished", 20)]
 
 
 class TestPage:

@@ -22,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, such as runs/demo, or of a forecast")
     parser.add_argument("--output", metavar="FILE", help="where to write it (RUN/report.html)")
     options = parser.parse_args(arguments)
-    folders = [Path(name) for name in options.runs]
+    folders = shown_folders(options.runs)
     output = check_output(options.output) if options.output else folders[0] / "report.html"
     described = list[dict[str, object]]()
     with told_of_delay("report"):
@@ -33,6 +33,14 @@ def main(arguments: Sequence[str]) -> int:
     write_output(output, document(described))
     print(f"{output}  {output.stat().st_size / 1e6:.1f} MB; open it in a browser")
     return 0
+
+
+def shown_folders(names: Sequence[str]) -> list[Path]:
+    """The folders that a command is asked to show. Raises ConfigError: one is neither a run's nor a forecast's."""
+    for folder in (folders := [Path(name) for name in names]):
+        if not any((folder / file).exists() for file in ("config.toml", "forecast.json")):
+            raise ConfigError(f"{folder} is no folder of a run; it has no config.toml")
+    return folders
 
 
 def decoder(folder: Path) -> Decode | None:

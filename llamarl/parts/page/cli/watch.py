@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llamarl.cli.options import command_parser
 from llamarl.cluster.start_up import dependent
-from llamarl.parts.page.cli.report import decoder
+from llamarl.parts.page.cli.report import decoder, shown_folders
 from llamarl.parts.page.live import Watched, build_app
 
 EPILOG = """It only reads the folders, of a run that goes on, has ended, or is on another machine whose disk is mounted
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, help="port to listen at; 0: any that is free (0)")
     options = parser.parse_args(arguments)
-    folders, token = [Path(name) for name in options.runs], secrets.token_urlsafe(18)
+    folders, token = shown_folders(options.runs), secrets.token_urlsafe(18)
     app = build_app([Watched(folder, decoder(folder)) for folder in folders], token)
 
     from llamarl.run.web import LOOPBACK, listening, serving
