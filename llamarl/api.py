@@ -154,8 +154,8 @@ def _given(
         raise ConfigError(f"output = {output!r:.60} is no path; give the folder of runs as text")
     output = Path(from_home(output))
     if reward is not None:
-        held = base.get("reward", {})
-        base["reward"] = {key: value for key, value in dict(held).items() if key not in ("parts", "weights")}
+        if isinstance(held := base.get("reward"), Mapping):
+            base["reward"] = {key: value for key, value in held.items() if key not in ("parts", "weights")}
         _win(given, "reward", {f"reward.{name}": value for name, value in reward_settings(reward, output).items()})
     for name, rows in (("train", data), ("eval", eval_data)):
         if rows is not None:

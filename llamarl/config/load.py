@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from llamarl.config.data import ONE, SEVERAL
 from llamarl.config.errors import ConfigError, did_you_mean
 from llamarl.config.path import from_home
-from llamarl.config.ref import find
+from llamarl.config.ref import Ref, find
 from llamarl.config.schema import RunConfig
 from llamarl.config.section import Section
 from llamarl.config.sft import SftConfig
@@ -328,11 +328,26 @@ def _explain(error: ValidationError, schema: type[Section]) -> str:
     if first["type"] == "value_error":
         said = str(first["ctx"]["error"])
         return said if where in said else f"`{where}`: {said}"
+    if first["type"] == "model_type":
+        return _no_table(f"`{where} = {first['input']!r:.100}`", first["input"], place, first["ctx"]["class_name"], schema)
     if first["type"] == "string_pattern_mismatch" and "A-Za-z0-9._-" in first["ctx"]["pattern"]:
         fix = "begin with a letter of a to z or a digit, and take these, `.`, `_` and `-` alone"
         return f"`{where} = {first['input']!r}`: it names files and curves; {fix}"
     hint = "; put quotes around it" if first["type"] == "string_type" and not isinstance(first["input"], dict) else ""
     return f"`{where} = {first['input']!r}`: {first['msg'][0].lower()}{first['msg'][1:]}{hint}"
+
+
+def _no_table(said: str, value: Any, place: tuple[int | str, ...], kind: str, schema: type[Section]) -> str:
+    """The sentence about a value that stands where a section, or a part with its options, does."""
+    if kind == Ref.__name__:
+        return f"{said} names no part; give its name as text, or a table with its `name` and options"
+    fields, where = _section_at(schema, place).model_fields, ".".join(map(str, place))
+    needed = next((name for name, field in fields.items() if field.is_required()), "")
+    if not needed:
+        return f"{said} is a section and no value; set what is in it: {', '.join(fields)}"
+    example = json.dumps(value if isinstance(value, int if fields[needed].annotation is int else str) else "...")
+    of_python = f', in Python {where} = {{"{needed}": {example}}}' * (len(place) == 1)
+    return f"{said} is a section and no value; set what is in it, as {where}.{needed} = {example}{of_python}"
 
 
 def _section_at(schema: type[Section], location: tuple[int | str, ...]) -> type[Section]:

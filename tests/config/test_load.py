@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from llamarl import config
 from llamarl.config import ConfigError, build, load_config, load_sft_config
-from llamarl.config.schema import GeneratorConfig
+from llamarl.config.schema import GeneratorConfig, RunConfig
+from llamarl.config.section import Section
 from tests.config.conftest import MINIMAL, Write
 
 VLLM = ("--generator.backend=vllm", "--generator.vllm.python=python3")
@@ -50,7 +51,9 @@ def test_defaults_fill_in(minimal: Path) -> None:
         ("steps = 0", "`steps = 0`: input should be greater than or equal to 1"),
         ("name = 7", "`name = 7`: input should be a valid string; put quotes around it"),
         ("name = '../elsewhere'", "`name = '../elsewhere'`: it names files and curves; begin with a letter"),
-        ("rollout = 5", "`rollout = 5`: input should be a valid dictionary"),
+        ("rollout = 5", "`rollout = 5` is a section and no value; set what is in it: prompts_per_step, group_size, "),
+        ("trainer.lora = 8", "`trainer.lora = 8` is a section and no value; set what is in it, as trainer.lora.rank = 8"),
+        ("trainer.loss = 4.0", "`trainer.loss = 4.0` names no part; give its name as text, or a table with its `name`"),
         ("[trainer]\nlearning_rate = nan", "`trainer.learning_rate = nan`"),
         (
             "[cluster]\nkind = 'hosts'\nlisten = '[::1]:1'",
@@ -65,6 +68,19 @@ def test_defaults_fill_in(minimal: Path) -> None:
 )
 def test_mistake_in_the_file_is_named(write: Write, text: str, message: str) -> None:
     assert message in _message(write(f"{text}\n{MINIMAL}"))
+
+
+def test_a_section_is_no_value_wherever_it_is_given(minimal: Path, write: Write) -> None:
+    said = '`model = \'base\'` is a section and no value; set what is in it, as model.path = "base", in Python model = '
+    said += '{"path": "base"}'
+    assert _message(minimal, "--model", "base") == said
+    with pytest.raises(ConfigError) as caught:
+        load_config(minimal, settings={"model": "base"})
+    assert str(caught.value) == said
+    for name, field in RunConfig.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            assert f"`{name} = 3` is a section and no value; set " in _message(minimal, f"--{name}", "3")
+    assert _message(write('model = "base"\ndata.train = "running_total"')) == said
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from llamarl.config.data import DataConfig
 from llamarl.controller.clock import PatientLoop, run_patiently
 from llamarl.run.given import sources_of
 from llamarl.run.preview import check_functions
-from tests.end_to_end.tiny import ROOT, environment, make_model, write_toml
+from tests.end_to_end.tiny import ROOT, environment, llamarl_here, make_model, write_toml
 from tests.python.rewards import brevity, ends_right
 
 ROWS = [{"question": f"{a} + {b}", "answer": str(a + b), "hint": b} for a in range(8) for b in range(4)]
@@ -210,6 +210,36 @@ def test_an_evaluation_and_answers(toml: Path, model: Path) -> None:
     assert all(0 < row["num_tokens"] <= 6 for row in rows)
 
 
+def test_an_evaluation_says_what_could_not_be_judged(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From Python, where nothing else is printed, and by a command that prints JSON."""
+
+    def broken(response: str) -> float:
+        return 1 / 0
+
+    def other_names(text: str) -> float:
+        return 1.0
+
+    limits: dict[str, Any] = {"rollout": {"max_new_tokens": 6}, "output": tmp_path}
+    for reward, cause in ((broken, "broken: ZeroDivisionError: division by zero"), (other_names, "other_names: ")):
+        found = llamarl.evaluate(model, ROWS[:3], reward=reward, **limits)
+        assert (found.metrics.num_invalid, len(found.responses)) == (3, 3)
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith(f"warning: held-out: 3 of 3 invalid: {cause}")
+    assert llamarl.evaluate(model, ROWS[:3], reward=ends_right, **limits).metrics.num_invalid == 0
+    assert capsys.readouterr().err == ""
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS[:3]))
+    words = ("eval", model, tmp_path / "rows.jsonl", "--rollout.max_new_tokens", "6")
+    file = next(tmp_path.glob(".given/*.pickle"))
+    words += ("--reward.parts", f"[{{name = 'function', file = '{file}'}}]")
+    done = llamarl_here(*words)
+    assert " of 3 invalid: the reward function: " in done.stdout and "warning" not in done.stderr
+    done = llamarl_here(*words, "--json")
+    assert json.loads(done.stdout)["num_invalid"] == 3
+    assert "warning: held-out: 3 of 3 invalid: the reward function: " in done.stderr
+
+
 def test_what_was_trained_is_exported(toml: Path) -> None:
     run = llamarl.train(toml, reward=ends_right, data=ROWS, eval_data=ROWS[:4], **INLINE)
     folder = run.export()
@@ -322,6 +352,9 @@ def test_settings_of_python(toml: Path, tmp_path: Path) -> None:
          "`trainer.learning_rate` is given twice, by 'trainer' and by 'trainer.learning_rate'; give one of them"),
         ("demo", {"data": ROWS, "data.train": "running_total"}, "`data.train` and data= are both given"),
         ("demo", {"eval_data": ROWS, "data.eval.path": "x"}, "`data.eval.path` and eval_data= are both given"),
+        ("demo", {"model": "base"}, '`model = \'base\'` is a section and no value; set what is in it, as model.path'),
+        ({"model": {"path": "m"}, "data": {"train": "jsonl"}, "reward": "exact"}, {"reward": "exact"},
+         "unknown option `reward.name`; known here: parts, weights"),
         ("demo", {"reward": "exact", "reward.parts": ["math"]}, "`reward.parts` and reward= are both given"),
     ],
 )  # fmt: skip

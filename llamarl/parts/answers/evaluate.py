@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,8 @@ from llamarl.data.rates import digest, rate_rows
 from llamarl.data.sources import ProblemRow
 from llamarl.data.tokenizer import check_vocabulary
 from llamarl.models.folder import load_shape
-from llamarl.observability.screen import NullScreen
+from llamarl.observability.metrics import held_out, unjudged
+from llamarl.observability.screen import NullScreen, print_to
 from llamarl.observability.sinks import MetricsLog
 from llamarl.run.assembly import assembled
 from llamarl.run.executors import GeneratorSpecs, reward_spec, spawn_all
@@ -135,6 +137,13 @@ def unfiltered(config: RunConfig) -> RunConfig:
     if data.sources:
         data = data.model_copy(update={"train": [one.model_copy(update={"filter": None}) for one in data.sources]})
     return config.model_copy(update={"data": data})
+
+
+def tell_invalid(results: Iterable[EvalResult]) -> None:
+    """Says on standard error of which sets some responses could not be judged, and why the first could not."""
+    for entry in (result.metrics for result in results if result.metrics.num_invalid):
+        said = unjudged(entry.num_invalid, entry.num_prompts * entry.k, entry.invalid_reason)
+        print_to(sys.stderr, f"warning: {held_out(entry.name)}: {said}")
 
 
 def response_rows(results: Iterable[EvalResult]) -> Iterator[dict[str, Any]]:

@@ -41,7 +41,7 @@ def evaluated(
         ConfigError, ExecutorError, KeyboardInterrupt, Stalled: as `llamarl.evaluate` does.
     """
     from llamarl.controller.supervision import Interrupted
-    from llamarl.parts.answers.evaluate import evaluate_checkpoint, response_rows
+    from llamarl.parts.answers.evaluate import evaluate_checkpoint, response_rows, tell_invalid
     from llamarl.parts.answers.scored import completed, ready, settings_for
 
     base, settings = given(settings_for(model, run))
@@ -53,4 +53,5 @@ def evaluated(
         results = evaluate_checkpoint(config, lambda done, total: None, lambda said: None)
     except Interrupted as error:
         raise KeyboardInterrupt(str(error)) from None
+    tell_invalid(results)
     return [(one.metrics, list(response_rows([one]))) for one in results]

@@ -137,10 +137,12 @@ def _tell(options: argparse.Namespace, results: Sequence[EvalResult], others: Se
     """Prints what was found of the model, of another one, and how they differ."""
     from llamarl.observability.screen import eval_facts
     from llamarl.parts.answers.compare import compared
+    from llamarl.parts.answers.evaluate import tell_invalid
     from llamarl.parts.answers.table import eval_table
 
     differences = compared(results, others) if others else []
-    if options.json:
+    if options.json:  # in the tables it stands beside the numbers
+        tell_invalid([*results, *others])
         told = [one.to_json() for one in differences] or [{} for _ in results]
         rows = [one.metrics.to_json() | difference for one, difference in zip(results, told, strict=True)]
         print(*map(json.dumps, rows), sep="\n")
