@@ -13,7 +13,7 @@ from llamarl.config.ref import part
 from llamarl.run.folder import RunFolder, check_run_folder, prepare_run_folder
 from llamarl.run.memory import MachineMemory
 from llamarl.run.names import resolved
-from llamarl.run.prepare import Prepared, check_parts, each_source, prepare, settle
+from llamarl.run.prepare import Prepared, check_here, check_parts, each_source, prepare, settle
 from llamarl.run.preview import check_functions
 from llamarl.run.sources import of_source
 from llamarl.training.base_model import is_made
@@ -57,9 +57,14 @@ def begin(
     return Begun(config=pinned, prepared=prepared, folder=folder)
 
 
-def check_start(config: RunConfig, *, resume: bool, overwrite: bool) -> Path | None:
-    """Checks what needs neither model nor data; the folder of a run that goes on. Raises ConfigError."""
+def check_start(
+    config: RunConfig, *, resume: bool, overwrite: bool, machine: MachineMemory | None = None
+) -> Path | None:
+    """Checks what needs neither model nor data; the folder of a run that goes on. `machine`: that the run is for; None:
+    this one. Raises ConfigError."""
     check_parts(config)
+    if machine is None and config.cluster.kind != "hosts":
+        check_here(config)
     check_cluster(config.cluster)
     path = check_run_folder(config, resume=resume, overwrite=overwrite)
     return path if resume else None

@@ -23,6 +23,7 @@ from llamarl.controller.admission import Problems
 from llamarl.data.prompts import SOURCES, load_prompts, open_tokenizer, settled
 from llamarl.data.sources import ProblemRow
 from llamarl.data.tokenizer import check_vocabulary, ended_after
+from llamarl.kernels.build import pinned as pinned_instructions
 from llamarl.models.fit import cache_bytes, trainer_load
 from llamarl.models.folder import check_weights, load_shape
 from llamarl.models.memory import BLOCK_COLUMNS, trainer_bytes
@@ -222,6 +223,13 @@ def prepare(config: RunConfig, *, weights: bool = True, machine: MachineMemory |
         shape=shape, problems=problems, placer=placer, warnings=tuple(warnings),
         first_prompt="\n".join([*train.notes, *train.first_prompts]),
     )  # fmt: skip
+
+
+def check_here(config: RunConfig) -> None:
+    """Looks for what executors on this machine would lack when they begin. Raises ConfigError."""
+    pinned_instructions()
+    if config.weight_sync.transport == "nixl":
+        part("cuda", "check_nixl")()
 
 
 def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from llamarl.config import ConfigError, RunConfig, settled
+from llamarl.kernels import build
+from llamarl.parts.cuda import joint
 from llamarl.rewards import Reward
 from llamarl.run.preview import MOST_CHARS, answers, first_prompt
 from llamarl.types import Prompt, RewardItem, RewardResult
@@ -136,6 +138,28 @@ def test_a_dry_run(tmp_path: Path) -> None:
     (model / "model.safetensors").write_bytes(b"no weights")
     done = llamarl_here("train", toml, "--dry-run", "--name=other")
     assert done.returncode == 2 and "no whole safetensors file" in done.stderr
+
+
+@pytest.mark.parametrize("has_model", [True, False])
+def test_a_dry_run_is_refused_as_the_run_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_model: bool) -> None:
+    """For what this machine lacks, also before a base model is made; not for what is to run elsewhere."""
+    file = write_toml(tmp_path, make_model(tmp_path / "model")) if has_model else "demo"
+    words = ("train", file, "--output", tmp_path / "runs", "--weight_sync.transport", "nixl", "--cluster.kind=monarch")
+    words += () if has_model else ("--model.path", tmp_path / "base")
+    assert llamarl_here(*words, "--dry-run").returncode == 0
+    monkeypatch.setattr(joint, "NIXL", ("no_such_package",))
+    for asked in ((), ("--dry-run",)):
+        done = llamarl_here(*words, *asked)
+        assert (done.returncode, done.stdout) == (2, ""), done
+        assert done.stderr == f"llamarl train: {joint.NO_NIXL}\n"
+    assert llamarl_here(*words, "--dry-run", "--gpus=1x80").returncode == 0
+    monkeypatch.setattr(build, "processor", lambda: "avx2 fma")
+    monkeypatch.setenv(build.VARIABLE, "amx")
+    for asked in ((), ("--dry-run",)):
+        done = llamarl_here("train", file, "--output", tmp_path / "runs", *asked)
+        said = "LLAMARL_KERNELS=amx: this processor offers avx2, torch; unset it to measure them"
+        assert (done.returncode, done.stderr) == (2, f"llamarl train: {said}\n"), done
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_source_without_turns_is_scored_beside_a_set_that_has_some() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
+from llamarl.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -12,6 +15,17 @@ if TYPE_CHECKING:
     from llamarl.generation.backend import StepGraphs
     from llamarl.generation.kv_cache import KVCache
     from llamarl.generation.model import GeneratorModel
+
+
+NIXL = ("nixl_cu12", "nixl_cu13")
+"""Packages with NIXL, each for one version of CUDA."""
+NO_NIXL = "`weight_sync.transport = 'nixl'` needs a package: pip install 'llamarl[nixl]'"
+
+
+def check_nixl() -> None:
+    """Looks for NIXL, which loads torch, without loading it. Raises ConfigError: this machine has none."""
+    if not any(map(find_spec, NIXL)):
+        raise ConfigError(NO_NIXL)
 
 
 def checked(name: str, device: torch.device) -> tuple[ModuleType | None, str]:

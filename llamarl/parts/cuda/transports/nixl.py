@@ -29,13 +29,14 @@ from torch import Tensor
 from llamarl.config.errors import ConfigError
 from llamarl.distributed import links
 from llamarl.distributed.rendezvous import Rendezvous
+from llamarl.parts.cuda.joint import NIXL, NO_NIXL
 from llamarl.weight_sync.base import Exchange, Superseded, TransferFailed, WriterPlan, part_of
 from llamarl.weight_sync.buckets import Bucket, into_buckets, packed, wanted
 from llamarl.weight_sync.copying import CopyingSubscriber, Room, VersionRequest
 from llamarl.weight_sync.layout import Address, TensorSpec
 from llamarl.weight_sync.packed import POLL_S, PackedPublisher, Slot
 
-PACKAGES = ("nixl_cu13", "nixl_cu12") if (torch.version.cuda or "").startswith("13") else ("nixl_cu12", "nixl_cu13")
+PACKAGES = NIXL[::-1] if (torch.version.cuda or "").startswith("13") else NIXL
 """One for another CUDA than torch's finds no library of it, and then knows no GPU memory."""
 MAX_READS = 4
 """Buckets on their way at once for each trainer rank; more would take bandwidth from decoding."""
@@ -316,7 +317,7 @@ class NixlEndpoint:
                 api = import_module(f"{package}._api")
                 break
         else:
-            raise ConfigError("`weight_sync.transport = 'nixl'` needs a package: pip install 'llamarl[nixl]'")
+            raise ConfigError(NO_NIXL)
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         # Without an NVLink, also between processes that share one GPU, UCX would read by TCP: 100 times as slow.
         os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
