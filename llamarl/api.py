@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import ConfigError, RunConfig, from_home, load_config, tables
+from llamarl.config.errors import told_in_python
 from llamarl.config.ref import part
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.screen import print_to
@@ -39,6 +40,7 @@ class EvalRecord:
     """A row for each: prompt_id, prompt, response, answer, outcome, reward, right, reason."""
 
 
+@told_in_python()
 def train(
     config: Config, *, reward: Rewards = None, data: Rows = None, eval_data: Rows = None, resume: bool = False,
     overwrite: bool = False, watch: bool = False, **settings: Any,
@@ -81,6 +83,7 @@ def train(
     return RunRecord(begun.folder.path)
 
 
+@told_in_python()
 def evaluate(
     model: str | Path, data: Rows = None, *, reward: Rewards = None, config: Config | None = None, **settings: Any
 ) -> EvalRecord | dict[str, EvalRecord]:
@@ -105,6 +108,7 @@ def evaluate(
     return records[None] if None in records else {str(name): one for name, one in records.items()}
 
 
+@told_in_python()
 def generate(model: str | Path, prompts: Iterable[str], *, chat: bool = False, **settings: Any) -> list[dict[str, Any]]:
     """Answers prompts by the engine alone, as `llamarl generate` does: rows in the order of the prompts.
 

@@ -110,8 +110,8 @@ def check_output(path: str | Path, *read: str | None, option: str = "--output") 
     return path
 
 
-def write_output(path: Path, text: str | Iterable[str]) -> None:
-    """The file of --output, whole or not at all, from a text or pieces of it. Raises ConfigError."""
+def write_output(path: Path, text: str | Iterable[str], option: str = "--output") -> None:
+    """The file of an option, whole or not at all, from a text or pieces of it. Raises ConfigError."""
     try:
         if path.exists() and not path.is_file():  # a pipe or a device
             with path.open("w", encoding="utf-8") as file:
@@ -120,4 +120,4 @@ def write_output(path: Path, text: str | Iterable[str]) -> None:
             write_atomically(path, text)
     except OSError as error:
         cause = f"cannot write {path}: {error.strerror}"
-        raise ConfigError(f"{cause}; give --output a path in an existing folder") from None
+        raise ConfigError(f"{cause}; give {option} a path in an existing folder") from None

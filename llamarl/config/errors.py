@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
 class ConfigError(ValueError):
     """A setting that cannot work: the message names the option, its value and the fix, in one sentence."""
+
+
+_OPTION = re.compile(r"(?<![\w/.-])--(?:(resume|overwrite|merge)|(name|output|steps?))\b")
+"""Options that functions of Python have as keywords: flags, and those with a value."""
+
+
+@contextmanager
+def told_in_python() -> Iterator[None]:
+    """What a ConfigError calls by the option of a command, `--resume`, is named as Python does, `resume=True`."""
+    try:
+        yield
+    except ConfigError as error:
+        error.args = (_OPTION.sub(lambda found: f"{found[1]}=True" if found[1] else f"`{found[2]}`", str(error)),)
+        raise
 
 
 class RanksLost(RuntimeError):

@@ -37,13 +37,14 @@ _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 def load_config(
     path: str | Path | Mapping[str, Any],
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | None = None,
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> RunConfig:
     """The run that a file describes, with overrides such as `["--trainer.learning_rate", "1e-5", "--steps=10"]`.
 
     Args:
         path: of a TOML file, the name of one that comes with the package, or what such a file holds.
+        overrides: None: who calls takes none, and no sentence tells of them.
         settings: win over the file; a section is a table, or its names stand behind dots.
 
     Raises:
@@ -51,7 +52,7 @@ def load_config(
     """
     _check_once(settings)
     data = _with(deepcopy(dict(path)) if isinstance(path, Mapping) else tables(path), settings)
-    config = validated(_overridden(data, overrides), RunConfig)
+    config = validated(_overridden(data, overrides or ()), RunConfig, overrides is not None)
     if config.recipe:
         recipe = find(config.recipe, "llamarl.recipes", "recipe", config.recipe)
         try:
@@ -170,12 +171,12 @@ def _check_values(data: dict[str, Any] | list[Any], where: str = "") -> None:
             raise ConfigError(f"`{place} = {value!r}` holds NUL or half of a character; remove it")
 
 
-def validated(data: dict[str, Any], schema: type[S]) -> S:
-    """The settings in parsed TOML. Raises ConfigError."""
+def validated(data: dict[str, Any], schema: type[S], has_options: bool = True) -> S:
+    """The settings in parsed TOML, which options may complete. Raises ConfigError."""
     try:
         return schema.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(_explain(error, schema)) from None
+        raise ConfigError(_explain(error, schema, has_options)) from None
 
 
 def open_file(path: str | Path) -> IO[bytes]:
@@ -315,7 +316,7 @@ def _place_in(here: dict[str, Any] | list[Any], name: str, key: str) -> str | in
     return int(name)
 
 
-def _explain(error: ValidationError, schema: type[Section]) -> str:
+def _explain(error: ValidationError, schema: type[Section], has_options: bool = True) -> str:
     first = error.errors()[0]
     place = tuple(part for part in first["loc"] if part not in (ONE, SEVERAL))
     where = ".".join(map(str, place))
@@ -324,7 +325,9 @@ def _explain(error: ValidationError, schema: type[Section]) -> str:
         hint = did_you_mean(str(place[-1]), known, f"known here: {', '.join(known)}")
         return f"unknown option `{where}`; {hint}"
     if first["type"] == "missing":
-        return f"`{where}` is missing; set it in the file or with --{where} VALUE"
+        if inner := [*_sections(schema.model_fields[where].annotation)] if len(place) == 1 else []:
+            where += f".{_needed(inner[0])}"
+        return f"`{where}` is missing; set it" + f" in the file or with --{where} VALUE" * has_options
     if first["type"] == "value_error":
         said = str(first["ctx"]["error"])
         return said if where in said else f"`{where}`: {said}"
@@ -341,13 +344,18 @@ def _no_table(said: str, value: Any, place: tuple[int | str, ...], kind: str, sc
     """The sentence about a value that stands where a section, or a part with its options, does."""
     if kind == Ref.__name__:
         return f"{said} names no part; give its name as text, or a table with its `name` and options"
-    fields, where = _section_at(schema, place).model_fields, ".".join(map(str, place))
-    needed = next((name for name, field in fields.items() if field.is_required()), "")
-    if not needed:
+    section, where = _section_at(schema, place), ".".join(map(str, place))
+    fields = section.model_fields
+    if not (needed := _needed(section)):
         return f"{said} is a section and no value; set what is in it: {', '.join(fields)}"
     example = json.dumps(value if isinstance(value, int if fields[needed].annotation is int else str) else "...")
     of_python = f', in Python {where} = {{"{needed}": {example}}}' * (len(place) == 1)
     return f"{said} is a section and no value; set what is in it, as {where}.{needed} = {example}{of_python}"
+
+
+def _needed(section: type[Section]) -> str:
+    """The first setting of a section that has no default; empty: all have one."""
+    return next((name for name, field in section.model_fields.items() if field.is_required()), "")
 
 
 def _section_at(schema: type[Section], location: tuple[int | str, ...]) -> type[Section]:

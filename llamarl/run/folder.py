@@ -225,7 +225,7 @@ def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool, pinned
     elif others := list(_not_of_a_run(path)):
         cause = f"also holds {others[0]!r}" if (path / "config.toml").exists() else "has no config.toml"
         raise ConfigError(
-            f"--overwrite: {path} is not a run folder and nothing else, as it {cause}, so it is not deleted; "
+            f"{path} is not a run folder and nothing else, as it {cause}, so it is not deleted; "
             "move what is yours elsewhere or choose another --name"
         )
     return path

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import ConfigError, RunConfig, from_home, load_config, read_json
+from llamarl.config.errors import told_in_python
 from llamarl.config.load import flat_settings
 from llamarl.observability.files import pieces, read_run_rows
 from llamarl.run.folder import RunFolder
@@ -51,6 +52,7 @@ class RunRecord:
         ConfigError: there are none."""
         return rollout_rows(self.path)
 
+    @told_in_python()
     def export(self, folder: str | Path | None = None, *, step: int | None = None, merge: bool = False) -> Path:
         """Writes a checkpoint as a Hugging Face folder, or adapters as PEFT's, as `llamarl export` does.
 

@@ -86,7 +86,8 @@ def test_a_section_is_no_value_wherever_it_is_given(minimal: Path, write: Write)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[model]\npath = 'm'", "`data` is missing; set it in the file or with --data VALUE"),
+        ("[model]\npath = 'm'", "`data.train` is missing; set it in the file or with --data.train VALUE"),
+        ("[data]\ntrain = 'jsonl'", "`model.path` is missing; set it in the file or with --model.path VALUE"),
         ("[model]\npath = 'm'\n[data]\neval = 'jsonl'", "`data.train` is missing; set it in the file or with --data."),
         ("steps = ", "is not valid TOML"),
         ("steps = 1\nsteps = 2", "is not valid TOML"),

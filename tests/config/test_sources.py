@@ -103,8 +103,8 @@ def test_tools_are_an_environment(write: Write) -> None:
     ("text", "message"),
     [
         ("train = []", "`data.train = []`: list should have at least 1 item"),
-        ("train = 5", "`data.train = 5`: input should be a valid dictionary"),
-        ("train = [5]", "`data.train.0 = 5`: input should be a valid dictionary"),
+        ("train = 5", "`data.train = 5` names no part; give its name as text, or a table with its `name` and options"),
+        ("train = [5]", "`data.train.0 = 5` is a section and no value; set what is in it, as data.train.0.source = "),
         (
             "train = [{path = 'a'}]",
             "`data.train.0`: a source needs its `name`, such as 'hub' or 'jsonl'; this has path",

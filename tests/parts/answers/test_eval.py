@@ -23,6 +23,9 @@ def test_one_sentence_says_what_is_wrong(model: Path, tmp_path: Path) -> None:
         "max_new_tokens = 0",
         command="eval",
     )
+    sft = llamarl_here("eval", model, "--config", "demo_sft")
+    check(sft, "--config demo_sft: `model.path` is missing; set it", command="eval")
+    assert "--model" not in sft.stderr, "there is no such option"
     weights = damaged(model, tmp_path, lambda copy: halve(copy / "model.safetensors"))
     file = tmp_path / "problems.jsonl"
     file.write_text('{"question": "a", "answer": "1"}\n')
@@ -34,6 +37,8 @@ def test_one_sentence_says_what_is_wrong(model: Path, tmp_path: Path) -> None:
         "--output",
         command="eval",
     )
+    done = llamarl_here("eval", model, file, "--rates", "/proc/self/x", "--eval.samples", "1")
+    check(done, "cannot write /proc/self/x", "give --rates a path", command="eval")
 
 
 def test_an_interrupt_is_said(

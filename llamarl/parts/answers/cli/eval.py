@@ -95,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.output:
         write_output(Path(options.output), "".join(json.dumps(row) + "\n" for row in response_rows(results)))
     if options.rates:
-        write_output(Path(options.rates), "".join(rates))
+        write_output(Path(options.rates), "".join(rates), option="--rates")
         spread = _spread([json.loads(line) for line in rates[1:]])
         print(f"{options.rates}: {spread}", file=sys.stderr if options.json else sys.stdout)
     return 0
@@ -105,7 +105,10 @@ def _ready(options: argparse.Namespace, model: str) -> RunConfig:
     """All settings of the evaluation of a model. Raises ConfigError."""
     from llamarl.parts.answers.scored import check_names, ready
 
-    run = load_config(options.config) if options.config else None
+    try:
+        run = load_config(options.config) if options.config else None
+    except ConfigError as error:
+        raise ConfigError(f"--config {options.config}: {error}") from None
     which: Literal["train", "eval"] = "train" if options.rates else "eval"
     delays = partial(told_of_delay, "eval")
     config = ready(_config(options, model, run, which), run, options.config, "llamarl eval", delays, which)
