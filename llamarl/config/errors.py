@@ -18,7 +18,7 @@ _OPTION = re.compile(r"(?<![\w/.-])--(?:(resume|overwrite|merge)|(name|output|st
 
 @contextmanager
 def told_in_python() -> Iterator[None]:
-    """What a ConfigError calls by the option of a command, `--resume`, is named as Python does, `resume=True`."""
+    """Names what a ConfigError calls by the option of a command, `--resume`, as Python does: `resume=True`."""
     try:
         yield
     except ConfigError as error:

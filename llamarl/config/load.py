@@ -332,7 +332,9 @@ def _explain(error: ValidationError, schema: type[Section], has_options: bool = 
         said = str(first["ctx"]["error"])
         return said if where in said else f"`{where}`: {said}"
     if first["type"] == "model_type":
-        return _no_table(f"`{where} = {first['input']!r:.100}`", first["input"], place, first["ctx"]["class_name"], schema)
+        return _no_table(
+            f"`{where} = {first['input']!r:.100}`", first["input"], place, first["ctx"]["class_name"], schema
+        )
     if first["type"] == "string_pattern_mismatch" and "A-Za-z0-9._-" in first["ctx"]["pattern"]:
         fix = "begin with a letter of a to z or a digit, and take these, `.`, `_` and `-` alone"
         return f"`{where} = {first['input']!r}`: it names files and curves; {fix}"

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 
 from llamarl.config.errors import ConfigError, did_you_mean
+from llamarl.config.path import OPTIONS, settled_path
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -40,6 +41,8 @@ class Ref(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _from_name(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return value | {name: settled_path(value[name]) for name in OPTIONS if name in value}
         return {"name": value} if isinstance(value, str) else value
 
     @property

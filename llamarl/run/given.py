@@ -15,7 +15,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-from llamarl.config import ConfigError, Ref, from_home
+from llamarl.config import ConfigError, Ref
 from llamarl.config.load import MAX_ROW_BYTES
 from llamarl.config.schema import RewardConfig
 from llamarl.data.files import GIVEN, suffix
@@ -252,7 +252,7 @@ def with_content(reward: RewardConfig) -> RewardConfig:
         if ref.name != "function" or not (file := ref.options.get("file")):
             return ref
         try:
-            content = base64.b64encode(Path(from_home(file)).read_bytes()).decode()
+            content = base64.b64encode(Path(file).read_bytes()).decode()
         except OSError as error:
             raise ConfigError(f"cannot read {file}: {error.strerror}; start the run from Python again") from None
         return Ref.model_validate({"name": ref.name} | ref.options | {"file": "", "content": content})

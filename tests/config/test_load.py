@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from llamarl import config
-from llamarl.config import ConfigError, build, load_config, load_sft_config
+from llamarl.config import ConfigError, build, dump_toml, load_config, load_sft_config
 from llamarl.config.schema import GeneratorConfig, RunConfig
 from llamarl.config.section import Section
 from tests.config.conftest import MINIMAL, Write
@@ -52,7 +52,10 @@ def test_defaults_fill_in(minimal: Path) -> None:
         ("name = 7", "`name = 7`: input should be a valid string; put quotes around it"),
         ("name = '../elsewhere'", "`name = '../elsewhere'`: it names files and curves; begin with a letter"),
         ("rollout = 5", "`rollout = 5` is a section and no value; set what is in it: prompts_per_step, group_size, "),
-        ("trainer.lora = 8", "`trainer.lora = 8` is a section and no value; set what is in it, as trainer.lora.rank = 8"),
+        (
+            "trainer.lora = 8",
+            "`trainer.lora = 8` is a section and no value; set what is in it, as trainer.lora.rank = 8",
+        ),
         ("trainer.loss = 4.0", "`trainer.loss = 4.0` names no part; give its name as text, or a table with its `name`"),
         ("[trainer]\nlearning_rate = nan", "`trainer.learning_rate = nan`"),
         (
@@ -71,7 +74,7 @@ def test_mistake_in_the_file_is_named(write: Write, text: str, message: str) -> 
 
 
 def test_a_section_is_no_value_wherever_it_is_given(minimal: Path, write: Write) -> None:
-    said = '`model = \'base\'` is a section and no value; set what is in it, as model.path = "base", in Python model = '
+    said = "`model = 'base'` is a section and no value; set what is in it, as model.path = \"base\", in Python model = "
     said += '{"path": "base"}'
     assert _message(minimal, "--model", "base") == said
     with pytest.raises(ConfigError) as caught:
@@ -290,6 +293,28 @@ def test_paths_begin_at_home(write: Write, monkeypatch: pytest.MonkeyPatch) -> N
         ).model.warm_start
         == "/home/me/sft.toml"
     )
+
+
+def test_what_is_on_record_names_the_same_file_in_another_home(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every section: no path on record begins with `~`; other texts stay as they are."""
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load_config(
+        write(
+            'model.path = "~/m"\ndata.eval = {name = "jsonl", path = "~/e.jsonl", id = "~/"}\n'
+            'data.train = [{name = "file", path = ["~/a.jsonl", "b"], '
+            'reward = {name = "function", file = "~/f"}}]\n'
+            'reward.parts = [{name = "regex_format", pattern = "~/x"}]'
+        ),
+        ["--rollout.environment", "{name = 'package:World', path = '~/w'}"],
+    )
+    monkeypatch.setenv("HOME", "/home/another")
+    again = load_config(write(dump_toml(config)))
+    assert again == config
+    assert again.data.sources[0].source.options == {"path": ["/home/me/a.jsonl", "b"]}
+    assert again.data.sources[0].reward.parts[0].options["file"] == "/home/me/f"
+    assert again.data.eval.options == {"path": "/home/me/e.jsonl", "id": "~/"}
+    assert again.rollout.environment.options == {"path": "/home/me/w"}
+    assert again.reward.parts[0].options == {"pattern": "~/x"}
 
 
 def test_nothing_changes_after_validation(minimal: Path) -> None:

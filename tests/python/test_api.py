@@ -246,7 +246,7 @@ def test_what_was_trained_is_exported(toml: Path) -> None:
     assert folder == run.path / "export" and run.export("chosen", step=2) == Path("chosen")
     found = llamarl.evaluate(folder, ROWS[:4], reward=ends_right, config=run.path / "config.toml")
     assert isinstance(found, llamarl.EvalRecord) and found.metrics.num_prompts == 4
-    with pytest.raises(llamarl.ConfigError, match="^merge=True is for adapters, and this run trained all weights"):
+    with pytest.raises(llamarl.ConfigError, match=r"^merge=True is for adapters, and this run trained all weights"):
         run.export(merge=True)
     with pytest.raises(llamarl.ConfigError, match=r"step 7 has no checkpoint in .*; there are 2$"):
         run.export(step=7)
@@ -354,7 +354,7 @@ def test_settings_of_python(toml: Path, tmp_path: Path) -> None:
         ("demo", {"eval_data": ROWS, "data.eval.path": "x"}, "`data.eval.path` and eval_data= are both given"),
         ({"data": {"train": "jsonl"}}, {}, "`model.path` is missing; set it"),
         ("demo", {"resume": True, "overwrite": True}, "resume=True and overwrite=True contradict each other; give"),
-        ("demo", {"resume": True, "name": "no--name"}, "resume=True: there is no run in runs/no--name; start it without resume=True"),
+        ("demo", {"resume": True, "name": "no--name"}, "resume=True: there is no run in runs/no--name; start it w"),
         ("demo", {"model": "base"}, '`model = \'base\'` is a section and no value; set what is in it, as model.path'),
         ({"model": {"path": "m"}, "data": {"train": "jsonl"}, "reward": "exact"}, {"reward": "exact"},
          "unknown option `reward.name`; known here: parts, weights"),

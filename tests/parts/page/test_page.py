@@ -16,7 +16,6 @@ from llamarl.parts.page.document import document, embedded, whole
 from llamarl.parts.page.findings import findings
 from llamarl.parts.page.live import Watched, build_app
 from llamarl.parts.page.rollouts import Rollouts, bounds, sample
-from llamarl.parts.page.run_data import RunData
 from tests.end_to_end.tiny import llamarl_here
 from tests.parts.page.runs import (
     BEGAN_S,
@@ -102,7 +101,6 @@ class TestStates:
         assert run["damaged"] == 4
         assert run["steps"] == 20
         assert any("damaged" in claim["text"] for claim in run["claims"])
-
 
 
 class TestFolders:
