@@ -136,7 +136,7 @@ def _beginning(config: RunConfig, options: argparse.Namespace, machine: MachineM
     from llamarl.run.preview import answers, first_prompt
     from llamarl.run.sources import of_source
 
-    run = check_start(config, resume=options.resume, overwrite=options.overwrite, machine=machine)
+    run = check_start(config, resume=options.resume, overwrite=options.overwrite, is_here=machine is None)
     if not has_base_model(config):
         return {"first prompt": [f"not known before the start has made {config.model.path}"]}
     _, pinned, prepared = looked_ahead(config, run, command="llamarl train", weights=False, machine=machine)

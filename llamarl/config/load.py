@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, TypeVar, get_args
+from typing import IO, Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -325,16 +325,14 @@ def _explain(error: ValidationError, schema: type[Section], has_options: bool = 
         hint = did_you_mean(str(place[-1]), known, f"known here: {', '.join(known)}")
         return f"unknown option `{where}`; {hint}"
     if first["type"] == "missing":
-        if inner := [*_sections(schema.model_fields[where].annotation)] if len(place) == 1 else []:
-            where += f".{_needed(inner[0])}"
+        for section in _sections(schema.model_fields[where].annotation) if len(place) == 1 else ():  # no option sets it
+            where += f".{next(iter(section.model_fields))}"
         return f"`{where}` is missing; set it" + f" in the file or with --{where} VALUE" * has_options
     if first["type"] == "value_error":
         said = str(first["ctx"]["error"])
         return said if where in said else f"`{where}`: {said}"
     if first["type"] == "model_type":
-        return _no_table(
-            f"`{where} = {first['input']!r:.100}`", first["input"], place, first["ctx"]["class_name"], schema
-        )
+        return f"`{where} = {first['input']!r:.100}` {_no_table(first, place, schema)}"
     if first["type"] == "string_pattern_mismatch" and "A-Za-z0-9._-" in first["ctx"]["pattern"]:
         fix = "begin with a letter of a to z or a digit, and take these, `.`, `_` and `-` alone"
         return f"`{where} = {first['input']!r}`: it names files and curves; {fix}"
@@ -342,22 +340,17 @@ def _explain(error: ValidationError, schema: type[Section], has_options: bool = 
     return f"`{where} = {first['input']!r}`: {first['msg'][0].lower()}{first['msg'][1:]}{hint}"
 
 
-def _no_table(said: str, value: Any, place: tuple[int | str, ...], kind: str, schema: type[Section]) -> str:
-    """The sentence about a value that stands where a section, or a part with its options, does."""
-    if kind == Ref.__name__:
-        return f"{said} names no part; give its name as text, or a table with its `name` and options"
-    section, where = _section_at(schema, place), ".".join(map(str, place))
-    fields = section.model_fields
-    if not (needed := _needed(section)):
-        return f"{said} is a section and no value; set what is in it: {', '.join(fields)}"
-    example = json.dumps(value if isinstance(value, int if fields[needed].annotation is int else str) else "...")
-    of_python = f', in Python {where} = {{"{needed}": {example}}}' * (len(place) == 1)
-    return f"{said} is a section and no value; set what is in it, as {where}.{needed} = {example}{of_python}"
-
-
-def _needed(section: type[Section]) -> str:
-    """The first setting of a section that has no default; empty: all have one."""
-    return next((name for name, field in section.model_fields.items() if field.is_required()), "")
+def _no_table(error: Any, place: tuple[int | str, ...], schema: type[Section]) -> str:
+    """End of the sentence about a value that stands where a section, or a part with its options, does."""
+    if error["ctx"]["class_name"] == Ref.__name__:
+        return "names no part; give its name as text, or a table with its `name` and options"
+    value, where = error["input"], ".".join(map(str, place))
+    name, field = next(iter(_section_at(schema, place).model_fields.items()))
+    kind = field.annotation if field.annotation in (int, float) else str
+    fits = isinstance(value, kind) and get_origin(field.annotation) not in (list, dict)
+    example = json.dumps(value) if fits else "..."
+    of_python = f', in Python {where} = {{"{name}": {example}}}' * (len(place) == 1)
+    return f"is a section and no value; set what is in it, as {where}.{name} = {example}{of_python}"
 
 
 def _section_at(schema: type[Section], location: tuple[int | str, ...]) -> type[Section]:

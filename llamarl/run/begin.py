@@ -57,13 +57,11 @@ def begin(
     return Begun(config=pinned, prepared=prepared, folder=folder)
 
 
-def check_start(
-    config: RunConfig, *, resume: bool, overwrite: bool, machine: MachineMemory | None = None
-) -> Path | None:
-    """Checks what needs neither model nor data; the folder of a run that goes on. `machine`: that the run is for; None:
-    this one. Raises ConfigError."""
+def check_start(config: RunConfig, *, resume: bool, overwrite: bool, is_here: bool = True) -> Path | None:
+    """Checks what needs neither model nor data; the folder of a run that goes on. `is_here`: this machine is the one
+    that the run is for. Raises ConfigError."""
     check_parts(config)
-    if machine is None and config.cluster.kind != "hosts":
+    if is_here and config.cluster.kind != "hosts":
         check_here(config)
     check_cluster(config.cluster)
     path = check_run_folder(config, resume=resume, overwrite=overwrite)

@@ -12,8 +12,8 @@ from tests.architecture.repository import PACKAGE, functions, name_of, python_fi
 FUNCTION_LINES, CONTROLLER_FUNCTION_LINES = 60, 120
 KERNEL_LINES = 1_830
 BUDGETS = {
-    "top": 400,  # goal: 250
-    "config": 1_355,  # goal: 820
+    "top": 404,  # goal: 250
+    "config": 1_385,  # goal: 820
     "net": 151,  # goal: 70
     "kernels": 1_653,  # goal: 1,200
     "distributed": 744,  # goal: 600
@@ -32,18 +32,18 @@ BUDGETS = {
     "training": 2_163,  # goal: 1,550
     "executors": 1_089,  # goal: 920
     "controller": 3_762,  # goal: 2,450
-    "run": 2_565,  # goal: 1,150
+    "run": 2_574,  # goal: 1,150
     "cli": 526,  # goal: 600
-    "parts/answers": 761,  # goal: 761
+    "parts/answers": 773,  # goal: 761
     "parts/forecast": 4_120,  # goal: 2,900
-    "parts/page": 1_711,  # goal: 1,450
+    "parts/page": 1_714,  # goal: 1,450
     "parts/episodes": 2_669,  # goal: 2,150
     "parts/hosts": 1_936,  # goal: 1,350
     "parts/hub": 812,  # goal: 650
     "parts/replay": 881,  # goal: 720
     "parts/vllm": 607,  # goal: 600
     "parts/sft": 661,  # goal: 480
-    "parts/cuda": 923,  # goal: 880
+    "parts/cuda": 931,  # goal: 880
 }
 """Code lines of each room of the core, of the files at the top, and of each part. Over one: cut, or move, or raise that
 one alone and say what readers gain."""

@@ -51,7 +51,7 @@ def test_defaults_fill_in(minimal: Path) -> None:
         ("steps = 0", "`steps = 0`: input should be greater than or equal to 1"),
         ("name = 7", "`name = 7`: input should be a valid string; put quotes around it"),
         ("name = '../elsewhere'", "`name = '../elsewhere'`: it names files and curves; begin with a letter"),
-        ("rollout = 5", "`rollout = 5` is a section and no value; set what is in it: prompts_per_step, group_size, "),
+        ("rollout = 5", "`rollout = 5` is a section and no value; set what is in it, as rollout.prompts_per_step = 5"),
         (
             "trainer.lora = 8",
             "`trainer.lora = 8` is a section and no value; set what is in it, as trainer.lora.rank = 8",
