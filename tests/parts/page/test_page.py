@@ -106,7 +106,10 @@ class TestStates:
 class TestFolders:
     @pytest.mark.parametrize("command", ["report", "watch"])
     @pytest.mark.parametrize("kind", ["model", "empty", "missing", "runs"])
-    def test_what_is_no_run_is_refused_and_left_alone(self, tmp_path: Path, command: str, kind: str) -> None:
+    def test_what_is_no_run_is_refused_and_left_alone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, kind: str
+    ) -> None:
+        monkeypatch.setattr("llamarl.run.web.listening", lambda *_: pytest.fail("it is served"))
         run, other = make_run(tmp_path / "runs" / "made"), tmp_path / kind
         if kind != "missing":
             other.mkdir(exist_ok=True)
