@@ -393,7 +393,17 @@ FIGURES = (
     ),
     Figure(
         "docs/measures.md",
-        "against TRL's GRPO, which generates with transformers: {} times the samples per second, {} of the memory, "
+        "on a Xeon with AVX-512 and without AMX, against TRL's GRPO: {} times the samples per second, {} of the memory, "
+        "at rewards of {} and {}",
+        "peers-2026-11-27",
+        (
+            ("ratio_vs_trl/samples_per_s", ".1f"), ("ratio_vs_trl/peak_memory", ".0%"),
+            ("reward_ours", ".2f"), ("reward_trl", ".2f"),
+        ),
+    ),
+    Figure(
+        "docs/measures.md",
+        "on an EPYC, against TRL's GRPO, which generates with transformers: {} times the samples per second, {} of the memory, "
         "at rewards of {} and {}",
         "peers-2026-11-25",
         (
@@ -551,6 +561,12 @@ FIGURES = (
         "with the mirror, {} s from a checkpoint 25 steps back",
         "faults-2026-11-23",
         (("replacement_s", ".1f"), ("trainer_mirror_s", ".1f"), ("trainer_checkpoint_s", ".1f")),
+    ),
+    Figure(
+        "docs/measures.md",
+        "since each object of the controller has its own loop: {} faults at random in {} runs; {} failed",
+        "faults_random-2026-11-27",
+        (("faults_tried", ".0f"), ("settings/runs", ".0f"), ("faults_failed", ".0f")),
     ),
     Figure(
         "docs/measures.md", "{} faults at random in {} more runs; {} failed", "faults_random-2026-11-25",
