@@ -704,7 +704,7 @@ FIGURES = (
         "docs/measures.md",
         "code lines: {} of what is the core now, {} of what is in parts; a demo of four steps enters {} files and "
         "builds {} types of records",
-        "house-2026-11-26",
+        "house-2026-11-27",
         (
             ("core_code_lines", ",d"), ("part_code_lines", ",d"), ("demo/steps/num_files", ".0f"),
             ("demo/steps/num_records", ".0f"),
