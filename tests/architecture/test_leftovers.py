@@ -20,8 +20,11 @@ from tests import leftovers
 @contextmanager
 def process() -> Iterator[None]:
     """Detached, as executors are."""
-    code = "import time; time.sleep(60)"
-    running = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    code = "import time; print(flush=True); time.sleep(600)"
+    running = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
+    assert running.stdout
+    with running.stdout:
+        running.stdout.readline()  # its environment can be read: not yet where `Popen` comes back
     yield
     assert running.wait(240) == -9, "it was left running"
 
