@@ -393,8 +393,8 @@ FIGURES = (
     ),
     Figure(
         "docs/measures.md",
-        "on a Xeon with AVX-512 and without AMX, against TRL's GRPO: {} times the samples per second, {} of the memory, "
-        "at rewards of {} and {}",
+        "on a Xeon with AVX-512 and without AMX, against TRL's GRPO: {} times the samples per second, {} of the "
+        "memory, at rewards of {} and {}",
         "peers-2026-11-27",
         (
             ("ratio_vs_trl/samples_per_s", ".1f"), ("ratio_vs_trl/peak_memory", ".0%"),
@@ -403,8 +403,8 @@ FIGURES = (
     ),
     Figure(
         "docs/measures.md",
-        "on an EPYC, against TRL's GRPO, which generates with transformers: {} times the samples per second, {} of the memory, "
-        "at rewards of {} and {}",
+        "on an EPYC, against TRL's GRPO, which generates with transformers: {} times the samples per second, {} of "
+        "the memory, at rewards of {} and {}",
         "peers-2026-11-25",
         (
             ("ratio_vs_trl/samples_per_s", ".1f"), ("ratio_vs_trl/peak_memory", ".0%"),
