@@ -96,7 +96,8 @@ class Admission:
         self.changed = Signal()
         """Groups were scored or dropped, or slots are free."""
         rollout = config.rollout
-        self._sampling = sampling_by_source(config, problems)
+        self.sampling = sampling_by_source(config, problems)
+        """Parameters with which responses are drawn, by the prompts' source."""
         self._group_size = rollout.group_size
         self._prompts = problems.train
         self._sampler = sampler_of(self._prompts, config)
@@ -201,7 +202,7 @@ class Admission:
             group_id=group_id,
             prompt_token_ids_T=prompt.token_ids_T,
             group_size=self._group_size,
-            sampling=self._sampling[prompt.source],
+            sampling=self.sampling[prompt.source],
             from_version=from_version,
         )
         return request, prompt

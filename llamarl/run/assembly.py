@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from llamarl.config import ConfigError, RunConfig
-from llamarl.controller.admission import Admission, Problems, sampling_by_source
+from llamarl.controller.admission import Admission, Problems
 from llamarl.controller.clock import PatientLoop
 from llamarl.controller.collector import Collector
 from llamarl.controller.controller import Controller
@@ -123,8 +123,7 @@ def controller_of(
     turns = open_turns(config, executors, supervisor, flight, replicas, telemetry.waited)
     needed = admission.buffer if executors.trainer else None
     collector = Collector(flight, replicas, turns, needed, supervisor, watch)
-    sampling = sampling_by_source(config, problems)
-    evaluations = Evaluations(sampling, collector.ask, telemetry.eval_progress, telemetry.evaluated)
+    evaluations = Evaluations(admission.sampling, collector.ask, telemetry.eval_progress, telemetry.evaluated)
     optimized = weights = training = None
     if executors.trainer:
         version = state["step"] if state else 0
