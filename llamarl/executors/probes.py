@@ -76,7 +76,9 @@ class Probes:
         if not self._groups or not is_probed(self._every_steps, version, self._first):
             return None
         sequences, is_sampled_N = probe_sequences(self._groups)
-        return Probe(sequences=sequences, logprobs=self._trainer.score(sequences), is_compared_N=is_sampled_N)
+        # Generators serve what the trainer computes with, and float32 masters run ahead of their rounding.
+        logprobs = self._trainer.score(sequences, half=True)
+        return Probe(sequences=sequences, logprobs=logprobs, is_compared_N=is_sampled_N)
 
     def _routing(self, probe: CauseProbe) -> RoutingEffect | None:
         if not any(group.rollouts[0].routes_bytes for group in probe.groups):

@@ -92,10 +92,12 @@ class Engine:
         self._context = model.shape.max_position_embeddings
         self._kv_bytes, self._has_graphs, self._sleeps, self._beside_bytes = kv_bytes, graphs, asleep, beside_bytes
         self._no_graphs_because = model.no_graphs_because if isinstance(model, GeneratorModel) else ""
-        self._scheduler = Scheduler(0, BLOCK_SIZE, max_running, prefill_tokens)
-        self._scheduler.version = version
         moe = model.shape.moe if isinstance(model, GeneratorModel) and records_routes else None
         self._routes = Routes(moe) if moe is not None else None
+        # A group records the experts of its own prompt, so that prompt is computed whole.
+        shares = self._routes is None
+        self._scheduler = Scheduler(0, BLOCK_SIZE, max_running, prefill_tokens, shares_prefixes=shares)
+        self._scheduler.version = version
         self._rows = Rows(max_running, BLOCK_SIZE, (self._routes.width, self._routes.dtype) if self._routes else None)
         self._sampler = Sampler(model.device)
         self._cache: KVCache | None = None

@@ -10,7 +10,8 @@ that their environment has answered come before those that have not begun: their
 memory. Only so many have begun, so nothing starves.
 
 A group's prefix stays cached while one of its rollouts is active. Between two of them it may be idle, and is then freed
-when blocks run out.
+when blocks run out. Groups whose prompts begin alike share the full blocks of that beginning (`PrefixIndex`): the first
+group prefills them, and the others begin behind them, in the same step at the earliest.
 
 A rollout that waits for its environment is *held*: it keeps its blocks, and its group the prefix. When blocks run out
 held ones are evicted before anything else, those that have waited longest first; one that was evicted comes back like a
@@ -28,7 +29,7 @@ from collections import deque
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
-from llamarl.generation.blocks import BlockPool
+from llamarl.generation.blocks import BlockPool, PrefixIndex
 from llamarl.generation.sequence import Group, Segment, Sequence
 
 
@@ -64,8 +65,11 @@ class Schedule:
 class Scheduler:
     """Pure state machine; `schedule` assumes that the step it returns is then carried out."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_running: int, prefill_tokens: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, max_running: int, prefill_tokens: int, *, shares_prefixes: bool = True
+    ) -> None:
         self.pool = BlockPool(num_blocks)
+        self._index = PrefixIndex(block_size) if shares_prefixes else None
         self.block_size = block_size
         self.max_running = max_running
         self.prefill_tokens = prefill_tokens
@@ -139,6 +143,8 @@ class Scheduler:
         Updates that come faster than the oldest rollout is recomputed would keep it from going on.
         """
         self.evict(list(self.held))
+        if self._index is not None:
+            self._index.clear()
         for group_id, group in self.groups.items():
             if not group.num_active:
                 group.prefix.outdate()
@@ -209,6 +215,8 @@ class Scheduler:
             if sequence.running:
                 continue
             group, own = sequence.group, sequence.own
+            if budget > 0 and not group.prefix.num_cached:
+                self._share(group)
             budget -= self._chunk(plan, group, None, group.prefix, group.prefix_tokens, budget)
             if group.prefix.num_cached == group.prefix_tokens:
                 budget -= self._chunk(plan, group, sequence, own, sequence.own_tokens - 1, budget)
@@ -217,6 +225,21 @@ class Scheduler:
                     sequence.note_prefills(self.version)
                     plan.joined.append(sequence)
         self.running.extend(plan.joined)
+
+    def _share(self, group: Group) -> None:
+        """Lets a prefix that is about to be prefilled begin behind the blocks that other prompts have filled alike."""
+        prefix = group.prefix
+        found = self._index.find(group.prompt_T, group.prefix_tokens) if self._index is not None else []
+        if not found:
+            return
+        for block in found:
+            self.pool.share(block)
+        self._release(prefix.blocks[: len(found)])
+        prefix.blocks[: len(found)] = found
+        prefix.num_cached = len(found) * self.block_size
+        prefix.prefilled(0, prefix.num_cached, self.version)
+        if prefix.num_cached >= prefix.num_outdated:
+            prefix.num_outdated = 0
 
     def _chunk(
         self, plan: Schedule, group: Group, sequence: Sequence | None, segment: Segment, wanted: int, budget: int
@@ -231,6 +254,8 @@ class Scheduler:
             segment.num_cached += count
             if segment.num_cached >= segment.num_outdated:
                 segment.num_outdated = 0
+            if sequence is None and self._index is not None:
+                self._index.add(group.prompt_T, segment.blocks, start, segment.num_cached)
         return count
 
     def _park(self, plan: Schedule) -> None:
@@ -288,8 +313,13 @@ class Scheduler:
         segment.blocks += blocks
         plan.new_blocks += blocks
 
+    def _release(self, blocks: list[int]) -> None:
+        freed = self.pool.release(blocks)
+        if self._index is not None:
+            self._index.forget(freed)
+
     def _free(self, segment: Segment) -> None:
-        self.pool.release(segment.blocks)
+        self._release(segment.blocks)
         segment.blocks = []
         segment.num_cached = 0
         segment.prefills = []

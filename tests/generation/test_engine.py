@@ -87,6 +87,21 @@ class TestARolloutDoesNotDependOn:
             alone |= run(make_engine(model), [request])
         assert_same(alone, expected)
 
+    def test_what_other_prompts_begin_with(self, model: Transformer, requests: list) -> None:
+        """Prompts that begin alike prefill that beginning once, within a step and over several."""
+        common_T = np.arange(37, dtype=np.int32)
+        alike = [
+            replace(one, prompt_token_ids_T=np.concatenate((common_T, one.prompt_token_ids_T[:20]))) for one in requests
+        ]
+        alone = {}
+        for request in alike:
+            alone |= run(make_engine(model), [request])
+        for options in ({"prefill_tokens": 1000}, {"prefill_tokens": 7, "max_running": 4}, {"blocks": 18}):
+            engine = make_engine(model, **options)
+            assert_same(run(engine, alike), alone)
+            if "blocks" not in options:
+                assert engine.stats().prefill_tokens < sum(len(one.prompt_token_ids_T) for one in alike) - 32
+
     def test_few_places(self, model: Transformer, requests: list, expected: dict) -> None:
         assert_same(run(make_engine(model, max_running=2), requests), expected)
 

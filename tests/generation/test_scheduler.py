@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,9 +17,11 @@ from tests.nightly import examples
 BLOCK = 4
 
 
-def make_group(group_id: int, prompt: int, size: int, limit: int) -> Group:
+def make_group(group_id: int, prompt: int, size: int, limit: int, common: int = 0) -> Group:
+    """The first `common` tokens of the prompt are those of every other group."""
+    token_ids_T = np.where(np.arange(prompt) < common, np.arange(prompt), 1000 * (group_id + 1) + np.arange(prompt))
     request = GenerationRequest(
-        group_id=group_id, prompt_token_ids_T=np.zeros(prompt, np.int32), group_size=size, sampling=SamplingParams()
+        group_id=group_id, prompt_token_ids_T=token_ids_T.astype(np.int32), group_size=size, sampling=SamplingParams()
     )
     group = Group(request=request, prompt_T=request.prompt_token_ids_T, limit=limit)
     group.unfinished = {index: Sequence(group=group, index=index, limit=limit) for index in range(size)}
@@ -32,10 +35,8 @@ class Driver:
     scheduler: Scheduler
     recompute: bool = False
     version: int = 0
-    segments: dict[int, Segment] = field(default_factory=dict)
-    """By `id`; held, so that ids are not used again."""
-    versions: dict[int, list[int]] = field(default_factory=dict)
-    """Of the weights that computed each cached token of a segment."""
+    written: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """Version of the weights and token id (own tokens: 0) behind each place of each block."""
     admitted: dict[Sequence, int] = field(default_factory=dict)
     """Version at which each active rollout was admitted."""
     recomputed_tokens: int = 0
@@ -90,29 +91,34 @@ class Driver:
         self.admitted = {one: self.admitted.get(one, self.version) for one in active}
         for chunk in plan.chunks:
             segment = chunk.group.prefix if chunk.sequence is None else chunk.sequence.own
-            self._write(segment, chunk.start, chunk.stop)
+            tokens = None if chunk.sequence else chunk.group.prompt_T
+            self._write(segment, chunk.start, chunk.stop, tokens)
         for sequence in self.scheduler.running:
             own, prefix = sequence.own, sequence.group.prefix
             self._write(own, own.num_cached - 1, own.num_cached)
-            seen = (*self._seen(prefix), *self._seen(own))
+            seen = (*self._seen(prefix, sequence.group.prompt_T), *self._seen(own))
             assert min(seen) >= (self.version if self.recompute else self.admitted[sequence])
 
-    def _write(self, segment: Segment, start: int, stop: int) -> None:
-        self.segments[id(segment)] = segment
-        versions = self.versions.setdefault(id(segment), [])
-        assert len(versions) >= start, "no gap"
-        versions[start:stop] = [self.version] * (stop - start)
+    def _write(self, segment: Segment, start: int, stop: int, tokens: np.ndarray | None = None) -> None:
+        for place in range(start, stop):
+            token = 0 if tokens is None else int(tokens[place])
+            self.written[segment.blocks[place // BLOCK], place % BLOCK] = self.version, token
 
-    def _seen(self, segment: Segment) -> list[int]:
-        return self.versions.get(id(segment), [])[: segment.num_cached]
+    def _seen(self, segment: Segment, tokens: np.ndarray | None = None) -> list[int]:
+        """Versions of a segment's keys and values."""
+        found = [self.written[segment.blocks[place // BLOCK], place % BLOCK] for place in range(segment.num_cached)]
+        assert [token for _, token in found] == ([0] * len(found) if tokens is None else tokens[: len(found)].tolist())
+        return [version for version, _ in found]
 
     def check_blocks(self) -> None:
         scheduler = self.scheduler
         groups = {*scheduler.groups.values(), *(sequence.group for sequence in scheduler.active)}
         sequences = [one for group in scheduler.groups.values() for one in group.unfinished.values()]
         segments = [*(group.prefix for group in groups), *(sequence.own for sequence in sequences)]
-        held = [block for segment in segments for block in segment.blocks]
-        assert len(held) == len(set(held))
+        held = {block for segment in segments for block in segment.blocks}
+        own = [block for sequence in sequences for block in sequence.own.blocks]
+        assert len(own) == len(set(own)) and all(len(one.blocks) == len(set(one.blocks)) for one in segments)
+        assert not {block for group in groups for block in group.prefix.blocks} & set(own)
         assert len(held) + self.scheduler.pool.num_free == self.scheduler.pool.num_blocks
 
 
@@ -128,6 +134,7 @@ GROUPS = st.lists(st.tuples(st.integers(1, 14), st.integers(1, 4), st.integers(1
     st.lists(st.integers(0, 40), max_size=3),
     st.lists(st.integers(0, 60), max_size=6),
     st.booleans(),
+    st.integers(0, 14),
     st.data(),
 )
 def test_everything_finishes_once_and_no_block_is_lost(
@@ -138,11 +145,12 @@ def test_everything_finishes_once_and_no_block_is_lost(
     abort_steps: list[int],
     update_steps: list[int],
     recompute: bool,
+    common: int,
     data: st.DataObject,
 ) -> None:
     scheduler = Scheduler(num_blocks, BLOCK, max_running, prefill_tokens)
     driver = Driver(scheduler, recompute)
-    groups = [make_group(i, *size) for i, size in enumerate(sizes)]
+    groups = [make_group(i, *size, common) for i, size in enumerate(sizes)]
     for group in groups:
         assert scheduler.fits(group.prefix_tokens, group.limit)
         scheduler.add(group)
@@ -267,3 +275,41 @@ def test_a_rollout_parked_after_an_update_comes_back_with_a_new_prefix() -> None
         prefixes += [driver.version for chunk in plan.chunks if chunk.sequence is None]
     assert (len(parked), prefixes) == (1, [1])
     assert scheduler.pool.num_free == 7
+
+
+def test_prompts_that_begin_alike_are_prefilled_once_from_their_full_blocks() -> None:
+    scheduler = Scheduler(num_blocks=64, block_size=BLOCK, max_running=8, prefill_tokens=100)
+    for group_id in range(3):
+        scheduler.add(make_group(group_id, prompt=15, size=2, limit=3, common=10))
+    driver = Driver(scheduler)
+    plan = driver.step()
+    assert [(one.group.request.group_id, one.start, one.stop) for one in plan.chunks] == [
+        (0, 0, 14), (1, 8, 14), (2, 8, 14),
+    ]  # fmt: skip
+    assert [sequence.prefills for sequence in scheduler.active] == [((0, 0, 14, 0),)] * 6
+    shared = [group.prefix.blocks[:2] for group in scheduler.groups.values()]
+    assert shared[0] == shared[1] == shared[2]
+    while scheduler.groups:
+        driver.step()
+    assert scheduler.pool.num_free == 64
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_no_prompt_begins_with_blocks_of_older_weights(recompute: bool) -> None:
+    scheduler = Scheduler(num_blocks=64, block_size=BLOCK, max_running=8, prefill_tokens=100)
+    for group_id in range(2):
+        scheduler.add(make_group(group_id, prompt=15, size=1, limit=9, common=10))
+    driver = Driver(scheduler, recompute)
+    driver.step()
+    driver.update()
+    scheduler.add(make_group(2, prompt=15, size=1, limit=9, common=10))
+    chunks = [(one.group.request.group_id, one.start) for one in driver.step().chunks if one.sequence is None]
+    assert chunks == ([(0, 0), (1, 8), (2, 8)] if recompute else [(2, 0)])
+    assert driver.recomputed_tokens == (14 + 6 + 1 + 1 if recompute else 0)  # prompts, and the last token of each
+
+
+def test_a_scheduler_that_shares_nothing_prefills_each_prompt_whole() -> None:
+    scheduler = Scheduler(64, BLOCK, 8, 100, shares_prefixes=False)
+    for group_id in range(2):
+        scheduler.add(make_group(group_id, prompt=15, size=1, limit=3, common=15))
+    assert [(one.start, one.stop) for one in Driver(scheduler).step().chunks] == [(0, 14), (0, 14)]
