@@ -1,4 +1,4 @@
-"""`BlockPool`: which blocks of the KV cache are free. `PrefixIndex`: which of them hold beginnings of prompts. No torch."""
+"""`BlockPool`: which blocks of the KV cache are free. `PrefixIndex`: which of them hold the beginning of a prompt."""
 
 from __future__ import annotations
 
