@@ -3,16 +3,20 @@ the behavior policy, split by cause.
 
 A token of a step that begins with version c was drawn by a generator with version v. Let b be its recorded probability,
 mu_v that of a forward which reads no cache, by the generator as it let the token go, and mu_c the same by a generator
-that serves c while the step is taken. With what generator (g) and trainer (pi) say by the weights of version c, of all
-tokens and, primed, of those among which the sampler drew, and * for float32 arithmetic,
+that serves c while the step is taken. Generator (g) and trainer (pi) score it by the weights of version c, among all
+tokens and, primed, among those from which the sampler drew; * means float32 arithmetic. rho is pi* by weights that are
+rounded to bfloat16, where the generator gets those, else pi* itself. With these,
 
     log(pi'_c / b) = [log mu_c - log mu_v]                                          staleness
-                   + [log pi*_c - log g*_c]                                         quantization: the weights' rounding
+                   + [log pi*_c - log rho_c]                                        rounding: of weights to bfloat16
+                   + [log rho_c - log g*_c]                                         quantization: 8-bit weights
                    + [log pi_c - log pi*_c] + [log g*_c - log g_c]                  kernels: both sides' arithmetic
                    + [log g_c - log mu_c] + [log pi'_c - log pi_c]                  truncation: the mass that was kept
                    + [log mu_v - log b]                                             kept, or cache
 
-is an identity, token by token, of what the step learns from. The last part is `kept` where keys and values were read
+is an identity, token by token, of what the step learns from. A trainer in bfloat16 computes with rounded weights
+itself, so its pi* is rho. How far its float32 master weights are ahead of the rounded ones is no cause of the ratio;
+`unserved` measures it. The last part is `kept` where keys and values were read
 that older weights had computed (`generator.kv_on_update = "keep"`), else `cache`: the type of the cache, and kernels
 that read it. A function f of the sum L of such parts a_i is divided by a_i f(L) / L, which is the
 Aumann-Shapley price (Billera and Heath, "Allocation of shared costs", 1982) and the path integral of Sundararajan et
@@ -57,35 +61,37 @@ async def scored_by_generator(probe: CauseProbe, replicas: Replicas, version: in
 
 def by_cause(probe: CauseProbe, said: CauseScores, scored: tuple[np.ndarray, float] | None) -> dict[str, float]:
     """Metrics of the step; `scored` is what a generator says."""
-    found = {"causes_s": said.seconds + (scored[1] if scored else 0.0)}
+    found = {"causes_s": said.seconds + (scored[1] if scored else 0.0), "unserved": said.unserved}
     if of := said.routing:
         found |= {"routes_agreement": of.agreement, "kl_live_routes": of.live_kl, "kl_replayed_routes": of.replayed_kl}
         found["kl_from_routing"] = of.live_kl - of.replayed_kl
-    return found | (divided(log_ratios(probe, said.logprobs_3_N, scored[0])) if scored else {})
+    return found | (divided(log_ratios(probe, said.logprobs_4_N, scored[0])) if scored else {})
 
 
-def log_ratios(probe: CauseProbe, trainer_3_N: np.ndarray, generator_3_N: np.ndarray) -> dict[str, np.ndarray]:
+def log_ratios(probe: CauseProbe, trainer_4_N: np.ndarray, generator_3_N: np.ndarray) -> dict[str, np.ndarray]:
     """log(pi'_c / b) by cause, float64, of the tokens of which all is known.
 
     Where the generator knows no second arithmetic, quantization and kernels are one: `precision`.
 
     Args:
-        trainer_3_N: log pi_c, log pi*_c, log pi'_c.
+        trainer_4_N: log pi_c, log pi*_c, log rho_c, log pi'_c.
         generator_3_N: log g*_c, log g_c, log mu_c.
     """
     is_known_N = ~np.isnan(probe.fresh_N)
-    table_8_N = np.stack([*trainer_3_N, *generator_3_N, probe.fresh_N, probe.behavior_N]).astype(np.float64)
-    own_N, exact_N, among_N, of_exact_N, of_own_N, of_among_N, fresh_N, behavior_N = table_8_N[:, is_known_N]
+    table_9_N = np.stack([*trainer_4_N, *generator_3_N, probe.fresh_N, probe.behavior_N]).astype(np.float64)
+    own_N, exact_N, rounded_N, among_N, *generator, fresh_N, behavior_N = table_9_N[:, is_known_N]
+    of_exact_N, of_own_N, of_among_N = generator
     is_over_kept_N, cached_N = probe.is_over_kept_N[is_known_N], fresh_N - behavior_N
     parts = {
         "staleness": of_among_N - fresh_N,
+        "rounding": exact_N - rounded_N,
         "truncation": of_own_N - of_among_N + among_N - own_N,
         "kept": np.where(is_over_kept_N, cached_N, 0.0),
         "cache": np.where(is_over_kept_N, 0.0, cached_N),
     }
     if np.isnan(of_exact_N).any():
-        return parts | {"precision": own_N - of_own_N}
-    return parts | {"quantization": exact_N - of_exact_N, "kernels": own_N - exact_N + of_exact_N - of_own_N}
+        return parts | {"precision": own_N - of_own_N - parts["rounding"]}
+    return parts | {"quantization": rounded_N - of_exact_N, "kernels": own_N - exact_N + of_exact_N - of_own_N}
 
 
 def divided(parts: Mapping[str, np.ndarray]) -> dict[str, float]:

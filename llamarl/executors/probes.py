@@ -54,6 +54,7 @@ class Probes:
         self._every_steps, self._first = config.weight_sync.probe_every_steps, 0
         """Steps from a probe to the next, and the first version that was learnt here; 0: none was."""
         self._temperature = config.rollout.temperature
+        self._serves_bfloat16 = config.generator.dtype == "bfloat16"
         self._groups: Sequence[RolloutGroup] = ()
         """A few of the last step."""
 
@@ -63,12 +64,18 @@ class Probes:
         if (probe := CauseProbe.of(groups, self._temperature)) is None:
             return None
         cutoffs_N, own_N = np.concatenate(probe.candidates.cutoffs), self._scored(probe, half=True)
-        is_exact, is_whole = self._trainer.config.dtype == "float32", np.isneginf(cutoffs_N).all()
-        exact_N = own_N if is_exact else self._scored(probe)
+        if self._trainer.config.dtype == "float32":
+            exact_N, unserved = own_N, 0.0
+            rounded_N = self._scored(probe, rounded=True) if self._serves_bfloat16 else exact_N
+        else:
+            exact_N = rounded_N = self._scored(probe, rounded=True)
+            unserved = float(np.abs(self._scored(probe) - exact_N).mean())
+        is_whole = np.isneginf(cutoffs_N).all()
         among_N = own_N if is_whole else self._scored(probe, half=True, cutoffs_N=cutoffs_N)
-        routing = self._routing(probe)
-        seconds = time.monotonic() - start_s
-        return CauseScores(logprobs_3_N=np.stack((own_N, exact_N, among_N)), routing=routing, seconds=seconds)
+        return CauseScores(
+            logprobs_4_N=np.stack((own_N, exact_N, rounded_N, among_N)), unserved=unserved,
+            routing=self._routing(probe), seconds=time.monotonic() - start_s,
+        )  # fmt: skip
 
     def of(self, version: int) -> Probe | None:
         """The probe by the trainer's weights, which are this version; None where it is not to be probed."""
@@ -87,5 +94,7 @@ class Probes:
 
         return routing_of(self._trainer, probe.groups, half=True)
 
-    def _scored(self, probe: CauseProbe, half: bool = False, cutoffs_N: np.ndarray | None = None) -> np.ndarray:
-        return np.concatenate(self._trainer.score(probe.sequences, self._temperature, half, cutoffs_N))
+    def _scored(
+        self, probe: CauseProbe, half: bool = False, cutoffs_N: np.ndarray | None = None, rounded: bool = False
+    ) -> np.ndarray:
+        return np.concatenate(self._trainer.score(probe.sequences, self._temperature, half, cutoffs_N, rounded))

@@ -173,6 +173,7 @@ class TrainerExecutor(OptimizingExecutor):
         own, everyones = [self._mesh.world.rank], self._mesh.exchange(held)
         (plan,) = plan_writers([lay_out(specs) for specs in layouts], everyones, own)
         publisher = publisher_class(transport)
+        plan = replace(plan, rounds=self._trainer.config.dtype == "bfloat16")
         return publisher(plan, self._mesh.exchange, self._weights_folder, delta=self._delta, device=self._device)
 
     def publish(self, version: int, in_use: tuple[int, ...]) -> Published:

@@ -1,9 +1,12 @@
-"""Training in bfloat16 on GPUs, of float32 weights: products, norms, rotations and gated activations.
+"""Training in bfloat16, of float32 weights: products, and on GPUs norms, rotations and gated activations.
 
 Autocast would cast a weight in each forward, again where activations are recomputed, and its gradient to float32 before
 it is added up: 30 bytes a weight and microbatch. Here a weight is cast when it has changed, and the product for its
 gradient adds to it. What lies between products is one launch each (`parts/cuda/train.py`). Without autocast on a GPU,
 for sharded weights, and inside of `torch.compile`, torch serves.
+
+On processors a product rounds its factors to bfloat16 and returns float32, so that what lies between products stays in
+float32 and the kernels of `fused.py` serve.
 
 Shape suffixes: M rows, I inputs, O outputs; N packed tokens, D model dim, H heads, K head dim, F feed-forward dim, R
 rotated channels of a head.
@@ -20,18 +23,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llamarl.kernels import gpu, ops
+from llamarl.kernels import fused, gpu, ops, train_attention
 from llamarl.kernels.fused import GateFunction
 
 
 def prepare(device: torch.device) -> None:
     """Compiles and checks now, not inside of a first forward, whose tensors are counted."""
+    if device.type == "cpu":
+        ops.kernels()
+        train_attention.kernels()
+        return
     gpu.kernel("train", device)
     _adds_in_place(device)
 
 
 def describe(device: torch.device) -> str:
-    """Line for the log: what serves in bfloat16 on a GPU."""
+    """Line for the log: what serves in bfloat16."""
+    if device.type == "cpu":
+        return f"products: bfloat16; {fused.describe()}"
     reason = gpu.reason("train", device)
     added = "in place" if _adds_in_place(device) else "by a sum of its own, as torch has no product for it"
     return f"norms, rotations, activations: {f'torch ({reason})' if reason else 'fused'}; gradients are added {added}"
@@ -47,10 +56,13 @@ class Product:
 
     def __call__(self, x: Tensor, weight_O_I: Tensor, bias_O: Tensor | None = None) -> Tensor:
         is_whole = weight_O_I.dtype == torch.float32 and not hasattr(weight_O_I, "placements")  # of a DTensor
-        if not (is_whole and _is_half(x)):
+        is_narrow = weight_O_I.dtype == torch.bfloat16 and weight_O_I.device.type == "cpu"
+        if not ((is_whole or is_narrow) and _is_autocast(x)):
             return F.linear(x, weight_O_I, bias_O)
         x_M_I = x.to(torch.bfloat16).flatten(0, -2)
-        y_M_O = _ProductFunction.apply(x_M_I, weight_O_I, self._half(weight_O_I), bias_O)
+        half_O_I = weight_O_I if is_narrow else self._half(weight_O_I)
+        product = _ProductFunction if x.is_cuda else _CpuProductFunction
+        y_M_O = product.apply(x_M_I, weight_O_I, half_O_I, bias_O)
         return y_M_O.view(*x.shape[:-1], len(weight_O_I))
 
     def _half(self, weight_O_I: Tensor) -> Tensor:
@@ -93,8 +105,12 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return ops.gate_by_torch(gate, up) if kernels is None else GateFunction.apply(gate, up, kernels)
 
 
+def _is_autocast(x: Tensor) -> bool:
+    return torch.is_autocast_enabled(x.device.type) and not torch.compiler.is_compiling()
+
+
 def _is_half(x: Tensor) -> bool:
-    return x.is_cuda and torch.is_autocast_enabled("cuda") and not torch.compiler.is_compiling()
+    return x.is_cuda and _is_autocast(x)
 
 
 def add_product(sum_O_I: Tensor, grad_M_O: Tensor, x_M_I: Tensor) -> None:
@@ -137,6 +153,42 @@ class _ProductFunction(torch.autograd.Function):
                 add_product(weight_O_I.grad, grad_M_O, x_M_I)
         grad_O = grad_M_O.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
         return grad_M_O @ half_O_I if ctx.needs_input_grad[0] else None, None, None, grad_O
+
+
+class _CpuProductFunction(torch.autograd.Function):
+    """Torch has no product of bfloat16 factors with float32 sums on processors, so each product is rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, x_M_I: Tensor, weight_O_I: Tensor, half_O_I: Tensor, bias_O: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_M_I if ctx.needs_input_grad[1] else None, half_O_I)
+        ctx.weight = weight_O_I
+        ctx.bias_dtype = None if bias_O is None else bias_O.dtype
+        y_M_O = torch.mm(x_M_I, half_O_I.t()).float()
+        return y_M_O if bias_O is None else y_M_O.add_(bias_O)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        (grad_M_O,), (x_M_I, half_O_I), weight_O_I = grads, ctx.saved_tensors, ctx.weight
+        half_M_O = grad_M_O.to(torch.bfloat16)
+        grad_O_I = None if x_M_I is None else torch.mm(half_M_O.t(), x_M_I)
+        if grad_O_I is not None and weight_O_I.dtype == torch.float32:  # added up unrounded, without a copy
+            weight_O_I.grad = grad_O_I.float() if weight_O_I.grad is None else weight_O_I.grad.add_(grad_O_I)
+            grad_O_I = None
+        grad_O = grad_M_O.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
+        return torch.mm(half_M_O, half_O_I) if ctx.needs_input_grad[0] else None, grad_O_I, None, grad_O
+
+
+class Rounded(torch.autograd.Function):
+    """Float32 values of a weight rounded to bfloat16, as generators serve it; the gradient is that of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.to(torch.bfloat16).to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:  # pyrefly: ignore[bad-override]
+        return grads[0]
 
 
 class _HalfNormFunction(torch.autograd.Function):

@@ -1,7 +1,7 @@
 // Attention of packed tokens in training, forward and backward, on one core. No header of torch or Python.
 //
-// A segment is a run of tokens that see each other causally and, all of them, a run of tokens elsewhere: a response and
-// its group's prompt. Two loops do all the work, on "turned" matrices [channels][kWide] that have a token in each lane:
+// A segment is a run of tokens that see each other causally and, all of them, up to two runs of tokens elsewhere: a
+// response sees its group's prompt, and what all prompts of a microbatch begin with. Two loops do all the work, on "turned" matrices [channels][kWide] that have a token in each lane:
 // products of rows with the lanes, and sums of weighted rows into the lanes. Lanes are queries for outputs and for the
 // gradients of queries, and keys for those of keys and values, so that nothing is summed across lanes. Scores are
 // computed again for backward, from the logarithms of their sums (arXiv 2205.14135, section 3 and appendix B).
@@ -20,9 +20,13 @@ constexpr int kRows = 4;                           // of which one product makes
 constexpr int kChannels = kLanes == 16 ? 8 : 4;    // that one sum over rows fills: the registers of two vectors each
 constexpr int64_t kChunk = 256;                    // rows whose scores are held at once
 
+struct Run {
+    int64_t first, count;
+};
+
 struct Segment {
-    int64_t first, count;                // tokens of its own
-    int64_t seen_first, seen_count;      // that all of them see
+    Run own;      // tokens that see each other causally
+    Run seen[2];  // tokens that all of them see
 };
 
 struct Rows {
@@ -104,9 +108,10 @@ struct Room {
 // Calls visit(rows that are keys, their number, place among the segment's own or -1) for what queries up to `last` see.
 template <class Visit>
 void for_keys(const Segment& segment, int64_t last, Visit visit) {
-    for (int64_t i = 0; i < segment.seen_count; i += kChunk)
-        visit(segment.seen_first + i, std::min(kChunk, segment.seen_count - i), int64_t(-1));
-    for (int64_t i = 0; i <= last; i += kChunk) visit(segment.first + i, std::min(kChunk, last + 1 - i), i);
+    for (const Run& seen : segment.seen)
+        for (int64_t i = 0; i < seen.count; i += kChunk)
+            visit(seen.first + i, std::min(kChunk, seen.count - i), int64_t(-1));
+    for (int64_t i = 0; i <= last; i += kChunk) visit(segment.own.first + i, std::min(kChunk, last + 1 - i), i);
 }
 
 struct Lanes {
@@ -188,7 +193,7 @@ struct Given {
 void queries_tile(
     const Given& x, const Segment& segment, Lanes lanes, int64_t head, Shape shape, float* grad_q, Room& room) {
     const int64_t channels = shape.head_dim, kv_head = head / (shape.heads / shape.kv_heads);
-    const int64_t token = segment.first + lanes.first;
+    const int64_t token = segment.own.first + lanes.first;
     turn(shape.of(x.q, shape.heads, head, token), lanes.count, channels, shape.scale, room.first.data());
     turn(shape.of(x.grad, shape.heads, head, token), lanes.count, channels, 1, room.second.data());
     std::fill(room.one.begin(), room.one.end(), 0.0f);
@@ -209,19 +214,20 @@ void queries_tile(
             grad_q[((token + lane) * shape.heads + head) * channels + d] = room.one[d * kWide + lane] * shape.scale;
 }
 
-// Keys in the lanes; `own` says whether queries of the segment see them causally, or all of them.
+// Keys of a run in the lanes: the segment's own, which its queries see causally, or one that all of them see.
 void keys_tile(
-    const Given& x, const Segment& segment, bool own, Lanes lanes, int64_t kv_head, Shape shape, float* grad_k,
+    const Given& x, const Segment& segment, const Run& keys, Lanes lanes, int64_t kv_head, Shape shape, float* grad_k,
     float* grad_v, Room& room) {
     const int64_t channels = shape.head_dim, repeats = shape.heads / shape.kv_heads;
-    const int64_t token = (own ? segment.first : segment.seen_first) + lanes.first;
+    const bool own = &keys == &segment.own;
+    const int64_t token = keys.first + lanes.first;
     turn(shape.of(x.k, shape.kv_heads, kv_head, token), lanes.count, channels, shape.scale, room.first.data());
     turn(shape.of(x.v, shape.kv_heads, kv_head, token), lanes.count, channels, 1, room.second.data());
     std::fill(room.one.begin(), room.one.end(), 0.0f);
     std::fill(room.other.begin(), room.other.end(), 0.0f);
     for (int64_t head = kv_head * repeats; head < (kv_head + 1) * repeats; ++head)
-        for (int64_t i = own ? lanes.first : 0; i < segment.count; i += kChunk) {
-            const int64_t count = std::min(kChunk, segment.count - i), from = segment.first + i;
+        for (int64_t i = own ? lanes.first : 0; i < segment.own.count; i += kChunk) {
+            const int64_t count = std::min(kChunk, segment.own.count - i), from = segment.own.first + i;
             const Rows queries = shape.of(x.q, shape.heads, head, from), grads = shape.of(x.grad, shape.heads, head, from);
             float *scores = room.scores.data(), *products = room.products.data();
             multiply(queries, count, room.first.data(), channels, scores);
@@ -260,8 +266,8 @@ void attend(
     Room room(head_dim);
     for (int64_t s = 0; s < num_segments; ++s)
         for (int64_t head = 0; head < heads; ++head)
-            for_tiles(segments[s].count, [&](Lanes lanes) {
-                const int64_t token = segments[s].first + lanes.first;
+            for_tiles(segments[s].own.count, [&](Lanes lanes) {
+                const int64_t token = segments[s].own.first + lanes.first;
                 forward_tile(
                     k, v, segments[s], lanes, head / (heads / kv_heads), shape.of(q, heads, head, token), shape,
                     out + (token * heads + head) * head_dim, lse + head * num_tokens + token, heads * head_dim, 1, room);
@@ -285,13 +291,13 @@ void attend_backward(
     Room room(head_dim);
     for (int64_t s = 0; s < num_segments; ++s) {
         for (int64_t head = 0; head < heads; ++head)
-            for_tiles(segments[s].count, [&](Lanes lanes) {
+            for_tiles(segments[s].own.count, [&](Lanes lanes) {
                 queries_tile(given, segments[s], lanes, head, shape, grad_q, room);
             });
         for (int64_t kv_head = 0; kv_head < kv_heads; ++kv_head)
-            for (const bool own : {true, false})
-                for_tiles(own ? segments[s].count : segments[s].seen_count, [&](Lanes lanes) {
-                    keys_tile(given, segments[s], own, lanes, kv_head, shape, grad_k, grad_v, room);
+            for (const Run* keys : {&segments[s].own, &segments[s].seen[0], &segments[s].seen[1]})
+                for_tiles(keys->count, [&](Lanes lanes) {
+                    keys_tile(given, segments[s], *keys, lanes, kv_head, shape, grad_k, grad_v, room);
                 });
     }
 }

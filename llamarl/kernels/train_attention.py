@@ -44,51 +44,57 @@ def can_serve(q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor) -> bool:
     return are_plain(q_N_H_K, k_N_J_K, v_N_J_K) and kernels().library is not None
 
 
-def segments(prompt_lengths: Sequence[int], response_lengths: Sequence[tuple[int, ...]]) -> np.ndarray:
-    """Runs of tokens as `attend` takes them, int64 [G, 4]: first token and number, and those of the prompt that they
-    see. They lie group after group, a prompt and its responses."""
-    found, start = list[tuple[int, int, int, int]](), 0
+def serves() -> bool:
+    """Returns True if the kernel is there and one thread computes."""
+    return torch.get_num_threads() == 1 and kernels().library is not None
+
+
+def segments(prompt_lengths: Sequence[int], response_lengths: Sequence[tuple[int, ...]], shared: int = 0) -> np.ndarray:
+    """Runs of tokens as `attend` takes them, int64 [G, 6]: first token and number of the run itself, of the prompt that
+    it sees, and of the `shared` first tokens that every prompt continues. Groups lie one after the other, a prompt and
+    its responses."""
+    found, start = [(0, shared, 0, 0, 0, 0)] if shared else [], shared
     for prompt, lengths in zip(prompt_lengths, response_lengths, strict=True):
-        found.append((start, prompt, 0, 0))
+        found.append((start, prompt, 0, 0, 0, shared))
         end = start + prompt
         for length in lengths:
-            found.append((end, length, start, prompt))
+            found.append((end, length, start, prompt, 0, shared))
             end += length
         start = end
-    return np.array(found, np.int64).reshape(-1, 4)
+    return np.array(found, np.int64).reshape(-1, 6)
 
 
-def attend(q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor, segments_G_4: np.ndarray) -> Tensor:
+def attend(q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor, segments_G_6: np.ndarray) -> Tensor:
     """Outputs [N, H, K]: each token sees its segment up to itself, and what that one sees; scores are scaled by
     head_dim ** -0.5."""
-    return _AttendFunction.apply(q_N_H_K, k_N_J_K, v_N_J_K, segments_G_4)
+    return _AttendFunction.apply(q_N_H_K, k_N_J_K, v_N_J_K, segments_G_6)
 
 
 class _AttendFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor, segments_G_4: np.ndarray) -> Tensor:
+    def forward(ctx: Any, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor, segments_G_6: np.ndarray) -> Tensor:
         q_N_H_K, k_N_J_K, v_N_J_K = (x.contiguous() for x in (q_N_H_K, k_N_J_K, v_N_J_K))
         library = kernels().library
         assert library is not None, "asked for before"
-        out_N_H_K, lse_H_N = forward(library, q_N_H_K, k_N_J_K, v_N_J_K, segments_G_4)
+        out_N_H_K, lse_H_N = forward(library, q_N_H_K, k_N_J_K, v_N_J_K, segments_G_6)
         ctx.save_for_backward(q_N_H_K, k_N_J_K, v_N_J_K, out_N_H_K, lse_H_N)
-        ctx.library, ctx.segments_G_4 = library, segments_G_4
+        ctx.library, ctx.segments_G_6 = library, segments_G_6
         return out_N_H_K
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         q, k, v, out, lse = ctx.saved_tensors
-        return *backward(ctx.library, grads[0].contiguous(), q, k, v, out, lse, ctx.segments_G_4), None
+        return *backward(ctx.library, grads[0].contiguous(), q, k, v, out, lse, ctx.segments_G_6), None
 
 
 def forward(
-    library: ctypes.CDLL, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor, segments_G_4: np.ndarray
+    library: ctypes.CDLL, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor, segments_G_6: np.ndarray
 ) -> tuple[Tensor, Tensor]:
     """Outputs, and the logarithm of the sum of each query's exponentials, [H, N]."""
     out_N_H_K, lse_H_N = torch.empty_like(q_N_H_K), q_N_H_K.new_empty(q_N_H_K.shape[1], len(q_N_H_K))
     library.attend(
-        *(x.data_ptr() for x in (q_N_H_K, k_N_J_K, v_N_J_K)), *_sizes(q_N_H_K, k_N_J_K, segments_G_4),
+        *(x.data_ptr() for x in (q_N_H_K, k_N_J_K, v_N_J_K)), *_sizes(q_N_H_K, k_N_J_K, segments_G_6),
         out_N_H_K.data_ptr(), lse_H_N.data_ptr(),
     )  # fmt: skip
     return out_N_H_K, lse_H_N
@@ -102,32 +108,42 @@ def backward(
     v_N_J_K: Tensor,
     out_N_H_K: Tensor,
     lse_H_N: Tensor,
-    segments_G_4: np.ndarray,
+    segments_G_6: np.ndarray,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values."""
     given = grad_N_H_K, q_N_H_K, k_N_J_K, v_N_J_K, out_N_H_K, lse_H_N
     found = torch.empty_like(q_N_H_K), torch.zeros_like(k_N_J_K), torch.zeros_like(v_N_J_K)
     delta_H_N = torch.empty_like(lse_H_N)
     library.attend_backward(
-        *(x.data_ptr() for x in given), *_sizes(q_N_H_K, k_N_J_K, segments_G_4),
+        *(x.data_ptr() for x in given), *_sizes(q_N_H_K, k_N_J_K, segments_G_6),
         *(x.data_ptr() for x in (delta_H_N, *found)),
     )  # fmt: skip
     return found
 
 
-def _sizes(q_N_H_K: Tensor, k_N_J_K: Tensor, segments_G_4: np.ndarray) -> tuple[int | float, ...]:
+def _sizes(q_N_H_K: Tensor, k_N_J_K: Tensor, segments_G_6: np.ndarray) -> tuple[int | float, ...]:
     num_tokens, heads, head_dim = q_N_H_K.shape
-    assert segments_G_4[:, 1].sum() == num_tokens, "every token lies in one segment"
-    return segments_G_4.ctypes.data, len(segments_G_4), num_tokens, heads, k_N_J_K.shape[1], head_dim, head_dim**-0.5
+    assert segments_G_6[:, 1].sum() == num_tokens, "every token lies in one segment"
+    return segments_G_6.ctypes.data, len(segments_G_6), num_tokens, heads, k_N_J_K.shape[1], head_dim, head_dim**-0.5
+
+
+def mask(segments_G_6: np.ndarray) -> Tensor:
+    """Returns which token sees which, bool [N, N]."""
+    num_tokens = int(segments_G_6[:, 1].sum())
+    sees_N_N = torch.zeros(num_tokens, num_tokens, dtype=torch.bool)
+    for first, count, *seen in segments_G_6.tolist():
+        sees_N_N[first : first + count, first : first + count] = torch.ones(count, count, dtype=torch.bool).tril()
+        for start, number in (seen[:2], seen[2:]):
+            sees_N_N[first : first + count, start : start + number] = True
+    return sees_N_N
 
 
 def _is_right(library: ctypes.CDLL) -> bool:
-    """Two responses to a prompt, against torch and, as gradients are none of inference's, the formulas of theirs."""
+    """Two responses to a prompt behind shared tokens, against torch and, as gradients are none of inference's, the
+    formulas of theirs."""
     generator = torch.Generator().manual_seed(0)
-    sizes, own = segments((19,), ((37, 5),)), torch.zeros(61, 61, dtype=torch.bool)
-    for first, count, seen, num_seen in sizes:
-        own[first : first + count, first : first + count] = torch.ones(count, count, dtype=torch.bool).tril()
-        own[first : first + count, seen : seen + num_seen] = True
+    sizes = segments((12,), ((37, 5),), shared=7)
+    own = mask(sizes)
     q, grad = (torch.randn(61, 2, 10, generator=generator) for _ in range(2))
     k, v = (torch.randn(61, 1, 10, generator=generator) for _ in range(2))
     wide_k, wide_v = k.expand(-1, 2, -1).transpose(0, 1), v.expand(-1, 2, -1).transpose(0, 1)

@@ -51,6 +51,7 @@ def packed_attend(
     cp: Axis = ALONE.cp,
     *,
     fused: bool = False,
+    shared: int = 0,
 ) -> Attend:
     """Causal attention for group after group, a prompt and then its responses; in bfloat16 on GPUs by flash attention.
 
@@ -61,27 +62,44 @@ def packed_attend(
     Args:
         device: for masks and indices, of which documents without responses need none, but with context parallelism.
         fused: in float32 on processors by a kernel of this package, whose bits are others than torch's.
+        shared: number of first tokens that every prompt continues. Where the kernel cannot serve, torch computes them
+            by one mask over all tokens. None with context ranks.
     """
+    assert not shared or cp.size == 1, "context ranks share no beginnings"
 
     @cache
     def masked() -> Attend:
+        if shared:
+            return _whole_attend(train_attention.mask(segments()).to(device))
         return _masked_attend(prompt_lengths, response_lengths, device, cp)
 
     @cache
     def segments() -> np.ndarray:
-        return train_attention.segments(prompt_lengths, response_lengths)
+        return train_attention.segments(prompt_lengths, response_lengths, shared)
 
     @cache
     def flash(where: torch.device) -> Attend:
         return FlashAttend(prompt_lengths, response_lengths, where)
 
     def attend(layer: int, q_M_H_K: Tensor, k_M_J_K: Tensor, v_M_J_K: Tensor) -> Tensor:
-        if cp.size == 1 and can_serve(v_M_J_K.device, v_M_J_K.dtype, v_M_J_K.shape[-1]):
+        if cp.size == 1 and not shared and can_serve(v_M_J_K.device, v_M_J_K.dtype, v_M_J_K.shape[-1]):
             q_M_H_K, k_M_J_K = q_M_H_K.to(v_M_J_K.dtype), k_M_J_K.to(v_M_J_K.dtype)  # rotation may have widened them
             return flash(v_M_J_K.device)(layer, q_M_H_K, k_M_J_K, v_M_J_K)
         if fused and cp.size == 1 and train_attention.can_serve(q_M_H_K, k_M_J_K, v_M_J_K):
             return train_attention.attend(q_M_H_K, k_M_J_K, v_M_J_K, segments())
         return masked()(layer, q_M_H_K, k_M_J_K, v_M_J_K)
+
+    return attend
+
+
+def _whole_attend(sees_N_N: Tensor) -> Attend:
+    """Attention by one mask over all packed tokens."""
+
+    def attend(_layer: int, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor) -> Tensor:
+        rep = q_N_H_K.shape[1] // k_N_J_K.shape[1]
+        k_H_N_K, v_H_N_K = (x.transpose(0, 1).repeat_interleave(rep, 0) for x in (k_N_J_K, v_N_J_K))
+        out_H_N_K = F.scaled_dot_product_attention(q_N_H_K.transpose(0, 1), k_H_N_K, v_H_N_K, attn_mask=sees_N_N)
+        return out_H_N_K.transpose(0, 1)
 
     return attend
 

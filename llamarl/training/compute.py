@@ -18,8 +18,8 @@ from llamarl.models.transformer import Attention, FeedForward, Layer, Projection
 def set_compute(model: Transformer | ScalarModel, config: TrainerConfig, device: torch.device) -> bool:
     """Sets a whole model, before it is cut, to the trainer's settings on a device; whether kernels of this package may
     serve."""
-    has_own = device.type == "cpu" and config.dtype == "float32"
-    if has_own:
+    on_cpu = device.type == "cpu"
+    if on_cpu and config.dtype == "float32":
         _set_products(model, lambda: products.linear)
         if not config.compile:  # which would not see what they do
             _set_operations(model, fused)
@@ -29,7 +29,10 @@ def set_compute(model: Transformer | ScalarModel, config: TrainerConfig, device:
     elif uses_halves(config, device):
         half.prepare(device)
         _set_products(model, half.Product)
-        _set_operations(model.model.layers, half)  # a critic's head takes a norm that was not rounded
+        if on_cpu:
+            _set_operations(model, fused)
+        else:
+            _set_operations(model.model.layers, half)  # a critic's head takes a norm that was not rounded
     for layer in model.model.layers.children():
         assert isinstance(layer, Layer)
         layer.recompute = config.activation_checkpointing
@@ -38,12 +41,12 @@ def set_compute(model: Transformer | ScalarModel, config: TrainerConfig, device:
             layer.self_attn.heads = torch.compile(layer.self_attn.heads, dynamic=True)
             if isinstance(layer.mlp, FeedForward):  # how many rows an expert has differs, too
                 layer.mlp.forward = torch.compile(layer.mlp.forward, dynamic=True)
-    return has_own
+    return on_cpu and (config.dtype == "float32" or uses_halves(config, device))
 
 
 def uses_halves(config: TrainerConfig, device: torch.device) -> bool:
     """The operations of `kernels/half.py` serve."""
-    return device.type == "cuda" and config.dtype == "bfloat16" and not config.compile
+    return device.type in ("cpu", "cuda") and config.dtype == "bfloat16" and not config.compile
 
 
 def _set_products(model: nn.Module, multiply: Callable[[], Callable[..., Tensor]]) -> None:

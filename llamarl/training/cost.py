@@ -20,8 +20,14 @@ class StepCost:
     """Share of rows in which attention computes responses that lie behind the end of a response, 0 to 1."""
 
 
-def step_cost(shape: ModelShape, groups: Sequence[SampleGroup], lora: LoraConfig | None = None) -> StepCost:
-    """Costs of a step on some groups; causal pairs are counted exactly."""
+def step_cost(
+    shape: ModelShape, groups: Sequence[SampleGroup], lora: LoraConfig | None = None, num_inputs: float = float("inf")
+) -> StepCost:
+    """Costs of a step on some groups; causal pairs are counted exactly.
+
+    Args:
+        num_inputs: tokens that were computed: fewer than those of all groups where groups shared a beginning.
+    """
     tokens = targets = pairs = padded = 0
     for group in groups:
         if not group.samples:
@@ -33,6 +39,6 @@ def step_cost(shape: ModelShape, groups: Sequence[SampleGroup], lora: LoraConfig
         padded += len(inputs) * max(inputs)
     num_responses = sum(len(group.samples) for group in groups)
     return StepCost(
-        flops=shape.step_flops(tokens, targets, pairs, lora),
+        flops=shape.step_flops(int(min(tokens, num_inputs)), targets, pairs, lora),
         padding_share=1 - (targets - num_responses) / padded if padded else 0.0,
     )

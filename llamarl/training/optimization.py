@@ -163,7 +163,8 @@ class Optimization(ABC, Generic[Model]):
             at_first: outputs by microbatch at the first pass, which fills it.
         """
         mesh, first = self.mesh, {} if at_first is None else at_first
-        own = own_share(groups, mesh, self.config.microbatch_tokens)
+        shares = self.module.shares_beginnings
+        own = own_share(groups, mesh, self.config.microbatch_tokens, shares_beginnings=shares)
         totals = Totals()
 
         def forward(index: int, hidden_M_D: Tensor | None) -> Tensor:

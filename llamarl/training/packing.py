@@ -4,6 +4,10 @@ Layout of one microbatch, group after group::
 
     [prompt] [response 0] [response 1] ...   [prompt] [response 0] ...
 
+Prompts that begin alike (a system prompt, examples) may share that beginning, which then lies in front of all groups::
+
+    [beginning]   [rest of prompt] [response 0] ...   [rest of prompt] [response 0] ...
+
 A response's last token predicts nothing, so it is a target but no input. The token at response position 0 is predicted
 by the prompt's last position, position t > 0 by the response's input t - 1.
 
@@ -44,7 +48,7 @@ class Microbatch:
     positions_N: np.ndarray
     """Position of each input in its own sequence, int64; responses go on where their prompt ends."""
     prompt_lengths: tuple[int, ...]
-    """Tokens of each group's prompt."""
+    """Tokens of each group's prompt, without those that are shared."""
     response_lengths: tuple[tuple[int, ...], ...]
     """Input tokens of each response, one less than its tokens, per group."""
     predictors_R: np.ndarray
@@ -55,6 +59,8 @@ class Microbatch:
     """Which response each target belongs to, counted over the microbatch, int64."""
     columns_R: Columns
     """Columns of the targets, all but `token_ids` and `routes`."""
+    shared_tokens: int = 0
+    """Tokens in front of all groups, with which every prompt begins."""
     routes_N_W: np.ndarray | None = None
     """Recorded experts of each input, layer after layer, int64; -1: not recorded. None: none is."""
 
@@ -84,6 +90,8 @@ class Microbatch:
         return self.columns_R["values"]
 
 
+LEAST_SHARED = 16
+"""Tokens that prompts must have in common for a microbatch to share them."""
 NOT_RECORDED = -1
 """Route of a token of which nothing is known: the router chooses itself."""
 EMPTY = Microbatch(
@@ -196,18 +204,41 @@ def num_loss_sequences(groups: Iterable[SampleGroup]) -> int:
     return sum(bool(sample.loss_mask_T.any()) for group in groups for sample in group.samples)
 
 
-def pack(groups: Sequence[SampleGroup], microbatch_tokens: int) -> list[Microbatch]:
-    """Microbatches of at most `microbatch_tokens` inputs, in order; a sample longer than that gets one of its own."""
+def pack(groups: Sequence[SampleGroup], microbatch_tokens: int, *, shares: bool = False) -> list[Microbatch]:
+    """Microbatches of at most `microbatch_tokens` inputs, in order; a sample longer than that gets one of its own.
+
+    Args:
+        shares: what all prompts begin with is packed once for each microbatch.
+    """
+    given = [group for group in chain.from_iterable(map(_with_prompt, groups)) if group.samples]
+    shared = _common_beginning(given) if shares else 0
     batches: list[list[SampleGroup]] = [[]]
-    room = microbatch_tokens
-    for group in _split(chain.from_iterable(map(_with_prompt, groups)), microbatch_tokens):
+    room = limit = microbatch_tokens - shared
+    for group in _split([_without_beginning(group, shared) for group in given], limit):
         size = _num_inputs(group)
         if batches[-1] and size > room:
             batches.append([])
-            room = microbatch_tokens
+            room = limit
         batches[-1].append(group)
         room -= size
-    return [_pack(batch) for batch in batches if batch]
+    beginning_T = given[0].prompt_token_ids_T[:shared] if given else np.zeros(0, np.int32)
+    return [_pack(batch, beginning_T) for batch in batches if batch]
+
+
+def _common_beginning(groups: Sequence[SampleGroup]) -> int:
+    """Returns how many first tokens all prompts have in common, without the last token of any: it predicts. 0 for fewer
+    than `LEAST_SHARED`, and for recorded experts, which each group has of its own prompt."""
+    if len(groups) < 2 or any("routes" in sample.columns for group in groups for sample in group.samples):
+        return 0
+    prompts = [group.prompt_token_ids_T for group in groups]
+    num = min(map(len, prompts)) - 1
+    differs = [np.flatnonzero(prompt[:num] != prompts[0][:num]) for prompt in prompts]
+    num = min((int(places[0]) for places in differs if len(places)), default=num)
+    return num if num >= LEAST_SHARED else 0
+
+
+def _without_beginning(group: SampleGroup, num_tokens: int) -> SampleGroup:
+    return replace(group, prompt_token_ids_T=group.prompt_token_ids_T[num_tokens:]) if num_tokens else group
 
 
 def packed_samples(groups: Sequence[SampleGroup]) -> list[TrainSample]:
@@ -271,19 +302,19 @@ def _split(groups: Iterable[SampleGroup], microbatch_tokens: int) -> Iterator[Sa
             yield replace(group, samples=tuple(part))
 
 
-def _pack(groups: Sequence[SampleGroup]) -> Microbatch:
-    token_ids, positions, predictors = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
-    start = 0
+def _pack(groups: Sequence[SampleGroup], beginning_T: np.ndarray) -> Microbatch:
+    shared = start = len(beginning_T)
+    token_ids, positions, predictors = [beginning_T], [np.arange(shared)], list[np.ndarray]()
     for group in groups:
         prompt = group.prompt_token_ids_T
         last_of_prompt = start + len(prompt) - 1
         token_ids.append(prompt)
-        positions.append(np.arange(len(prompt)))
+        positions.append(np.arange(shared, shared + len(prompt)))
         start += len(prompt)
         for sample in group.samples:
             inputs = sample.token_ids_T[:-1]
             token_ids.append(inputs)
-            positions.append(np.arange(len(prompt), len(prompt) + len(inputs)))
+            positions.append(shared + np.arange(len(prompt), len(prompt) + len(inputs)))
             predictors += [np.array([last_of_prompt]), np.arange(start, start + len(inputs))]
             start += len(inputs)
     samples = [sample for group in groups for sample in group.samples]
@@ -298,6 +329,7 @@ def _pack(groups: Sequence[SampleGroup]) -> Microbatch:
         targets_R=columns_R.pop("token_ids").astype(np.int64),
         sequence_R=np.repeat(np.arange(len(samples)), [sample.num_tokens for sample in samples]),
         columns_R=columns_R,
+        shared_tokens=shared,
         routes_N_W=None if routes_R_W is None else _placed_routes(groups, routes_R_W, predictors_R, start),
     )
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from llamarl.distributed.collectives import gather_rows, summed
 from llamarl.distributed.mesh import RankMesh
+from llamarl.kernels import train_attention
+from llamarl.kernels.half import Rounded
 from llamarl.models.attention import own_index, packed_attend
 from llamarl.models.scalar import ScalarModel
 from llamarl.models.transformer import Attend, Transformer
@@ -67,6 +69,11 @@ class RankModel(nn.Module, Generic[Model]):
         self.fused = False
         """Whether attention may be a kernel of this package."""
 
+    @property
+    def shares_beginnings(self) -> bool:
+        """Returns True if a microbatch may hold what all its prompts begin with once: attention computes that here."""
+        return self.fused and self.mesh.cp.size == 1 and train_attention.serves()
+
     def hidden_shape(self, microbatch: Microbatch) -> tuple[int, int]:
         """Shape of the hidden states between pipeline stages, [M, D]."""
         num_tokens = len(self._padded(microbatch).token_ids_N)
@@ -88,7 +95,9 @@ class RankModel(nn.Module, Generic[Model]):
         return Inputs(
             token_ids_N=torch.from_numpy(whole.token_ids_N)[rows_N].to(device, non_blocking=True),
             positions_N=torch.from_numpy(whole.positions_N)[rows_N].to(device, non_blocking=True),
-            attend=packed_attend(whole.prompt_lengths, whole.response_lengths, device, cp, fused=self.fused),
+            attend=packed_attend(
+                whole.prompt_lengths, whole.response_lengths, device, cp, fused=self.fused, shared=whole.shared_tokens
+            ),
             predictors_O=predictors_R[index_O].to(device, non_blocking=True),
             targets_O=torch.from_numpy(whole.targets_R)[index_O].to(device, non_blocking=True),
             index_O=index_O.to(device, non_blocking=True),
@@ -128,6 +137,8 @@ class Policy(RankModel[Transformer]):
         if bfloat16 and hidden_O_D.device.type == "cuda":
             hidden_O_D = hidden_O_D.bfloat16()  # sums of the head's product stay float32; its factors need not be
         head_V_D = self.transformer.head_weight_V_D.to(hidden_O_D.dtype)
+        if bfloat16 and hidden_O_D.device.type == "cpu":
+            head_V_D = Rounded.apply(head_V_D)  # generators serve it so; processors multiply it in float32
         targets = inputs.targets_O, temperature, self.mesh.tp, inputs.cutoffs_O
         logprobs_O = target_logprobs(hidden_O_D, head_V_D, *targets)
         if self.mesh.cp.size == 1:
@@ -147,10 +158,12 @@ def outputs_of(samples: Sequence[TrainSample], outputs: Mapping[int, Tensor]) ->
     )
 
 
-def own_share(groups: Sequence[SampleGroup], mesh: RankMesh, microbatch_tokens: int) -> list[Microbatch]:
+def own_share(
+    groups: Sequence[SampleGroup], mesh: RankMesh, microbatch_tokens: int, *, shares_beginnings: bool = False
+) -> list[Microbatch]:
     """Microbatches that this data-parallel rank computes of a step: as many as whoever has the most, the others' last
     ones empty, as they all take part in each collective."""
-    own = pack(shares(groups, mesh.fsdp.size)[mesh.fsdp.rank], microbatch_tokens)
+    own = pack(shares(groups, mesh.fsdp.size)[mesh.fsdp.rank], microbatch_tokens, shares=shares_beginnings)
     return own + [EMPTY] * (max(mesh.exchange(len(own))) - len(own))
 
 

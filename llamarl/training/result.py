@@ -33,9 +33,13 @@ class RoutingEffect:
 class CauseScores:
     """The trainer's answer to a `CauseProbe`, by the weights with which its step begins."""
 
-    logprobs_3_N: np.ndarray
-    """Log-probabilities at the temperature of sampling, float32: computed as steps do, in float32 arithmetic, and as
-    steps do among candidates alone."""
+    logprobs_4_N: np.ndarray
+    """Log-probabilities at the temperature of sampling, float32: computed as steps do; by the same weights in float32
+    arithmetic; the same by weights rounded to bfloat16, where the generator gets those; as steps do among candidates
+    alone."""
+    unserved: float
+    """Mean absolute difference, in nats, between the float32 master weights and the bfloat16 weights that are trained
+    and served; 0 where training rounds nothing."""
     routing: RoutingEffect | None
     """None: no experts were recorded."""
     seconds: float

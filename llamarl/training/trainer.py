@@ -5,7 +5,8 @@ Shape suffixes: R response tokens (targets), G rollouts of a group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 
 import numpy as np
@@ -19,6 +20,7 @@ from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.mesh import ALONE, RankMesh
 from llamarl.models.transformer import Transformer
 from llamarl.observability.metrics import UpdateMetrics
+from llamarl.sharding.tensor_parallel import is_router
 from llamarl.training.cost import step_cost
 from llamarl.training.health import age_sums, split_by_age
 from llamarl.training.load import ExpertLoad
@@ -97,7 +99,10 @@ class Trainer(Optimization[Transformer]):
         sums, maxima = taken.sums, taken.maxima
         num_inputs = sums.pop("num_input_tokens")
         num_computed = taken.num_passes * num_loss_tokens(computed)
-        ages, cost = split_by_age(sums), step_cost(self.model.shape, computed, self.config.lora)
+        ages, cost = (
+            split_by_age(sums),
+            step_cost(self.model.shape, computed, self.config.lora, num_inputs / taken.num_passes),
+        )
         means = {name: value / num_computed for name, value in sums.items()}
         update = UpdateMetrics(
             loss=taken.loss,
@@ -203,9 +208,11 @@ class Trainer(Optimization[Transformer]):
         temperature: float = 1.0,
         half: bool = False,
         cutoffs_N: np.ndarray | None = None,
+        rounded: bool = False,
     ) -> list[np.ndarray]:
         """Log-probabilities of all tokens but the first, float32 [T - 1] each; on every rank. Computed in float32, but
-        where weights are gathered, or kept, in bfloat16; with `half` as in steps, which `trainer.dtype` may round.
+        where weights are gathered, or kept, in bfloat16; with `half` as in steps, which `trainer.dtype` may round; with
+        `rounded` in float32 by matrices whose values are rounded to bfloat16.
 
         Args:
             cutoffs_N: of those tokens, one sequence after the other, as in `llamarl.types.COLUMNS`; None: of none.
@@ -222,10 +229,24 @@ class Trainer(Optimization[Transformer]):
         inputs = self.policy.place(microbatch, self.device)
         is_rounded = self.mesh.shards is not None or self.config.weights == "bfloat16"
         half = (half or is_rounded) and self.config.dtype == "bfloat16"
-        result = self.pipeline.infer(
-            self.policy.hidden_shape(microbatch),
-            lambda _, hidden_M_D: self.policy(inputs, hidden_M_D, temperature, half),
-        )
+        with self._rounded() if rounded and not half else nullcontext():
+            result = self.pipeline.infer(
+                self.policy.hidden_shape(microbatch),
+                lambda _, hidden_M_D: self.policy(inputs, hidden_M_D, temperature, half),
+            )
         self.reshard()
         logprobs_R = self.mesh.exchange(result.cpu().numpy() if self.mesh.pp.is_last else None)[-1]
         return np.split(logprobs_R, np.cumsum([len(token_ids_T) - 1 for token_ids_T in sequences])[:-1])
+
+    @contextmanager
+    def _rounded(self) -> Iterator[None]:
+        """Rounds float32 matrices to bfloat16 values, as generators get them, and puts the masters back."""
+        rounded = [one for name, one in self.model.named_parameters() if one.ndim > 1 and not is_router(name)]
+        masters = [one.data for one in rounded]
+        for one in rounded:
+            one.data = one.data.to(torch.bfloat16).to(one.dtype)
+        try:
+            yield
+        finally:
+            for one, master in zip(rounded, masters, strict=True):
+                one.data = master

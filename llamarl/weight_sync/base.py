@@ -26,6 +26,7 @@ from llamarl.models.quantize import QUANTIZED_DTYPES, NonFiniteWeights, quantize
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import LayoutError, assemble_layout
 from llamarl.sharding.reshard import ReshardPlan, plan_reshard
+from llamarl.sharding.tensor_parallel import is_router
 from llamarl.weight_sync.layout import Address, Layout, TensorSpec, lay_out
 
 CPU = torch.device("cpu")
@@ -78,6 +79,9 @@ class WriterPlan:
     """Layouts of the generator ranks of a replica, each different one once."""
     parts: tuple[tuple[WrittenBox, ...], ...]
     """Parts that this rank writes, for each layout."""
+    rounds: bool = False
+    """Whether training rounds float32 matrices to bfloat16: then these values are what generators quantize or get in
+    float32, as the masters are another policy."""
 
     def write(
         self,
@@ -104,6 +108,8 @@ class WriterPlan:
             weight, held = weights[spec.name], self.held[spec.name]
             assert weight.shape == held.shape, f"{spec.name}: {tuple(weight.shape)} is not the planned {held.shape}"
             source = weight.detach()[box.within(held)]
+            if self.rounds and source.dtype == torch.float32 and spec.dtype != "bfloat16" and _is_rounded(spec):
+                source = source.bfloat16().float()
             if spec.dtype not in QUANTIZED_DTYPES:
                 written.append((part, target, copy_part(target, source, spec.shape, spec.starts_of(box))))
                 continue
@@ -118,6 +124,11 @@ class WriterPlan:
         for (part, target, _), share in zip(written, read([share for *_, share in written]), strict=True):
             proof[0, part.tensor] = (int(proof[0, part.tensor]) + share) % MODULUS
             proof[1, part.tensor] += target.nbytes
+
+
+def _is_rounded(spec: TensorSpec) -> bool:
+    """Norms, biases and routers are computed in float32."""
+    return len(spec.global_shape) > 1 and not is_router(spec.name)
 
 
 class Publisher(ABC):

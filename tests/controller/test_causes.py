@@ -12,54 +12,55 @@ from llamarl.training.probe import CauseProbe
 from llamarl.training.result import CauseScores, RoutingEffect
 from llamarl.types import CandidateSets
 
-MISMATCH = ("quantization", "kernels", "truncation", "kept", "cache")
+MISMATCH = ("rounding", "quantization", "kernels", "truncation", "kept", "cache")
 CAUSES = ("staleness", *MISMATCH)
 TOKENS = 50
 IS_OVER_KEPT = np.arange(TOKENS) % 2 == 0
 
 
 def table() -> np.ndarray:
-    """Log-probabilities [8, N]: trainer, exactly, among candidates; generator exactly, by itself, among candidates; as
-    it let the token go; as it drew it."""
-    return -np.random.default_rng(3).gamma(2.0, 0.5, (8, TOKENS))
+    """Log-probabilities [9, N]: trainer, exactly, rounded, among candidates; generator exactly, by itself, among
+    candidates; as it let the token go; as it drew it."""
+    return -np.random.default_rng(3).gamma(2.0, 0.5, (9, TOKENS))
 
 
-def probe_of(table_8_N: np.ndarray, is_over_kept_N: np.ndarray = IS_OVER_KEPT) -> CauseProbe:
+def probe_of(table_9_N: np.ndarray, is_over_kept_N: np.ndarray = IS_OVER_KEPT) -> CauseProbe:
     return CauseProbe(
         groups=[], sequences=[], candidates=CandidateSets(temperature=1.0, cutoffs=[]),
-        fresh_N=table_8_N[6], behavior_N=table_8_N[7], is_over_kept_N=is_over_kept_N,
+        fresh_N=table_9_N[7], behavior_N=table_9_N[8], is_over_kept_N=is_over_kept_N,
     )  # fmt: skip
 
 
-def parts_of(table_8_N: np.ndarray, is_over_kept_N: np.ndarray = IS_OVER_KEPT) -> dict[str, np.ndarray]:
-    return log_ratios(probe_of(table_8_N, is_over_kept_N), table_8_N[:3], table_8_N[3:6])
+def parts_of(table_9_N: np.ndarray, is_over_kept_N: np.ndarray = IS_OVER_KEPT) -> dict[str, np.ndarray]:
+    return log_ratios(probe_of(table_9_N, is_over_kept_N), table_9_N[:4], table_9_N[4:7])
 
 
 def test_parts_add_up_token_by_token() -> None:
-    table_8_N = table()
-    parts = parts_of(table_8_N)
+    table_9_N = table()
+    parts = parts_of(table_9_N)
     assert set(parts) == set(CAUSES)
-    np.testing.assert_allclose(sum(parts.values()), table_8_N[2] - table_8_N[7], rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(sum(parts.values()), table_9_N[3] - table_9_N[8], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
     ("cause", "differ", "kept"),
     [
-        ("staleness", (0, 1, 2, 3, 4, 5), False),
-        ("quantization", (0, 1, 2), False),
-        ("kernels", (0, 2), False),
-        ("kernels", (0, 1, 2, 3), False),
-        ("truncation", (2,), False),
-        ("truncation", (0, 1, 2, 3, 4), False),
-        ("cache", (7,), False),
-        ("kept", (7,), True),
+        ("staleness", (0, 1, 2, 3, 4, 5, 6), False),
+        ("rounding", (0, 1, 3), False),
+        ("quantization", (0, 1, 2, 3), False),
+        ("kernels", (0, 3), False),
+        ("kernels", (0, 1, 2, 3, 4), False),
+        ("truncation", (3,), False),
+        ("truncation", (0, 1, 2, 3, 4, 5), False),
+        ("cache", (8,), False),
+        ("kept", (8,), True),
     ],
 )
 def test_a_cause_alone_has_all(cause: str, differ: tuple[int, ...], kept: bool) -> None:
-    table_8_N = np.tile(table()[0], (8, 1))
-    table_8_N[list(differ)] += np.linspace(-1.0, 1.0, TOKENS)
-    log_ratio_N = table_8_N[2] - table_8_N[7]
-    found = divided(parts_of(table_8_N, np.full(TOKENS, kept)))
+    table_9_N = np.tile(table()[0], (9, 1))
+    table_9_N[list(differ)] += np.linspace(-1.0, 1.0, TOKENS)
+    log_ratio_N = table_9_N[3] - table_9_N[8]
+    found = divided(parts_of(table_9_N, np.full(TOKENS, kept)))
     assert found.pop(f"kl_from_{cause}") == pytest.approx(np.mean(np.exp(log_ratio_N) - 1 - log_ratio_N), rel=1e-12)
     assert found.pop(f"ratio_from_{cause}") == pytest.approx(np.mean(np.exp(log_ratio_N) - 1), rel=1e-12)
     if cause in MISMATCH:
@@ -89,35 +90,41 @@ def test_the_parts_of_the_mismatch_are_what_is_no_staleness() -> None:
 
 
 def test_a_token_of_which_something_is_not_known_does_not_count() -> None:
-    table_8_N = table()
-    whole = parts_of(table_8_N)
-    table_8_N[6, :20] = math.nan
-    for cause, part_N in parts_of(table_8_N).items():
+    table_9_N = table()
+    whole = parts_of(table_9_N)
+    table_9_N[7, :20] = math.nan
+    for cause, part_N in parts_of(table_9_N).items():
         np.testing.assert_array_equal(part_N, whole[cause][20:])
-    table_8_N[6] = math.nan
-    assert divided(parts_of(table_8_N)) == {}
+    table_9_N[7] = math.nan
+    assert divided(parts_of(table_9_N)) == {}
 
 
 def test_without_a_second_arithmetic_two_causes_are_one() -> None:
-    table_8_N = table()
-    table_8_N[3] = math.nan
-    parts = parts_of(table_8_N)
+    table_9_N = table()
+    table_9_N[4] = math.nan
+    parts = parts_of(table_9_N)
     assert set(parts) == {*CAUSES, "precision"} - {"quantization", "kernels"}
-    np.testing.assert_allclose(sum(parts.values()), table_8_N[2] - table_8_N[7], rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(sum(parts.values()), table_9_N[3] - table_9_N[8], rtol=1e-12, atol=1e-12)
 
 
 def test_enormous_ratios_stay_finite() -> None:
-    table_8_N = np.zeros((8, TOKENS))
-    table_8_N[:6, :25], table_8_N[:6, 25:] = 1e4, -1e4
-    found = divided(parts_of(table_8_N))
+    table_9_N = np.zeros((9, TOKENS))
+    table_9_N[:7, :25], table_9_N[:7, 25:] = 1e4, -1e4
+    found = divided(parts_of(table_9_N))
     assert found["kl_from_staleness"] == pytest.approx((math.expm1(20) - 20 + math.expm1(-20) + 20) / 2)
 
 
 def test_what_router_replay_takes_away_stands_beside_the_causes() -> None:
     """Also where no generator has answered."""
-    effect, table_8_N = RoutingEffect(agreement=0.75, live_kl=3e-3, replayed_kl=1e-3), table()
-    said = CauseScores(logprobs_3_N=table_8_N[:3], routing=effect, seconds=2.0)
-    found = by_cause(probe_of(table_8_N), said, None)
+    effect, table_9_N = RoutingEffect(agreement=0.75, live_kl=3e-3, replayed_kl=1e-3), table()
+    said = CauseScores(logprobs_4_N=table_9_N[:4], unserved=0.25, routing=effect, seconds=2.0)
+    found = by_cause(probe_of(table_9_N), said, None)
     assert found.pop("kl_from_routing") == pytest.approx(2e-3)
-    assert found == {"causes_s": 2.0, "routes_agreement": 0.75, "kl_live_routes": 3e-3, "kl_replayed_routes": 1e-3}
-    assert by_cause(probe_of(table_8_N), said, (table_8_N[3:6], 0.5)).items() > {"causes_s": 2.5}.items()
+    assert found == {
+        "causes_s": 2.0,
+        "unserved": 0.25,
+        "routes_agreement": 0.75,
+        "kl_live_routes": 3e-3,
+        "kl_replayed_routes": 1e-3,
+    }
+    assert by_cause(probe_of(table_9_N), said, (table_9_N[4:7], 0.5)).items() > {"causes_s": 2.5}.items()

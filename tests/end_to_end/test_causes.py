@@ -16,7 +16,7 @@ from tests.nightly import nightly
 INLINE = ("--cluster.kind", "inline", "--steps", 4, "--eval.every_steps", 0, "--trainer.learning_rate", 3e-3)
 REWARD = ("--reward.parts", "[{name = 'tests.executors.rewards:EvenLength'}]", "--rollout.temperature", 0.7)
 SYNCHRONOUS = ("--rollout.max_staleness", 0, "--rollout.window", 1)
-CAUSES = {"staleness", "quantization", "kernels", "truncation", "kept", "cache"}
+CAUSES = {"staleness", "rounding", "quantization", "kernels", "truncation", "kept", "cache"}
 NONE = 1e-6
 
 

@@ -24,10 +24,16 @@ class Trainer:
     calls: int = 0
 
     def score(
-        self, sequences: list[np.ndarray], temperature: float = 1.0, half: bool = False, cutoffs_N: Any = None
+        self,
+        sequences: list[np.ndarray],
+        temperature: float = 1.0,
+        half: bool = False,
+        cutoffs_N: Any = None,
+        rounded: bool = False,
     ) -> list[Any]:
         self.calls += 1
         says = 100 * (cutoffs_N is not None) + self.version + 0.5 * (half and self.config.dtype == "bfloat16")
+        says += 0.25 * rounded
         return [np.full(len(sequence) - 1, says, np.float32) for sequence in sequences]
 
 
@@ -45,13 +51,18 @@ def group(is_asked: bool, cutoff: float = -np.inf, routes: bool = False) -> Roll
 
 
 def probed(
-    every: int = 1, dtype: str = "float32", cutoff: float = -np.inf, routes: bool = False, first: int = 1
+    every: int = 1,
+    dtype: str = "float32",
+    cutoff: float = -np.inf,
+    routes: bool = False,
+    first: int = 1,
+    served: str = "float32",
 ) -> tuple[dict[int, Probe], dict[int, CauseScores], int]:
     """Of the steps to the tenth, of which the fourth has groups that tell causes: by version, and how often the trainer
     scored."""
     config = RunConfig.model_validate({
         "model": {"path": "nowhere"}, "data": {"train": "jsonl"}, "trainer": {"dtype": dtype},
-        "weight_sync": {"probe_every_steps": every},
+        "weight_sync": {"probe_every_steps": every}, "generator": {"dtype": served},
     })  # fmt: skip
     trainer = Trainer(config.trainer)
     probes = Probes(trainer, config)  # type: ignore[arg-type]
@@ -90,18 +101,25 @@ def test_versions_that_are_not_probed_cost_nothing() -> None:
 
 def test_causes_are_told_by_the_weights_with_which_the_step_begins() -> None:
     _, causes, _ = probed()
-    assert [*causes] == [4] and causes[4].logprobs_3_N.tolist() == [[3.0] * 9] * 3
+    assert [*causes] == [4] and causes[4].logprobs_4_N.tolist() == [[3.0] * 9] * 4
     assert causes[4].routing is None
 
 
 def test_what_was_left_out_is_scored_without() -> None:
     _, causes, _ = probed(cutoff=-2.0)
-    assert causes[4].logprobs_3_N[:, 0].tolist() == [3.0, 3.0, 103.0]
+    assert causes[4].logprobs_4_N[:, 0].tolist() == [3.0, 3.0, 3.0, 103.0]
 
 
 def test_how_steps_round_is_told_apart() -> None:
     _, causes, _ = probed(dtype="bfloat16")
-    assert causes[4].logprobs_3_N[:, 0].tolist() == [3.5, 3.0, 3.5]
+    assert causes[4].logprobs_4_N[:, 0].tolist() == [3.5, 3.25, 3.25, 3.5] and causes[4].unserved == 0.25
+    _, causes, _ = probed(served="bfloat16")
+    assert causes[4].logprobs_4_N[:, 0].tolist() == [3.0, 3.0, 3.25, 3.0] and causes[4].unserved == 0.0
+
+
+def test_the_probe_after_a_sync_is_scored_by_what_is_trained_and_served() -> None:
+    found, _, _ = probed(dtype="bfloat16")
+    assert {*np.concatenate(found[2].logprobs)} == {2.5}
 
 
 def test_routers_are_asked_before_the_step_learns(monkeypatch: pytest.MonkeyPatch) -> None:

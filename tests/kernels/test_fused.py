@@ -100,8 +100,8 @@ def test_no_library_no_difference_but_bits(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(served, F.silu(x) * x)
 
 
-@pytest.mark.parametrize(("dtype", "serves"), [("float32", True), ("bfloat16", False)])
-def test_it_serves_float32_training_alone(dtype: str, serves: bool) -> None:
+@pytest.mark.parametrize(("dtype", "serves"), [("float32", True), ("bfloat16", True)])
+def test_it_serves_training_on_processors(dtype: str, serves: bool) -> None:
     model = new_model(ModelShape(**SHAPE), seed=0, std=0.1)
     set_compute(model, TrainerConfig(dtype=dtype), CPU)
     kinds = {RMSNorm: ("normalize", fused.rms_norm), Attention: ("rotate", fused.rotate),

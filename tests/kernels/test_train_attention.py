@@ -39,18 +39,43 @@ def outcome(attend: Attend, inputs: list[Tensor], dtype: torch.dtype) -> list[Te
     return [out.detach(), *torch.autograd.grad(out, own, grad)]
 
 
-def agree(lengths: Lengths, heads: tuple[int, int, int], spread: float = 1.0) -> None:
+def agree(lengths: Lengths, heads: tuple[int, int, int], spread: float = 1.0, shared: int = 0) -> None:
     """Output and gradients are those of float64 to a few roundings of the largest, or of what cancels in them."""
     (prompts, responses), (num_heads, num_kv_heads, head_dim) = lengths, heads
-    size = sum(prompts) + sum(map(sum, responses))
+    size = shared + sum(prompts) + sum(map(sum, responses))
     shapes = [(size, num_heads, head_dim), *[(size, num_kv_heads, head_dim)] * 2, (size, num_heads, head_dim)]
     inputs = [drawn(number, *shape) for number, shape in enumerate(shapes)]
     inputs[0] = inputs[0] * spread
-    found = outcome(packed_attend(prompts, responses, fused=True), inputs, torch.float32)
-    exact = outcome(attention._masked_attend(prompts, responses, CPU, ALONE.cp), inputs, torch.float64)
+    found = outcome(packed_attend(prompts, responses, fused=True, shared=shared), inputs, torch.float32)
+    exact_attend = attention._masked_attend(prompts, responses, CPU, ALONE.cp)
+    if shared:
+        exact_attend = attention._whole_attend(sees(prompts, responses, shared))
+    exact = outcome(exact_attend, inputs, torch.float64)
     for name, ours, theirs in zip(("out", "q", "k", "v"), found, exact, strict=True):
         largest = max(1.0, float(theirs.abs().max()))
         assert (ours.double() - theirs).abs().max() <= 5e-6 * largest * max(1.0, spread), name
+
+
+def sees(prompts: tuple[int, ...], responses: tuple[tuple[int, ...], ...], shared: int) -> Tensor:
+    """Which token sees which, from each sequence's tokens in order."""
+    size = shared + sum(prompts) + sum(map(sum, responses))
+    found, start = torch.zeros(size, size, dtype=torch.bool), shared
+    for prompt, lengths in zip(prompts, responses, strict=True):
+        before, start = [*range(shared), *range(start, start + prompt)], start + prompt
+        for length in lengths or (0,):
+            rows = before + list(range(start, start + length))
+            start += length
+            for place, row in enumerate(rows):
+                found[row, rows[: place + 1]] = True
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shared", "lengths"),
+    [(16, ((20, 7), ((60, 33, 1), (90,)))), (300, ((5, 40), ((3, 2), ()))), (33, ((0, 1), ((31,), (2, 65))))],
+)
+def test_prompts_continue_what_they_share(shared: int, lengths: Lengths) -> None:
+    agree(lengths, (4, 2, 32), shared=shared)
 
 
 @pytest.mark.parametrize("heads", [(4, 2, 32), (6, 2, 22), (3, 3, 1), (2, 1, 128)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -23,6 +25,7 @@ from llamarl.training import compute
 from llamarl.training.cost import step_cost
 from llamarl.training.optimizer import learning_rate_at
 from llamarl.training.packing import pack, to_sample_group
+from llamarl.training.policy import RankModel
 from llamarl.training.trainer import Trainer
 from llamarl.types import RolloutGroup
 from tests.kernels.test_products import PATHS, serving
@@ -304,3 +307,46 @@ def test_large_microbatches_are_even(make_trainer, make_groups, length: int, num
     num_prompt = len(batch.token_ids_N) - length + 1
     assert len(inputs.token_ids_N) == (num_inputs if num_inputs % 128 == 0 else num_prompt + length - 1)
     assert inputs.num_tokens == len(batch.token_ids_N)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_shared_beginning_is_computed_once_and_changes_nothing(make_trainer, make_groups, monkeypatch, dtype) -> None:
+    beginning_T = np.arange(30, dtype=np.int32)
+    groups = [
+        replace(one, prompt=replace(one.prompt, token_ids_T=np.concatenate((beginning_T, one.prompt.token_ids_T))))
+        for one in make_groups()
+    ]
+    shared, gradients = stepped(computing_in(make_trainer(), dtype), groups)
+    monkeypatch.setattr(RankModel, "shares_beginnings", False)
+    apart, expected = stepped(computing_in(make_trainer(), dtype), groups)
+    assert shared["num_input_tokens"] == apart["num_input_tokens"] - 2 * len(beginning_T)
+    assert shared["num_flops"] < apart["num_flops"]
+    tolerance = 1e-5 if dtype == "float32" else 0.03
+    for name, gradient in gradients.items():
+        assert (gradient - expected[name]).norm() <= tolerance * expected[name].norm() + 1e-9, name
+
+
+@pytest.mark.parametrize("shape", [{}, {"family": "qwen2", "tie_embeddings": False}], ids=["qwen3", "qwen2"])
+def test_bfloat16_trains_the_weights_that_are_served(make_model, make_groups, shape: dict) -> None:
+    """Masters that are ahead of their rounding change neither what is scored nor a gradient."""
+    settings = TrainerConfig(dtype="bfloat16", learning_rate=1e-3, max_grad_norm=1e9)
+    ahead, served = make_model(**shape), make_model(**shape)
+    for weight in (one for one in served.parameters() if one.ndim > 1):
+        weight.data = weight.data.bfloat16().float()
+    trainers = [Trainer(model, settings, Aipo(), GroupMean(), temperature=0.7) for model in (ahead, served)]
+    sequences = [np.arange(1, 30, dtype=np.int32), np.arange(5, 20, dtype=np.int32)]
+    said, expected = (np.concatenate(one.score(sequences, half=True)) for one in trainers)
+    np.testing.assert_array_equal(said, expected)
+    rounded, exact = (np.concatenate(one.score(sequences, rounded=True)) for one in trainers)
+    np.testing.assert_array_equal(rounded, exact)
+    np.testing.assert_array_equal(np.concatenate(trainers[1].score(sequences)), exact)
+    masters = np.concatenate(trainers[0].score(sequences))
+    assert np.abs(masters - exact).max() > 1e-3, "the masters are another policy, and are back"
+    (_, found), (_, gradients) = (stepped(one, make_groups()) for one in trainers)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=0)
+    _, in_float32 = stepped(
+        Trainer(make_model(**shape), TrainerConfig(max_grad_norm=1e9), Aipo(), GroupMean(), 0.7), make_groups()
+    )
+    for name, gradient in in_float32.items():
+        assert (found[name] - gradient).norm() <= 0.05 * gradient.norm() + 1e-6, name

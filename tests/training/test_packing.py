@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -47,6 +48,11 @@ def sample_group(prompt_tokens: int, lengths: list[int], names: list[int]) -> Sa
     return SampleGroup(prompt_token_ids_T=prompt, samples=tuple(sample(length) for length in lengths))
 
 
+def beginning_with(beginning_T: np.ndarray, group: SampleGroup) -> SampleGroup:
+    prompt_T = np.concatenate((beginning_T.astype(np.int32), group.prompt_token_ids_T))
+    return replace(group, prompt_token_ids_T=prompt_T)
+
+
 def sample_groups(layout: list[tuple[int, list[int]]]) -> list[SampleGroup]:
     names = list(range(5000, 0, -1))
     return [sample_group(prompt, lengths, names) for prompt, lengths in layout]
@@ -54,9 +60,9 @@ def sample_groups(layout: list[tuple[int, list[int]]]) -> list[SampleGroup]:
 
 def unpack(batch: Microbatch) -> list[tuple[list[int], list[int]]]:
     """(inputs of the whole sequence, targets' predictors) of every sample, by the layout in the module's docstring."""
-    found, start = [], 0
+    found, start = [], batch.shared_tokens
     for prompt, responses in zip(batch.prompt_lengths, batch.response_lengths, strict=True):
-        prompt_rows = list(range(start, start + prompt))
+        prompt_rows = [*range(batch.shared_tokens), *range(start, start + prompt)]
         start += prompt
         for response in responses:
             rows = list(range(start, start + response))
@@ -66,10 +72,12 @@ def unpack(batch: Microbatch) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-@given(layout=LAYOUTS, budget=st.integers(1, 60))
-def test_any_layout(layout: list[tuple[int, list[int]]], budget: int) -> None:
-    groups = sample_groups(layout)
-    batches = pack(groups, budget)
+@given(layout=LAYOUTS, budget=st.integers(1, 60), common=st.sampled_from([0, 15, 16, 30]), shares=st.booleans())
+def test_any_layout(layout: list[tuple[int, list[int]]], budget: int, common: int, shares: bool) -> None:
+    groups = [beginning_with(np.arange(common), group) for group in sample_groups(layout)]
+    batches = pack(groups, budget, shares=shares)
+    is_shared = shares and common >= 16 and sum(bool(group.samples) for group in groups) > 1
+    assert {batch.shared_tokens for batch in batches} <= {common if is_shared else 0}
     expected = [(group.prompt_token_ids_T, sample) for group in groups for sample in group.samples]
     position = 0
     for batch in batches:
