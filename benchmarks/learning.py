@@ -14,6 +14,10 @@ ratio, a narrower window, a lower learning rate, and less momentum of the optimi
 like more of it (Mitliagkas et al., "Asynchrony begets Momentum", arXiv 1605.09774); then ten whole pairs of what has
 helped. It was not fixed in advance.
 
+`--early` compares on the way instead of on the plateau, fixed before its first run: the demo for 30 steps, judged on
+4,096 fresh problems, ten seeds with staleness 0, 1 and 2. `--curves RESULT` compares the whole training curves of a
+result's runs.
+
 The result is written after each run, so a stopped one goes on with `--more` of its own file. By time: the share of
 sampled responses that are right, a mean of five steps, beside the seconds since the first step began.
 """
@@ -63,7 +67,13 @@ PLAN = [
 ]  # fmt: skip
 """Task, ways that take turns, seeds."""
 LOOKED_INTO = [("half demo", tuple(WHY), 3), ("demo", ("S=4 beta1 0",), 10)]
-TASKS = {"demo": (60, 4096, ""), "half demo": (30, 512, ""), "calculator": (200, 1024, ", largest_gain = 99")}
+EARLY = [("early demo", ("S=0", "S=1", "S=2"), 10)]
+TASKS = {
+    "demo": (60, 4096, ""),
+    "half demo": (30, 512, ""),
+    "early demo": (30, 4096, ""),
+    "calculator": (200, 1024, ", largest_gain = 99"),
+}
 """Steps, fresh problems, and what these are beside."""
 BAR_POINTS = 2.0
 NOTES = [
@@ -86,7 +96,7 @@ def planned(plan: list[tuple[str, tuple[str, ...], int]], only: list[str]) -> It
 def run(task: str, way: str, seed: int, output: Path) -> dict[str, Any]:
     """One run's accuracy on fresh problems, and its course."""
     (steps, count, more), name = TASKS[task], f"{task}-{way}-{seed}".replace(" ", "-").replace("=", "")
-    config = ROOT / f"configs/{task.removeprefix('half ')}.toml"
+    config = ROOT / f"configs/{task.rsplit(maxsplit=1)[-1]}.toml"
     command = [
         sys.executable, "-m", "llamarl", "train", str(config), "--name", name, "--output", str(output), "--seed",
         str(seed), "--steps", str(steps), "--eval.every_steps", "0", "--eval.max_prompts", str(count), "--data.eval",
@@ -156,6 +166,28 @@ def by_time(runs: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
     return found
 
 
+def curve_gaps(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns the difference to staleness 0 over the whole training curve, in points, less the lag of the measure.
+
+    Rollouts of a run with staleness d show weights that are d steps old, so they are compared with the synchronous curve
+    d steps earlier.
+    """
+    by = {(one["way"], one["seed"]): one for one in runs if one["task"] == "demo"}
+    found = dict[str, dict[str, Any]]()
+    for way in dict.fromkeys(way for way, _ in by if way != "S=0"):
+        gaps = list[float]()
+        for seed in (seed for other, seed in by if other == way and ("S=0", seed) in by):
+            late, synchronous = by[way, seed], np.array(by["S=0", seed]["solve_rate"])
+            steps = 5 * np.arange(len(synchronous)) + 2
+            expected = np.interp(steps - late["staleness_mean"], steps, synchronous)
+            gaps.append(100 * float((np.array(late["solve_rate"]) - expected)[1:].mean()))
+        if len(gaps) > 1:
+            half = quantile_t(len(gaps) - 1) * statistics.stdev(gaps) / math.sqrt(len(gaps))
+            means = {"gap_points": round(statistics.mean(gaps), 2), "half": round(half, 2)}
+            found[way] = {"pairs": len(gaps), "below": sum(gap < 0 for gap in gaps)} | means
+    return found
+
+
 def figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """What the result holds."""
     pairs = compared(runs)
@@ -173,22 +205,28 @@ def main() -> None:
         "--ways", nargs="+", default=[], help="of the planned runs only these, and what they are compared with"
     )
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="of the planned runs only these")
+    parser.add_argument("--early", action="store_true", help="the runs that compare on the way, instead")
+    parser.add_argument("--curves", type=Path, help="compare the training curves of this result, and run nothing")
     parser.add_argument("--picture", action="store_true", help="draw docs/pictures/learning.svg, too")
     parser.add_argument("--minutes", type=float, default=170.0, help="no run begins later")
     options = parser.parse_args()
+    if options.curves:
+        print(json.dumps(curve_gaps(json.loads(options.curves.read_text(encoding="utf-8"))["runs"]), indent=2))
+        return
     runs: list[dict[str, Any]] = json.loads(options.more.read_text(encoding="utf-8"))["runs"] if options.more else []
     known, end = {(one["task"], one["way"], one["seed"]) for one in runs}, time.monotonic() + 60 * options.minutes
     settings = {"ways": WAYS | WHY, "plan": PLAN, "looked_into": LOOKED_INTO, "tasks": TASKS, "bar_points": BAR_POINTS}
+    name = "learning-early" if options.early else "learning"
     with tempfile.TemporaryDirectory() as folder:
-        for task, way, seed in planned(LOOKED_INTO if options.why else PLAN, options.ways):
+        for task, way, seed in planned(EARLY if options.early else LOOKED_INTO if options.why else PLAN, options.ways):
             if (task, way, seed) in known or task not in options.tasks or time.monotonic() > end:
                 continue
             known.add((task, way, seed))
             runs.append(run(task, way, seed, Path(folder)))
             print(json.dumps({key: runs[-1][key] for key in ("task", "way", "seed", "accuracy_after")}), flush=True)
-            write_result("learning", settings, figures(runs), NOTES)
+            write_result(name, settings, figures(runs), NOTES)
     print(json.dumps(compared(runs), indent=2))
-    print(write_result("learning", settings, figures(runs), NOTES))
+    print(write_result(name, settings, figures(runs), NOTES))
     if options.picture:
         PICTURE.write_text(draw(figures(runs)), encoding="utf-8")
 

