@@ -169,8 +169,8 @@ def by_time(runs: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
 def curve_gaps(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Returns the difference to staleness 0 over the whole training curve, in points, less the lag of the measure.
 
-    Rollouts of a run with staleness d show weights that are d steps old, so they are compared with the synchronous curve
-    d steps earlier.
+    Rollouts of a run with staleness d show weights that are d steps old, so they are compared with the synchronous
+    curve d steps earlier.
     """
     by = {(one["way"], one["seed"]): one for one in runs if one["task"] == "demo"}
     found = dict[str, dict[str, Any]]()
