@@ -12,6 +12,7 @@ from llamarl.config import ConfigError
 from llamarl.models.mixture import flag, mixture_from_hf, mixture_to_hf
 from llamarl.models.refused import refusal
 from llamarl.models.sizes import DecoderSizes, MoeShape, original_context, positive, rope_of, sizes_from_hf
+from llamarl.models.vocabulary import Spans
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -125,6 +126,8 @@ class ModelShape(DecoderSizes):
     bos_token_id: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response."""
+    unused_ids: Spans = ()
+    """Token ids below `vocab_size` that the tokenizer has no token for. They are never sampled."""
 
     def __post_init__(self) -> None:
         if self.family not in ARCHITECTURES:

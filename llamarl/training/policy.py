@@ -128,7 +128,7 @@ class Policy(RankModel[Transformer]):
         if bfloat16 and hidden_O_D.device.type == "cuda":
             hidden_O_D = hidden_O_D.bfloat16()  # sums of the head's product stay float32; its factors need not be
         head_V_D = self.transformer.head_weight_V_D.to(hidden_O_D.dtype)
-        targets = inputs.targets_O, temperature, self.mesh.tp, inputs.cutoffs_O
+        targets = inputs.targets_O, temperature, self.mesh.tp, inputs.cutoffs_O, self.transformer.unused_ids
         logprobs_O = target_logprobs(hidden_O_D, head_V_D, *targets)
         if self.mesh.cp.size == 1:
             return logprobs_O

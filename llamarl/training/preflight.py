@@ -87,6 +87,7 @@ def _tiny(shape: ModelShape, mesh: RankMesh) -> ModelShape:
     return replace(
         shape, hidden_size=2 * size, num_layers=num_layers, num_heads=2 * tp, num_kv_heads=tp, head_dim=8, moe=moe,
         intermediate_size=8 * tp, vocab_size=16 * tp, max_position_embeddings=64, rope_scaling=None,
+        unused_ids=(),
     )  # fmt: skip
 
 

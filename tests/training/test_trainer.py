@@ -108,6 +108,23 @@ class TestAccumulation:
         assert metrics["num_loss_tokens"] == len(logprobs_R)
 
 
+def test_rows_of_ids_without_a_token_are_not_trained(make_trainer, make_groups) -> None:
+    """A padded model learns as it would without its padding."""
+    groups = make_groups()
+    padded = make_trainer(torch.float64, shape={"vocab_size": 48, "unused_ids": ((41, 48),), "tie_embeddings": False})
+    plain = make_trainer(torch.float64, shape={"tie_embeddings": False})
+    with torch.no_grad():
+        weights = dict(plain.model.named_parameters())
+        for name, weight in padded.model.named_parameters():
+            weight[: len(weights[name])] = weights[name]
+        padded.model.head_weight_V_D[41:] *= 100
+    (result, gradient), (without, expected) = (step_with_gradient(one, groups) for one in (padded, plain))
+    for name, grad in gradient.items():
+        torch.testing.assert_close(grad[: len(expected[name])], expected[name], rtol=1e-9, atol=1e-12)
+        assert not grad[len(expected[name]) :].any(), name
+    assert result.update.loss == pytest.approx(without.update.loss, rel=1e-9)
+
+
 class TestReport:
     def test_advantages_of_every_group(self, make_trainer, make_groups) -> None:
         groups = make_groups()
