@@ -41,12 +41,6 @@ def fingerprints(folder: str | Path) -> dict[str, str]:
     return found
 
 
-def check_weights(folder: str | Path) -> None:
-    """Checks each file by its header, which says how long it is. Raises ConfigError: one is missing, or not whole."""
-    for path in weight_files(folder_of(folder)):
-        opened(path, "np")
-
-
 def weight_files(folder: Path) -> list[Path]:
     """Files of the weights: one, or shards with an index. Raises ConfigError: one is missing."""
     if (folder / WEIGHTS).is_file():
