@@ -152,7 +152,7 @@ class Tokenizer:
         if (self.folder / "generation_config.json").exists():
             named = read_json(self.folder / "generation_config.json", _FIX).get("eos_token_id")
             listed = named if isinstance(named, list) else [] if named is None else [named]
-            if not all(isinstance(one, int) and 0 <= one < self.vocab_size for one in listed):
+            if not all(isinstance(one, int) and one >= 0 and self._tokenizer.id_to_token(one) for one in listed):
                 raise ConfigError(f"{self.folder / 'generation_config.json'}: eos_token_id = {named!r}; {_FIX}")
             ids.update(listed)
         if eos := self._special_tokens.get("eos_token"):

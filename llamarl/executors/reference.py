@@ -27,7 +27,9 @@ class ReferenceExecutor(Executor):
     def __init__(self, config: RunConfig) -> None:
         settings = config.reference
         self._device = set_up_device(settings.device, settings.threads, "reference.device")
-        self._model = load_generator_model(settings.path or config.model.path, settings.dtype, self._device)
+        self._model = load_generator_model(
+            settings.path or config.model.path, settings.dtype, self._device, tokens_of=config.model.path
+        )
         self._max_tokens = config.trainer.microbatch_tokens
         self._temperature = config.rollout.temperature
 

@@ -181,6 +181,7 @@ class Engine:
             vocab_size=self.model.shape.vocab_size,
             can_decode=self._stop_strings is not None,
             is_known=siblings is not None,
+            unused_ids=self.model.shape.unused_ids,
         )
         if siblings:
             self._scheduler.join(siblings, [self._sequence(siblings, start) for start in starts])

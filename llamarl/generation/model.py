@@ -45,6 +45,7 @@ from llamarl.kernels.linear import Linear, QuantizedRows, Room, is_exact
 from llamarl.kernels.ops import rms_norm, rotate
 from llamarl.models.folder import load_shape
 from llamarl.models.hf import EMBEDDING, HEAD, Read, open_model
+from llamarl.models.masking import UnusedIds
 from llamarl.models.quantize import QUANTIZED_DTYPES, quantize_rows
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Attend, Rope, Transformer
@@ -129,7 +130,7 @@ class GeneratorModel:
         if shape.moe is not None:
             sparse = _name(shape.moe.sparse_layers[0], "mlp.experts.gate_proj")
             self._first_expert = boxes[sparse].starts[0]
-        self._rope = Rope(shape)
+        self._rope, self._unused_ids = Rope(shape), UnusedIds(shape.unused_ids)
         self._head_name = EMBEDDING if shape.tie_embeddings else HEAD
         self._used: Mapping[str, Tensor] = {}
         self._network = Network()
@@ -310,12 +311,13 @@ class GeneratorModel:
         return rms_norm(x_N_D, self._used["model.norm.weight"], eps, delta_N_D)
 
     def logits(self, hidden_N_D: Tensor) -> Tensor:
-        """[N, V], float32."""
+        """[N, V], float32; unused ids have no probability."""
         if self.dtype == torch.bfloat16:  # torch rounds the sums of a bfloat16 product unless told otherwise
             logits_N_V = torch.mm(hidden_N_D, self._used[self._head_name].t(), out_dtype=torch.float32)
         else:
             logits_N_V = self._network.head(hidden_N_D)
-        return self._parallel.all_gather_vocab(logits_N_V) if self._parallel else logits_N_V
+        whole_N_V = self._parallel.all_gather_vocab(logits_N_V) if self._parallel else logits_N_V
+        return self._unused_ids.remove(whole_N_V)
 
     def _check_device(self, kv_dtype: KvPrecision) -> None:
         if self.precision == "fp8" and self.device.type != "cuda":
@@ -451,14 +453,21 @@ def load_generator_model(
     tensor_parallel: TensorParallel | None = None,
     kv_dtype: KvPrecision = "auto",
     asleep: bool = False,
+    tokens_of: str | Path | None = None,
 ) -> GeneratorModel:
     """The model in a Hugging Face folder, or this rank's part of it, of which no more is read; asleep without weights.
+
+    Args:
+        tokens_of: folder whose tokenizer decides which ids are used; None means `folder`.
 
     Raises:
         ConfigError: no such model, or this machine cannot serve it in this way.
     """
     try:
-        model = GeneratorModel(load_shape(folder), precision, device, tensor_parallel, kv_dtype)
+        shape = load_shape(folder)
+        if tokens_of:
+            shape = dataclasses.replace(shape, unused_ids=load_shape(tokens_of).unused_ids)
+        model = GeneratorModel(shape, precision, device, tensor_parallel, kv_dtype)
         if not asleep:
             model.load(open_model(folder)[1].read)
     except ValueError as error:

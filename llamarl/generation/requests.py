@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 import numpy as np
 
 from llamarl.config.schema import MIN_TEMPERATURE
+from llamarl.models.vocabulary import Spans, is_unused
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
 
 _INT32_MAX = (1 << 31) - 1
@@ -34,13 +35,20 @@ def failed(request: GenerationRequest, index: int, error: str) -> Rollout:
 
 
 def accept(
-    request: GenerationRequest, *, context: int, vocab_size: int, can_decode: bool, is_known: bool = False
+    request: GenerationRequest,
+    *,
+    context: int,
+    vocab_size: int,
+    can_decode: bool,
+    is_known: bool = False,
+    unused_ids: Spans = (),
 ) -> tuple[list[Rollout], list[Rollout]]:
     """Sort a request's rollouts.
 
     Args:
         can_decode: the engine can turn tokens into text, which stop strings need.
         is_known: rollouts of the group are here, so that prompt and sampling have been looked at.
+        unused_ids: ids below `vocab_size` that have no token.
 
     Returns:
         Rollouts to go on with: the partials, or without any, empty ones. And those refused, as FAILED; or as LENGTH,
@@ -48,7 +56,7 @@ def accept(
     """
     partials = request.starts()
     indices = {partial.index for partial in partials} or {0}
-    error = "" if is_known else _request_error(request, context, vocab_size, can_decode)
+    error = "" if is_known else _request_error(request, context, vocab_size, can_decode, unused_ids)
     if len(indices) < len(partials):
         error = f"partials hold index {sorted(partial.index for partial in partials)}; give each index once"
     if error:
@@ -57,7 +65,7 @@ def accept(
         return list(partials), []
     going, refused, limit = list[Rollout](), list[Rollout](), response_limit(request, context)
     for partial in partials:
-        if error := _partial_error(request, partial, limit, vocab_size):
+        if error := _partial_error(request, partial, limit, vocab_size, unused_ids):
             refused.append(failed(request, partial.index, error))
         elif partial.num_tokens >= limit:
             refused.append(_full(partial))
@@ -73,14 +81,16 @@ def _full(partial: Rollout) -> Rollout:
     return replace(partial, columns=columns, finish_reason=FinishReason.LENGTH)
 
 
-def _request_error(request: GenerationRequest, context: int, vocab_size: int, can_decode: bool) -> str:
+def _request_error(
+    request: GenerationRequest, context: int, vocab_size: int, can_decode: bool, unused_ids: Spans
+) -> str:
     """Text that says what is wrong with a request; empty when nothing is."""
     prompt_T = request.prompt_token_ids_T
     if not len(prompt_T):
         return "the prompt is empty; at least one token is needed"
     if len(prompt_T) >= context:
         return f"the prompt has {len(prompt_T)} tokens and the context {context}; no token can be generated"
-    if error := unknown_id(prompt_T, vocab_size):
+    if error := unknown_id(prompt_T, vocab_size, unused_ids):
         return f"the prompt has {error}"
     if request.group_size < 1:
         return f"group_size = {request.group_size}; it must be at least 1"
@@ -107,7 +117,7 @@ def _sampling_error(params: SamplingParams) -> str:
     )
 
 
-def _partial_error(request: GenerationRequest, partial: Rollout, limit: int, vocab_size: int) -> str:
+def _partial_error(request: GenerationRequest, partial: Rollout, limit: int, vocab_size: int, unused_ids: Spans) -> str:
     """Why a partial rollout cannot go on; empty when it can."""
     name, num_tokens = f"partial rollout {partial.index}", partial.num_tokens
     if partial.group_id != request.group_id:
@@ -121,12 +131,15 @@ def _partial_error(request: GenerationRequest, partial: Rollout, limit: int, voc
         return f"{name} has columns of different lengths: {lengths}"
     if num_tokens >= limit and partial.is_sampled_T[-1]:
         return f"{name} has {num_tokens} tokens already, and {limit} is the limit"
-    if error := unknown_id(partial.token_ids_T, vocab_size):
+    if error := unknown_id(partial.token_ids_T, vocab_size, unused_ids):
         return f"{name} has {error}"
     return ""
 
 
-def unknown_id(token_ids_T: np.ndarray, vocab_size: int) -> str:
+def unknown_id(token_ids_T: np.ndarray, vocab_size: int, unused_ids: Spans = ()) -> str:
     """Names a token that is not in the vocabulary; empty when all are."""
     unknown_T = (token_ids_T < 0) | (token_ids_T >= vocab_size)
-    return f"token id {token_ids_T[unknown_T][0]}, outside the vocabulary of {vocab_size}" if unknown_T.any() else ""
+    if unknown_T.any():
+        return f"token id {token_ids_T[unknown_T][0]}, outside the vocabulary of {vocab_size}"
+    unused_T = is_unused(token_ids_T, unused_ids)
+    return f"token id {token_ids_T[unused_T][0]}, for which the tokenizer has no token" if unused_T.any() else ""

@@ -30,11 +30,11 @@ def score(
     model: EngineModel, sequences: Sequence[np.ndarray], candidates: CandidateSets | None = None
 ) -> list[np.ndarray]:
     """Log-probabilities of given tokens; see `GenerationBackend.score`."""
-    context, vocab_size = model.shape.max_position_embeddings, model.shape.vocab_size
+    context, shape = model.shape.max_position_embeddings, model.shape
     for i, token_ids_T in enumerate(sequences):
         if not 0 < len(token_ids_T) <= context:
             raise ValueError(f"sequence {i} has {len(token_ids_T)} tokens; between 1 and the context {context} can be")
-        if error := unknown_id(token_ids_T, vocab_size):
+        if error := unknown_id(token_ids_T, shape.vocab_size, shape.unused_ids):
             raise ValueError(f"sequence {i} has {error}")
     scores, start = list[np.ndarray](), 0
     for pack in packs(sequences, _PACK_TOKENS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from llamarl.config import ConfigError, open_file, read_json
 from llamarl.config.hub import folder_of
 from llamarl.models.shape import ModelShape, stop_ids
+from llamarl.models.vocabulary import unused_ids
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -39,12 +41,6 @@ def fingerprints(folder: str | Path) -> dict[str, str]:
     return found
 
 
-def check_weights(folder: str | Path) -> None:
-    """Checks each file by its header, which says how long it is. Raises ConfigError: one is missing, or not whole."""
-    for path in weight_files(folder_of(folder)):
-        opened(path, "np")
-
-
 def weight_files(folder: Path) -> list[Path]:
     """Files of the weights: one, or shards with an index. Raises ConfigError: one is missing."""
     if (folder / WEIGHTS).is_file():
@@ -70,7 +66,8 @@ def opened(path: Path, framework: str = "pt") -> Any:
 
 
 def load_shape(folder: str | Path) -> ModelShape:
-    """The shape in `folder`/config.json, with the stop tokens of generation_config.json where that names any.
+    """The shape in `folder`/config.json, with the stop tokens of generation_config.json where that names any, and the
+    token ids that its tokenizer does not use.
 
     Raises:
         ConfigError: no such folder or file, or a feature that the decoder does not have.
@@ -81,7 +78,8 @@ def load_shape(folder: str | Path) -> ModelShape:
         stops = stop_ids(read_model_file(folder, GENERATION_CONFIG))
         config["eos_token_id"] = list(stops or stop_ids(config))
     try:
-        return ModelShape.from_hf(config)
+        shape = ModelShape.from_hf(config)
+        return replace(shape, unused_ids=unused_ids(folder, shape.vocab_size))
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

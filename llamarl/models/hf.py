@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,21 +19,17 @@ from torch import Tensor
 
 from llamarl.config import ConfigError
 from llamarl.config.hub import folder_of
-from llamarl.models.folder import CONFIG, GENERATION_CONFIG, WEIGHTS, load_shape, opened, weight_files
+from llamarl.models.folder import CONFIG, GENERATION_CONFIG, WEIGHTS, load_shape, opened
 from llamarl.models.shape import ModelShape, hf_eos
+from llamarl.models.tensors import EMBEDDING, HEAD, LAST_NORM, Headers, file_names
 from llamarl.models.transformer import Transformer
 from llamarl.observability.files import sync
 from llamarl.sharding.box import Box
 from llamarl.sharding.tensor_parallel import is_expert, is_router
 
-EMBEDDING, HEAD, LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 Read = Callable[[str, Box], Tensor]
 """read(name, part): that part of a weight."""
-_DTYPES = ("F64", "F32", "F16", "BF16")
-"""Types of weights, as safetensors names them."""
-_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-"""An expert's projections, as Mixtral's files name them."""
 _WRITTEN = {CONFIG, GENERATION_CONFIG, WEIGHTS, *TOKENIZER_FILES}
 
 
@@ -47,66 +42,8 @@ def new_model(shape: ModelShape, seed: int, std: float) -> Transformer:
     return model
 
 
-def file_names(name: str, shape: Sequence[int], family: str) -> list[str]:
-    """Names in files of what a tensor of the model is made of: a stack of experts, of one matrix for each."""
-    name = name.replace(".mlp.", ".block_sparse_moe.") if family == "mixtral" else name
-    if not is_expert(name):
-        return [name]
-    owner, _, kind = name.rpartition(".")
-    kind = _MIXTRAL[kind] if family == "mixtral" else kind
-    return [f"{owner}.{expert}.{kind}.weight" for expert in range(shape[0])]
-
-
-class Weights:
+class Weights(Headers):
     """The tensors of a Hugging Face folder, of which any part can be read; all names and shapes have been checked."""
-
-    def __init__(
-        self,
-        folder: Path,
-        shape: ModelShape,
-        expected: Mapping[str, torch.Size],
-        optional: Sequence[str] = (),
-        is_tied: bool = False,
-    ) -> None:
-        """
-        Args:
-            shape: that of the model, whose family decides the names of experts in files.
-            expected: shapes by name; those that are `optional` may be missing.
-            is_tied: the embeddings are the model's output head.
-
-        Raises:
-            ConfigError: a file is missing or damaged, or a tensor is missing, unknown or of the wrong shape.
-        """
-        self._folder, self._is_tied = folder, is_tied
-        self._names = {name: file_names(name, sizes, shape.family) for name, sizes in expected.items()}
-        self._shapes = expected
-        self._expected = {
-            one: sizes[1:] if is_expert(name) else sizes
-            for name, sizes in expected.items()
-            for one in self._names[name]
-        }
-        self._files = dict[str, Path]()
-        self.other_head: Path | None = None
-        """File with the output head of the checkpoint, when the model has none of its own."""
-        for path in weight_files(folder):
-            with opened(path) as file:
-                for name in file.keys():  # noqa: SIM118 - the file is no mapping
-                    sizes = tuple(file.get_slice(name).get_shape())
-                    if name == HEAD and name not in expected:
-                        self.other_head = path
-                        self._check_tied_head(sizes == tuple(expected[EMBEDDING]))
-                    elif not _is_left_out(name, shape):
-                        self._check(name, sizes, file.get_slice(name).get_dtype())
-                        self._files[name] = path
-        missing = [name for name in self._expected if name not in self._files and name not in optional]
-        if missing:
-            raise ConfigError(
-                f"{folder}: {len(missing)} tensors are missing, first `{missing[0]}`; "
-                f"copy the whole checkpoint again, or correct {CONFIG}"
-            )
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
 
     def read(self, name: str, box: Box) -> Tensor:
         """A part of a tensor in the type of its file, maybe in its memory; zeros for an optional one that is missing.
@@ -124,7 +61,7 @@ class Weights:
         if name == LAST_NORM and part.numel() and not part.any():
             raise ConfigError(f"{self._folder}: `{name}` is 0 throughout, so every token is as likely; copy it again")
         if name == EMBEDDING and self._is_tied and self.other_head is not None:
-            self._check_tied_head(torch.equal(_part(self.other_head, HEAD, box).float(), part.float()))
+            self.check_tied_head(torch.equal(_part(self.other_head, HEAD, box).float(), part.float()))
         return part
 
     def _experts(self, names: Sequence[str], box: Box) -> Tensor:
@@ -144,30 +81,6 @@ class Weights:
             name: self.read(name, Box.whole(shape)).to(device, exact if is_router(name) else dtype, copy=True)
             for name, shape in self._shapes.items()
         }
-
-    def _check_tied_head(self, is_alike: bool) -> None:
-        """A tied checkpoint may carry its head; when that differs from the embeddings, one of the two is ignored."""
-        if self._is_tied and not is_alike:
-            raise ConfigError(
-                f"{self._folder}: `{HEAD}` differs from `{EMBEDDING}`, but {CONFIG} says "
-                f"`tie_word_embeddings` = true; set it to false or remove `{HEAD}`"
-            )
-
-    def _check(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
-        if name not in self._expected:
-            raise ConfigError(
-                f"{self._folder}: unknown tensor `{name}`; the weights and {CONFIG} are of different models"
-            )
-        if dtype not in _DTYPES:
-            raise ConfigError(
-                f"{self._folder}: `{name}` has the type {dtype}, and its values mean nothing without their scales; "
-                f"use a checkpoint in {', '.join(_DTYPES)}"
-            )
-        if shape != (expected := tuple(self._expected[name])):
-            raise ConfigError(
-                f"{self._folder}: `{name}` has shape {shape}, but {CONFIG} says {expected}; "
-                "the weights and the config are of different models"
-            )
 
 
 def open_model(folder: str | Path) -> tuple[Transformer, Weights]:
@@ -271,13 +184,6 @@ def replaced_folder(folder: Path, names: Collection[str]) -> Iterator[Path]:
 def _generation_config(shape: ModelShape) -> dict[str, Any]:
     ids = {"bos_token_id": shape.bos_token_id, "eos_token_id": hf_eos(shape.stop_token_ids)}
     return {key: value for key, value in ids.items() if value is not None}
-
-
-def _is_left_out(name: str, shape: ModelShape) -> bool:
-    """A tensor that no model has: a constant that old checkpoints carry, or one of the layers of GLM-4 mixtures that
-    predict further tokens, behind the others."""
-    layer = re.match(r"model\.layers\.(\d+)\.", name) if shape.family == "glm4_moe" else None
-    return name.endswith(".rotary_emb.inv_freq") or (layer is not None and int(layer[1]) >= shape.num_layers)
 
 
 def _part(path: Path, name: str, box: Box) -> Tensor:

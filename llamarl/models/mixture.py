@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llamarl.config import ConfigError
-from llamarl.models.sizes import MAX_COUNT, count, positive
+from llamarl.models.keys import refuse
+from llamarl.models.sizes import count, positive
 
 
 def mixture_from_hf(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
@@ -27,8 +27,10 @@ def mixture_from_hf(config: Mapping[str, Any], num_layers: int) -> dict[str, Any
 
 def _qwen3(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     dense, step = config.get("mlp_only_layers") or [], count(config, "decoder_sparse_step", default=1)
-    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
-        raise ConfigError(f"config.json: `mlp_only_layers` = {dense!r}; a list of numbers of layers is needed")
+    if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in dense):
+        refuse("mlp_only_layers", dense, f"a list of numbers of layers is needed, from 0 to {num_layers - 1}")
+    if len(set(dense)) < len(dense):
+        refuse("mlp_only_layers", dense, "a layer stands there twice")
     return {
         "num_experts": count(config, "num_experts", "num_local_experts"),
         "experts_per_token": count(config, "num_experts_per_tok"),
@@ -49,12 +51,12 @@ def _mixtral(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
 
 
 def _glm4(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    width, shared = count(config, "moe_intermediate_size"), _whole(config, "n_shared_experts", 1)
+    width, shared = count(config, "moe_intermediate_size"), count(config, "n_shared_experts", default=1, least=0)
     return {
-        "num_experts": count(config, "n_routed_experts", "num_local_experts"),
+        "num_experts": count(config, "n_routed_experts", "num_local_experts", "num_experts"),
         "experts_per_token": count(config, "num_experts_per_tok"),
         "expert_size": width,
-        "sparse_layers": tuple(range(_whole(config, "first_k_dense_replace", 1), num_layers)),
+        "sparse_layers": tuple(range(count(config, "first_k_dense_replace", default=1, least=0), num_layers)),
         "scoring": "sigmoid",
         "normalized": flag(config, "norm_topk_prob", True),
         "scaling": float(positive("routed_scaling_factor", config.get("routed_scaling_factor", 1.0))),
@@ -90,16 +92,13 @@ def mixture_to_hf(family: str, num_layers: int, moe: Mapping[str, Any]) -> dict[
     }
 
 
-def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
-    """A key that is true or false; absent, as its class in transformers assumes. Raises ConfigError."""
+def flag(config: Mapping[str, Any], key: str, default: bool, table: str = "") -> bool:
+    """A key that is true or false; absent, as its class in transformers assumes. Raises ConfigError.
+
+    Args:
+        table: key of the table that `config` is; empty means the whole file.
+    """
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
-        raise ConfigError(f"config.json: `{key}` = {value!r}; true or false is needed")
+        refuse(f"{table}.{key}" if table else key, value, "true or false is needed")
     return default if value is None else value
-
-
-def _whole(config: Mapping[str, Any], key: str, default: int) -> int:
-    value = default if config.get(key) is None else config[key]
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_COUNT:
-        raise ConfigError(f"config.json: `{key}` = {value!r}; a whole number from 0 to {MAX_COUNT:,} is needed")
-    return value

@@ -12,14 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llamarl.config import ConfigError
 from llamarl.config.hub import folder_of
 from llamarl.models.folder import load_shape
 from llamarl.models.hf import Weights
 from llamarl.models.shape import ModelShape
+from llamarl.models.tensors import SCORE
 from llamarl.models.transformer import Attend, Decoder
-
-HEAD = "score.weight"
 
 
 class ScalarModel(nn.Module):
@@ -53,10 +51,9 @@ def open_scalar_model(folder: str | Path, *, new_head: bool) -> tuple[ScalarMode
     with torch.device("meta"):
         model = ScalarModel(load_shape(folder))
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    weights = Weights(folder_of(folder), model.shape, expected, optional=(HEAD,))
-    if HEAD not in weights and not new_head:
-        what = "a language model" if weights.other_head is not None else "a model"
-        raise ConfigError(f"{folder} holds {what} without `{HEAD}`; name a sequence classification model")
+    weights = Weights(folder_of(folder), model.shape, expected, optional=(SCORE,))
+    if not new_head:
+        weights.check_score()
     return model, weights
 
 

@@ -6,12 +6,23 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from llamarl.config import ConfigError
+from llamarl.models.keys import check_keys, refuse, same_value
 from llamarl.models.mixture import flag, mixture_from_hf, mixture_to_hf
 from llamarl.models.refused import refusal
-from llamarl.models.sizes import DecoderSizes, MoeShape, original_context, positive, rope_of, sizes_from_hf
+from llamarl.models.sizes import (
+    DecoderSizes,
+    MoeShape,
+    count,
+    original_context,
+    positive,
+    rope_kind,
+    rope_of,
+    sizes_from_hf,
+)
+from llamarl.models.vocabulary import Spans
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -25,25 +36,10 @@ ARCHITECTURES = {
 """Family (`model_type` of config.json) -> class in transformers."""
 MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe")
 """Families of mixtures of experts."""
-_FIXED = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "attention_dropout": 0,
-    "partial_rotary_factor": 1,
-    "quantization_config": None,
-    "num_experts": None,
-    "num_local_experts": None,
-    "router_jitter_noise": 0,
-    "shared_expert_intermediate_size": 0,
-}
-"""Keys that may be absent, and the only value of each that the decoder computes."""
-_OPEN = {
-    "qwen3_moe": ("num_experts", "num_local_experts"),
-    "mixtral": ("num_experts", "num_local_experts"),
-    "glm4_moe": ("num_experts", "num_local_experts", "attention_bias", "partial_rotary_factor"),
-}
-"""Keys of these that may have other values in a family."""
+WINDOWED = ("qwen2", "qwen3", "qwen3_moe")
+"""Families in which `use_sliding_window` decides whether there is a window."""
+WITHOUT_WINDOW = ("llama", "glm4_moe")
+"""Families whose class in transformers has no window."""
 _ABSENT: dict[str, dict[str, float]] = {
     "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "glm4_moe": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
@@ -51,6 +47,9 @@ _ABSENT: dict[str, dict[str, float]] = {
 """Values that a family's class in transformers assumes where a key is absent, and others do not."""
 _ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 """Keys that a rope's dictionary has beside those of its kind."""
+_MOST = {"factor": 1e4, "attention_factor": 1e2, "mscale": 1e2, "mscale_all_dim": 1e2}
+"""Largest values of a scaling; published ones are a hundredth of these."""
+_BETAS = {"beta_slow": 1.0, "beta_fast": 32.0}
 
 MAX_LAYERS = 4096
 
@@ -125,6 +124,8 @@ class ModelShape(DecoderSizes):
     bos_token_id: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response."""
+    unused_ids: Spans = ()
+    """Token ids below `vocab_size` that the tokenizer has no token for. They are never sampled."""
 
     def __post_init__(self) -> None:
         if self.family not in ARCHITECTURES:
@@ -138,10 +139,10 @@ class ModelShape(DecoderSizes):
         if self.num_layers > MAX_LAYERS:
             raise ConfigError(f"{self.num_layers} layers; a model may have {MAX_LAYERS}")
         for name, value in (("rms_norm_eps", self.rms_norm_eps), ("rope_theta", self.rope_theta)):
-            if not 0 < value < math.inf:  # NaN neither
+            if isinstance(value, bool) or not 0 < value < math.inf:  # NaN neither
                 raise ConfigError(f"{name} = {value!r}; a positive number is needed, copy config.json again")
         for token in self.stop_token_ids:
-            if not isinstance(token, int) or not 0 <= token < self.vocab_size:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
                 raise ConfigError(f"eos_token_id = {token!r} is none of the {self.vocab_size} tokens of the model")
 
     def _check_rotation(self) -> None:
@@ -171,17 +172,17 @@ class ModelShape(DecoderSizes):
         if not isinstance(family, str) or family not in ARCHITECTURES:
             raise ConfigError(f"config.json: `model_type` = {family!r} {refusal(family)}")
         absent = _ABSENT.get(family, {})
-        for key, value in _FIXED.items():
-            if config.get(key) is not None and config[key] != value and key not in _OPEN.get(family, ()):
-                _refuse(key, config[key], f"only {value!r} is supported")
+        check_keys(config, family)
         named = config.get("architectures") or []
+        if not isinstance(named, list):
+            refuse("architectures", named, "a list is needed")
         if ARCHITECTURES[family] not in named and any(str(name).endswith("ForCausalLM") for name in named):
-            _refuse("architectures", named, f"model_type {family} is a {ARCHITECTURES[family]}")
+            refuse("architectures", named, f"model_type {family} is a {ARCHITECTURES[family]}")
         sizes = sizes_from_hf(config)
         _check_full_attention(config, sizes["num_layers"], sizes["max_position_embeddings"])
         if config.get("head_dim") is None and family != "qwen3" and sizes["hidden_size"] % sizes["num_heads"]:
             divides = f"without head_dim, num_attention_heads = {sizes['num_heads']} must divide it"
-            _refuse("hidden_size", sizes["hidden_size"], divides)
+            refuse("hidden_size", sizes["hidden_size"], divides)
         theta, scaling, rotated = _rope(config, absent)
         mixture = mixture_from_hf(config, sizes["num_layers"]) if family in MIXTURES else None
         return cls(
@@ -191,10 +192,10 @@ class ModelShape(DecoderSizes):
             partial_rotary_factor=rotated,
             attention_bias=family == "glm4_moe" and flag(config, "attention_bias", False),
             use_qk_norm=family == "glm4_moe" and flag(config, "use_qk_norm", False),
-            rms_norm_eps=config.get("rms_norm_eps", absent.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=positive("rms_norm_eps", config.get("rms_norm_eps", absent.get("rms_norm_eps", 1e-6))),
             rope_theta=theta,
             rope_scaling=scaling,
-            bos_token_id=config.get("bos_token_id"),
+            bos_token_id=_bos(config),
             stop_token_ids=stop_ids(config),
         )
 
@@ -236,6 +237,11 @@ def stop_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(eos) if isinstance(eos, list) else (eos,)
 
 
+def _bos(config: Mapping[str, Any]) -> int | None:
+    value = config.get("bos_token_id")
+    return None if value is None else count(config, "bos_token_id", least=0)
+
+
 def hf_eos(stop_token_ids: tuple[int, ...]) -> int | list[int] | None:
     """The shortest form of `eos_token_id`, which every reader knows: inverse of `stop_ids`."""
     if len(stop_token_ids) > 1:
@@ -247,30 +253,53 @@ def _rope(config: Mapping[str, Any], absent: Mapping[str, float]) -> tuple[float
     """Base, scaling and share of the channels, from `rope_parameters` (transformers 5) or `rope_theta` and
     `rope_scaling` (4)."""
     key, rope = rope_of(config)
-    theta = float(rope.get("rope_theta", config.get("rope_theta", absent.get("rope_theta", 10_000.0))))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    name, whole = "partial_rotary_factor", absent.get("partial_rotary_factor", 1.0)
-    rotated = positive(name, rope.get(name) or config.get(name) or whole)
+    theta = float(positive("rope_theta", _in_both(config, key, rope, "rope_theta", absent.get("rope_theta", 10_000.0))))
+    name = "partial_rotary_factor"
+    rotated = positive(name, _in_both(config, key, rope, name, absent.get(name, 1.0)))
     if name not in absent and rotated != 1:
-        _refuse(f"{key}.{name}", rotated, "only 1 is supported")
-    if kind == "default":
-        return theta, None, rotated
-    if kind not in SCALINGS:
-        _refuse(f"{key}.rope_type", kind, f"default, {', '.join(SCALINGS)} are supported")
-    fields = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(SCALINGS[kind])}
+        refuse(f"{key}.{name}", rotated, "only 1 is supported")
+    kind = rope_kind(config)
+    if kind != "default" and kind not in SCALINGS:
+        refuse(f"{key}.rope_type", kind, f"default, {', '.join(SCALINGS)} are supported")
+    found = () if kind == "default" else dataclasses.fields(SCALINGS[kind])
+    fields = {field.name: field.default is dataclasses.MISSING for field in found}
     values = {name: value for name, value in rope.items() if value is not None and name not in _ROPE_KEYS}
     if unknown := sorted(values.keys() - fields):
-        _refuse(f"{key}.{unknown[0]}", values[unknown[0]], f"transformers reads no such key with {kind}; take it out")
+        refuse(f"{key}.{unknown[0]}", values[unknown[0]], f"transformers reads no such key with {kind}; take it out")
+    if kind == "default":
+        return theta, None, rotated
     if "original_max_position_embeddings" in fields:
         values["original_max_position_embeddings"] = original_context(config)
     if missing := [name for name, is_needed in fields.items() if is_needed and name not in values]:
         raise ConfigError(f"config.json: `{key}.{missing[0]}` is missing; rope_type {kind} needs it")
-    for name, value in values.items():
-        if name != "truncate":
-            positive(f"{key}.{name}", value)
-        elif not isinstance(value, bool):
-            _refuse(f"{key}.truncate", value, "true or false is needed")
+    _check_scaling(key, values)
     return theta, SCALINGS[kind](**values), rotated
+
+
+def _in_both(config: Mapping[str, Any], key: str, rope: Mapping[str, Any], name: str, default: float) -> Any:
+    """Value of a key that may stand in the rope's table `key`, beside it, or in both with one value."""
+    value = same_value({name: config.get(name), f"{key}.{name}": rope.get(name)}, name, f"{key}.{name}")
+    return default if value is None else value
+
+
+def _check_scaling(key: str, values: Mapping[str, Any]) -> None:
+    """Raises ConfigError: a value is of the wrong kind, out of range, contradicts another, or is not read."""
+    for name, value in values.items():
+        if name == "truncate":
+            flag(values, name, True, key)
+        elif positive(f"{key}.{name}", value) > _MOST.get(name, math.inf):
+            refuse(f"{key}.{name}", value, f"at most {_MOST[name]:g} is supported")
+    if values["factor"] < 1:
+        refuse(f"{key}.factor", values["factor"], "at least 1 is needed")
+    for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+        small, large = (values.get(name, _BETAS.get(name)) for name in (low, high))
+        if {low, high} & values.keys() and not small < large:
+            refuse(f"{key}.{low}", small, f"it must be less than {high} = {large!r}")
+    pair = [name for name in ("mscale", "mscale_all_dim") if name in values]
+    if len(pair) == 1:
+        refuse(f"{key}.{pair[0]}", values[pair[0]], "mscale and mscale_all_dim count together only; give both or none")
+    if pair and "attention_factor" in values:
+        refuse(f"{key}.attention_factor", values["attention_factor"], "it makes mscale mean nothing; give one of them")
 
 
 def _hf_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
@@ -286,27 +315,25 @@ def _hf_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
 def _check_full_attention(config: Mapping[str, Any], num_layers: int, context: int) -> None:
     """Refuse a sliding window that hides a token of the context from some layer; released Qwen configs name one and
     leave it off, and Ministral's is as long as its context."""
-    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
-    if kinds:
-        _refuse("layer_types", sorted(kinds), "only full_attention is supported")
-    family = config["model_type"]
-    if family in ("mistral", "mixtral") or (family in MIXTURES and config.get("use_sliding_window")):
-        # Absent from a config, it is what MistralConfig assumes.
-        window = config.get("sliding_window", 4096 if family == "mistral" else None)
-        if window is not None and positive("sliding_window", window) < context:
-            _refuse(
-                "sliding_window",
-                window if "sliding_window" in config else "absent, which means 4096",
-                f"only full attention is supported, so null or at least the {context} tokens of the context"
-                + ("; of the Mistral 7B models those from v0.2 on have none" if family == "mistral" else ""),
-            )
+    if kinds := config.get("layer_types"):
+        if not isinstance(kinds, list) or len(kinds) != num_layers:
+            refuse("layer_types", kinds, f"a list with one entry for each of the {num_layers} layers is needed")
+        if others := sorted({str(kind) for kind in kinds} - {"full_attention"}):
+            refuse("layer_types", others, "only full_attention is supported")
+    family, uses = config["model_type"], flag(config, "use_sliding_window", False)
+    # Absent from a config, 28 is what Qwen2Config and Qwen3Config assume, and 4096 what MistralConfig does.
+    first = count(config, "max_window_layers", default=28, least=0)
+    window = config.get("sliding_window", 4096 if family == "mistral" else None)
+    if window is not None:
+        count({"sliding_window": window}, "sliding_window")
+    if not uses and (family in WINDOWED or (family in WITHOUT_WINDOW and "use_sliding_window" in config)):
+        return  # it is named, and off
+    if family in ("qwen2", "qwen3") and (kinds or first >= num_layers):
         return
-    windowed = config.get("use_sliding_window") and config.get("sliding_window") is not None
-    # Absent from a config, 28 is what Qwen2Config and Qwen3Config assume.
-    first = config.get("max_window_layers", 28) if family != "llama" else 0
-    if windowed and not config.get("layer_types") and first < num_layers:
-        _refuse("use_sliding_window", True, "only full attention is supported; set it to false")
-
-
-def _refuse(key: str, value: object, supported: str) -> NoReturn:
-    raise ConfigError(f"config.json: `{key}` = {value!r}; {supported}")
+    if window is not None and window < context:
+        refuse(
+            "sliding_window",
+            window if "sliding_window" in config else "absent, which means 4096",
+            f"only full attention is supported, so null or at least the {context} tokens of the context"
+            + ("; of the Mistral 7B models those from v0.2 on have none" if family == "mistral" else ""),
+        )

@@ -10,11 +10,15 @@ from typing import Any, Literal
 
 from llamarl.config.errors import ConfigError
 from llamarl.config.trainer import ATTENTION, LoraConfig
+from llamarl.models.keys import refuse, same_value
 
 MAX_COUNT = 1 << 27
 """Most tokens, columns or positions: a hundred times what models have, and tables of that size can still be made."""
 MAX_EXPERTS = 1 << 17
 """Most experts in all layers; models have some 20,000."""
+_ROPES = ("rope_scaling", "rope_parameters")
+_TYPES = ("rope_type", "type")
+"""Names of a rope's type; transformers 4 wrote the second one, too."""
 _BYTE, _TWO_BYTES = 255, 65_535
 Weights = dict[str, tuple[int, ...]]
 """Shapes by name."""
@@ -287,28 +291,53 @@ def sizes_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
 def rope_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Key and value of what a config says of its rotation: transformers 5 writes `rope_parameters`, 4
     `rope_scaling`. Raises ConfigError."""
-    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    if not isinstance(rope := config.get(key) or {}, dict):
-        raise ConfigError(f"config.json: `{key}` = {rope!r}; a table of names and values is needed")
-    return key, rope
+    tables = {key: config[key] for key in _ROPES if config.get(key) not in (None, {})}
+    for key, rope in tables.items():
+        if not isinstance(rope, dict):
+            refuse(key, rope, "a table of names and values is needed")
+        if "full_attention" in rope or "sliding_attention" in rope:
+            refuse(key, rope, "one for each type of layer is not supported; write its values without the type")
+        same_value({f"{key}.{name}": rope.get(name) for name in _TYPES}, *(f"{key}.{name}" for name in _TYPES))
+    if len(tables) < len(_ROPES):
+        return next(iter(tables.items()), (_ROPES[0], {}))
+    older, newer = (_renamed(tables[key]) for key in _ROPES)
+    for name in sorted((older.keys() | newer.keys()) - {"rope_theta"} | (older.keys() & newer.keys())):
+        if older.get(name) != newer.get(name):
+            refuse(f"{_ROPES[1]}.{name}", newer.get(name), f"{_ROPES[0]} says {older.get(name)!r}; give one of them")
+    return _ROPES[1], older | newer
+
+
+def _renamed(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """A rope's table with the newer name of its type, without what is null."""
+    found = {name: value for name, value in rope.items() if value is not None and name not in _TYPES}
+    return found | {"rope_type": _kind(rope)}
+
+
+def _kind(rope: Mapping[str, Any]) -> Any:
+    return next((rope[name] for name in _TYPES if rope.get(name) is not None), "default")
+
+
+def rope_kind(config: Mapping[str, Any]) -> str:
+    """Type of the rotation. Raises ConfigError."""
+    key, rope = rope_of(config)
+    if not isinstance(kind := _kind(rope), str):
+        refuse(f"{key}.rope_type", kind, "a name is needed")
+    return kind
 
 
 def original_context(config: Mapping[str, Any]) -> int:
-    """Tokens of the context before it was stretched. A key beside the rope's goes before one in it, as transformers
-    reads them; without either it is the context that is stated."""
-    name = "original_max_position_embeddings"
-    return count(
-        {**rope_of(config)[1], **({name: config[name]} if config.get(name) else {})},
-        name,
-        default=count(config, "max_position_embeddings"),
-    )
+    """Tokens of the context before it was stretched, from the rope's table or beside it; without either it is the
+    context that is stated. Raises ConfigError: the two differ."""
+    name, (key, rope) = "original_max_position_embeddings", rope_of(config)
+    value = same_value({name: config.get(name), f"{key}.{name}": rope.get(name)}, name, f"{key}.{name}")
+    return count({name: value}, name, default=count(config, "max_position_embeddings"))
 
 
 def _context(config: Mapping[str, Any]) -> int:
     """Longest context. YaRN makes it `factor` times the original one, which released configs do not always say: Qwen's
     model cards add the scaling and leave `max_position_embeddings`."""
     stated, (key, rope) = count(config, "max_position_embeddings"), rope_of(config)
-    if rope.get("rope_type", rope.get("type")) != "yarn" or rope.get("factor") is None:
+    if rope_kind(config) != "yarn" or rope.get("factor") is None:
         return stated
     stretched = int(positive(f"{key}.factor", rope["factor"]) * original_context(config))
     return count({"max_position_embeddings": max(stated, stretched)}, "max_position_embeddings")
@@ -321,13 +350,17 @@ def positive(key: str, value: object) -> float:
     return value
 
 
-def count(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
-    """The first of some keys that is there, a positive whole number. Raises ConfigError."""
-    value = next((config[key] for key in keys if config.get(key) is not None), default)
+def count(config: Mapping[str, Any], *keys: str, default: int | None = None, least: int = 1) -> int:
+    """The value of keys that mean the same, a whole number. Raises ConfigError: it is none, or two keys differ."""
+    value = default if (found := same_value(config, *keys)) is None else found
     if value is None:
         raise ConfigError(f"config.json: `{keys[0]}` is missing; the model's size follows from it")
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_COUNT:
-        raise ConfigError(f"config.json: `{keys[0]}` = {value!r}; a whole number from 1 to {MAX_COUNT:,} is needed")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_COUNT:
+        refuse(
+            next((key for key in keys if config.get(key) is not None), keys[0]),
+            value,
+            f"a whole number from {least} to {MAX_COUNT:,} is needed",
+        )
     return value
 
 

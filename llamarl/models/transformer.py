@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from llamarl.kernels.ops import gate_by_torch, rotate_by_torch
 from llamarl.models.experts import MoeFeedForward
+from llamarl.models.masking import UnusedIds
 from llamarl.models.shape import LinearScaling, Llama3Scaling, ModelShape, YarnScaling
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -258,6 +259,7 @@ class Transformer(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
+        self.unused_ids = UnusedIds(shape.unused_ids)
         self.model = Decoder(shape)
         # A tied model has no second name for the matrix, so nothing that rewrites modules can untie it.
         self.lm_head = None if shape.tie_embeddings else Projection(shape.hidden_size, shape.vocab_size, bias=False)
@@ -273,8 +275,8 @@ class Transformer(nn.Module):
         return self.model(token_ids_N, positions_N, attend, routes_N_W)
 
     def logits(self, hidden_N_D: Tensor) -> Tensor:
-        """[N, V], in the dtype of the weights."""
-        return F.linear(hidden_N_D, self.head_weight_V_D)
+        """[N, V], in the dtype of the weights; unused ids have no probability."""
+        return self.unused_ids.remove(F.linear(hidden_N_D, self.head_weight_V_D))
 
     @property
     def head_weight_V_D(self) -> Tensor:

@@ -16,6 +16,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from llamarl.rewards._text import parse_number
+
+NUMBERS: Mapping[Any, type[int] | type[float]] = {int: int, "int": int, float: float, "float": float}
+"""Annotations of a parameter that takes a number."""
 GIVEN = ("prompt", "response", "answer")
 Said = dict[str, Any]
 """`{"value": number}`, or `{"error": sentence}`."""
@@ -72,11 +76,22 @@ async def _together(function: Callable[..., Any], rows: list[Mapping[str, Any]],
 
 
 def _wanted(function: Callable[..., Any], row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fields of a row that the function takes."""
+    """Fields of a row that the function takes. An `answer` that it declares as `int` or `float` is that number."""
     parameters = inspect.signature(function).parameters
+    wanted = NUMBERS.get(parameters["answer"].annotation) if "answer" in parameters else None
+    if wanted is not None and "answer" in row:
+        row = {**row, "answer": _number(row["answer"], wanted)}
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
         return row
     return {name: row[name] for name in parameters if name in row}
+
+
+def _number(answer: str, kind: type[int] | type[float]) -> int | float:
+    """Raises ValueError: it is none of this kind."""
+    found = parse_number(answer)
+    if found is None or (kind(found) != found and kind is int):
+        raise ValueError(f"the function takes `answer: {kind.__name__}`, and the row's answer is {answer!r:.60}")
+    return kind(found)
 
 
 def _value(said: Any) -> Said:

@@ -11,7 +11,7 @@ TAIL_CHARS = 4096
 _NUMBER = re.compile(
     r"""(?:(?P<sign>[+-])\s*)?(?:\$\s*)?(?:(?P<inner>[+-])\s*)?  # -72, $72, -$72, $-72; linear: no two \s* can meet
         (?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?  # 1,234.5
-        |[0-9]+(?:\.[0-9]+)?|\.[0-9]+)                    # 1234.5, .5
+        |(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)  # 1234.5, .5, 1.055e+06
         \s*(?:\$\s*)?\.?""",
     re.VERBOSE,
 )
@@ -20,7 +20,8 @@ _NUMBER = re.compile(
 def parse_number(text: str) -> Decimal | None:
     """The number that the whole of `text` is, or None.
 
-    Allowed around it: spaces, one sign, `$`, commas between valid groups of three, one trailing full stop.
+    Allowed around it: spaces, one sign, `$`, commas between valid groups of three, one trailing full stop. Scientific
+    notation may have three digits of exponent.
     """
     match = _NUMBER.fullmatch(text.strip())
     if match is None or (match["sign"] and match["inner"]):

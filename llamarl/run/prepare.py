@@ -15,7 +15,7 @@ from llamarl.algorithms.advantages._base import GroupAdvantage
 from llamarl.config import ConfigError, RunConfig, build, did_you_mean, load_config
 from llamarl.config.cluster import lack_of_monarch
 from llamarl.config.data import SourceConfig
-from llamarl.config.hub import hub_name
+from llamarl.config.hub import hub_name, open_hub
 from llamarl.config.ref import class_of, part
 from llamarl.config.roles import CriticConfig, ReferenceConfig
 from llamarl.config.trainer import ParallelismConfig
@@ -25,10 +25,11 @@ from llamarl.data.sources import ProblemRow
 from llamarl.data.tokenizer import check_vocabulary, ended_after
 from llamarl.kernels.build import pinned as pinned_instructions
 from llamarl.models.fit import cache_bytes, trainer_load
-from llamarl.models.folder import check_weights, load_shape
+from llamarl.models.folder import load_shape
 from llamarl.models.memory import BLOCK_COLUMNS, trainer_bytes
 from llamarl.models.shape import ModelShape, MoeShape
 from llamarl.models.sizes import uneven_parts
+from llamarl.models.tensors import check_listed_weights, check_weights
 from llamarl.observability.usage import MIN_FILES
 from llamarl.rewards._build import build_reward
 from llamarl.run.held_out import learnt_too, load_held_out
@@ -193,9 +194,11 @@ def prepare(config: RunConfig, *, weights: bool = True, machine: MachineMemory |
         warnings.append(f"cluster.kind = 'inline': executors share this process and take turns; {lack}")
     placer = None
     if config.cluster.kind != "hosts":  # whose controller needs neither weights nor devices
-        for path in {config.model.path, *(one.path for one in models_in_use(config).values() if one.path)}:
-            if weights or hub_name(path) is None:
-                check_weights(path)
+        for role, path in _models(config):
+            if weights or (name := hub_name(path)) is None:
+                check_weights(path, role)
+            else:
+                check_listed_weights(path, open_hub().listing(name)[1], role)
         placer = LocalPlacer(config, len(machine.gpus) if machine else None)
         placer.check()
         warnings += placer.crowded()
@@ -223,6 +226,14 @@ def prepare(config: RunConfig, *, weights: bool = True, machine: MachineMemory |
         shape=shape, problems=problems, placer=placer, warnings=tuple(warnings),
         first_prompt="\n".join([*train.notes, *train.first_prompts]),
     )  # fmt: skip
+
+
+def _models(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Role and path of each model whose weights are loaded."""
+    yield "policy", config.model.path
+    for name, settings in models_in_use(config).items():
+        if path := settings.path or (config.model.path if name == "critic" else ""):
+            yield name, path
 
 
 def check_here(config: RunConfig) -> None:

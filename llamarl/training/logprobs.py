@@ -16,10 +16,12 @@ from torch.autograd.function import once_differentiable
 from llamarl.distributed.mesh import ALONE, Axis
 from llamarl.kernels import gpu
 from llamarl.kernels.products import INPUT, OUTPUT, WEIGHT, multiply
+from llamarl.models.masking import UnusedIds
 from llamarl.models.memory import TILE_LOGITS
 
 _ROWS = 1024
 """Rows whose targets' rows of the head are copied at once."""
+ALL_USED = UnusedIds(())
 
 
 def target_logprobs(
@@ -29,8 +31,10 @@ def target_logprobs(
     temperature: float,
     tp: Axis = ALONE.tp,
     cutoffs_R: Tensor | None = None,
+    unused_ids: UnusedIds = ALL_USED,
 ) -> Tensor:
-    """log softmax(hidden @ head.T / temperature)[target], [R], differentiable in `hidden` and `head`.
+    """log softmax(hidden @ head.T / temperature)[target], [R], differentiable in `hidden` and `head`. Ids that are not
+    used have no probability and no gradient; no target is one of them.
 
     Float32, and float64 for float64 inputs.
 
@@ -45,14 +49,26 @@ def target_logprobs(
     With several ranks on `tp` each has an equal part of the head, in rank order. All get the same log-probs, and the
     gradient of `hidden` is this rank's part of a sum over the ranks.
     """
-    return _TargetLogprobs.apply(hidden_R_D, head_V_D, targets_R, temperature, tp, cutoffs_R)
+    return _TargetLogprobs.apply(hidden_R_D, head_V_D, targets_R, temperature, tp, cutoffs_R, unused_ids)
 
 
 class _Tiles:
     """Tiles of logits, one after the other, on processors in the same memory: fresh pages for each would take a tenth
     of the time."""
 
-    def __init__(self, hidden_R_D: Tensor, head_V_D: Tensor, temperature: float) -> None:
+    def __init__(
+        self,
+        hidden_R_D: Tensor,
+        head_V_D: Tensor,
+        temperature: float,
+        unused_ids: UnusedIds = ALL_USED,
+        first: int = 0,
+    ) -> None:
+        """
+        Args:
+            first: token id of the first row of the head.
+        """
+        self._unused_ids, self._first = unused_ids, first
         self.dtype = torch.promote_types(hidden_R_D.dtype, torch.float32)
         self._hidden_R_D, self._head_V_D, self._temperature = hidden_R_D, head_V_D, temperature
         # A power of two: products by oneDNN keep code for every size that they have met.
@@ -74,7 +90,8 @@ class _Tiles:
                     multiply(OUTPUT, self._hidden_R_D, head_T_D, logits_R_T)
                 else:
                     logits_R_T.copy_(wide_product(self._hidden_R_D, head_T_D.T))
-            yield start, head_T_D, logits_R_T if self._temperature == 1 else logits_R_T.div_(self._temperature)
+            logits_R_T = logits_R_T if self._temperature == 1 else logits_R_T.div_(self._temperature)
+            yield start, head_T_D, self._unused_ids.remove(logits_R_T, self._first + start)
 
 
 def tile_logits(hidden_R_D: Tensor) -> int:
@@ -131,9 +148,11 @@ class _TargetLogprobs(torch.autograd.Function):
         temperature: float,
         tp: Axis,
         cutoffs_R: Tensor | None,
+        unused_ids: UnusedIds,
     ) -> Tensor:
-        targets_R = targets_R - tp.rank * len(head_V_D)
-        ctx.kernels, tiles = _kernels(hidden_R_D, cutoffs_R), _Tiles(hidden_R_D, head_V_D, temperature)
+        first = tp.rank * len(head_V_D)
+        targets_R, ctx.kernels = targets_R - first, _kernels(hidden_R_D, cutoffs_R)
+        tiles = _Tiles(hidden_R_D, head_V_D, temperature, unused_ids, first)
         logits_R_1, floors_R_1 = hidden_R_D.new_zeros(len(hidden_R_D), 1, dtype=tiles.dtype), None
         largest_R_1, sums_R_1 = torch.full_like(logits_R_1, -torch.inf), torch.zeros_like(logits_R_1)
         if cutoffs_R is not None:
@@ -155,17 +174,17 @@ class _TargetLogprobs(torch.autograd.Function):
             normalizers_tp_R, logits_tp_R = tp.gather(parts_2_R).unflatten(0, (-1, 2)).unbind(1)
             normalizers_R, logits_R = normalizers_tp_R.logsumexp(0), logits_tp_R.sum(0)
         ctx.save_for_backward(hidden_R_D, head_V_D, targets_R, normalizers_R, floors_R_1)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.unused = temperature, (unused_ids, first)
         return logits_R - normalizers_R
 
     @staticmethod
     @once_differentiable
     def backward(  # pyrefly: ignore[bad-override]
         ctx: Any, *grad_outputs: Any
-    ) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor, Tensor | None, None, None, None, None, None]:
         (grad_R,) = grad_outputs
         hidden_R_D, head_V_D, targets_R, normalizers_R, floors_R_1 = ctx.saved_tensors
-        tiles = _Tiles(hidden_R_D, head_V_D, ctx.temperature)
+        tiles = _Tiles(hidden_R_D, head_V_D, ctx.temperature, *ctx.unused)
         grad_hidden_R_D = torch.zeros_like(hidden_R_D, dtype=tiles.dtype)
         grad_head_V_D = torch.empty_like(head_V_D) if ctx.needs_input_grad[1] else None
         scale_R_1 = (grad_R / ctx.temperature)[:, None]
@@ -186,4 +205,4 @@ class _TargetLogprobs(torch.autograd.Function):
                 grad_hidden_R_D += wide_product(grad_R_T, head_T_D)
             if grad_head_V_D is not None:
                 multiply(WEIGHT, grad_R_T, hidden_R_D, grad_head_V_D[start : start + len(head_T_D)])
-        return grad_hidden_R_D.to(hidden_R_D.dtype), grad_head_V_D, None, None, None, None
+        return grad_hidden_R_D.to(hidden_R_D.dtype), grad_head_V_D, None, None, None, None, None

@@ -26,6 +26,7 @@ from operator import itemgetter
 
 import numpy as np
 
+from llamarl.algorithms.kl import estimate
 from llamarl.types import (
     COLUMNS,
     Columns,
@@ -192,6 +193,18 @@ def with_advantage(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
         replace(group, samples=tuple(sample for sample in group.samples if sample.advantages_T.any()))
         for group in groups
     ]
+
+
+def recorded_kl(groups: Sequence[SampleGroup]) -> float | None:
+    """Sum over the trainable tokens of samples without any advantage of the k3 estimate of the divergence from the
+    reference, by the log-probabilities with which they were sampled: nobody computes these samples. None means that
+    there is no reference."""
+    samples = [sample for group in groups for sample in group.samples if not sample.advantages_T.any()]
+    total, is_known = 0.0, any("reference_logprobs" in one.columns for group in groups for one in group.samples)
+    for sample in samples if is_known else ():
+        log_ratio_T = sample.columns["behavior_logprobs"].astype(np.float64) - sample.columns["reference_logprobs"]
+        total += float(estimate(log_ratio_T[sample.loss_mask_T], "k3").sum())
+    return total if is_known else None
 
 
 def num_loss_tokens(groups: Iterable[SampleGroup]) -> int:

@@ -139,7 +139,7 @@ class Policy(RankModel[Transformer]):
         head_V_D = self.transformer.head_weight_V_D.to(hidden_O_D.dtype)
         if bfloat16 and hidden_O_D.device.type == "cpu":
             head_V_D = Rounded.apply(head_V_D)  # generators serve it so; processors multiply it in float32
-        targets = inputs.targets_O, temperature, self.mesh.tp, inputs.cutoffs_O
+        targets = inputs.targets_O, temperature, self.mesh.tp, inputs.cutoffs_O, self.transformer.unused_ids
         logprobs_O = target_logprobs(hidden_O_D, head_V_D, *targets)
         if self.mesh.cp.size == 1:
             return logprobs_O

@@ -22,8 +22,9 @@ from llamarl.config.trainer import LoraConfig, TrainerConfig
 from llamarl.distributed.mesh import RankMesh
 from llamarl.models.hf import EMBEDDING, new_model
 from llamarl.models.lora import add_adapters
-from llamarl.models.scalar import HEAD, ScalarModel
+from llamarl.models.scalar import ScalarModel
 from llamarl.models.shape import ModelShape
+from llamarl.models.tensors import SCORE
 from llamarl.sharding.box import Box
 from llamarl.training.critic import Critic
 from llamarl.training.optimization import finished
@@ -67,7 +68,7 @@ def check_critic_layout(shape: ModelShape, mesh: RankMesh, device: torch.device)
     weights = new_model(replace(tiny, tie_embeddings=True), SEED, 0.2).state_dict()
     with torch.device("meta"):
         model = ScalarModel(tiny)
-    model.load_state_dict(weights | {HEAD: weights[EMBEDDING][:1]}, assign=True)
+    model.load_state_dict(weights | {SCORE: weights[EMBEDDING][:1]}, assign=True)
     critics = [
         Critic(copy.deepcopy(model).to(device), CONFIG, 1.0, Gae()),
         Critic(model, CONFIG, 1.0, Gae(), mesh=mesh, device=device),
@@ -87,6 +88,7 @@ def _tiny(shape: ModelShape, mesh: RankMesh) -> ModelShape:
     return replace(
         shape, hidden_size=2 * size, num_layers=num_layers, num_heads=2 * tp, num_kv_heads=tp, head_dim=8, moe=moe,
         intermediate_size=8 * tp, vocab_size=16 * tp, max_position_embeddings=64, rope_scaling=None,
+        unused_ids=(),
     )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from llamarl.training.packing import (
     pack,
     packed_samples,
     placed,
+    recorded_kl,
     with_advantage,
 )
 from llamarl.training.parallel import Read
@@ -104,6 +105,9 @@ class Trainer(Optimization[Transformer]):
             step_cost(self.model.shape, computed, self.config.lora, num_inputs / taken.num_passes),
         )
         means = {name: value / num_computed for name, value in sums.items()}
+        if computed is not samples and (others := recorded_kl(samples)) is not None:  # it is over all tokens
+            total = sums.get("kl_to_reference", 0.0) + taken.num_passes * others
+            means["kl_to_reference"] = total / max(taken.num_passes * num_targets, 1)
         update = UpdateMetrics(
             loss=taken.loss,
             grad_norm=taken.grad_norm,

@@ -14,7 +14,7 @@ import torch
 from llamarl.models.folder import load_shape
 from llamarl.models.hf import HEAD as LM_HEAD
 from llamarl.models.hf import load_model, save_tensors
-from llamarl.models.scalar import HEAD
+from llamarl.models.tensors import SCORE
 from llamarl.run import placement
 from tests.end_to_end.tiny import make_model, rows
 from tests.executors.runs import tiny_config, train
@@ -43,4 +43,4 @@ def _make_judge(model: Path, folder: Path) -> None:
     weights = load_model(model, torch.float32, "cpu").state_dict()
     weights.pop(LM_HEAD, None)
     head = torch.randn(1, weights["model.norm.weight"].shape[0], generator=torch.Generator().manual_seed(1))
-    save_tensors(weights | {HEAD: head}, load_shape(model), folder, model)
+    save_tensors(weights | {SCORE: head}, load_shape(model), folder, model)

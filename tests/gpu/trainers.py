@@ -15,8 +15,9 @@ from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.config.trainer import LoraConfig, TrainerConfig
 from llamarl.models.hf import EMBEDDING, new_model
 from llamarl.models.lora import add_adapters
-from llamarl.models.scalar import HEAD, ScalarModel
+from llamarl.models.scalar import ScalarModel
 from llamarl.models.shape import ModelShape
+from llamarl.models.tensors import SCORE
 from llamarl.models.transformer import RMSNorm
 from llamarl.training import policy
 from llamarl.training.critic import Critic
@@ -75,7 +76,7 @@ def _optimization(what: str, shape: ModelShape, settings: TrainerConfig, device:
     if what == "critic":
         scalar = ScalarModel(shape)
         weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}
-        scalar.load_state_dict(weights | {HEAD: weights[EMBEDDING][:1]})
+        scalar.load_state_dict(weights | {SCORE: weights[EMBEDDING][:1]})
         return Critic(scalar, settings, 0.2, Gae(), device=device)
     if settings.lora:
         add_adapters(model, settings.lora, 0, getattr(torch, settings.dtype))

@@ -80,8 +80,11 @@ def test_yarn_stretches_the_context(stated: int, change: dict[str, Any], origina
     assert theirs.rope_parameters["original_max_position_embeddings"] == original
 
 
-def test_an_original_context_beside_the_rope_goes_first_as_in_transformers() -> None:
+def test_an_original_context_beside_the_rope_is_read_as_in_transformers() -> None:
     config = LLAMA | {"rope_scaling": {**YARN}, "original_max_position_embeddings": 4096}
+    with pytest.raises(ConfigError, match=r"original_max_position_embeddings.* 4096"):
+        ModelShape.from_hf(config)
+    del config["rope_scaling"]["original_max_position_embeddings"]
     shape = ModelShape.from_hf(config)
     assert shape.rope_scaling == YarnScaling(factor=2.0, original_max_position_embeddings=4096)
     theirs = transformers.LlamaConfig(**{name: value for name, value in config.items() if name != "model_type"})
@@ -131,7 +134,7 @@ def test_released_qwen_config_names_a_window_and_leaves_it_off() -> None:
         ({"rope_parameters": YARN, "rope_theta": 1.0}, "rope_theta = 1.0 with YaRN; over 1 is needed"),
         ({"model_type": "mistral"}, "`sliding_window` = 'absent, which means 4096'; only full attention"),
         ({"model_type": "mistral", "sliding_window": 131_071}, "`sliding_window` = 131071; only full attention"),
-        ({"model_type": "mistral", "sliding_window": "all"}, "`sliding_window` = 'all'; a positive number"),
+        ({"model_type": "mistral", "sliding_window": "all"}, "`sliding_window` = 'all'"),
         (
             {"model_type": "mistral", "sliding_window": 131_072, "rope_scaling": YARN | {"factor": 32.0}},
             "at least the 262144 tokens of the context",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,11 @@ import pytest
 
 from llamarl.config import ConfigError
 from llamarl.config.schema import RewardConfig
-from llamarl.rewards import build_reward
+from llamarl.rewards import _function_worker, build_reward
 from llamarl.rewards.function import TOGETHER, Function
 from llamarl.run.given import pickled
 from llamarl.types import Outcome, RewardItem
+from tests.rewards import functions
 
 
 def odd(response: str, **row: Any) -> Any:
@@ -114,3 +115,13 @@ def test_a_module_that_cannot_be_loaded() -> None:
     assert found.outcome is Outcome.INVALID
     assert "it cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'" in found.reason
     reward.close()
+
+
+def test_an_answer_is_the_number_that_a_function_declares() -> None:
+    def said(function: Callable[..., Any], response: str, answer: str) -> dict[str, Any]:
+        return _function_worker._one(function, {"response": response, "answer": answer, "prompt": ""})
+
+    assert said(functions.is_same, "3", "3") == said(functions.is_near, "3.001", "3") == {"value": 1.0}
+    assert said(functions.is_same, "1055000", "1.055e+06") == said(functions.Text(), "", "3") == {"value": 1.0}
+    for function, answer in ((functions.is_same, "3.5"), (functions.is_same, "three"), (functions.is_near, "")):
+        assert repr(answer) in said(function, "3", answer)["error"]

@@ -35,7 +35,7 @@ def test_another_rows_solution_is_wrong(gsm8k_rows: list[dict[str, str]]) -> Non
 @pytest.mark.parametrize(
     "response",
     ["####72", "#### 72", "#### 72.", "#### $72", "####72$", "#### 72.0", "#### +72", "#### $ 72.00 ",
-     "#### 1\n#### 72", "#### 72\nand so on", "#####72", "####\t072"],
+     "#### 1\n#### 72", "#### 72\nand so on", "#####72", "####\t072", "#### 72e0", "#### 7.2e+01", "#### 720E-1"],
 )  # fmt: skip
 def test_right_forms(response: str) -> None:
     assert outcome(response) is Outcome.SCORE
@@ -44,7 +44,9 @@ def test_right_forms(response: str) -> None:
 @pytest.mark.parametrize(
     "response",
     ["", "72", "The answer is 72", "#### 72 apples", "#### 71", "#### -72", "#### 7 2", "#### 7,2", "#### 72..", "####",
-     "#### 72\n#### 1", "#### 72 #### ", "#### --72", "#### 72%", "#### 7²", "#### ٧٢", "#### 72e0",
+     "#### 72\n#### 1", "#### 72 #### ", "#### --72", "#### 72%", "#### 7²", "#### ٧٢", "#### 72e", "#### e72",
+     "#### 72e1000",
+     "#### 7,200e-2",
      "### 72", "#### NaN", "#### 72 or 73", "####\n72", "#### 72" + "x" * TAIL_CHARS],
 )  # fmt: skip
 def test_wrong_forms(response: str) -> None:
@@ -62,6 +64,13 @@ def test_broken_data_is_invalid_not_wrong(gold: str) -> None:
     (result,) = Gsm8k(wrong=-1.0).score([item("#### 72", gold)])
     assert (result.outcome, result.value) == (Outcome.INVALID, 0.0)
     assert result.reason
+
+
+def test_scientific_notation_is_a_number() -> None:
+    for answer in ("1.055e+06", "1055000", "1,055,000.0", "10.55E5"):
+        assert outcome("#### 1.055e+06", answer) is outcome("#### 1055000", answer) is Outcome.SCORE
+        assert outcome("#### 1.055e+05", answer) is Outcome.WRONG
+        assert outcome(Gsm8k().written(answer), answer) is Outcome.SCORE, "the start's own trial"
 
 
 def test_values_are_options() -> None:

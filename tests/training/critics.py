@@ -16,8 +16,9 @@ from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.mesh import ALONE, RankMesh
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.models.hf import new_model
-from llamarl.models.scalar import HEAD, ScalarModel
+from llamarl.models.scalar import ScalarModel
 from llamarl.models.shape import ModelShape
+from llamarl.models.tensors import SCORE
 from llamarl.training.critic import Critic
 from llamarl.training.result import NonFiniteStep, StepResult
 from llamarl.types import RolloutGroup
@@ -45,7 +46,7 @@ def make_critic(mesh: RankMesh, shape: Mapping[str, Any], config: dict[str, Any]
     sizes = ModelShape(**{key: value for key, value in shape.items() if key != "dtype"})
     weights = new_model(replace(sizes, tie_embeddings=True), seed=5, std=0.15).state_dict()
     model = ScalarModel(sizes)
-    model.load_state_dict(weights | {HEAD: weights["model.embed_tokens.weight"][:1]})
+    model.load_state_dict(weights | {SCORE: weights["model.embed_tokens.weight"][:1]})
     return Critic(model, settings, 0.2, Gae(), mesh=mesh)
 
 

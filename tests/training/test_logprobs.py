@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from llamarl.models.masking import NEVER, UnusedIds
 from llamarl.training import logprobs
 from llamarl.training.logprobs import target_logprobs
 
@@ -145,3 +146,35 @@ def test_tiles_are_of_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         for num in range(1, 400)
     }
     assert len(sizes) <= 5 and all(sum(one) == 100 for one in sizes)
+
+
+@pytest.mark.parametrize("cutoff", [None, -1.5])
+@pytest.mark.parametrize("tile", [1, 4, V])
+def test_unused_ids_have_no_probability_and_no_gradient(
+    monkeypatch: pytest.MonkeyPatch, tile: int, cutoff: float | None
+) -> None:
+    """As if the head had no rows for them, whatever these hold."""
+    monkeypatch.setattr(logprobs, "TILE_LOGITS", tile * R)
+    hidden_R_D, head_V_D, targets_R = random_case()
+    spans = ((0, 1), (4, 8), (11, V))
+    used = torch.tensor([one for one in range(V) if not any(a <= one < b for a, b in spans)])
+    with torch.no_grad():
+        head_V_D.view(V, D)[[0, 5, 12]] *= 100
+    places_R = targets_R % len(used)
+    cutoffs_R = None if cutoff is None else torch.full((R,), cutoff, dtype=torch.float64)
+    results = []
+    for head, targets, unused in ((head_V_D, used[places_R], spans), (head_V_D[used], places_R, ())):
+        values_R = target_logprobs(hidden_R_D, head, targets, 0.7, cutoffs_R=cutoffs_R, unused_ids=UnusedIds(unused))
+        results.append((values_R, *torch.autograd.grad(values_R.sum(), (hidden_R_D, head_V_D))))
+    for ours, without in zip(*results, strict=True):
+        torch.testing.assert_close(ours, without, rtol=1e-11, atol=1e-12)
+    unused_rows = [one for one in range(V) if one not in used.tolist()]
+    assert not results[0][2][unused_rows].any()
+
+
+def test_a_rank_leaves_out_the_unused_ids_of_its_part() -> None:
+    hidden_R_D, head_V_D, _ = random_case()
+    unused = UnusedIds(((2, 3), (9, 12)))
+    tiles = logprobs._Tiles(hidden_R_D.detach(), head_V_D.detach()[7:], 1.0, unused, 7)
+    ((_, _, logits_R_T),) = tiles
+    assert [7 + one for one in range(V - 7) if bool((logits_R_T[:, one] == NEVER).all())] == [9, 10, 11]

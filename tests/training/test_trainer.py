@@ -108,6 +108,53 @@ class TestAccumulation:
         assert metrics["num_loss_tokens"] == len(logprobs_R)
 
 
+def test_rows_of_ids_without_a_token_are_not_trained(make_trainer, make_groups) -> None:
+    """A padded model learns as it would without its padding."""
+    groups = make_groups()
+    padded = make_trainer(torch.float64, shape={"vocab_size": 48, "unused_ids": ((41, 48),), "tie_embeddings": False})
+    plain = make_trainer(torch.float64, shape={"tie_embeddings": False})
+    with torch.no_grad():
+        weights = dict(plain.model.named_parameters())
+        for name, weight in padded.model.named_parameters():
+            weight[: len(weights[name])] = weights[name]
+        padded.model.head_weight_V_D[41:] *= 100
+    (result, gradient), (without, expected) = (step_with_gradient(one, groups) for one in (padded, plain))
+    for name, grad in gradient.items():
+        torch.testing.assert_close(grad[: len(expected[name])], expected[name], rtol=1e-9, atol=1e-12)
+        assert not grad[len(expected[name]) :].any(), name
+    assert result.update.loss == pytest.approx(without.update.loss, rel=1e-9)
+
+
+@pytest.mark.parametrize("num_flat", [1, 2, 5], ids=["some flat", "most flat", "all flat"])
+def test_the_divergence_from_the_reference_is_over_all_tokens(make_trainer, make_groups, num_flat: int) -> None:
+    """Of groups that teach nothing, too, which are not computed."""
+    sizes = ((5, 1), (3, 3), (2, 7), (4, 4), (1, 2))
+    groups = make_groups(sizes[num_flat:]) + make_groups(sizes[:num_flat], reward=lambda _: 1.0, first_id=10)
+    trainer = make_trainer(torch.float64)
+    (batch,) = pack([to_sample_group(group, np.zeros(2)) for group in groups], 1000)
+    logprobs_R = trainer.logprobs(batch).detach().numpy()
+    ends, expected, at = np.cumsum([0, *(n for group in groups for n in group_lengths(group))]), 0.0, 0
+    rng = np.random.default_rng(1)
+    with_reference = []
+    for group in groups:
+        rollouts = []
+        for rollout in group.rollouts:
+            own_T = logprobs_R[ends[at] : ends[at + 1]]
+            reference_T = (own_T - rng.random(len(own_T))).astype(np.float32)
+            columns = {"behavior_logprobs": own_T.astype(np.float32), "reference_logprobs": reference_T}
+            rollouts.append(replace(rollout, columns=rollout.columns | columns))
+            x_T = own_T.astype(np.float64) - reference_T
+            expected, at = expected + float((np.expm1(-x_T) + x_T).sum()), at + 1
+        with_reference.append(replace(group, rollouts=tuple(rollouts)))
+    found = trainer.step(with_reference).metrics
+    assert found["kl_to_reference"] == pytest.approx(expected / ends[-1], rel=1e-5)
+    assert found["num_computed_tokens"] == sum(sum(group_lengths(group)) for group in groups[: 5 - num_flat])
+
+
+def group_lengths(group: RolloutGroup) -> list[int]:
+    return [rollout.num_tokens for rollout in group.rollouts]
+
+
 class TestReport:
     def test_advantages_of_every_group(self, make_trainer, make_groups) -> None:
         groups = make_groups()

@@ -17,6 +17,8 @@ from llamarl.data.files import GIVEN, PlacedRow, check_size, no_json
 from llamarl.data.sources._base import ROW, ProblemRow
 
 Message = dict[str, Any]
+EXACT = 1e22
+"""Every power of ten below this is a float."""
 
 
 @dataclass(kw_only=True)
@@ -99,7 +101,7 @@ class Table:
         own_id = fields.named("id", self.id) if self.id else fields.values.pop("id", None)
         return ProblemRow(
             problem_id=default_id if own_id is None else str(own_id),
-            question=question, answer=str(answer), metadata=fields.values, messages=conversation, reply=reply,
+            question=question, answer=as_text(answer), metadata=fields.values, messages=conversation, reply=reply,
         )  # fmt: skip
 
     def _asked(self, fields: _Fields) -> tuple[str, tuple[Message, ...], Message | None]:
@@ -118,6 +120,14 @@ class Table:
             what = f"`{self.question}` is" if self.question else "`question` (or `prompt`) is missing or"
             raise fields.error(f"{what} not text, and there is no conversation; every row needs one")
         return found, (), None
+
+
+def as_text(value: str | int | float) -> str:
+    """Text of an answer. A whole number is written without a decimal point, although it may have come as a float, as
+    from an integer column with a gap."""
+    if isinstance(value, float) and value % 1 == 0 and abs(value) < EXACT:
+        return str(int(value))
+    return str(value)
 
 
 class _Fields(NamedTuple):

@@ -22,7 +22,8 @@ from llamarl.data.prompts import CHAT, PromptSet, conversation, load_prompts, op
 from llamarl.data.sampler import PromptSampler, fingerprint
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
 from llamarl.distributed.rendezvous import open_rendezvous
-from llamarl.models.folder import check_weights, load_shape
+from llamarl.models.folder import load_shape
+from llamarl.models.tensors import check_weights
 from llamarl.observability.sinks import MetricsLog
 from llamarl.parts.sft.documents import num_tokens, reply_of, to_conversation, to_documents
 from llamarl.run.assembly import WIND_DOWN_S, nothing_to_resume, supervised

@@ -14,6 +14,7 @@ Shape suffixes: T tokens of one sequence.
 from __future__ import annotations
 
 import base64
+import json
 import pickle
 import time
 from collections import Counter, deque
@@ -130,6 +131,7 @@ class VllmEngine:
         """
         shape = load_shape(model_path)
         self._context, self._vocab_size = shape.max_position_embeddings, shape.vocab_size
+        self._unused_ids = shape.unused_ids
         self._can_decode = (Path(model_path) / TOKENIZER_FILE).is_file()
         self._specs = _specs(shape, settings.dtype)
         self.kv_on_update: Literal["keep", "recompute"] = settings.kv_on_update
@@ -145,6 +147,9 @@ class VllmEngine:
         self._saw_nan = False
         self._metrics: tuple[float, Counter[str]] = (-1.0, Counter())
         self._server.post("/update_weight_version", {"new_version": str(version)})
+        if self._unused_ids:
+            spans = json.dumps(self._unused_ids)  # arguments are texts
+            self._server.post("/collective_rpc", {"method": "remove_ids", "args": [spans]})
 
     @property
     def has_work(self) -> bool:
@@ -159,7 +164,11 @@ class VllmEngine:
             raise ValueError(f"group ids {twice} are submitted twice; each names one request")
         for request in requests:
             going, refused = accepting.accept(
-                request, context=self._context, vocab_size=self._vocab_size, can_decode=self._can_decode
+                request,
+                context=self._context,
+                vocab_size=self._vocab_size,
+                can_decode=self._can_decode,
+                unused_ids=self._unused_ids,
             )
             self._ready += refused
             limit = accepting.response_limit(request, self._context)
@@ -247,7 +256,9 @@ class VllmEngine:
     def score(self, sequences: Sequence[np.ndarray], candidates: CandidateSets | None = None) -> list[np.ndarray]:
         assert candidates is None, "the server does not tell causes"
         for token_ids_T in sequences:
-            error = "it is empty" if not len(token_ids_T) else accepting.unknown_id(token_ids_T, self._vocab_size)
+            error = accepting.unknown_id(token_ids_T, self._vocab_size, self._unused_ids)
+            if not len(token_ids_T):
+                error = "it is empty"
             if len(token_ids_T) > self._context:
                 error = f"it has {len(token_ids_T)} tokens, and the context {self._context}"
             if error:

@@ -7,6 +7,7 @@ Written for vLLM 0.32. The environment needs vLLM, numpy and xxhash; this packag
 from __future__ import annotations
 
 import base64
+import json
 import os
 import pickle
 import select
@@ -183,6 +184,24 @@ class WorkerExtension:
 
     def fetch_state(self) -> dict[str, Any]:
         return self.weight_transfer_engine.state()
+
+    def remove_ids(self, spans: str) -> None:
+        """Gives ids without a token no probability, in samples and in scores.
+
+        Args:
+            spans: JSON list of [first, last + 1].
+        """
+        model, found = self.model_runner.get_model(), json.loads(spans)
+        compute_logits = model.compute_logits
+
+        def without_ids(*args: Any, **options: Any) -> Any:
+            logits_N_V = compute_logits(*args, **options)
+            if logits_N_V is not None:  # only some ranks get them
+                for first, stop in found:
+                    logits_N_V[:, first:stop] = -float("inf")
+            return logits_N_V
+
+        model.compute_logits = without_ids
 
     def zero_kv_cache(self) -> None:
         """Attention multiplies what it masks by 0, which leaves NaN as it is: a NaN in a free block would come back."""

@@ -17,6 +17,8 @@ from llamarl.config.load import MAX_ROW_BYTES
 from llamarl.data.prompts import fill_template
 from llamarl.data.sources.file import File
 from llamarl.data.sources.jsonl import Jsonl
+from llamarl.rewards.exact import Exact
+from llamarl.types import Outcome, RewardItem
 
 Rows = list[dict[str, Any]]
 USER, ANSWER = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
@@ -204,3 +206,22 @@ def test_half_of_a_character(tmp_path: Path) -> None:
     (path := tmp_path / "a.json").write_text('[{"question": "\\ud800", "answer": "1"}]')
     with pytest.raises(ConfigError, match=r":1: holds half of a character"):
         len(File(path=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [(3, "3"), (3.0, "3"), (-0.0, "0"), (2.5, "2.5"), (1.055e6, "1055000"), (1e21, "1" + "0" * 21), (1e300, "1e+300")],
+)
+def test_a_whole_number_has_no_decimal_point_however_it_came(tmp_path: Path, answer: float, text: str) -> None:
+    (read,) = File(path=lines(tmp_path / "a.jsonl", [{"question": "q", "answer": answer, "level": 3.0}]))
+    assert (read.answer, read.metadata) == (text, {"level": 3.0})
+
+
+def test_an_integer_column_with_a_gap(tmp_path: Path) -> None:
+    """As pandas writes one: floats."""
+    table = pa.table({"question": ["a", "b"], "answer": pa.array([1.0, 20.0], pa.float64())})
+    pq.write_table(table, tmp_path / "a.parquet")
+    rows = File(path=str(tmp_path / "a.parquet"))
+    assert [row.answer for row in rows] == ["1", "20"]
+    (result,) = Exact().score([RewardItem(prompt="", response=" 20", answer=rows[1].answer, metadata={})])
+    assert result.outcome is Outcome.SCORE

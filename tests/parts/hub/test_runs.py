@@ -119,7 +119,8 @@ def test_a_dry_run_says_what_a_run_could_not_read(hub: HubServer, files: dict[st
     dry = llamarl_here("train", toml, "--dry-run")
     assert dry.returncode == 2 and "model.path = 'tiny/model': its weights are pickles only (a.bin)" in dry.stderr
     hub.add("tiny/model", {name: one for name, one in files.items() if name != "model.safetensors"})
-    assert "has neither model.safetensors nor" in llamarl_here("train", toml, "--dry-run").stdout
+    dry = llamarl_here("train", toml, "--dry-run")
+    assert dry.returncode == 2 and "has neither model.safetensors nor" in dry.stderr
 
 
 def test_ctrl_c_ends_a_command_that_fetches(hub: HubServer, commit: str, told: list[object], tmp_path: Path) -> None:

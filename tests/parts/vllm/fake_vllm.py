@@ -56,6 +56,9 @@ class Sums:
     def load(self, version: int) -> None:
         assert version == self.fetched
 
+    def remove_ids(self, spans: str) -> None:
+        pass
+
 
 class Model:
     """The model in a folder."""
@@ -66,10 +69,13 @@ class Model:
         import torch
 
         from llamarl.models.hf import load_model
+        from llamarl.models.masking import UnusedIds
         from llamarl.parts.vllm.plugin import Receiver
 
         torch.set_num_threads(1)
         self._model = load_model(folder, torch.float32, "cpu")
+        self._model.unused_ids = UnusedIds(())  # vLLM knows of none
+        self.removed: list[list[int]] = []
         self._noise = torch.Generator().manual_seed(seed)
         self._receiver = Receiver()
         self._receiver.parallel_config = SimpleNamespace(rank=0)
@@ -99,7 +105,10 @@ class Model:
 
         with torch.inference_mode():
             hidden = self._model(torch.tensor(ids), torch.arange(len(ids)), causal_attend([len(ids)]))
-            return self._model.logits(hidden)
+            logits = self._model.logits(hidden)
+            for first, stop in self.removed:
+                logits[:, first:stop] = -float("inf")
+            return logits
 
     def fetch(self, info: dict[str, Any]) -> None:
         from llamarl.parts.vllm.plugin import InitInfo
@@ -108,6 +117,9 @@ class Model:
 
     def state(self) -> dict[str, Any]:
         return self._receiver.state()
+
+    def remove_ids(self, spans: str) -> None:
+        self.removed = json.loads(spans)
 
     def load(self, version: int) -> None:
         from llamarl.parts.vllm.plugin import UpdateInfo
@@ -164,6 +176,9 @@ def answer(model: Sums | Model, path: str, query: dict[str, list[str]], body: di
         if body["token_ids"][0] == 90 and isinstance(model, Sums):
             return 400, {"error": {"message": "no such prompt"}}
         return 200, generate(model, body)
+    if path == "/collective_rpc" and body["method"] == "remove_ids":
+        model.remove_ids(*body["args"])
+        return 200, {"results": [None]}
     if path == "/collective_rpc":
         return 200, {"results": [model.state()]}
     if path == "/init_weight_transfer_engine":

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,15 +16,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
 import pytest
+import torch
 
 from llamarl.config import ConfigError
 from llamarl.models.hf import save_model
 from llamarl.models.transformer import Transformer
 from llamarl.parts.vllm.engine import VllmEngine
+from llamarl.parts.vllm.plugin import WorkerExtension
 from llamarl.parts.vllm.server import VllmFailed, VllmServer, VllmSettings, visible_devices
 from llamarl.types import FinishReason, GenerationRequest, SamplingParams
 from llamarl.weight_sync.base import Publisher, plan_writers
@@ -92,6 +97,26 @@ def continuation(prompt: tuple[int, ...], count: int) -> list[int]:
     for _ in range(count):
         fed.append(sum(fed) % 96)
     return fed[len(prompt) :]
+
+
+def test_ids_without_a_token_have_no_probability_there(folder: Path, tmp_path: Path) -> None:
+    """The engine tells vLLM's workers which these are, and these remove them from all logits."""
+    posted = list[tuple[str, object]]()
+    server = SimpleNamespace(post=lambda path, body=None: posted.append((path, body)), close=lambda: None)
+    shutil.copytree(folder, tmp_path / "padded")
+    vocabulary = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 2}}}
+    (tmp_path / "padded" / "tokenizer.json").write_text(json.dumps(vocabulary))
+    for path, expected in ((folder, []), (tmp_path / "padded", ["remove_ids"])):
+        posted.clear()
+        VllmEngine(path, settings(), server=server).close()
+        bodies = [body for where, body in posted if where == "/collective_rpc"]
+        assert [body["method"] for body in bodies] == expected
+    model = SimpleNamespace(compute_logits=lambda hidden: torch.zeros(2, 96) if hidden else None)
+    worker = WorkerExtension()
+    worker.model_runner = SimpleNamespace(get_model=lambda: model)
+    worker.remove_ids(*bodies[0]["args"])
+    assert model.compute_logits(True).softmax(-1)[1].nonzero()[:, 0].tolist() == [0, 2]
+    assert model.compute_logits(False) is None
 
 
 def test_rollouts_carry_what_the_server_says(folder: Path) -> None:

@@ -1,0 +1,123 @@
+"""Keys of a Hugging Face `config.json`: those that decide the computation, those known not to, and no others.
+
+An unknown key may multiply, cap or mask something, and a model that is computed without it is another model. So it is
+refused by name. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from llamarl.config import ConfigError
+
+_SIZES = {
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
+    "original_max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id", "layer_types",
+    "sliding_window",
+}  # fmt: skip
+_WINDOWS = {"use_sliding_window", "max_window_layers"}
+_EXPERTS = {"num_experts", "num_local_experts", "num_experts_per_tok"}
+COMPUTED: dict[str, set[str]] = {
+    "llama": _SIZES | {"use_sliding_window"},
+    "mistral": _SIZES | {"use_sliding_window"},
+    "qwen2": _SIZES | _WINDOWS,
+    "qwen3": _SIZES | _WINDOWS,
+    "qwen3_moe": _SIZES
+    | _WINDOWS
+    | _EXPERTS
+    | {"decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob"},
+    "mixtral": _SIZES | _EXPERTS | {"use_sliding_window"},
+    "glm4_moe": _SIZES
+    | _EXPERTS
+    | {
+        "attention_bias", "use_qk_norm", "partial_rotary_factor", "moe_intermediate_size", "norm_topk_prob",
+        "n_routed_experts", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group",
+        "routed_scaling_factor", "use_sliding_window",
+    },
+}  # fmt: skip
+"""Keys that are read, by family."""
+_FIXED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "qkv_bias": False,
+    "mlp_bias": False,
+    "use_qk_norm": False,
+    "attention_dropout": 0,
+    "partial_rotary_factor": 1,
+    "quantization_config": None,
+    "num_experts": None,
+    "num_local_experts": None,
+    "router_jitter_noise": 0,
+    "shared_expert_intermediate_size": 0,
+    "rope_interleaved": False,
+    "use_mrope": False,
+    "add_cross_attention": False,
+    "is_encoder_decoder": False,
+    "tie_encoder_decoder": False,
+    "pruned_heads": {},
+    "chunk_size_feed_forward": 0,
+}
+"""Keys that may be absent, and the only value of each that the decoder computes."""
+_FIXED_OF: dict[str, dict[str, Any]] = {
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"use_qk_norm": True},
+    "qwen3_moe": {"use_qk_norm": True},
+    "glm4_moe": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+}
+"""The same where a family computes something else."""
+HARMLESS = {
+    # what wrote the file, and how it is to be loaded
+    "model_type", "architectures", "transformers_version", "transformers.js_config", "torch_dtype", "dtype", "auto_map",
+    "trust_remote_code",
+    "tokenizer_class", "model_name", "name_or_path", "language", "license", "tags", "is_llama_config",
+    "finetuning_task",
+    "unsloth_version", "unsloth_fixed", "attn_implementation", "use_flash_attn", "use_flash_attention",
+    "gradient_checkpointing", "torchscript", "use_bfloat16", "tf_legacy_loss", "low_cpu_mem_usage",
+    # what a class of transformers returns, and training from scratch
+    "use_cache", "return_dict", "return_dict_in_generate", "output_hidden_states", "output_attentions", "output_scores",
+    "output_router_logits", "router_aux_loss_coef", "initializer_range", "pretraining_tp", "is_decoder",
+    "cross_attention_hidden_size", "num_nextn_predict_layers", "problem_type", "num_labels", "id2label", "label2id",
+    "task_specific_params",
+    # tokens that the tokenizer and the generation config decide
+    "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id", "forced_bos_token_id",
+    "forced_eos_token_id", "prefix",
+    # how text is generated, in files of transformers 4
+    "max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
+    "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
+    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "suppress_tokens",
+    "begin_suppress_tokens", "exponential_decay_length_penalty", "remove_invalid_values",
+}  # fmt: skip
+"""Keys that change nothing of what the decoder computes for given tokens."""
+
+
+def check_keys(config: Mapping[str, Any], family: str) -> None:
+    """Raises ConfigError: a key has a value that the decoder does not compute, or it is unknown. A key with the value
+    null counts as absent, and one that begins with `_` belongs to the library that wrote the file."""
+    computed, fixed = COMPUTED[family], _FIXED | _FIXED_OF.get(family, {})
+    for key, value in config.items():
+        if value is None or key in computed:
+            continue
+        if key in fixed:
+            if value != fixed[key]:
+                refuse(key, value, f"only {fixed[key]!r} is supported")
+        elif key not in HARMLESS and not key.startswith("_"):
+            others = sorted(one for one, keys in COMPUTED.items() if key in keys)
+            meant = f"{', '.join(others)} has such a key, {family} does not" if others else "no such key is known"
+            refuse(key, value, f"{meant}; remove it if it changes nothing that the model computes")
+
+
+def same_value(config: Mapping[str, Any], *keys: str) -> Any:
+    """Returns the value of keys that mean the same, or None if all are absent. Raises ConfigError: two differ."""
+    found = {key: config[key] for key in keys if config.get(key) is not None}
+    for key, value in found.items():
+        if value != (first := next(iter(found.values()))):
+            refuse(key, value, f"`{next(iter(found))}` = {first!r} says otherwise; correct one of them")
+    return next(iter(found.values()), None)
+
+
+def refuse(key: str, value: object, why: str) -> NoReturn:
+    """Raises ConfigError."""
+    said = repr(value)
+    raise ConfigError(f"config.json: `{key}` = {said if len(said) <= 200 else said[:200] + ' ...'}; {why}")

@@ -1,0 +1,206 @@
+"""Tensors in the files of a checkpoint: their names, shapes and types against what the configuration says, from the
+headers of the files or from their index. No weight is read. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from llamarl.config import ConfigError
+from llamarl.config.hub import folder_of, open_hub, why_offline
+from llamarl.models.folder import CONFIG, WEIGHTS_INDEX, load_shape, opened, read_model_file, weight_files
+from llamarl.models.shape import ModelShape
+from llamarl.models.sizes import num_scalars
+from llamarl.sharding.tensor_parallel import is_expert
+
+EMBEDDING, HEAD, LAST_NORM, SCORE = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", "score.weight"
+_TYPES = ("F64", "F32", "F16", "BF16")
+"""Types of weights, as safetensors names them."""
+_LEAST_BYTES = 2
+"""Bytes of the smallest of these types."""
+_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""An expert's projections, as Mixtral's files name them."""
+_FIX = f"copy the whole checkpoint again, or correct {CONFIG}"
+Shapes = Mapping[str, Sequence[int]]
+
+
+def file_names(name: str, shape: Sequence[int], family: str) -> list[str]:
+    """Names in files of what a tensor of the model is made of: a stack of experts, of one matrix for each."""
+    name = name.replace(".mlp.", ".block_sparse_moe.") if family == "mixtral" else name
+    if not is_expert(name):
+        return [name]
+    owner, _, kind = name.rpartition(".")
+    kind = _MIXTRAL[kind] if family == "mixtral" else kind
+    return [f"{owner}.{expert}.{kind}.weight" for expert in range(shape[0])]
+
+
+def _is_left_out(name: str, shape: ModelShape) -> bool:
+    """A tensor that no model has: a constant that old checkpoints carry, or one of the layers of GLM-4 mixtures that
+    predict further tokens, behind the others."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name) if shape.family == "glm4_moe" else None
+    return name.endswith(".rotary_emb.inv_freq") or (layer is not None and int(layer[1]) >= shape.num_layers)
+
+
+class Expected:
+    """Tensors that the files of a model must have."""
+
+    def __init__(
+        self, folder: Path, shape: ModelShape, expected: Shapes, optional: Sequence[str] = (), is_tied: bool = False
+    ) -> None:
+        """
+        Args:
+            shape: that of the model, whose family decides the names of experts in files.
+            expected: shapes by name; those that are `optional` may be missing.
+            is_tied: the embeddings are the model's output head.
+        """
+        self._folder, self._shape, self._optional, self._is_tied = folder, shape, optional, is_tied
+        self._shapes = expected
+        self._names = {name: file_names(name, sizes, shape.family) for name, sizes in expected.items()}
+        self._expected = {
+            one: tuple(sizes[1:] if is_expert(name) else sizes)
+            for name, sizes in expected.items()
+            for one in self._names[name]
+        }
+
+    def is_other_head(self, name: str) -> bool:
+        """It is the output head of a checkpoint whose model has none of its own."""
+        return name == HEAD and name not in self._expected
+
+    def check_name(self, name: str) -> bool:
+        """Returns False if the tensor is left out. Raises ConfigError: the model has no such tensor."""
+        if _is_left_out(name, self._shape) or self.is_other_head(name):
+            return False
+        if name not in self._expected:
+            raise ConfigError(
+                f"{self._folder}: unknown tensor `{name}`; the weights and {CONFIG} are of different models"
+            )
+        return True
+
+    def check_missing(self, found: Collection[str]) -> None:
+        """Raises ConfigError: tensors are missing."""
+        if missing := [name for name in self._expected if name not in found and name not in self._optional]:
+            raise ConfigError(f"{self._folder}: {len(missing)} tensors are missing, first `{missing[0]}`; {_FIX}")
+
+    def check_tied_head(self, is_alike: bool) -> None:
+        """A tied checkpoint may carry its head; when that differs from the embeddings, one of the two is ignored."""
+        if self._is_tied and not is_alike:
+            raise ConfigError(
+                f"{self._folder}: `{HEAD}` differs from `{EMBEDDING}`, but {CONFIG} says "
+                f"`tie_word_embeddings` = true; set it to false or remove `{HEAD}`"
+            )
+
+    def check_tensor(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
+        """Raises ConfigError: a tensor of the model has the wrong type or shape."""
+        if dtype not in _TYPES:
+            raise ConfigError(
+                f"{self._folder}: `{name}` has the type {dtype}, and its values mean nothing without their scales; "
+                f"use a checkpoint in {', '.join(_TYPES)}"
+            )
+        if shape != (expected := self._expected[name]):
+            raise ConfigError(
+                f"{self._folder}: `{name}` has shape {shape}, but {CONFIG} says {expected}; "
+                "the weights and the config are of different models"
+            )
+
+
+class Headers(Expected):
+    """The headers of a checkpoint's files, all checked."""
+
+    def __init__(
+        self, folder: Path, shape: ModelShape, expected: Shapes, optional: Sequence[str] = (), is_tied: bool = False
+    ) -> None:
+        """
+        Raises:
+            ConfigError: a file is missing or damaged, or a tensor is missing, unknown, there twice, or of the wrong
+                shape or type.
+        """
+        super().__init__(folder, shape, expected, optional, is_tied)
+        self._files = dict[str, Path]()
+        self.other_head: Path | None = None
+        """File with the output head of the checkpoint, when the model has none of its own."""
+        for path in weight_files(folder):
+            with opened(path, "np") as file:
+                for name in file.keys():  # noqa: SIM118 - the file is no mapping
+                    tensor = file.get_slice(name)
+                    sizes = tuple(tensor.get_shape())
+                    if self.is_other_head(name):
+                        self.other_head = path
+                        self.check_tied_head(sizes == tuple(expected[EMBEDDING]))
+                    elif self.check_name(name):
+                        self.check_tensor(name, sizes, tensor.get_dtype())
+                        if name in self._files:
+                            both = f"{self._files[name].name} and {path.name}"
+                            raise ConfigError(f"{folder}: `{name}` is in {both}; {_FIX}")
+                        self._files[name] = path
+        self.check_missing(self._files)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def check_score(self) -> None:
+        """Raises ConfigError: there is no head that scores."""
+        if SCORE not in self:
+            what = "a language model" if self.other_head is not None else "a model"
+            raise ConfigError(f"{self._folder} holds {what} without `{SCORE}`; name a sequence classification model")
+
+
+def _wanted(role: str, shape: ModelShape) -> tuple[Shapes, tuple[str, ...], bool]:
+    """Shapes by name that a model in this role has, those that may be missing, and whether its head is tied."""
+    weights = shape.weights()
+    if role not in ("critic", "reward-model"):
+        return weights, (), shape.tie_embeddings
+    scalar = {name: sizes for name, sizes in weights.items() if name != HEAD}
+    return scalar | {SCORE: (1, shape.hidden_size)}, (SCORE,), False
+
+
+def check_weights(folder: str | Path, role: str = "policy") -> None:
+    """Checks names, shapes and types of all weights against the configuration.
+
+    Args:
+        role: name of the executor that loads them: critics and reward models have another head.
+
+    Raises:
+        ConfigError: see `Headers`.
+    """
+    shape, path = load_shape(folder), folder_of(folder)
+    expected, optional, is_tied = _wanted(role, shape)
+    headers = Headers(path, shape, expected, optional, is_tied)
+    if role == "reward-model":
+        headers.check_score()
+
+
+def check_listed_weights(name: str, files: Mapping[str, int], role: str = "policy") -> None:
+    """Checks what can be known of weights that were not fetched: that all files are listed, that the index names the
+    tensors of the configuration, and that the files are large enough for them.
+
+    Args:
+        name: `owner/name@commit`, whose small files are on this machine.
+        files: bytes of all files of the repository, by path.
+        role: as in `check_weights`.
+
+    Raises:
+        ConfigError: a file or a tensor is missing, or a tensor is unknown.
+    """
+    if why_offline() and not any(path.endswith(".safetensors") for path in files):
+        return  # the cache of another program, which may list what it has only
+    try:
+        chosen = open_hub().model_files(files)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    shape, folder = load_shape(name), folder_of(name)
+    wanted, optional, is_tied = _wanted(role, shape)
+    expected = Expected(folder, shape, wanted, optional, is_tied)
+    if WEIGHTS_INDEX in chosen and (folder / WEIGHTS_INDEX).is_file():
+        places = read_model_file(folder, WEIGHTS_INDEX).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(one, str) for one in places.values()):
+            raise ConfigError(f"{folder / WEIGHTS_INDEX} has no `weight_map`; fetch the file again")
+        expected.check_missing({one for one in places if expected.check_name(one)})
+        if missing := sorted(set(places.values()) - files.keys()):
+            raise ConfigError(f"{name} has no {missing[0]}, which {WEIGHTS_INDEX} names; name another revision")
+    needed = _LEAST_BYTES * num_scalars({one: tuple(wanted[one]) for one in wanted if one not in optional})
+    if needed > (there := sum(files[path] for path in chosen if path.endswith(".safetensors"))):
+        raise ConfigError(
+            f"{name}: its weights have {there:,} bytes, and {CONFIG} says {needed:,} at least; name another revision"
+        )
