@@ -10,7 +10,9 @@ import io
 import json
 import linecache
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -23,6 +25,8 @@ from llamarl.observability.files import write_atomically
 from llamarl.rewards._function_worker import is_coroutine
 
 MAX_SOURCE_CHARS = 1 << 20
+SPAWNED = "__mp_main__"
+"""Name of the script's module in a process that `multiprocessing` has spawned. No other process finds it by that."""
 _OF_CODE = (
     "name", "argcount", "posonlyargcount", "kwonlyargcount", "flags", "names", "varnames", "freevars", "cellvars",
     "consts", "code", "exceptiontable",
@@ -165,7 +169,7 @@ def _part(reward: Any, output: Path) -> dict[str, Any]:
 def _importable(function: Any) -> str:
     """`package.module:function`, where other processes find it there; else empty."""
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-    if not module or module == "__main__" or not name.isidentifier():
+    if not module or module in ("__main__", SPAWNED) or not name.isidentifier():
         return ""
     try:
         return f"{module}:{name}" if getattr(importlib.import_module(module), name, None) is function else ""
@@ -183,12 +187,29 @@ def pickled(function: Any) -> bytes:
     except (TypeError, OSError):
         file = text = ""
     try:
-        return cloudpickle.dumps((function, {file: text} if text else {}))
+        with _script_by_value():
+            return cloudpickle.dumps((function, {file: text} if text else {}))
     except Exception as error:  # whatever an object that it refers to raises
         name = getattr(function, "__name__", "reward")
         cause = f"{type(error).__name__}: {error}"
         cause = f"{cause}; let it not refer to that"
         raise ConfigError(f"the reward {name} cannot go to another process: {cause}") from error
+
+
+@contextmanager
+def _script_by_value() -> Iterator[None]:
+    """Lets cloudpickle write what stands in a spawned process's script as it writes what stands in `__main__`."""
+    import cloudpickle
+
+    script = sys.modules.get(SPAWNED)
+    if script is None or SPAWNED in cloudpickle.list_registry_pickle_by_value():
+        yield
+        return
+    cloudpickle.register_pickle_by_value(script)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(script)
 
 
 def what_it_does(function: Any) -> bytes:
@@ -204,18 +225,29 @@ def what_it_does(function: Any) -> bytes:
             reduced = super().reducer_override(obj)
             if not isinstance(reduced, tuple):  # it is known by its name
                 return reduced
-            make, given, state, *rest = reduced
+            make, given, state, *rest = map(_of_script, reduced)
             if isinstance(obj, FunctionType):
                 inner, slots = state
                 held = {name: _in_order(one) for name, one in slots["__globals__"].items() if name != "__loader__"}
-                return make, given[:1], (inner, slots | {"__globals__": held}), *rest  # the loader is Monarch's
+                slots = _of_script(slots) | {"__globals__": held}
+                return make, given[:1], (inner, slots), *rest  # the loader is Monarch's
             # A class has a random name beside its own, by which one process knows it.
             given = tuple(one for one in given if not (isinstance(one, str) and re.fullmatch("[0-9a-f]{32}", one)))
             return make, given, state, *rest
 
     file = io.BytesIO()
-    Bare(file).dump(function)
+    with _script_by_value():
+        Bare(file).dump(function)
     return file.getvalue()
+
+
+def _of_script(value: Any) -> Any:
+    """The value with one name for the script's module, whichever process pickles it."""
+    if isinstance(value, tuple):
+        return tuple(map(_of_script, value))
+    if type(value) is dict:
+        return {name: "__main__" if one == SPAWNED else one for name, one in value.items()}
+    return "__main__" if value == SPAWNED else value
 
 
 def _in_order(value: Any) -> Any:
