@@ -245,9 +245,9 @@ def _of_script(value: Any) -> Any:
     """The value with one name for the script's module, whichever process pickles it."""
     if isinstance(value, tuple):
         return tuple(map(_of_script, value))
-    if type(value) is dict:
-        return {name: "__main__" if one == SPAWNED else one for name, one in value.items()}
-    return "__main__" if value == SPAWNED else value
+    if type(value) is dict and any(isinstance(one, str) and one == SPAWNED for one in value.values()):
+        return {name: _of_script(one) if isinstance(one, str) else one for name, one in value.items()}
+    return "__main__" if isinstance(value, str) and value == SPAWNED else value
 
 
 def _in_order(value: Any) -> Any:
