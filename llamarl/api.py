@@ -22,6 +22,7 @@ from typing import Any
 
 from llamarl.config import ConfigError, RunConfig, from_home, load_config, tables
 from llamarl.config.errors import told_in_python
+from llamarl.config.load import is_record
 from llamarl.config.ref import part
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.screen import print_to
@@ -162,7 +163,7 @@ def _tell(text: str) -> None:
 def _settled(config: Config, settings: Mapping[str, Any], **own: Any) -> RunConfig:
     """All settings of a call. Raises ConfigError."""
     base, given = _given(config, settings, **own)
-    return load_config(base, settings=given)
+    return load_config(base, settings=given, recorded=isinstance(config, str | Path) and is_record(config))
 
 
 def _given(

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from llamarl.cli.main import FAILURE
 from llamarl.cli.options import command_parser, told_of_delay
 from llamarl.cluster.api import ExecutorError
-from llamarl.config import ConfigError, RunConfig, load_config
+from llamarl.config import ConfigError, RunConfig, load_recorded
 from llamarl.observability.formats import counted
 from llamarl.parts.replay.against import first_divergence
 from llamarl.parts.replay.recorded import Diverged, Recorded, other_code
@@ -111,7 +111,7 @@ def compare(
     """Replays steps from the first to before the second, here or in a process of its own. Raises Diverged, ConfigError,
     ExecutorError."""
     folder, tally = _folder(options.run), tally or Tally()
-    run = _pinned(load_config(folder.config), folder)
+    run = _pinned(load_recorded(folder.config), folder)
     config, parts = replayable(run, [options.only] if options.only else PARTS, tally)
     close, cause = arithmetic(run, folder, tally)
     cause = cause or other_code(folder)
@@ -141,10 +141,10 @@ def _request(
 def _what_if(options: argparse.Namespace, overrides: Sequence[str], first: int, last: int) -> int:
     folder, said, tally = _folder(options.run), list[str](), Tally()
     name = {"name": options.name or f"{folder.path.name}-replay", "output": str(folder.path.parent), "steps": last}
-    asked = load_config(folder.config, overrides, name)
+    asked = load_recorded(folder.config, overrides, name)
     pinned = _pinned(asked, folder)
     config = replayable(pinned, ("train",), tally)[0]
-    request = _request(_pinned(load_config(folder.config), folder, ""), config, folder, first, last, tally)
+    request = _request(_pinned(load_recorded(folder.config), folder, ""), config, folder, first, last, tally)
     with _bar(last - first + 1) as told, redirect_stdout(io.StringIO()):
         request = request._replace(parts=("train",), is_same=False, told=lambda step: told(step - first + 1))
         path = what_if(request, pinned, asked, overwrite=options.overwrite, tell=said.append)
