@@ -174,6 +174,8 @@ def make_record(cls: type[T], values: Mapping[str, Any], where: str, owner: str)
         if first["type"] == "missing":
             raise ConfigError(f"`{place}` is missing; `{owner}` needs it") from None
         if first["type"] == "value_error":  # raised by the part itself
+            if isinstance(first["ctx"]["error"], NotRun):
+                raise first["ctx"]["error"] from None
             raise ConfigError(f"`{place} = {owner!r}`: {first['ctx']['error']}") from None
         raise ConfigError(f"`{place} = {first['input']!r}` of `{owner}`: {first['msg']}") from None
     except TypeError as error:  # an abstract class
