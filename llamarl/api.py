@@ -63,7 +63,7 @@ class EvalRecord:
 @told_in_python()
 def train(
     config: Config, *, reward: Rewards = None, data: Rows = None, eval_data: Rows = None, resume: bool = False,
-    overwrite: bool = False, watch: bool = False, **settings: Any,
+    overwrite: bool = False, watch: bool = False, trust: bool = False, **settings: Any,
 ) -> RunRecord:  # fmt: skip
     """Trains, as `llamarl train` does, and gives the record of the run.
 
@@ -78,6 +78,7 @@ def train(
         resume: go on where the run ended.
         overwrite: replace an existing run of the name.
         watch: show the run in a browser meanwhile.
+        trust: with `resume`, execute what the run's folder names, whoever owns it.
         settings: win over `config`, as on the command line: `steps=10, trainer={"learning_rate": 1e-5}`, or
             `**{"trainer.learning_rate": 1e-5}`.
 
@@ -93,7 +94,7 @@ def train(
 
     _check_fork()
     started_s, settled = now_s(), _settled(config, settings, reward=reward, data=data, eval_data=eval_data)
-    begun = begin(settled, resume=resume, overwrite=overwrite, command="llamarl", tell=_tell)
+    begun = begin(settled, resume=resume, overwrite=overwrite, command="llamarl", tell=_tell, trust=trust)
     _note_computing()
     try:
         with begun.folder, part("page", "watching")(begun.folder.path) if watch else nullcontext("") as address:

@@ -151,7 +151,7 @@ def reward(response, **row):
     except ValueError:
         return 0.0
 for one in (reward, scale, lambda response: helper(response)):
-    print(Path(reward_settings(one, Path("runs"))["parts"][0]["file"]).name)
+    print(Path(reward_settings(one, Path("runs"))["parts"][0]["file"]).name.partition("-")[0])
 {below}
 """
 

@@ -99,4 +99,4 @@ if __name__ == "__main__":
         happened.clear()
         codes = look(Path(folder))
         results[folder] = {"codes": codes, "seen": happened.copy()}
-    print(json.dumps(results))
+    sys.stdout.write(json.dumps(results) + "\n")
