@@ -216,18 +216,17 @@ def open_own(path: str | Path, mode: str, buffering: int = -1) -> IO[Any]:
 
     def opener(name: str, flags: int) -> int:
         try:
-            return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+            descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
             raise OSError(errno.ELOOP, "it is a link, and nothing is written through it", name) from None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "it is no regular file", name)
+        return descriptor
 
-    encoding = None if "b" in mode else "utf-8"
-    file = open(path, mode, buffering, encoding, opener=opener)  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return file
+    return open(path, mode, buffering, None if "b" in mode else "utf-8", opener=opener)
 
 
 def read_text(path: str | Path, fix: str) -> str:

@@ -132,7 +132,7 @@ def test_nothing_is_written_through_links(run: llamarl.api.RunRecord) -> None:
         (folder / name).symlink_to(victim.absolute())
         for trust in ((), ("--trust",)):
             done = llamarl_here("train", "tiny.toml", "--resume", "--name=linked", "--cluster.kind=inline", *trust)
-            assert (done.returncode == 2 and name in done.stderr) or (name.startswith("logs") and trust), done.stderr
+            assert trust or (done.returncode == 2 and name in done.stderr), done.stderr
             assert victim.read_text() == "precious\n"
         shutil.rmtree(folder)
 
@@ -144,8 +144,8 @@ def test_files_of_a_folder_are_opened_as_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in ("link", "dangling", "pipe"):
         for mode in ("ab", "wb", "a+b", "r+b", "a+"):
-            with pytest.raises(OSError):
+            with pytest.raises(OSError, match=r"link|no regular file|No such device"):
                 open_own(tmp_path / name, mode)
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match=r"link|no regular file|No such device"):
             RowLog(tmp_path / name, lambda failure: None)
     assert (tmp_path / "victim").read_text() == "precious" and not (tmp_path / "new").exists()
