@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llamarl.config.errors import ConfigError, did_you_mean
+    from llamarl.config.files import open_file, open_own
     from llamarl.config.load import (
         dump_toml,
         load_config,
         load_recorded,
         load_sft,
         load_sft_config,
-        open_file,
-        open_own,
         read_json,
         read_rows,
         read_text,
@@ -53,6 +52,7 @@ __all__ = [
 ]
 _HOMES = {
     "errors": ("ConfigError", "did_you_mean"),
+    "files": ("open_file", "open_own"),
     "path": ("FilePath", "from_home"),
     "ref": ("Ref", "build", "make_record"),
     "schema": ("RunConfig",),

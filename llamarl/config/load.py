@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import json
 import os
 import re
-import stat
 import tomllib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +13,13 @@ from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
 from llamarl.config.data import ONE, SEVERAL
 from llamarl.config.errors import ConfigError, did_you_mean
+from llamarl.config.files import open_file
 from llamarl.config.path import from_home
 from llamarl.config.ref import Ref, find
 from llamarl.config.schema import RunConfig
@@ -199,34 +198,6 @@ def validated(data: dict[str, Any], schema: type[S], has_options: bool = True) -
         return schema.model_validate(data)
     except ValidationError as error:
         raise ConfigError(_explain(error, schema, has_options)) from None
-
-
-def open_file(path: str | Path) -> IO[bytes]:
-    """Opens a file to read. Raises OSError, for what may never end or never begin, too: a pipe, a device."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return file
-
-
-def open_own(path: str | Path, mode: str, buffering: int = -1) -> IO[Any]:
-    """Opens a file of a run's folder to write, which is made if it is not there. Who can write to that folder could
-    have put a link or a pipe in its place, and what is written would go where that leads. Raises OSError."""
-
-    def opener(name: str, flags: int) -> int:
-        try:
-            descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-        except OSError as error:
-            if error.errno != errno.ELOOP:
-                raise
-            raise OSError(errno.ELOOP, "it is a link, and nothing is written through it", name) from None
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, "it is no regular file", name)
-        return descriptor
-
-    return open(path, mode, buffering, None if "b" in mode else "utf-8", opener=opener)
 
 
 def read_text(path: str | Path, fix: str) -> str:

@@ -1,4 +1,4 @@
-"""What a run's folder makes `replay` and `--resume` execute, and whether its owner is trusted with that."""
+"""Code that a run's folder makes `replay` and `--resume` execute, and whether the folder's owner is trusted."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Glob:
         return any(one.matches(path) for one in self._all)
 
     def filtered(self, paths: Iterable[str]) -> Iterator[str]:
-        """Those of the paths that match."""
+        """Yields the paths that match."""
         return filter(self.fullmatch, paths)
 
 
@@ -91,7 +91,7 @@ class _Plain:
         return bool(places >> len(self._tokens) & 1)
 
     def _entered(self, places: int) -> int:
-        """With the places behind what may stand for nothing."""
+        """Adds the places behind tokens that may stand for nothing."""
         may_be_nothing = self._everywhere | self._inside
         while (more := places | (places & may_be_nothing) << 1 | (places & self._folders) << 2) != places:
             places = more
