@@ -22,6 +22,7 @@ from typing import Any
 
 from llamarl.config import ConfigError, RunConfig, from_home, load_config, tables
 from llamarl.config.errors import told_in_python
+from llamarl.config.load import is_record
 from llamarl.config.ref import part
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.screen import print_to
@@ -29,6 +30,25 @@ from llamarl.run.given import Rewards, Rows, reward_settings, sources_of
 from llamarl.run.record import RunRecord
 
 Config = str | Path | Mapping[str, Any] | RunConfig
+_computed_in = list[int]()
+"""Process that has computed by a call of this module: this one, or one that it was forked from."""
+
+
+def _check_fork() -> None:
+    """Raises ConfigError: a process that has computed was forked, and its threads, which this one needs, are not
+    here."""
+    if _computed_in not in ([], [os.getpid()]):
+        raise ConfigError(
+            f"process {_computed_in[-1]} has trained or answered and was forked afterwards, and threads that it "
+            "started are missing in this process, so a run would wait without end; start processes with "
+            "multiprocessing.get_context('spawn'), or fork before the first call"
+        )
+
+
+def _note_computing() -> None:
+    """Notes that this process computes, for those that are forked from it. Raises what `_check_fork` does."""
+    _check_fork()
+    _computed_in[:] = [os.getpid()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +63,7 @@ class EvalRecord:
 @told_in_python()
 def train(
     config: Config, *, reward: Rewards = None, data: Rows = None, eval_data: Rows = None, resume: bool = False,
-    overwrite: bool = False, watch: bool = False, **settings: Any,
+    overwrite: bool = False, watch: bool = False, trust: bool = False, **settings: Any,
 ) -> RunRecord:  # fmt: skip
     """Trains, as `llamarl train` does, and gives the record of the run.
 
@@ -58,6 +78,7 @@ def train(
         resume: go on where the run ended.
         overwrite: replace an existing run of the name.
         watch: show the run in a browser meanwhile.
+        trust: with `resume`, execute what the run's folder names, whoever owns it.
         settings: win over `config`, as on the command line: `steps=10, trainer={"learning_rate": 1e-5}`, or
             `**{"trainer.learning_rate": 1e-5}`.
 
@@ -71,8 +92,10 @@ def train(
     from llamarl.run.begin import begin
     from llamarl.run.train import run
 
+    _check_fork()
     started_s, settled = now_s(), _settled(config, settings, reward=reward, data=data, eval_data=eval_data)
-    begun = begin(settled, resume=resume, overwrite=overwrite, command="llamarl", tell=_tell)
+    begun = begin(settled, resume=resume, overwrite=overwrite, command="llamarl", tell=_tell, trust=trust)
+    _note_computing()
     try:
         with begun.folder, part("page", "watching")(begun.folder.path) if watch else nullcontext("") as address:
             if address:
@@ -101,6 +124,7 @@ def evaluate(
         KeyboardInterrupt: it was interrupted.
         ExecutorError, Stalled: it failed.
     """
+    _note_computing()
     run = None if config is None else _settled(config, {})
     given = partial(_given, settings=settings, reward=reward, eval_data=data)
     found = part("answers", "evaluated")(str(model), run, config, given)
@@ -123,6 +147,7 @@ def generate(model: str | Path, prompts: Iterable[str], *, chat: bool = False, *
     """
     if isinstance(prompts, str | None) or not (asked := list(prompts)) or not all(isinstance(p, str) for p in asked):
         raise ConfigError(f"prompts = {prompts!r:.60}: give a list of texts, at least one")
+    _note_computing()
     rows = part("answers", "answered")(from_home(str(model)), asked, chat, settings)
     return sorted(rows, key=lambda row: (row["number"], row["index"]))
 
@@ -139,7 +164,7 @@ def _tell(text: str) -> None:
 def _settled(config: Config, settings: Mapping[str, Any], **own: Any) -> RunConfig:
     """All settings of a call. Raises ConfigError."""
     base, given = _given(config, settings, **own)
-    return load_config(base, settings=given)
+    return load_config(base, settings=given, recorded=isinstance(config, str | Path) and is_record(config))
 
 
 def _given(

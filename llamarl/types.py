@@ -375,6 +375,10 @@ class RewardItem:
     metadata: dict[str, Any]
 
 
+MAX_REASON_CHARS = 1000
+"""Longest reason of a reward: code of the user's may give one of any length, and every rollout carries its own."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardResult:
     """Result of a reward for one response."""
@@ -388,6 +392,11 @@ class RewardResult:
     """Result of a weighted sum's first part, which alone decides whether the response is right."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Values of a weighted sum's parts by name, before their weights; not on record."""
+
+    def __post_init__(self) -> None:
+        """Cuts the reason."""
+        if isinstance(self.reason, str) and len(self.reason) > MAX_REASON_CHARS:
+            object.__setattr__(self, "reason", self.reason[:MAX_REASON_CHARS])
 
     @property
     def is_right(self) -> bool:

@@ -13,6 +13,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from llamarl.config import open_own
+
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -50,7 +52,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], *, is_kept: boo
         OSError: the disk is full or not writable.
     """
     digest, size = xxhash.xxh3_128(), 0
-    with path.open("wb") as file:
+    with open_own(path, "wb") as file:
         for block in _blocks(tensors):
             digest.update(block)
             size += len(block)

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llamarl.cli.options import check_output, command_parser, write_output
-from llamarl.config import ConfigError, RunConfig, load_config
+from llamarl.cli.options import check_output, command_parser, write_into_run, write_output
+from llamarl.config import ConfigError, RunConfig, load_recorded
 from llamarl.config.hub import HubName, open_hub
+from llamarl.config.ref import nothing_run
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,6 +38,12 @@ def main(arguments: Sequence[str]) -> int:
         "--public", action="store_true", help="--push makes a public repository, if it makes one (private)"
     )
     options = parser.parse_args(arguments)
+    with nothing_run():
+        return _export(options)
+
+
+def _export(options: argparse.Namespace) -> int:
+    """Writes what the options ask for; the exit code. Raises ConfigError."""
     run, name = Path(options.run), _name(options)
     if not (run / "config.toml").exists():
         raise ConfigError(f"RUN = {options.run!r} is no run folder (no config.toml in it); name one, such as runs/demo")
@@ -47,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
 
     from llamarl.run.export import export
 
-    config = load_config(run / "config.toml")
+    config = load_recorded(run / "config.toml")
     step, folder = export(run, config, options.folder, options.step, options.merge, command="llamarl export")
     print(f"step {step}: {folder}")
     if name is not None:
@@ -85,7 +92,8 @@ def _export_rollouts(run: Path, options: argparse.Namespace) -> int:
             raise ConfigError(f"--rollouts writes rows and no model, so {name} means nothing; leave one of them out")
     output = check_output(options.output or run / "rollouts.jsonl")
     lacks = list[str]()
-    write_output(output, (f"{line}\n" for line in rollout_lines(run, lacks.append, output)))
+    write = write_output if options.output else write_into_run
+    write(output, (f"{line}\n" for line in rollout_lines(run, lacks.append, output)))
     print(output)
     print(*lacks, sep="\n", end="\n" * bool(lacks), file=sys.stderr)
     return 0

@@ -58,7 +58,9 @@ _OUTSIDE = {
     errno.EIO: ": the terminal has gone",
 }
 """Ends of sentences about what may go wrong outside of a command, by error number."""
-_PATHS = (errno.EACCES, errno.EINVAL, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS)
+_PATHS = (
+    errno.EACCES, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS,
+)  # fmt: skip
 """Error numbers of what may be wrong with a path that a user gave."""
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 """Exit codes: a setting that cannot work; a run that failed; ended by Ctrl-C or SIGTERM."""

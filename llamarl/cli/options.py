@@ -51,6 +51,9 @@ def told_of_delay(command: str) -> Iterator[Callable[[], None]]:
         is_over.set()
 
 
+TRUST = "import and run what the settings name that does not come with llamarl"
+
+
 def command_parser(command: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
     """The parser of one command. An epilog of several lines keeps them. An argument without a type may begin with `~`,
     as paths do: a shell leaves that as it is in quotes and behind `=`."""
@@ -108,6 +111,15 @@ def check_output(path: str | Path, *read: str | None, option: str = "--output") 
     if not path.parent.is_dir():
         raise ConfigError(f"cannot write {path}: there is no folder {path.parent}; give {option} one that exists")
     return path
+
+
+def write_into_run(path: Path, text: str | Iterable[str]) -> None:
+    """Writes a file in a run's folder, whole or not at all. It takes the place of what is there, and writes through no
+    link or pipe, as somebody else may have made the folder. Raises ConfigError."""
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; give --output a path of your own") from None
 
 
 def write_output(path: Path, text: str | Iterable[str], option: str = "--output") -> None:

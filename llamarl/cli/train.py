@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
-from llamarl.cli.options import command_parser, told_of_delay
+from llamarl.cli.options import TRUST, command_parser, told_of_delay
 from llamarl.cli.restarts import WOULD_FAIL_AGAIN, run_with_restarts
 from llamarl.config import ConfigError, RunConfig, dump_toml, load_config
 from llamarl.config.ref import part
@@ -34,6 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = command_parser("train", "Asynchronous reinforcement learning from a TOML file.", EPILOG)
     parser.add_argument("config", metavar="RUN.toml")
     parser.add_argument("--resume", action="store_true", help="go on where the run ended, however it ended")
+    parser.add_argument("--trust", action="store_true", help=f"with --resume: {TRUST}")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing run folder")
     parser.add_argument(
         "--dry-run", action="store_true", help="check the settings, print who computes where and them, stop"
@@ -71,7 +72,7 @@ def _run(config: RunConfig, options: argparse.Namespace, started_s: float) -> in
     from llamarl.training.result import NonFiniteStep
 
     begun = begin(
-        config, resume=options.resume, overwrite=options.overwrite, command="llamarl train",
+        config, resume=options.resume, overwrite=options.overwrite, command="llamarl train", trust=options.trust,
         tell=lambda text: print_to(sys.stdout, text), delays=lambda: told_of_delay("train"),
     )  # fmt: skip
     folder = begun.folder
@@ -131,11 +132,12 @@ def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence
 
 def _beginning(config: RunConfig, options: argparse.Namespace, machine: MachineMemory | None) -> dict[str, list[str]]:
     """First prompt and answers of each source of a run, as lines by topic. Raises ConfigError: it cannot start."""
-    from llamarl.run.begin import check_start, has_base_model, looked_ahead
+    from llamarl.run.begin import check_start, has_base_model, looked_ahead, trusted
     from llamarl.run.prepare import each_source
     from llamarl.run.preview import answers, first_prompt
     from llamarl.run.sources import of_source
 
+    config = trusted(config, options.trust, resume=options.resume, keep=False)
     run = check_start(config, resume=options.resume, overwrite=options.overwrite, is_here=machine is None)
     if not has_base_model(config):
         return {"first prompt": [f"not known before the start has made {config.model.path}"]}

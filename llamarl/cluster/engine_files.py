@@ -8,6 +8,7 @@ folder for each process that is killed.
 from __future__ import annotations
 
 import atexit
+import errno
 import fcntl
 import os
 import pwd
@@ -15,6 +16,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,8 +29,11 @@ MEMORY = "LLAMARL_MEMORY"
 IN_MEMORY = Path("/dev/shm")
 MAX_PATH_CHARS = 60
 """Longest path of a temporary folder, in characters: a socket's address has room for 107, and its name comes behind."""
+MOST_TRIES = 1000
+"""Folders that a start makes at most until it has locked one: others may sweep the moment that it is made."""
 _held = list[int]()
 """Descriptors of this process's temporary folders, which are locked."""
+_making = threading.Lock()
 
 
 def log_env(folder: Path | None, shared: Path = Path("/tmp")) -> dict[str, str]:
@@ -59,34 +64,67 @@ def _check_own(home: Path) -> None:
     home.chmod(stat.S_IMODE(found.st_mode) & ~0o022)
     for name in ("monarch_log.log", "monarch_log_"):
         if (home / name).is_symlink():
-            (home / name).unlink()
+            (home / name).unlink(missing_ok=True)  # another start may do the same
 
 
 def own_temporary_folder() -> None:
     """TMPDIR of this process, and of those that it starts, becomes a folder that goes with it; what killed ones have
     left goes now. Raises ConfigError."""
-    if _held:
-        return
-    sweep()
+    with _making:  # two threads may start runs at the same time
+        if not _held:
+            sweep()
+            _make_own()
+
+
+def _make_own() -> None:
+    """Raises ConfigError."""
     beside = Path(tempfile.gettempdir())
     if beside.name.startswith(PREFIX):  # a process that started this one has its own there: paths stay short
         beside = beside.parent
     try:
-        folder = tempfile.mkdtemp(prefix=PREFIX, dir=beside)
+        folder, descriptor = make_locked(beside)
     except OSError as error:
         raise ConfigError(f"no temporary folder can be made ({error}); set TMPDIR to one that can be written") from None
-    if len(folder) > MAX_PATH_CHARS:
+    _held.append(descriptor)
+    atexit.register(_remove_own, folder, os.getpid())
+    if len(str(folder)) > MAX_PATH_CHARS:
+        os.close(_held.pop())
         os.rmdir(folder)
         raise ConfigError(f"TMPDIR = {tempfile.gettempdir()!r} is too long for sockets in it; name a shorter one")
-    _held.append(_locked(Path(folder)))
-    os.environ["TMPDIR"] = tempfile.tempdir = folder
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    os.environ[MEMORY] = folder
+    os.environ["TMPDIR"] = tempfile.tempdir = os.environ[MEMORY] = str(folder)
     with suppress(OSError):  # no such file system, or nobody may write there: the disk serves
-        in_memory = tempfile.mkdtemp(prefix=PREFIX, dir=IN_MEMORY)
-        _held.append(_locked(Path(in_memory)))
-        os.environ[MEMORY] = in_memory
-        atexit.register(shutil.rmtree, in_memory, ignore_errors=True)
+        in_memory, descriptor = make_locked(IN_MEMORY)
+        _held.append(descriptor)
+        os.environ[MEMORY] = str(in_memory)
+        atexit.register(_remove_own, in_memory, os.getpid())
+
+
+def make_locked(beside: Path) -> tuple[Path, int]:
+    """Makes a temporary folder that `sweep` leaves alone. Returns it with the descriptor that holds its lock.
+
+    Another start may sweep between the moment that the folder is made and the moment that it is locked; then the
+    next one is made.
+
+    Raises:
+        OSError: no folder can be made there.
+    """
+    for _ in range(MOST_TRIES):
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=beside))
+        try:
+            descriptor = _locked(folder)
+        except (BlockingIOError, FileNotFoundError):  # a sweep has it, or has removed it
+            continue
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), folder.stat()):
+                return folder, descriptor
+        os.close(descriptor)
+    raise BlockingIOError(errno.EAGAIN, f"{MOST_TRIES} folders were taken away as they were made", str(beside))
+
+
+def _remove_own(folder: Path, pid: int) -> None:
+    """Removes a folder at the end of the process that has made it. A forked child leaves it to its parent."""
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def mirror_folder(run: str) -> Path:

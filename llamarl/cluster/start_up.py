@@ -47,7 +47,7 @@ def main() -> None:
     os.setpgid(0, 0)
     _, engine_module, log_file, folder = sys.argv[1:]
     if log_file:
-        descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.close(descriptor)

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llamarl.config.errors import ConfigError, did_you_mean
+    from llamarl.config.files import open_file, open_own
     from llamarl.config.load import (
         dump_toml,
         load_config,
+        load_recorded,
         load_sft,
         load_sft_config,
-        open_file,
         read_json,
         read_rows,
         read_text,
@@ -36,10 +37,12 @@ __all__ = [
     "dump_toml",
     "from_home",
     "load_config",
+    "load_recorded",
     "load_sft",
     "load_sft_config",
     "make_record",
     "open_file",
+    "open_own",
     "read_json",
     "read_rows",
     "read_text",
@@ -49,6 +52,7 @@ __all__ = [
 ]
 _HOMES = {
     "errors": ("ConfigError", "did_you_mean"),
+    "files": ("open_file", "open_own"),
     "path": ("FilePath", "from_home"),
     "ref": ("Ref", "build", "make_record"),
     "schema": ("RunConfig",),

@@ -139,12 +139,16 @@ class TrainSource(SourceConfig):
     """`data.filter` of this source."""
 
 
+MAX_SAMPLES = 4096
+"""Most responses per held-out prompt. All are in memory until the last one is judged."""
+
+
 class EvalConfig(Section):
     every_steps: int = Field(default=0, ge=0)
     """Evaluate during training each so many steps, beside it; 0: only before and after."""
     max_prompts: int = Field(default=256, ge=1)
     """Held-out prompts taken, from the front."""
-    samples: int = Field(default=1, ge=1)
+    samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     """Responses per prompt; with more than one, pass@k is reported too."""
     temperature: Annotated[float, AfterValidator(_sampled)] = Field(default=0.0, ge=0, le=100)
     """0 is greedy."""
@@ -157,7 +161,7 @@ class EvalSet(SourceConfig):
     """`eval.every_steps` of this set."""
     max_prompts: int | None = Field(default=None, ge=1)
     """`eval.max_prompts` of this set."""
-    samples: int | None = Field(default=None, ge=1)
+    samples: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
     """`eval.samples` of this set."""
     temperature: Annotated[float | None, AfterValidator(_sampled)] = Field(default=None, ge=0, le=100)
     """`eval.temperature` of this set; left out, and 0 there, several samples are drawn at 1."""

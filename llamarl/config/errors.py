@@ -12,7 +12,7 @@ class ConfigError(ValueError):
     """A setting that cannot work: the message names the option, its value and the fix, in one sentence."""
 
 
-_OPTION = re.compile(r"(?<![\w/.-])--(?:(resume|overwrite|merge)|(name|output|steps?))\b")
+_OPTION = re.compile(r"(?<![\w/.-])--(?:(resume|overwrite|merge|trust)|(name|output|steps?))\b")
 """Options that functions of Python have as keywords: flags, and those with a value."""
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import json
 import os
 import re
-import stat
 import tomllib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +13,13 @@ from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
 from llamarl.config.data import ONE, SEVERAL
 from llamarl.config.errors import ConfigError, did_you_mean
+from llamarl.config.files import open_file
 from llamarl.config.path import from_home
 from llamarl.config.ref import Ref, find
 from llamarl.config.schema import RunConfig
@@ -30,6 +29,8 @@ from llamarl.config.sft import SftConfig
 S = TypeVar("S", bound=Section)
 MAX_ROW_BYTES = 1 << 20
 """Longest line of a data file, in bytes: a prompt that long fits no context, and rows travel in messages."""
+RECORD = "config.toml"
+"""Name of the file in a run's folder that holds the resolved settings."""
 PACKAGED = Path(__file__).parents[1] / "configs"
 """Files of runs that come with the package, each of which `llamarl train` takes by its name: `demo`."""
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
@@ -39,6 +40,8 @@ def load_config(
     path: str | Path | Mapping[str, Any],
     overrides: Sequence[str] | None = None,
     settings: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    recorded: bool = False,
 ) -> RunConfig:
     """The run that a file describes, with overrides such as `["--trainer.learning_rate", "1e-5", "--steps=10"]`.
 
@@ -46,14 +49,17 @@ def load_config(
         path: of a TOML file, the name of one that comes with the package, or what such a file holds.
         overrides: None: who calls takes none, and no sentence tells of them.
         settings: win over the file; a section is a table, or its names stand behind dots.
+        recorded: the tables are those of a file that `is_record`. The recipe that such a file names is not applied.
 
     Raises:
         ConfigError: file, key, type or combination is wrong.
     """
     _check_once(settings)
-    data = _with(deepcopy(dict(path)) if isinstance(path, Mapping) else tables(path), settings)
+    data = deepcopy(dict(path)) if isinstance(path, Mapping) else tables(path)
+    was = data.get("recipe") if recorded or is_record(path) else None
+    data = _with(data, settings)
     config = validated(_overridden(data, overrides or ()), RunConfig, overrides is not None)
-    if config.recipe:
+    if config.recipe and config.recipe != was:
         recipe = find(config.recipe, "llamarl.recipes", "recipe", config.recipe)
         try:
             config = recipe(config)
@@ -64,6 +70,21 @@ def load_config(
         warm_start = str((folder / config.model.warm_start).resolve())
         config = config.model_copy(update={"model": config.model.model_copy(update={"warm_start": warm_start})})
     return config
+
+
+def load_recorded(
+    path: str | Path, overrides: Sequence[str] = (), settings: Mapping[str, Any] = MappingProxyType({})
+) -> RunConfig:
+    """The settings that a run has on record in a file, as they stand there: they are complete, so no recipe is applied
+    to them, and nothing that they name is imported. Other arguments as for `load_config`. Raises ConfigError."""
+    return validated(_overridden(_with(_parsed(path, ()), settings), overrides), RunConfig)
+
+
+def is_record(path: str | Path | Mapping[str, Any]) -> bool:
+    """Whether a file is the resolved configuration of a run, in that run's folder."""
+    if isinstance(path, Mapping) or Path(path).name != RECORD:
+        return False
+    return any(Path(from_home(path)).with_name(name).exists() for name in (".lock", "journal", "metrics.jsonl"))
 
 
 def tables(path: str | Path) -> dict[str, Any]:
@@ -177,15 +198,6 @@ def validated(data: dict[str, Any], schema: type[S], has_options: bool = True) -
         return schema.model_validate(data)
     except ValidationError as error:
         raise ConfigError(_explain(error, schema, has_options)) from None
-
-
-def open_file(path: str | Path) -> IO[bytes]:
-    """Opens a file to read. Raises OSError, for what may never end or never begin, too: a pipe, a device."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return file
 
 
 def read_text(path: str | Path, fix: str) -> str:

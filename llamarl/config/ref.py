@@ -10,8 +10,9 @@ import dataclasses
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,6 +29,35 @@ PARTS = "llamarl.parts"
 MEMBERS_OF_PARTS = {"rewards.code": "episodes", "sources.hub": "hub", "transports.nixl": "cuda"}
 """Parts that have a member of a family of the core, by folder and name: who asks for one without its part is told."""
 T = TypeVar("T", bound="DataclassInstance")
+
+
+class NotRun(ConfigError):
+    """Settings name code that does not come with the package, in a command that runs none."""
+
+
+_NOT_RUN = ContextVar[list[str] | None]("not_run", default=None)
+
+
+@contextmanager
+def nothing_run() -> Iterator[list[str]]:
+    """Within it `may_run` refuses all code that settings name. Yields the list of what was refused, which grows."""
+    token = _NOT_RUN.set(refused := list[str]())
+    try:
+        yield refused
+    finally:
+        _NOT_RUN.reset(token)
+
+
+def may_run(option: str, name: str) -> None:
+    """Called before anything is imported or executed that settings name and this package lacks. Raises NotRun, within
+    `nothing_run`."""
+    if (refused := _NOT_RUN.get()) is not None:
+        if (said := f"{option} = {name!r}") not in refused:
+            refused.append(said)
+        raise NotRun(
+            f"`{option} = {name!r}` is code that does not come with llamarl, and this command runs none; add --trust "
+            "if you trust who wrote it"
+        )
 
 
 class Ref(BaseModel):
@@ -144,6 +174,8 @@ def make_record(cls: type[T], values: Mapping[str, Any], where: str, owner: str)
         if first["type"] == "missing":
             raise ConfigError(f"`{place}` is missing; `{owner}` needs it") from None
         if first["type"] == "value_error":  # raised by the part itself
+            if isinstance(first["ctx"]["error"], NotRun):
+                raise first["ctx"]["error"] from None
             raise ConfigError(f"`{place} = {owner!r}`: {first['ctx']['error']}") from None
         raise ConfigError(f"`{place} = {first['input']!r}` of `{owner}`: {first['msg']}") from None
     except TypeError as error:  # an abstract class
@@ -160,6 +192,7 @@ def find(name: str, family: str, option: str, attribute: str) -> Any:
         module_name, _, class_name = name.partition(":")
         if not all(part.isidentifier() for part in (*module_name.split("."), class_name)):
             raise ConfigError(f"`{option} = {name!r}` is not of the form `package.module:Class`")
+        may_run(option, name)
         try:
             return getattr(importlib.import_module(module_name), class_name)
         except (Exception, SystemExit) as error:  # the user's module may do anything

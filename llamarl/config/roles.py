@@ -24,7 +24,7 @@ class ReferenceConfig(Section):
     """Hugging Face folder or name with the policy's tokens; empty: `model.path`, the policy before the first step."""
     dtype: Literal["float32", "bfloat16", "int8", "fp8"] = "float32"
     """Weights, as `generator.dtype`."""
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, le=1 << 10)
     """CPU threads."""
     device: Device = "cpu"
     """`cpu`, `cuda` (the next free GPUs, one for each rank), or `cuda:0,2-3` to name them."""
@@ -40,7 +40,7 @@ class CriticConfig(Section):
     """Its learning rate over the trainer's: values may move faster than policies."""
     clip: float = Field(default=0.2, gt=0)
     """Values may move so far per step before the loss stops rewarding it, in units of the reward."""
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, le=1 << 10)
     """CPU threads of each process."""
     device: Device = "cpu"
     """`cpu`, `cuda` (the next free GPUs, one for each rank), or `cuda:0,2-3` to name them."""
@@ -74,7 +74,7 @@ class RewardModelConfig(Section):
     """Weights."""
     batch_tokens: int = Field(default=8192, ge=1)
     """Tokens of one forward; a longer response is one by itself."""
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, le=1 << 10)
     """CPU threads."""
     device: Device = "cpu"
     """`cpu`, `cuda` (the next free GPUs, one for each rank), or `cuda:0,2-3` to name them."""

@@ -17,19 +17,19 @@ class ShapeConfig(Section):
     family: str | Ref = "llama"
     """Architecture. A mixture of experts, which learns to use all of them by an auxiliary loss, has its keys of
     `config.json` beside the name: `{name = "qwen3_moe", num_experts = 8, num_experts_per_tok = 2, ...}`."""
-    hidden_size: int = Field(default=128, ge=1)
+    hidden_size: int = Field(default=128, ge=1, le=1 << 16)
     """Width, D."""
-    num_layers: int = Field(default=3, ge=1)
+    num_layers: int = Field(default=3, ge=1, le=1 << 10)
     """Decoder layers."""
-    num_heads: int = Field(default=4, ge=1)
+    num_heads: int = Field(default=4, ge=1, le=1 << 10)
     """Query heads, H."""
-    num_kv_heads: int = Field(default=2, ge=1)
+    num_kv_heads: int = Field(default=2, ge=1, le=1 << 10)
     """Key/value heads."""
-    intermediate_size: int = Field(default=384, ge=1)
+    intermediate_size: int = Field(default=384, ge=1, le=1 << 18)
     """Width of the MLP; in a mixture that of its dense layers, in `mixtral` that of an expert."""
-    vocab_size: int = Field(default=331, ge=260)
+    vocab_size: int = Field(default=331, ge=260, le=1 << 20)
     """Upper bound of the tokenizer's vocabulary; 256 bytes and the special tokens are the least."""
-    max_position_embeddings: int = Field(default=512, ge=1)
+    max_position_embeddings: int = Field(default=512, ge=1, le=1 << 20)
     """Context, in tokens."""
     init_std: float = Field(default=0.06, gt=0)
     """Standard deviation of initial weights."""
@@ -59,13 +59,13 @@ class SftConfig(Section):
     shape: ShapeConfig = ShapeConfig()
     steps: int = Field(default=300, ge=1)
     """Optimizer steps."""
-    rows: int = Field(default=8, ge=1)
+    rows: int = Field(default=8, ge=1, le=1 << 16)
     """A step learns up to `rows * row_tokens` tokens."""
-    row_tokens: int = Field(default=256, ge=1)
+    row_tokens: int = Field(default=256, ge=1, le=1 << 20)
     """Longest document."""
     muon_learning_rate: float = Field(default=0.02, gt=0)
     """Muon, on the layers' matrices."""
     adamw_learning_rate: float = Field(default=0.008, gt=0)
     """AdamW, on embeddings and norms."""
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, le=1 << 10)
     """CPU threads; small models gain little from more."""

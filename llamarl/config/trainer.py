@@ -104,7 +104,7 @@ class TrainerConfig(Section):
     """Decay of the second moment; 0.95 forgets old gradients sooner, as RL gradients drift."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Clip the global gradient norm to this."""
-    passes: int = Field(default=1, ge=1)
+    passes: int = Field(default=1, ge=1, le=256)
     """Updates on each batch, all before the next version is published. From the second on `decoupled_ppo`, and clipping
     losses with `truncate`, stay near the policy before the first."""
     microbatch_tokens: int = Field(default=8192, ge=1)

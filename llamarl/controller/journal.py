@@ -25,6 +25,7 @@ from typing import IO, Any, Literal
 
 import numpy as np
 
+from llamarl.config import open_own
 from llamarl.controller.journal_reader import FORMAT, JournalReader, RecordedStep, over, segment_path, segments
 from llamarl.controller.records import Key, encode, encode_group, encode_step
 from llamarl.controller.route_files import Arrays, frames
@@ -278,7 +279,7 @@ class Journal(JournalReader):
     def _append_routes(self, routes: Arrays) -> None:
         """Before the rollouts that name them. Raises OSError."""
         if routes:
-            with _files(self._folder, self._segment)[1].open("ab") as file:
+            with open_own(_files(self._folder, self._segment)[1], "ab") as file:
                 file.writelines(frames(routes))
                 self._routes_bytes = file.tell()
 
@@ -291,8 +292,9 @@ class Journal(JournalReader):
         data = encode(header | {"before": before})
         path.parent.mkdir(exist_ok=True)
         try:
-            path.write_bytes(data)
-            file = path.open("ab", buffering=0)
+            with open_own(path, "xb") as made:
+                made.write(data)
+            file = open_own(path, "ab", buffering=0)
         except OSError:
             path.unlink(missing_ok=True)
             raise

@@ -109,6 +109,10 @@ def over(group_ids: Iterable[int], taken: Sequence[int], state: ControllerState)
     return [one for one in group_ids if one in taken or (one in is_old and one not in unconsumed)]
 
 
+GIVEN = "given"
+"""Name, among the settings of a journal's file, of digests of the files that a run executes. They may change."""
+
+
 class JournalWalk:
     """The journal of a run in the order of events, those that come later too: each is had once. A step that was taken
     back is not part of it. What is in memory are groups that no step has taken yet."""
@@ -349,4 +353,5 @@ def whole(parts: Sequence[TokenRun]) -> Rollout:
 
 def _first_other(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Name of a setting that differs; empty: none does. One that is off need not have been known to older code."""
-    return next((name for name in (*one, *other) if (one.get(name) or None) != (other.get(name) or None)), "")
+    names = (name for name in (*one, *other) if name != GIVEN)
+    return next((name for name in names if (one.get(name) or None) != (other.get(name) or None)), "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -16,8 +15,6 @@ from llamarl.rewards._base import Reward, invalid, sound
 from llamarl.rewards._build import build_reward
 from llamarl.types import Prompt, RewardItem, RewardResult, Rollout
 
-MAX_REASON_CHARS = 1000
-"""Every result travels and is recorded."""
 _NONE: Mapping[str, RewardConfig] = MappingProxyType({})
 
 
@@ -68,4 +65,4 @@ def checked(results: Sequence[Any], num_items: int) -> list[RewardResult]:
     if not isinstance(results, Sequence) or len(results) != num_items:
         number = f"{len(results)} results" if isinstance(results, Sequence) else f"a {type(results).__name__}"
         return [invalid(f"the reward gave {number} for {num_items} responses")] * num_items
-    return [replace(result, reason=result.reason[:MAX_REASON_CHARS]) for result in map(sound, results)]
+    return [*map(sound, results)]

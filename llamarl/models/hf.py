@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from llamarl.config import ConfigError
+from llamarl.config import ConfigError, open_own
 from llamarl.config.hub import folder_of
 from llamarl.models.folder import CONFIG, GENERATION_CONFIG, WEIGHTS, load_shape, opened
 from llamarl.models.shape import ModelShape, hf_eos
@@ -161,7 +161,7 @@ def replaced_folder(folder: Path, names: Collection[str]) -> Iterator[Path]:
     with ExitStack() as leaving:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            fcntl.flock(leaving.enter_context(lock.open("a")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(leaving.enter_context(open_own(lock, "a")), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"another command writes {folder}; wait for its end, or name another folder") from None
         except OSError as error:

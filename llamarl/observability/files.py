@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import xxhash
 
-from llamarl.config import open_file, read_rows
+from llamarl.config import open_file, open_own, read_rows
 
 MAX_RUN_ROW_BYTES = 1 << 30
 """A long rollout has many tokens, with two log-probabilities each."""
@@ -35,7 +35,7 @@ def write_atomically(path: Path, text: str | bytes | Iterable[str]) -> None:
     partial = path.with_name(f".{path.name}.{os.urandom(8).hex()}.partial")  # others may write the same, here too
     try:
         is_binary = isinstance(text, bytes)
-        with partial.open("wb" if is_binary else "w", encoding=None if is_binary else "utf-8") as file:
+        with open_own(partial, "xb" if is_binary else "x") as file:
             file.writelines([text] if isinstance(text, str | bytes) else text)
             file.flush()
             os.fsync(file.fileno())
@@ -100,7 +100,7 @@ def compress(path: Path) -> None:
     be read."""
     partial = path.with_name(f".{path.name}.gz.partial")
     with suppress(OSError, EOFError, zlib.error):
-        with path.open("rb") as source, gzip.open(partial, "wb", compresslevel=1) as file:
+        with path.open("rb") as source, _new(partial) as raw, gzip.open(raw, "wb", compresslevel=1) as file:
             shutil.copyfileobj(source, file, 1 << 20)
         with partial.open("rb") as file:
             os.fsync(file.fileno())
@@ -110,6 +110,12 @@ def compress(path: Path) -> None:
         partial.rename(path.with_name(f"{path.name}.gz"))
         path.unlink()
     partial.unlink(missing_ok=True)
+
+
+def _new(path: Path) -> IO[bytes]:
+    """A file in the place of what a process that was killed, or somebody else, has left there. Raises OSError."""
+    path.unlink(missing_ok=True)
+    return open_own(path, "xb")
 
 
 def open_or_unpack(path: Path, most: int = sys.maxsize) -> IO[bytes]:

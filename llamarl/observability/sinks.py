@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import json
 import os
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from llamarl.config.errors import ConfigError
+from llamarl.config import ConfigError, open_own
 from llamarl.observability.files import compress, last_lines, lines, piece, pieces
 from llamarl.observability.metrics import EvalMetrics, Row, StepMetrics
 
@@ -58,11 +57,9 @@ class JsonlSink:
         Raises:
             OSError: the file cannot be opened.
         """
-        if path.exists() and not path.is_file():
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
         self._path = path
         self._max_bytes = max_bytes
-        self._file = path.open("a+b", buffering=0)
+        self._file = open_own(path, "a+b", buffering=0)
         self._size = _size_of_whole_lines(self._file)
         self._file.truncate(self._size)
         self._rows_lost = 0
@@ -93,7 +90,7 @@ class JsonlSink:
     def _rotate(self) -> None:
         """Raises OSError: the file is as it was."""
         fresh = self._path.with_name(f".{self._path.name}.fresh")
-        file = fresh.open("w+b", buffering=0)
+        file = open_own(fresh, "w+b", buffering=0)
         *full, last = pieces(self._path)
         number = int(full[-1].name.split(".")[0].rpartition("-")[2]) + 1 if full else 1
         os.fsync(self._file.fileno())
@@ -128,7 +125,7 @@ class JsonlSink:
         for file in reversed(pieces(self._path)):
             plain = file.with_name(f".{file.name}.kept") if file.suffix == ".gz" else file
             if plain != file:
-                with plain.open("wb") as target:
+                with open_own(plain, "wb") as target:
                     _unpack(file, target)
             if file != self._path and not plain.stat().st_size:  # its rows were taken back before a crash
                 for one in {file, plain, file.with_name(f"{file.name}.gz")}:
@@ -146,7 +143,7 @@ class JsonlSink:
             if file != self._path and is_empty:
                 self._path.with_name(file.name.removesuffix(".gz")).unlink()
         self._file.close()
-        self._file = self._path.open("a+b", buffering=0)
+        self._file = open_own(self._path, "a+b", buffering=0)
         self._size = self._path.stat().st_size
         self._compress()
 
@@ -170,8 +167,9 @@ def _cut(file: Path, plain: Path, size: int, kept: list[bytes]) -> bool:
     unpacked."""
     copy = file.with_name(f".{file.name}.kept")
     if kept and plain == file:  # a crash must not cost rows that stay
-        shutil.copyfile(file, plain := copy)
-    with plain.open("r+b") as opened:
+        copy.unlink(missing_ok=True)
+        shutil.copyfile(file, plain := copy, follow_symlinks=False)
+    with open_own(plain, "r+b") as opened:
         opened.seek(-size, os.SEEK_END)
         opened.truncate()
         opened.writelines(kept)

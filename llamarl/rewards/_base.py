@@ -57,7 +57,16 @@ def invalid(reason: str) -> RewardResult:
 
 def sound(result: Any) -> RewardResult:
     """A result that a user's code gave; one that is none, or whose value nobody can reckon with, judges nothing."""
-    is_number = isinstance(result, RewardResult) and isinstance(result.value, Real)
-    if is_number and abs(result.value) <= MAX_REWARD:  # NaN is not; an integer may have any size
+    is_result = isinstance(result, RewardResult) and isinstance(result.outcome, Outcome) and type(result.reason) is str
+    value: Any = result.value if is_result else result
+    if is_result and isinstance(value, Real) and abs(value) <= MAX_REWARD:  # type: ignore[operator]  # NaN is not
         return result
-    return invalid(f"the reward gave {result!r:.200}, which is no result with a finite value of at most {MAX_REWARD:g}")
+    said = _shown(value)
+    return invalid(f"the reward gave {said}, which is no result with a finite value of at most {MAX_REWARD:g}")
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value's text, or its type, whatever a user's code has made it."""
+    if isinstance(value, str | bytes | None | bool | float) or (isinstance(value, int) and abs(value) < 1 << 64):
+        return repr(value[:100] if isinstance(value, str | bytes) else value)
+    return f"a {type(value).__name__}"

@@ -13,7 +13,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from llamarl.config import FilePath
+from llamarl.config.ref import may_run
 from llamarl.rewards._base import MAX_REWARD, Reward, invalid
+from llamarl.rewards._given import given_bytes
 from llamarl.sandbox.pool import Failure, WorkerPool
 from llamarl.types import Outcome, RewardItem, RewardResult
 
@@ -33,6 +35,8 @@ class Function(Reward):
     """Place of the function, `package.module:function`."""
     file: FilePath = ""
     """In place of `call`: a file into which `llamarl.train` wrote a function that no module has."""
+    digest: str = ""
+    """SHA-256 of that file, in hexadecimal: another one is not loaded."""
     content: str = ""
     """The same file in base64, for a process that cannot read it."""
     curve: str = ""
@@ -53,7 +57,9 @@ class Function(Reward):
     def __post_init__(self) -> None:
         if bool(self.call) == bool(self.file or self.content):
             raise ValueError("give one of `call`, `package.module:function`, and `file`")
-        self._folder = tempfile.TemporaryDirectory(prefix="llamarl-") if self.content else None
+        if self.file:
+            may_run("reward.parts.file", self.file)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._target = self.call or self._unpacked()
         self._pool = WorkerPool(
             "llamarl.rewards._function_worker:call", num_workers=self.workers, cpu_s=self.cpu_s,
@@ -62,12 +68,9 @@ class Function(Reward):
         )  # fmt: skip
 
     def _unpacked(self) -> str:
-        """Path of the pickle. Raises ValueError."""
-        if self._folder is None:
-            if not Path(self.file).is_file():
-                raise ValueError(f"file = {self.file!r} is not there; start the run from Python again, with its reward")
-            return str(Path(self.file).resolve())
-        data = base64.b64decode(self.content)
+        """Path of a copy of the pickle that nobody else can change. Raises ValueError: it is not the one on record."""
+        data = base64.b64decode(self.content) if self.content else given_bytes(self.file, self.digest)
+        self._folder = tempfile.TemporaryDirectory(prefix="llamarl-")
         path = Path(self._folder.name, f"{hashlib.sha256(data).hexdigest()}.pickle")
         path.write_bytes(data)
         return str(path)

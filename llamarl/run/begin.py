@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llamarl.cluster.open import check_cluster
-from llamarl.config import RunConfig, load_sft_config
+from llamarl.config import ConfigError, RunConfig, load_sft_config
 from llamarl.config.ref import part
 from llamarl.run.folder import RunFolder, check_run_folder, prepare_run_folder
 from llamarl.run.memory import MachineMemory
@@ -16,6 +16,7 @@ from llamarl.run.names import resolved
 from llamarl.run.prepare import Prepared, check_here, check_parts, each_source, prepare, settle
 from llamarl.run.preview import check_functions
 from llamarl.run.sources import of_source
+from llamarl.run.trust import check_trust, with_trusted
 from llamarl.training.base_model import is_made
 
 Delays = Callable[[], AbstractContextManager[object]]
@@ -34,7 +35,7 @@ class Begun:
 
 def begin(
     config: RunConfig, *, resume: bool, overwrite: bool, command: str, tell: Callable[[str], None],
-    delays: Delays = nullcontext,
+    trust: bool = False, delays: Delays = nullcontext,
 ) -> Begun:  # fmt: skip
     """Checks what can be checked, makes the base model where a warm start makes it, fetches what the Hub has, and takes
     the run's folder.
@@ -42,12 +43,14 @@ def begin(
     Args:
         command: begins lines about the Hub's names, on standard error.
         tell: hears the first prompt.
+        trust: what the folder of a run that goes on makes this process execute, the user trusts.
         delays: entered while nothing else says how far this is.
 
     Raises:
         ConfigError: it cannot start; nothing was written but a base model.
     """
     with delays():
+        config = trusted(config, trust, resume=resume, keep=True)
         run = check_start(config, resume=resume, overwrite=overwrite)
     if not has_base_model(config):
         part("sft", "ensure_base_model")(config)
@@ -55,6 +58,22 @@ def begin(
     tell(prepared.first_prompt)
     folder = prepare_run_folder(written, resume=resume, overwrite=overwrite, pinned=pinned)
     return Begun(config=pinned, prepared=prepared, folder=folder)
+
+
+def trusted(config: RunConfig, trust: bool, *, resume: bool, keep: bool) -> RunConfig:
+    """The settings of a run that may execute what they name; `trust` is what the user says of that.
+
+    Args:
+        keep: files of functions that are trusted are kept below the folder of runs.
+
+    Raises:
+        ConfigError: the folder of the run that goes on has not been trusted.
+    """
+    if trust and not resume:
+        raise ConfigError("--trust is for --resume, which executes what a run's folder names; leave it out")
+    if resume:
+        check_trust(Path(config.output, config.name), config, command="--resume", is_trusted=trust)
+    return with_trusted(config, Path(config.output) if keep else None) if trust else config
 
 
 def check_start(config: RunConfig, *, resume: bool, overwrite: bool, is_here: bool = True) -> Path | None:

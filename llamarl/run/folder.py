@@ -19,7 +19,7 @@ from typing import IO, Self
 
 from llamarl.checkpoint.copies import CopyFailed, RemoteCopies
 from llamarl.checkpoint.folder import saved_steps
-from llamarl.config import ConfigError, RunConfig, dump_toml, load_config
+from llamarl.config import ConfigError, RunConfig, dump_toml, load_recorded, open_own
 from llamarl.observability.files import PIECE_NAME, last_lines, lines, pieces, read_run_rows, write_atomically
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.sinks import RowLog
@@ -283,7 +283,7 @@ def run_of_record(path: Path) -> Path | None:
 
 def _locked(path: Path) -> IO[str]:
     """Raises ConfigError, when another process has it, and OSError, where nothing can be locked."""
-    file = (path / _LOCK).open("a+", encoding="utf-8")
+    file = open_own(path / _LOCK, "a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -315,7 +315,7 @@ def _not_of_a_run(path: Path) -> Iterator[str]:
 def _check_resumable(folder: RunFolder, config: RunConfig, pinned: RunConfig) -> None:
     """Raises ConfigError when the run cannot go on from here, which `--overwrite` need not mend."""
     if folder.config.exists():
-        _check_same_weights(before := load_config(folder.config), config)
+        _check_same_weights(before := load_recorded(folder.config), config)
         if (before.record.kind, config.record.kind) == ("all", "resume") and folder.journals.exists():
             raise ConfigError("--resume: record.kind = 'resume' would delete the rollouts of this run; leave it 'all'")
     if file := folder.other_file(config, pinned):

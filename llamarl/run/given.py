@@ -9,8 +9,12 @@ import inspect
 import io
 import json
 import linecache
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import stat
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -21,8 +25,11 @@ from llamarl.config.schema import RewardConfig
 from llamarl.data.files import GIVEN, suffix
 from llamarl.observability.files import write_atomically
 from llamarl.rewards._function_worker import is_coroutine
+from llamarl.rewards._given import given_bytes
 
 MAX_SOURCE_CHARS = 1 << 20
+SPAWNED = "__mp_main__"
+"""Name of the script's module in a process that `multiprocessing` has spawned. No other process finds it by that."""
 _OF_CODE = (
     "name", "argcount", "posonlyargcount", "kwonlyargcount", "flags", "names", "varnames", "freevars", "cellvars",
     "consts", "code", "exceptiontable",
@@ -102,7 +109,8 @@ def source_of(rows: Rows, output: Path, option: str) -> dict[str, Any]:
     text = "".join(_line(row, f"{option}, row {number}") for number, row in enumerate(rows))
     if not text:
         raise ConfigError(f"{option} has no rows; give at least one")
-    return {"name": "jsonl", "path": str(_kept(text.encode(), output, "jsonl"))}
+    data = text.encode()
+    return {"name": "jsonl", "path": str(_kept(data, output, f"{hashlib.sha256(data).hexdigest()[:32]}.jsonl"))}
 
 
 def _line(row: Any, where: str) -> str:
@@ -157,15 +165,16 @@ def _part(reward: Any, output: Path) -> dict[str, Any]:
     own["curve"] = getattr(reward, "__name__", type(reward).__name__)
     if place := _importable(reward):
         return own | {"call": place}
-    path = _kept(pickled(reward), output, "pickle", what_it_does(reward))
+    data = pickled(reward)
+    path = kept_function(data, hashlib.sha256(what_it_does(reward)).hexdigest()[:32], output)
     write_atomically(path.with_suffix(".py"), _source(reward))
-    return own | {"file": str(path)}
+    return own | {"file": str(path), "digest": hashlib.sha256(data).hexdigest()}
 
 
 def _importable(function: Any) -> str:
     """`package.module:function`, where other processes find it there; else empty."""
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-    if not module or module == "__main__" or not name.isidentifier():
+    if not module or module in ("__main__", SPAWNED) or not name.isidentifier():
         return ""
     try:
         return f"{module}:{name}" if getattr(importlib.import_module(module), name, None) is function else ""
@@ -183,12 +192,29 @@ def pickled(function: Any) -> bytes:
     except (TypeError, OSError):
         file = text = ""
     try:
-        return cloudpickle.dumps((function, {file: text} if text else {}))
+        with _script_by_value():
+            return cloudpickle.dumps((function, {file: text} if text else {}))
     except Exception as error:  # whatever an object that it refers to raises
         name = getattr(function, "__name__", "reward")
         cause = f"{type(error).__name__}: {error}"
         cause = f"{cause}; let it not refer to that"
         raise ConfigError(f"the reward {name} cannot go to another process: {cause}") from error
+
+
+@contextmanager
+def _script_by_value() -> Iterator[None]:
+    """Lets cloudpickle write what stands in a spawned process's script as it writes what stands in `__main__`."""
+    import cloudpickle
+
+    script = sys.modules.get(SPAWNED)
+    if script is None or SPAWNED in cloudpickle.list_registry_pickle_by_value():
+        yield
+        return
+    cloudpickle.register_pickle_by_value(script)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(script)
 
 
 def what_it_does(function: Any) -> bytes:
@@ -204,18 +230,29 @@ def what_it_does(function: Any) -> bytes:
             reduced = super().reducer_override(obj)
             if not isinstance(reduced, tuple):  # it is known by its name
                 return reduced
-            make, given, state, *rest = reduced
+            make, given, state, *rest = map(_of_script, reduced)
             if isinstance(obj, FunctionType):
                 inner, slots = state
                 held = {name: _in_order(one) for name, one in slots["__globals__"].items() if name != "__loader__"}
-                return make, given[:1], (inner, slots | {"__globals__": held}), *rest  # the loader is Monarch's
+                slots = _of_script(slots) | {"__globals__": held}
+                return make, given[:1], (inner, slots), *rest  # the loader is Monarch's
             # A class has a random name beside its own, by which one process knows it.
             given = tuple(one for one in given if not (isinstance(one, str) and re.fullmatch("[0-9a-f]{32}", one)))
             return make, given, state, *rest
 
     file = io.BytesIO()
-    Bare(file).dump(function)
+    with _script_by_value():
+        Bare(file).dump(function)
     return file.getvalue()
+
+
+def _of_script(value: Any) -> Any:
+    """The value with one name for the script's module, whichever process pickles it."""
+    if isinstance(value, tuple):
+        return tuple(map(_of_script, value))
+    if type(value) is dict and any(isinstance(one, str) and one == SPAWNED for one in value.values()):
+        return {name: _of_script(one) if isinstance(one, str) else one for name, one in value.items()}
+    return "__main__" if isinstance(value, str) and value == SPAWNED else value
 
 
 def _in_order(value: Any) -> Any:
@@ -232,29 +269,57 @@ def _source(function: Any) -> str:
         return f"# the source of {function!r} is not known\n"
 
 
-def _kept(data: bytes, output: Path, suffix: str, known_by: bytes = b"") -> Path:
-    """Raises ConfigError: it cannot be written."""
-    # A digest: what is given twice is there once.
-    path = output / GIVEN / f"{hashlib.sha256(known_by or data).hexdigest()[:32]}.{suffix}"
+def kept_function(data: bytes, what: str, output: Path) -> Path:
+    """Writes a pickled function below the folder of runs.
+
+    Args:
+        what: digest of what the function does, by which a journal knows it. Its pickles may differ in their lines.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    return _kept(data, output, f"{what}-{hashlib.sha256(data).hexdigest()[:16]}.pickle")
+
+
+_OF_CONTENT = re.compile(r"-[0-9a-f]{16}(?=\.pickle$)")
+
+
+def by_what_it_does(value: Any) -> Any:
+    """Settings in which functions are known by what they do, and not by the bytes of their pickle."""
+    if isinstance(value, Mapping):
+        found = {name: by_what_it_does(one) for name, one in value.items()}
+        if found.get("name") == "function" and isinstance(file := found.get("file"), str):
+            found = {name: one for name, one in found.items() if name not in ("digest", "content")}
+            found["file"] = _OF_CONTENT.sub("", file)
+        return found
+    return [by_what_it_does(one) for one in value] if isinstance(value, list) else value
+
+
+def _kept(data: bytes, output: Path, name: str) -> Path:
+    """Raises ConfigError: it cannot be written, or others could change it."""
+    folder = output / GIVEN
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            write_atomically(path, data)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise ConfigError(f"{folder} is a link, or another user's, who could change what is run; remove it")
+        write_atomically(folder / name, data)  # also over one that is there, which anybody may have made
     except OSError as error:
-        raise ConfigError(f"cannot write to {path.parent}: {error.strerror}; choose another output") from None
-    return path
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another output") from None
+    return folder / name
 
 
 def with_content(reward: RewardConfig) -> RewardConfig:
     """Settings of rewards for a process on any machine: files of functions ride along. Raises ConfigError."""
 
     def carried(ref: Ref) -> Ref:
-        if ref.name != "function" or not (file := ref.options.get("file")):
+        if ref.name != "function" or ref.options.get("content") or not (file := ref.options.get("file")):
             return ref
         try:
-            content = base64.b64encode(Path(file).read_bytes()).decode()
-        except OSError as error:
-            raise ConfigError(f"cannot read {file}: {error.strerror}; start the run from Python again") from None
+            data = given_bytes(file, str(ref.options.get("digest", "")))
+        except ValueError as error:
+            raise ConfigError(f"reward.parts: {error}") from None
+        content = base64.b64encode(data).decode()
         return Ref.model_validate({"name": ref.name} | ref.options | {"file": "", "content": content})
 
     return reward.model_copy(update={"parts": [carried(ref) for ref in reward.parts]})

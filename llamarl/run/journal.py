@@ -9,7 +9,10 @@ from llamarl.config import RunConfig
 from llamarl.config.load import flat_settings
 from llamarl.controller.admission import Problems, data_fingerprint
 from llamarl.controller.journal import Journal
+from llamarl.controller.journal_reader import GIVEN
 from llamarl.run.folder import RunFolder
+from llamarl.run.given import by_what_it_does
+from llamarl.run.trust import digests_of
 
 _SECTIONS = ("model", "data", "rollout", "trainer", "reference", "critic", "reward", "shaping")
 _NO_MATTER = {
@@ -24,7 +27,7 @@ _LEAST: dict[str, Any] = {"model": {"path": ""}, "data": {"train": "jsonl"}}
 def open_journal(config: RunConfig, problems: Problems, folder: RunFolder, warn: Callable[[str], None]) -> Journal:
     """Nothing is read or written yet. Raises OSError: it cannot be written."""
     settings, usual = _of_record(config), _of_record(RunConfig.model_validate(_LEAST))
-    settings |= {"data": data_fingerprint(problems.train)}
+    settings |= {"data": data_fingerprint(problems.train), GIVEN: digests_of(config)}
     return Journal(
         folder.path,
         warn,
@@ -40,4 +43,6 @@ def open_journal(config: RunConfig, problems: Problems, folder: RunFolder, warn:
 def _of_record(config: RunConfig) -> dict[str, Any]:
     """Settings by dotted names, without tables in which nothing is set."""
     found = flat_settings(config.model_dump(mode="json", include={*_SECTIONS, "seed"}))
-    return {name: value for name, value in found if value != {} and _NO_MATTER.isdisjoint(name.split("."))}
+    return {
+        name: by_what_it_does(value) for name, value in found if value != {} and _NO_MATTER.isdisjoint(name.split("."))
+    }

@@ -10,7 +10,7 @@ from typing import Any
 
 from llamarl.config import ConfigError, RunConfig, read_json
 from llamarl.config.hub import HubName, Kind, hub_name, open_hub
-from llamarl.config.ref import Ref, class_of
+from llamarl.config.ref import NotRun, Ref, class_of
 from llamarl.models.folder import fingerprints
 from llamarl.run.placement import models_in_use
 
@@ -57,7 +57,10 @@ def _named_data(ref: Ref, option: str) -> Iterator[Named]:
     """Data set of a source whose class has `pinned`, by its options `path` and `revision`."""
     from llamarl.data.prompts import SOURCES
 
-    source = class_of(ref, SOURCES, option)
+    try:
+        source = class_of(ref, SOURCES, option)
+    except NotRun:  # a class that nobody may import, so whether it names the Hub is not known
+        return
     if hasattr(source, "pinned"):
         repo, revision = ref.options.get("path"), ref.options.get("revision")
         given = HubName.of(str(repo))

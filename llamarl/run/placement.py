@@ -13,6 +13,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import count, islice
@@ -22,6 +23,7 @@ from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.cluster.api import HostShare
 from llamarl.config import ConfigError, RunConfig, build
 from llamarl.config.device import ALONE, PLACED, named_devices
+from llamarl.config.ref import NotRun
 from llamarl.config.schema import CriticConfig, ReferenceConfig, RewardModelConfig, TrainerConfig
 from llamarl.config.trainer import ParallelismConfig
 
@@ -289,9 +291,10 @@ def models_in_use(config: RunConfig) -> dict[str, ReferenceConfig | CriticConfig
         found["reward-model"] = config.reward.model
     if config.reference.kl_coefficient:
         found["reference"] = config.reference
-    advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
-    if isinstance(advantage, ValueAdvantage):
-        found["critic"] = config.critic
+    with suppress(NotRun):  # an advantage that nobody may import is taken for one without a critic
+        advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
+        if isinstance(advantage, ValueAdvantage):
+            found["critic"] = config.critic
     return found
 
 

@@ -6,17 +6,18 @@ import os
 import resource
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from llamarl.algorithms.advantages._base import GroupAdvantage
-from llamarl.config import ConfigError, RunConfig, build, did_you_mean, load_config
+from llamarl.config import ConfigError, RunConfig, build, did_you_mean, load_recorded
 from llamarl.config.cluster import lack_of_monarch
 from llamarl.config.data import SourceConfig
 from llamarl.config.hub import hub_name, open_hub
-from llamarl.config.ref import class_of, part
+from llamarl.config.ref import NotRun, class_of, part
 from llamarl.config.roles import CriticConfig, ReferenceConfig
 from llamarl.config.trainer import ParallelismConfig
 from llamarl.controller.admission import Problems
@@ -61,7 +62,8 @@ class Prepared:
 
 
 def check_parts(config: RunConfig) -> None:
-    """Builds what the config names by `Ref`, and looks for vLLM, so that a mistake shows early. Raises ConfigError."""
+    """Builds what the config names by `Ref`, and looks for vLLM, so that a mistake shows early. Within `nothing_run`,
+    checks only what comes with the package. Raises ConfigError."""
     limit_s = config.cluster.start_timeout_s
     late = ConfigError(
         f"the parts that this run names are not imported and built after cluster.start_timeout_s = {limit_s:g} s; "
@@ -72,13 +74,10 @@ def check_parts(config: RunConfig) -> None:
 
 
 def _check_parts(config: RunConfig) -> None:
-    build(config.trainer.loss, "llamarl.algorithms.losses", "trainer.loss")
-    advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
-    if config.rollout.group_size == 1 and isinstance(advantage, GroupAdvantage):
-        raise ConfigError(
-            f"rollout.group_size = 1 with trainer.advantage = {config.trainer.advantage.name!r}: it compares the "
-            "rollouts of a group, so nothing is learnt from one; use a group_size of 2 or more"
-        )
+    with suppress(NotRun):
+        build(config.trainer.loss, "llamarl.algorithms.losses", "trainer.loss")
+    with suppress(NotRun):
+        _check_advantage(config)
     used = models_in_use(config)
     unused = config.reference.model_dump(include={"path", "dtype", "threads", "device"})
     if "reference" not in used and unused != ReferenceConfig().model_dump(include=set(unused)):
@@ -90,17 +89,30 @@ def _check_parts(config: RunConfig) -> None:
         )
     for which, sources in (("train", config.data.sources), ("eval", config.data.eval_sets)):
         for number, source in enumerate(sources):
-            check_entry(source, f"data.{which}.{number}")
+            with suppress(NotRun):
+                check_entry(source, f"data.{which}.{number}")
     for label, one in config.by_source.items():
-        with of_source(label):
+        with of_source(label), suppress(NotRun):
             build_reward(one.reward).close()
     if config.has_episodes:
-        part("episodes", "check")(config)
+        with suppress(NotRun):
+            part("episodes", "check")(config)
     if set(config.metrics.sinks) - {"jsonl"}:
         part("page", "check")(config)
     check_name(config.weight_sync.transport)
     if config.generator.backend != "native":
-        part(config.generator.backend, "check")(config)
+        with suppress(NotRun):
+            part(config.generator.backend, "check")(config)
+
+
+def _check_advantage(config: RunConfig) -> None:
+    """Raises ConfigError."""
+    advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
+    if config.rollout.group_size == 1 and isinstance(advantage, GroupAdvantage):
+        raise ConfigError(
+            f"rollout.group_size = 1 with trainer.advantage = {config.trainer.advantage.name!r}: it compares the "
+            "rollouts of a group, so nothing is learnt from one; use a group_size of 2 or more"
+        )
 
 
 def settle(
@@ -119,7 +131,7 @@ def settle(
         ConfigError: the tokenizer or the record cannot be read.
     """
     recorded = Path(config.output, config.name, "config.toml")
-    before = load_config(recorded).data if resume and recorded.exists() else None
+    before = load_recorded(recorded).data if resume and recorded.exists() else None
     tokenizer = open_tokenizer(pinned.model.path, pinned.data)
     of_run = settled(pinned.data, tokenizer, before, for_agent=for_agent)
     of_record = settled(config.data, tokenizer, of_run, for_agent=for_agent)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llamarl.config import ConfigError, RunConfig, from_home, load_config, read_json
+from llamarl.config import ConfigError, RunConfig, from_home, load_recorded, read_json
 from llamarl.config.errors import told_in_python
 from llamarl.config.load import flat_settings
 from llamarl.observability.files import pieces, read_run_rows
@@ -31,7 +31,7 @@ class RunRecord:
     @property
     def config(self) -> RunConfig:
         """All settings. Raises ConfigError: its file is damaged."""
-        return load_config(self._folder.config)
+        return load_recorded(self._folder.config)
 
     @property
     def summary(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llamarl.config import ConfigError, load_config
+from llamarl.config import ConfigError, load_recorded
 from llamarl.controller.journal_reader import BEGIN, JournalWalk, RecordOffset, segments, whole
 from llamarl.controller.records import ADVANTAGES, Record, decoded_group
 from llamarl.observability.files import pieces, read_run_rows
@@ -218,7 +218,7 @@ def rollout_lines(
         rows = of_file or rows
         yield from lines
     with suppress(ConfigError):
-        of_step = load_config(folder / "config.toml").rollout
+        of_step = load_recorded(folder / "config.toml").rollout
         if rows and len(rows) < of_step.prompts_per_step * of_step.group_size:  # its writer died
             journal.faults[f"{folder}/rollouts.jsonl has only {len(rows)} rows of step {rows[0]['step']}"] = None
             found -= {rows[0]["step"]}
@@ -243,6 +243,6 @@ def what_lacks(folder: Path, done: int, found: Collection[int], faults: Iterable
         return ""
     why = next(iter(faults), "the journal has nothing of them")
     with suppress(ConfigError):
-        why = _RESUME if load_config(folder / "config.toml").record.kind == "resume" else why
+        why = _RESUME if load_recorded(folder / "config.toml").record.kind == "resume" else why
     what = f"rollouts of steps {ranges(lacking)} cannot be derived" if done else "no rollout is on record"
     return f"{folder}: {what}: {why}" if done else f"{folder}: {what}"

@@ -25,6 +25,8 @@ from llamarl.sandbox.pool_server import READY, FailureKind, Limits
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
+MAX_WORKERS = 256
+"""Most worker processes of a pool."""
 _ORDERS = (1, -1)
 """Orders in which the items of a batch are sent to the fork servers that it may cost: an item that kills the first one
 is the last that the second gets."""
@@ -67,12 +69,14 @@ class WorkerPool:
             keeps_environment: workers have all of this process's environment variables, as a user's own code expects.
 
         Raises:
-            ConfigError: a number that is not positive.
+            ConfigError: a number that is not positive, or more workers than `MAX_WORKERS`.
         """
         numbers = {"workers": num_workers, "cpu_s": cpu_s, "wall_s": wall_s, "recycle_after": recycle_after}
         for option, number in numbers.items():
             if not number > 0:
                 raise ConfigError(f"`{option} = {number}` of a grader pool must be positive")
+        if num_workers > MAX_WORKERS:
+            raise ConfigError(f"`workers = {num_workers}` of a grader pool is more than {MAX_WORKERS} processes")
         limits = Limits(
             num_workers=num_workers, cpu_s=cpu_s, wall_s=wall_s, recycle_after=recycle_after, memory_bytes=memory_bytes
         )

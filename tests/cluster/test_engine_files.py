@@ -7,7 +7,9 @@ import pwd
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -61,3 +63,48 @@ def test_killed_processes_leave_nothing_for_long(short_path: Path, monkeypatch: 
     engine_files.sweep()
     assert len(list(short_path.glob(f"{PREFIX}*"))) == 1, "it is held"
     lives.communicate(b"\n")
+
+
+def test_simultaneous_starts_do_not_take_each_others_folders(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many starts make folders while many sweep: each gets one that stays, and at the end nothing else is there."""
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    monkeypatch.setattr(engine_files, "IN_MEMORY", short_path / "memory")
+    made, is_over = list[tuple[Path, int]](), threading.Event()
+
+    def sweep() -> None:
+        while not is_over.is_set():
+            engine_files.sweep()
+
+    sweepers = [threading.Thread(target=sweep) for _ in range(3)]
+    for one in sweepers:
+        one.start()
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda _: engine_files.make_locked(short_path), range(60)))
+    is_over.set()
+    for one in sweepers:
+        one.join()
+    assert sorted(folder for folder, _ in made) == sorted(short_path.glob(f"{PREFIX}*"))
+    for _, descriptor in made:
+        os.close(descriptor)
+    engine_files.sweep()
+    assert not list(short_path.iterdir())
+
+
+def test_threads_of_one_process_share_its_folder(short_path: Path) -> None:
+    take = """
+import os, threading, tempfile
+from llamarl.cluster.engine_files import own_temporary_folder
+failed = []
+threading.excepthook = lambda args: failed.append(args.exc_value)
+threads = [threading.Thread(target=own_temporary_folder) for _ in range(8)]
+[one.start() for one in threads]; [one.join() for one in threads]
+assert not failed, failed
+if os.fork() == 0:
+    raise SystemExit  # which runs what the parent has registered for its own end
+os.wait()
+assert os.path.isdir(tempfile.gettempdir())
+print(len(os.listdir(os.path.dirname(tempfile.gettempdir()))))
+"""
+    env = os.environ | {"TMPDIR": str(short_path)}
+    found = subprocess.run([sys.executable, "-c", take], env=env, capture_output=True, text=True)
+    assert found.stdout == "1\n", found.stderr

@@ -353,3 +353,16 @@ def test_a_row_without_an_end_is_not_read_whole(tmp_path: Path) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 24
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["trainer.passes", "eval.samples", "trainer.threads", "generator.threads", "critic.threads", "reference.threads"],
+)
+def test_what_would_never_end_is_refused(option: str) -> None:
+    tables = {"model": {"path": "m"}, "data": {"train": "jsonl"}}
+    with pytest.raises(ConfigError, match=option.replace(".", r"\.") + " = 1000000"):
+        load_config(tables, [f"--{option}", "1000000"])
+    sets = [{"name": "jsonl", "path": "x", "label": "held", "samples": 1_000_000}]
+    with pytest.raises(ConfigError, match="samples = 1000000"):
+        load_config(tables | {"data": {"train": "jsonl", "eval": sets}})

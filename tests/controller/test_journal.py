@@ -372,7 +372,7 @@ def test_a_disk_that_is_full_costs_the_steps_until_there_is_room(
     author.journal._file = Full()  # type: ignore[assignment]
     before = author.version
     with monkeypatch.context() as full:
-        full.setattr(Path, "write_bytes", refuse)
+        full.setattr("llamarl.controller.journal.open_own", refuse)
         while author.version < before + 2:
             author.act()
     assert len(author.said) == 1

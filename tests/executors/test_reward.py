@@ -11,7 +11,9 @@ import pytest
 from llamarl.config.schema import RewardConfig
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.executors.reward import RewardExecutor
-from llamarl.types import FinishReason, Outcome, Prompt, Rollout
+from llamarl.rewards._base import sound
+from llamarl.rewards._weighted import weighted_sum
+from llamarl.types import MAX_REASON_CHARS, FinishReason, Outcome, Prompt, RewardResult, Rollout
 from tests.executors.rewards import NO_RESULTS
 
 
@@ -69,3 +71,29 @@ def test_an_answer_that_is_none_is_invalid(model: Path, how: str) -> None:
     (answers,) = executor.score([group(Tokenizer(model), "4", "5")])
     assert [one.result.outcome for one in answers] == [Outcome.INVALID] * 2
     assert all(one.result.reason.startswith("the reward gave ") for one in answers)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        RewardResult(outcome=Outcome.SCORE, value=10**5000),
+        RewardResult(outcome=Outcome.SCORE, value=float("nan")),
+        RewardResult(outcome=Outcome.SCORE, value="x" * 10_000),  # type: ignore[arg-type]
+        RewardResult(outcome="score", value=1.0),  # type: ignore[arg-type]
+        RewardResult(outcome=Outcome.SCORE, value=1.0, reason=None),  # type: ignore[arg-type]
+        "x" * 10_000,
+        10**5000,
+        None,
+    ],
+    ids=range(8),
+)
+def test_what_is_no_result_is_invalid_and_shortly_said(given: object) -> None:
+    found = sound(given)
+    assert found.outcome is Outcome.INVALID and len(found.reason) < 300
+
+
+def test_a_reason_has_a_bound() -> None:
+    long = RewardResult(outcome=Outcome.WRONG, value=0.0, reason="x" * 10_000_000)
+    assert len(long.reason) == MAX_REASON_CHARS
+    both = weighted_sum(("a", "b"), (1.0, 1.0), (long, long))
+    assert len(both.reason) == MAX_REASON_CHARS and both.reason.startswith("a: x")

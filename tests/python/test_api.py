@@ -151,7 +151,7 @@ def reward(response, **row):
     except ValueError:
         return 0.0
 for one in (reward, scale, lambda response: helper(response)):
-    print(Path(reward_settings(one, Path("runs"))["parts"][0]["file"]).name)
+    print(Path(reward_settings(one, Path("runs"))["parts"][0]["file"]).name.partition("-")[0])
 {below}
 """
 
@@ -172,9 +172,50 @@ def test_a_function_is_known_by_what_it_does(tmp_path: Path) -> None:
         done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=own, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         found.append(done.stdout.split())
+    spawned = "from multiprocessing.spawn import _fixup_main_from_path as run; run('cell_0.py')"
+    own = environment() | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", spawned], capture_output=True, text=True, env=own, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     first, elsewhere, other = found
-    assert first == elsewhere and len(set(first)) == 3
+    assert first == elsewhere == done.stdout.split() and len(set(first)) == 3
     assert other[0] != first[0] and other[1] == first[1], "a value that a helper reads is part of it"
+
+
+SWEEP = """
+import multiprocessing, os, sys
+import llamarl
+
+def reward(prompt, response, answer, **row):
+    return helper(response)
+
+def helper(text):
+    return len(text) % 2
+
+def one(name):
+    try:
+        llamarl.train("tiny.toml", reward=reward, name=name, steps=1, cluster={"kind": "inline"})
+    except llamarl.ConfigError as error:
+        print(name, "refused", error)
+        os._exit(3)
+
+if __name__ == "__main__":
+    processes = [multiprocessing.get_context("spawn").Process(target=one, args=("spawned",))]
+    processes[0].start(); processes[0].join()
+    one("parent")
+    processes += [multiprocessing.get_context("fork").Process(target=one, args=("forked",))]
+    processes[1].start(); processes[1].join(60)
+    print([process.exitcode for process in processes])
+"""
+
+
+def test_a_sweep_in_processes_of_its_own(toml: Path) -> None:
+    """Spawned processes train as the script itself does; a forked one, whose threads are gone, is refused at once."""
+    Path("sweep.py").write_text(SWEEP)
+    own = environment() | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "sweep.py"], capture_output=True, text=True, env=own, timeout=120)
+    assert done.stdout.splitlines()[-1:] == ["[0, 3]"], done.stdout + done.stderr
+    assert "forked refused" in done.stdout and "spawn" in done.stdout
+    assert not Path("runs/forked").exists()
 
 
 def test_functions_that_cannot_be_used(toml: Path) -> None:

@@ -169,3 +169,10 @@ def test_rewards_import_neither_torch_nor_sympy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert json.loads(done.stdout) == []
+
+
+@pytest.mark.parametrize("name", ["math", "reasoning_gym", "code", "function"])
+def test_a_pool_has_a_bound(name: str) -> None:
+    call = {"call": "json:loads"} if name == "function" else {}
+    with pytest.raises(ConfigError, match="workers"):
+        build(Ref.model_validate({"name": name, "workers": 1_000_000} | call), "llamarl.rewards", "reward.parts")

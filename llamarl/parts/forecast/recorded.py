@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.config import ConfigError, RunConfig, load_config
+from llamarl.config import ConfigError, RunConfig, load_recorded
 from llamarl.observability.files import read_run_rows
 from llamarl.observability.spans import Span
 from llamarl.run.rollouts import rollout_rows
@@ -76,7 +76,7 @@ def read_run(path: str | Path) -> RecordedRun:
         raise ConfigError(
             f"{folder} has {len(steps)} steps, too few to measure; a profile needs {MIN_STEPS + 1}, better 30"
         )
-    config = load_config(folder / "config.toml")
+    config = load_recorded(folder / "config.toml")
     if config.cluster.placement != "disaggregated":
         raise ConfigError(f"{folder}: cluster.placement = {config.cluster.placement!r}; profile a disaggregated run")
     return RecordedRun(

@@ -33,7 +33,7 @@ from llamarl.child import kill_group
 from llamarl.cluster.deaths import cause_of_reaped, killed_by
 from llamarl.cluster.engine_files import MEMORY, log_env, mirror_folder
 from llamarl.cluster.start_up import LIFELINE
-from llamarl.config.errors import ConfigError
+from llamarl.config import ConfigError, open_own
 from llamarl.config.hub import hub_name, open_hub
 from llamarl.distributed.links import LOST_S
 from llamarl.net.entrance import Entrance, listen
@@ -79,7 +79,7 @@ class WorkerLoop:
     def __init__(self, address: str, env: dict[str, str], log: Path) -> None:
         self._reader, self._lifeline = os.pipe()
         code = "import sys; from llamarl.cluster.monarch import serve_host; serve_host(sys.argv[1])"
-        with log.open("ab") as output:
+        with open_own(log, "ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code, address],
                 stdout=subprocess.PIPE, stderr=output, stdin=subprocess.DEVNULL,

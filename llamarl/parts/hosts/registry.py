@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from llamarl.checkpoint.keeper import Place
-from llamarl.config.errors import ConfigError
+from llamarl.config import ConfigError, open_own
 from llamarl.net.entrance import Entrance, Proved, listen
 from llamarl.net.reasons import plain
 from llamarl.parts.hosts.certificates import CONTROLLER, controller_names, mismatch, server_context
@@ -430,7 +430,7 @@ class Registry:
         if self._logs is None or Path(file).name != file:
             return
         self._received[host.name, file] = upto
-        with suppress(OSError), (self._logs / file).open("ab") as log:  # a full disk costs logs, not the host
+        with suppress(OSError), open_own(self._logs / file, "ab") as log:  # a full disk costs logs, not the host
             log.write(data)
 
 

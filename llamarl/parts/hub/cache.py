@@ -6,30 +6,20 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from llamarl.config import open_file
 from llamarl.config.hub import HubName, Kind, cache_folder, snapshots_of
+from llamarl.parts.hub.border import HubFile, Nonsense, files_of
+
+__all__ = ["KINDS", "HubFile", "Repository"]
 
 KINDS = {"model": "model", "dataset": "data set"}
 """Words for users."""
 _FORMAT = 1
 """Version of listings: the client writes `{"format_version": 1, "files": {path: {size, blob_id, lfs_sha256, ...}}}`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HubFile:
-    """A file of a repository, as its listing says."""
-
-    size: int
-    """Bytes."""
-    blob_id: str = ""
-    """Hexadecimal SHA-1 of git's blob: of the file itself, or of the pointer to a large one."""
-    lfs_sha256: str = ""
-    """Hexadecimal SHA-256 of a large file; empty: git holds the file itself."""
-    xet_hash: str = ""
-    """Key in the Hub's storage of pieces; empty: it is not there."""
 
 
 class Repository:
@@ -64,16 +54,17 @@ class Repository:
     def listing(self, commit: str) -> dict[str, HubFile] | None:
         """Files of a commit by path; None: they were not listed yet."""
         try:
-            found: dict[str, Any] = json.loads(self._tree(commit).read_text(encoding="utf-8"))
+            with open_file(self._tree(commit)) as file:
+                found: dict[str, Any] = json.load(file)
             if found["format_version"] != _FORMAT:
                 return None
             known = HubFile.__dataclass_fields__.keys()
-            return {
-                path: HubFile(**{key: value for key, value in one.items() if key in known and value is not None})
+            return files_of(
+                (path, {key: value for key, value in one.items() if key in known and value is not None})
                 for path, one in found["files"].items()
-            }
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # as the client: it is listed again
-            return None
+            )
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, Nonsense):
+            return None  # as the client: it is listed again
 
     def note_listing(self, commit: str, files: Mapping[str, HubFile]) -> None:
         """From now on `listing` answers this, here and in the client's own commands. Raises OSError."""

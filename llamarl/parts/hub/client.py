@@ -20,13 +20,23 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx2
-from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token, hf_hub_download, logging
+from huggingface_hub import (
+    CommitOperationAdd,
+    HfApi,
+    constants,
+    get_token,
+    hf_hub_download,
+    logging,
+    set_client_factory,
+)
 from huggingface_hub.errors import (
     DisabledRepoError,
+    FileMetadataError,
     GatedRepoError,
     HfHubHTTPError,
     LocalEntryNotFoundError,
@@ -37,12 +47,18 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+from huggingface_hub.utils._http import default_client_factory
 
 from llamarl.config.errors import did_you_mean
 from llamarl.config.hub import HubName, Kind, cache_folder
+from llamarl.parts.hub.border import Nonsense, check_headers, commit_of, fault_of_endpoint, files_of, printable
 from llamarl.parts.hub.cache import KINDS, HubFile, Repository
 
 T = TypeVar("T")
+_NO_HUB = (
+    Nonsense, ValueError, LookupError, TypeError, AttributeError, RecursionError, ArithmeticError, httpx2.InvalidURL
+)  # fmt: skip
+"""Errors that an answer which is not the Hub's raises in its client."""
 PAUSES_S = (1.0, 5.0)
 """Before the second and the third attempt, where the server names no time."""
 LONGEST_PAUSE_S = 60.0
@@ -75,6 +91,7 @@ class Refused(Exception):
 
 def say(event: str, **content: Any) -> None:
     """An answer."""
+    content |= {"text": printable(content["text"])} if "text" in content else {}
     with _SAYING:
         sys.stdout.write(json.dumps({"event": event} | content) + "\n")
         sys.stdout.flush()
@@ -86,11 +103,11 @@ def listed(name: HubName, kind: Kind) -> dict[str, Any]:
     commit = name.revision
     if not name.is_pinned:
         found = api.repo_info(name.repo, repo_type=kind, revision=name.revision or None)
-        commit = str(found.sha)
+        commit = commit_of(found.sha)
     files = repository.listing(commit)
     if files is None:
         tree = api.list_repo_tree(name.repo, recursive=True, revision=commit, repo_type=kind)
-        files = {one.path: _file(one) for one in tree if isinstance(one, RepoFile)}
+        files = files_of((one.path, _fields(one)) for one in tree if isinstance(one, RepoFile))
         with suppress(OSError):  # a cache that others fill may be read-only
             repository.note_listing(commit, files)
     with suppress(OSError):
@@ -98,9 +115,10 @@ def listed(name: HubName, kind: Kind) -> dict[str, Any]:
     return {"commit": commit, "files": {path: asdict(one) for path, one in files.items()}}
 
 
-def _file(one: RepoFile) -> HubFile:
+def _fields(one: RepoFile) -> dict[str, Any]:
+    """Fields of `HubFile`, unchecked."""
     sha256 = one.lfs.sha256 if one.lfs else ""
-    return HubFile(size=one.size, blob_id=one.blob_id, lfs_sha256=sha256, xet_hash=one.xet_hash or "")
+    return {"size": one.size, "blob_id": one.blob_id, "lfs_sha256": sha256, "xet_hash": one.xet_hash or ""}
 
 
 def got(name: HubName, kind: Kind, files: dict[str, HubFile]) -> dict[str, Any]:
@@ -131,8 +149,9 @@ def fetch(name: HubName, kind: Kind, path: str, expected: HubFile) -> None:
 
 
 def remove(place: Path) -> None:
-    """A file of a snapshot, and the blob that it is a link to."""
-    place.resolve().unlink(missing_ok=True)
+    """A file of a snapshot, and the blob in the cache that it is a link to."""
+    if (blob := place.resolve()).is_relative_to(cache_folder().resolve()):
+        blob.unlink(missing_ok=True)
     place.unlink(missing_ok=True)
 
 
@@ -172,8 +191,8 @@ def pushed(name: HubName, files: dict[str, str], card: str, mark: str, private: 
     added += [CommitOperationAdd(CARD, card.encode())] if is_ours else []
     commit = api.create_commit(name.repo, added, commit_message=card.partition("\n# ")[2].partition("\n")[0])
     return {
-        "url": str(url),
-        "commit": commit.oid,
+        "url": printable(str(url)),
+        "commit": printable(str(commit.oid)),
         "is_private": bool(api.repo_info(name.repo).private),
         "card": is_ours,
     }
@@ -186,7 +205,7 @@ def attempted(what: str, name: HubName, kind: Kind, once: Callable[[], T]) -> T:
             return once()
         except Damaged as error:
             raise Refused(f"{error}; try later, or name another commit", is_lasting=True) from None
-        except (OSError, httpx2.HTTPError, OfflineModeIsEnabled, RuntimeError, ValueError) as raised:
+        except (*_NO_HUB, OSError, httpx2.HTTPError, OfflineModeIsEnabled, RuntimeError) as raised:
             error = _inner(raised)
             wait_s = pause_of(error, pause_s)
             if wait_s is None:
@@ -209,7 +228,7 @@ def pause_of(error: Exception, otherwise_s: float | None) -> float | None:
     """Seconds before the next attempt; None: there is none."""
     response = getattr(error, "response", None)
     code = response.status_code if response is not None else 0
-    if otherwise_s is None or isinstance(error, OfflineModeIsEnabled | ValueError) or getattr(error, "errno", None):
+    if otherwise_s is None or isinstance(error, (OfflineModeIsEnabled, *_NO_HUB)) or getattr(error, "errno", None):
         return None
     if code in _LIMITS:
         asked_s = retry_after(error)
@@ -284,8 +303,12 @@ def _sentence_of_system(error: Exception, what: str, at: str) -> str:
             f"{at} cannot be reached ({cause(error)}); check the network, HF_ENDPOINT and proxies, or bring the files "
             f"to {cache_folder()} and set HF_HUB_OFFLINE=1"
         )
-    if isinstance(error, ValueError):
-        return f"the Hub's client refused {what}: {error}"
+    if isinstance(error, (FileMetadataError, *_NO_HUB)):
+        said = str(error) if isinstance(error, Nonsense) else f"what its client cannot read ({cause(error)})"
+        return (
+            f"{at} answered {what} with {said}; see whether HF_ENDPOINT and proxies lead to the Hub, and whether this "
+            "network wants a login"
+        )
     if isinstance(error, httpx2.HTTPError) or not getattr(error, "errno", None):
         return f"the connection to {at} broke {what}, three times ({cause(error)}); the next start goes on from there"
     return f"the cache {cache_folder()} cannot be used ({error}); mend that, or set HF_HOME to a folder of your own"
@@ -299,9 +322,9 @@ def suggestion(name: HubName, kind: Kind) -> str:
 
     def ask() -> None:
         api, own = HfApi(), name.repo.partition("/")[2]
-        with suppress(OSError, httpx2.HTTPError):
+        with suppress(OSError, httpx2.HTTPError, *_NO_HUB):
             asked = api.list_datasets if kind == "dataset" else api.list_models
-            found.extend(one.id for one in asked(search=own, limit=5))
+            found.extend(f"{one.id:.100}" for one in islice(asked(search=own, limit=5), 5))
 
     if near := did_you_mean(name.repo, known, " ").strip():
         return near
@@ -316,6 +339,8 @@ def obey(order: dict[str, Any]) -> None:
     """One order, to its answer."""
     name, kind = HubName(order["repo"], order["revision"]), order["kind"]
     try:
+        if fault := fault_of_endpoint(constants.ENDPOINT):
+            raise Refused(fault, is_lasting=True)
         if order["order"] == "push":
             what = {key: order[key] for key in ("files", "card", "mark", "private")}
             enable_progress_bars()
@@ -333,8 +358,20 @@ def obey(order: dict[str, Any]) -> None:
         say("failed", text=str(refused), is_lasting=refused.is_lasting)
 
 
+def checked_client() -> httpx2.Client:
+    """The Hub's client for HTTP, which checks every answer before anything is made of it."""
+
+    def check(response: httpx2.Response) -> None:
+        check_headers(response.status_code, response.request.url.path, response.headers)
+
+    client = default_client_factory()
+    client.event_hooks = {**client.event_hooks, "response": [*client.event_hooks.get("response", []), check]}
+    return client
+
+
 def main() -> None:
     """Obeys orders until its input ends, which ends it at once, whatever it is at."""
+    set_client_factory(checked_client)
     sys.stdout = os.fdopen(os.dup(0), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever native code prints
     logging.set_verbosity_error()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -15,11 +16,18 @@ import yaml
 
 from llamarl.config.errors import ConfigError, did_you_mean
 from llamarl.data.files import READERS, suffix
+from llamarl.parts.hub.globs import Glob
 
 Splits = dict[str, list[str]]
 """Paths in a repository, by split."""
 README = "README.md"
 DEFAULT = "default"
+MAX_HEAD_CHARS = 1 << 20
+"""Longest head of a README."""
+MAX_PATTERNS = 4096
+"""Most patterns in `data_files`, of all configurations."""
+MAX_DEPTH = 8
+"""Deepest nesting of `data_files`; its forms need four levels."""
 _WORDS = frozenset(("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"))
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?")
 _ABOUT = frozenset(("dataset_infos.json", "dataset_dict.json", "dataset_info.json", "state.json"))
@@ -31,14 +39,17 @@ def configurations(paths: Collection[str], readme: str) -> dict[str, Splits]:
     listed = list(_listed(readme))
     if not listed:
         return _by_names(usable)
-    found = dict[str, Splits]()
+    found, left = dict[str, Splits](), MAX_PATTERNS
     for name, entry in listed:
-        if patterns := list(_patterns(entry.get("data_files"))):
+        patterns = list(islice(_patterns(entry.get("data_files")), left + 1))
+        if (left := left - len(patterns)) < 0:
+            raise ConfigError(f"the head of its {README} has more than {MAX_PATTERNS} patterns of `data_files`")
+        if patterns:
             splits = Splits()
             for split, pattern in patterns:
-                splits.setdefault(split, []).extend(filter(glob(pattern).fullmatch, usable))
+                splits.setdefault(split, []).extend(Glob(pattern).filtered(usable))
         else:
-            folder = str(entry.get("data_dir") or "").strip("./")
+            folder = _text(entry.get("data_dir"), "").strip("./")
             inside = [path for path in usable if not folder or path.startswith(f"{folder}/")]
             splits = _merged(_by_names(inside))
         found[name] = {split: list(dict.fromkeys(files)) for split, files in splits.items() if files}
@@ -63,22 +74,6 @@ def chosen(found: Mapping[str, Splits], name: str, split: str, readme: str = "")
     return name, found[name][split]
 
 
-def glob(pattern: str) -> re.Pattern[str]:
-    """`*` and `?` stay inside a folder, `**` does not; `[0-9]` and `{train,test}` mean what they do in a shell."""
-    parts = re.findall(r"\*\*/?|\*|\?|\[[^\]]+\]|[{},]|[^*?\[{},]+|.", pattern.removeprefix("./"))
-    inside, found = 0, ""
-    for part in parts:
-        inside += (part == "{") - (part == "}")
-        known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"}
-        if part == "," and inside:
-            found += "|"
-        elif part[0] == "[" and len(part) > 2:
-            found += part.replace("[!", "[^")
-        else:
-            found += known.get(part) or re.escape(part)
-    return re.compile(found)
-
-
 def _is_data(path: str) -> bool:
     parts = PurePosixPath(path).parts
     return bool(suffix(path)) and parts[-1] not in _ABOUT and not any(part.startswith((".", "_")) for part in parts)
@@ -86,32 +81,56 @@ def _is_data(path: str) -> bool:
 
 def _listed(readme: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Entries of `configs` in the head of a README. Raises ConfigError."""
-    head = re.match(r"\s*---\s*\n(.*?)\n---\s*(?:\n|\Z)", readme.replace("\r\n", "\n"), re.DOTALL)
-    if head is None:
+    if (head := _head(readme)) is None:
         return
     try:
-        found = yaml.safe_load(head[1])
-    except yaml.YAMLError as error:
-        line = getattr(getattr(error, "problem_mark", None), "line", 0) + 2
-        raise ConfigError(f"the head of its {README} is malformed YAML in line {line}") from None
+        found = yaml.safe_load(head)
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+        line = getattr(getattr(error, "problem_mark", None), "line", None)
+        where = "" if line is None else f" in line {line + 2}"
+        raise ConfigError(f"the head of its {README} is malformed YAML{where}") from None
     entries = found.get("configs") if isinstance(found, dict) else None
-    for entry in entries if isinstance(entries, list) else ():
+    for entry in islice(entries, MAX_PATTERNS) if isinstance(entries, list) else ():
         if isinstance(entry, dict):
-            yield str(entry.get("config_name") or DEFAULT), entry
+            yield _text(entry.get("config_name"), DEFAULT), entry
 
 
-def _patterns(given: Any, split: str = "train") -> Iterator[tuple[str, str]]:
-    """Split and pattern of each of `data_files`, in all forms that it has."""
+def _head(readme: str) -> str | None:
+    """YAML between two lines of `---`, of which one is the first that is not blank; None: there is none. Raises
+    ConfigError."""
+    lines = iter(readme.replace("\r\n", "\n").lstrip().split("\n"))
+    if next(lines).rstrip() != "---":
+        return None
+    head, size = list[str](), 0
+    for line in lines:
+        if line.rstrip() == "---":
+            return "\n".join(head)
+        head.append(line)
+        if (size := size + len(line)) > MAX_HEAD_CHARS:
+            raise ConfigError(f"the head of its {README} has more than {MAX_HEAD_CHARS:,} characters")
+    return None
+
+
+def _text(value: Any, otherwise: str) -> str:
+    """A name, which YAML may have read as a number. What is no name may contain itself."""
+    return str(value) if isinstance(value, str | int | float) and value else otherwise
+
+
+def _patterns(given: Any, split: str = "train", depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Split and pattern of each of `data_files`, in all forms that it has. YAML's aliases can make it contain itself,
+    so it is followed to a depth only. Raises ConfigError."""
     if isinstance(given, str):
         yield split, given
+    elif depth > MAX_DEPTH:
+        raise ConfigError(f"the head of its {README} nests `data_files` too deeply")
     elif isinstance(given, list):
         for one in given:
-            yield from _patterns(one, split)
+            yield from _patterns(one, split, depth + 1)
     elif isinstance(given, dict) and "path" in given:
-        yield from _patterns(given["path"], str(given.get("split") or split))
+        yield from _patterns(given["path"], _text(given.get("split"), split), depth + 1)
     elif isinstance(given, dict):
         for name, one in given.items():
-            yield from _patterns(one, str(name))
+            yield from _patterns(one, _text(name, split), depth + 1)
 
 
 def _by_names(paths: Iterable[str]) -> dict[str, Splits]:

@@ -17,6 +17,10 @@ from llamarl.parts.hub.progress import Progress
 COMMAND = ("-m", "llamarl.parts.hub.client")
 STALL_S = 1800.0
 """Without a byte or a word from the client, which writes 10 MiB at a time, and itself gives up much earlier."""
+LIST_S = 600.0
+"""Longest wait for a listing, from question to answer, which comes in pages: those of a million files take minutes."""
+SLOWEST_BYTES = 1 << 20
+"""Bytes of files that must come within the longest wait, unless all come."""
 _LOOK_S = 0.25
 
 
@@ -51,24 +55,28 @@ class Client:
 
         Args:
             done: bytes that are there by now.
-            stall_s: longest wait for a byte or a word; None: `STALL_S`.
+            stall_s: longest wait for a word, or for `SLOWEST_BYTES`; None: `LIST_S` or `STALL_S`.
 
         Raises:
             ConfigError: cause and fix; NotAnswered where the cache may have an answer.
         """
         process = self._process = self._process or Child(*COMMAND)
         order |= {"repo": name.repo, "revision": name.revision, "kind": kind}
-        stall_s = stall_s or STALL_S
+        stall_s = stall_s or (LIST_S if order["order"] == "list" else STALL_S)
         process.stream.settimeout(stall_s)
         with suppress(ConnectionError, TimeoutError):  # it has ended, or does not listen, as is seen below
             process.stream.sendall(json.dumps(order).encode() + b"\n")
-        last_s, had = time.monotonic(), -1
+        last_s, had, has = time.monotonic(), 0, 0
         for line in _lines(process.stream):
-            if done is not None and (has := done()) != had:
-                progress.at(has)
-                last_s, had = time.monotonic(), has
+            if done is not None and (now := done()) != has:
+                progress.at(has := now)
+                if has < had or has - had >= SLOWEST_BYTES:
+                    last_s, had = time.monotonic(), has
             if line is None and time.monotonic() - last_s > stall_s:
-                raise NotAnswered(f"the Hub has sent nothing for {stall_s:.0f} s; check the network, and start again")
+                raise NotAnswered(
+                    f"the Hub has sent {has - had:,} bytes of files in {stall_s:.0f} s and not all that it was asked "
+                    "for; check the network, and start again"
+                )
             if line is None:
                 continue
             last_s, answer = time.monotonic(), json.loads(line)

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from llamarl.config import ConfigError, RunConfig, load_config
+from llamarl.config import ConfigError, RunConfig, load_recorded, open_file
 from llamarl.config.load import flat_settings
 from llamarl.observability.accounting import WORK_KINDS
 from llamarl.observability.metrics import FORMER_NAMES
@@ -167,8 +167,8 @@ class RunData:
 
     def content(self, name: str) -> dict[str, Any]:
         """Object in a JSON file of the folder; empty where there is none."""
-        with suppress(OSError, ValueError):
-            found = json.loads((self.folder / name).read_text(encoding="utf-8"))
+        with suppress(OSError, ValueError, RecursionError), open_file(self.folder / name) as file:
+            found = json.load(file)
             return found if isinstance(found, dict) else {}
         return {}
 
@@ -189,7 +189,7 @@ class RunData:
     def settings(self) -> list[tuple[str, Any, bool]]:
         """Name, value, and whether it is the default, of each setting."""
         try:
-            config = load_config(self.folder / "config.toml")
+            config = load_recorded(self.folder / "config.toml")
         except ConfigError:
             return [(name, value, False) for name, value in flat_settings(self._raw_config())]
         least = {"model": {"path": ""}, "data": {"train": ""}}
@@ -198,8 +198,8 @@ class RunData:
         return [(name, value, name in plain and plain[name] == value) for name, value in found]
 
     def _raw_config(self) -> dict[str, Any]:
-        with suppress(OSError, ValueError):
-            return tomllib.loads((self.folder / "config.toml").read_text(encoding="utf-8"))
+        with suppress(OSError, ValueError, RecursionError), open_file(self.folder / "config.toml") as file:
+            return tomllib.load(file)
         return {}
 
     @property

@@ -141,7 +141,7 @@ class _Redirect:
         sys.stderr.flush()
         self._saved = (os.dup(1), os.dup(2))
         self.terminal: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")
-        self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
         self._size = os.fstat(self._log).st_size
         os.dup2(self._log, 1)
         os.dup2(self._log, 2)

@@ -9,7 +9,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from llamarl.config import load_config
+from llamarl.config import load_recorded
 from llamarl.config.load import flat_settings
 from llamarl.parts.replay.recorded import first_difference, versions_of
 from llamarl.run.folder import RunFolder
@@ -39,7 +39,7 @@ class Divergence(NamedTuple):
 
 def first_divergence(one: RunFolder, other: RunFolder) -> tuple[list[int], Divergence | None]:
     """Steps of which both have rollouts and that are equal, and what comes then; None: nothing. Raises ConfigError."""
-    settings = [dict(flat_settings(load_config(run.config).model_dump(mode="json"))) for run in (one, other)]
+    settings = [dict(flat_settings(load_recorded(run.config).model_dump(mode="json"))) for run in (one, other)]
     names = [name for name in settings[0] | settings[1] if name.split(".")[0] not in _FREE]
     others = [name for name in names if settings[0].get(name) != settings[1].get(name)]
     weights, steps = (_fingerprints(one), _fingerprints(other)), list[int]()

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, Protocol, cast
 from llamarl.cluster.api import ExecutorHandle, ExecutorSpec
 from llamarl.cluster.open import open_cluster
 from llamarl.cluster.port import port
-from llamarl.config import ConfigError, RunConfig, load_config
+from llamarl.config import ConfigError, RunConfig, load_recorded
 from llamarl.config.schema import staleness_limit
 from llamarl.controller.admission import Problems, sampling_by_source
 from llamarl.controller.clock import run_patiently
@@ -295,7 +295,7 @@ class _Replay:
             what = f"weights of version {version}{first_tensor(tensors, adoption.tensors, self._tensors)}"
             cause = "the run's trainer had other weights, or took its groups in another order, than is on record"
             if version == self._begin:
-                file = request.folder.other_file(load_config(request.folder.config), request.journal)
+                file = request.folder.other_file(load_recorded(request.folder.config), request.journal)
                 cause = f"{file or 'generator.* in config.toml, or a checkpoint,'} was changed after the run"
             raise Diverged(version, what, fingerprint, adoption.fingerprint, request.cause or cause)
         if "generate" in request.parts:

@@ -17,8 +17,9 @@ from typing import Any, Literal, NoReturn
 
 import llamarl
 from llamarl.child import Child
-from llamarl.config import ConfigError
+from llamarl.config import ConfigError, open_own
 from llamarl.config.device import PLACED, named_devices
+from llamarl.config.ref import may_run
 from llamarl.models.folder import load_shape
 from llamarl.observability.stages import stage
 from llamarl.parts.vllm import plugin as vllm_plugin
@@ -88,7 +89,7 @@ class VllmServer:
         self._socket = str(self._scratch / "socket")
         self.log_path = Path(settings.log_path or self._scratch / "log")
         command = list(command) or _command(Path(model_path), settings)
-        with self.log_path.open("wb") as log:
+        with open_own(self.log_path, "wb") as log:
             self._keeper = Child(
                 *("-I", vllm_plugin.__file__, str(self._scratch), *command, "--uds", self._socket),
                 stdout=log, stderr=log, env=_environment(self._scratch, settings) | visible,
@@ -176,6 +177,7 @@ class VllmServer:
 
 def check_python(python: str) -> None:
     """Raises ConfigError when this interpreter cannot be run, or has not what the adapter needs. Imports none of it."""
+    may_run("generator.vllm.python", python)
     require_python(python)
     code = f"import importlib.util as u; print(*[n for n in {NEEDED} if u.find_spec(n) is None])"
     try:

@@ -36,6 +36,8 @@ class Fault:
     """Code of the answer; 0: that of one that works."""
     headers: dict[str, str] = field(default_factory=dict)
     """Of the answer, besides."""
+    body: bytes = b""
+    """Of the answer, where it has a code of its own."""
     cut_at: int | None = None
     """The connection ends after so many bytes of the body."""
     flip_at: int | None = None
@@ -169,7 +171,7 @@ def _answer(http: Any, hub: HubServer) -> None:
     hub.requests.append((http.command, path))
     fault = hub.fault_of(http.command, path)
     if fault and fault.status:
-        return _send(http, fault.status, b"", fault.headers, None)
+        return _send(http, fault.status, fault.body, fault.headers, None)
     token = (http.headers.get("Authorization") or "").removeprefix("Bearer ")
     if token and token not in hub.tokens:
         return _error(http, 401, "", "Invalid credentials in Authorization header")

@@ -403,8 +403,8 @@ def test_a_client_that_dies_is_no_endless_wait(hub: HubServer, model: str, monke
     monkeypatch.setattr(asking, "COMMAND", ("-c", "import sys; sys.exit(8)"))
     assert "the Hub's client ended with exit code 8" in refusal(), "with the order unread"
     monkeypatch.setattr(asking, "COMMAND", ("-c", "import time; time.sleep(100)"))
-    monkeypatch.setattr(asking, "STALL_S", 0.5)
-    assert "has sent nothing for" in refusal()
+    monkeypatch.setattr(asking, "LIST_S", 0.5)
+    assert "has sent 0 bytes" in refusal()
 
 
 @pytest.fixture

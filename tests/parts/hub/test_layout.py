@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import time
+from contextlib import suppress
+from random import Random
+
 import pytest
 
 from llamarl.config import ConfigError
-from llamarl.parts.hub.layout import chosen, configurations, glob
+from llamarl.parts.hub import layout
+from llamarl.parts.hub.globs import Glob
+from llamarl.parts.hub.layout import chosen, configurations
 
 GSM8K = """---
 license: mit
@@ -84,11 +91,17 @@ def test_the_same_rows_in_two_formats_are_read_once() -> None:
         ("./a?.[cj]sv", ["ab.csv", "ab.jsv"], ["a/.csv", "ab.tsv"]),
         ("{train,dev}-[!0].csv", ["train-1.csv", "dev-2.csv"], ["train-0.csv", "test-1.csv"]),
         ("a+(b),c", ["a+(b),c"], ["aab,c"]),
+        ("**/a", ["a", "x/a", "x/y/a"], ["xa", "x/ya"]),
+        ("a**b", ["ab", "a/x/b"], ["a"]),
+        ("x{a,{b,c}d}*", ["xa1", "xbd", "xcd.csv"], ["xb", "x", "xa/b"]),
+        ("{a", ["{a"], ["a"]),
+        ("a}[z-a]{b", ["a}z{b"][:0], ["a}b{b"]),
+        ("[!a]", ["b"], ["a", ""]),
     ],
 )
 def test_patterns(pattern: str, matches: list[str], differs: list[str]) -> None:
-    assert all(map(glob(pattern).fullmatch, matches))
-    assert not any(map(glob(pattern).fullmatch, differs))
+    assert all(map(Glob(pattern).fullmatch, matches))
+    assert not any(map(Glob(pattern).fullmatch, differs))
 
 
 def test_a_configuration_and_a_split_are_chosen_or_listed() -> None:
@@ -110,3 +123,66 @@ def test_a_configuration_and_a_split_are_chosen_or_listed() -> None:
 def test_a_head_that_is_no_yaml() -> None:
     with pytest.raises(ConfigError, match=r"the head of its README\.md is malformed YAML in line 3"):
         configurations(FILES, "---\nlicense: mit\nconfigs: [\n---\n")
+
+
+def test_patterns_as_a_regular_expression_has_them() -> None:
+    """Random patterns and paths: the same as by backtracking, where that ends."""
+    random = Random(0)
+    words = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]", "a": "a", "b": "b", "/": "/"}
+    for _ in range(3000):
+        tokens = random.choices(list(words), k=random.randrange(1, 6))
+        pattern = "".join(tokens)
+        expected = "".join(words[one] for one in re.findall(r"\*\*/|\*\*|\*|\?|.", pattern))
+        path = "".join(random.choices("ab/", k=random.randrange(7)))
+        assert Glob(pattern).fullmatch(path) == bool(re.fullmatch(expected, path)), (pattern, path)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "'" + "**a" * 300 + "'",
+        "'" + "*a" * 400 + "'",
+        "'" + "{a,b}" * 100 + "'",
+        "'" + "{" * 500 + "'",
+        "'" + "x" * 5000 + "'",
+        "&a [*a]",
+        "&a {x: *a}",
+        "[" * 200 + "]" * 200,
+        "[" * 500 + "]" * 500,
+        "[" + ", ".join(["'*'"] * 5000) + "]",
+        "2020-13-45",
+        "{? [a] : b}",
+        "!!python/object:os.system x",
+        "9" * 5000,
+    ],
+)
+def test_what_no_readme_has_is_refused_or_matches_nothing(entry: str) -> None:
+    paths = [f"{'a' * 200}/{number}.csv" for number in range(200)]
+    start_s = time.process_time()
+    for readme in (f"---\nconfigs:\n- data_files: {entry}\n---\n", f"---\nconfigs:\n- config_name: {entry}\n---\n"):
+        with suppress(ConfigError):
+            configurations(paths, readme)
+    assert time.process_time() - start_s < 2.0
+
+
+def test_an_alias_that_doubles_is_not_followed_to_its_end() -> None:
+    lines = ["a0: &a0 ['*.csv', '*.csv']", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60))]
+    for name in ("data_files", "config_name", "data_dir"):
+        readme = "\n".join(["---", *lines, f"configs:\n- {name}: *a59", "---"])
+        if name == "data_files":
+            with pytest.raises(ConfigError, match="data_files"):
+                configurations(["a.csv"], readme)
+        else:
+            assert configurations(["a.csv"], readme)
+    bomb = "\n".join(["---", *lines[:8], "configs:\n- data_files: *a7", "---"])
+    assert configurations(["a.csv"], bomb) == {"default": {"train": ["a.csv"]}}
+
+
+def test_a_head_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_s = time.process_time()
+    for readme in ("---" + "\n" * 200_000, "---\n" + "---  x\n" * 100_000, "\n" * 200_000 + "---\n", ""):
+        assert configurations(["train.csv"], readme) == {"default": {"train": ["train.csv"]}}
+    assert time.process_time() - start_s < 2.0
+    monkeypatch.setattr(layout, "MAX_HEAD_CHARS", 100)
+    with pytest.raises(ConfigError, match="README"):
+        configurations(["train.csv"], "---\n" + "a: b\n" * 100 + "---\n")

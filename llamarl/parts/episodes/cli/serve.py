@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llamarl.cli.options import ENGINE, MODEL_HELP, add_settings, command_parser, told_of_delay
-from llamarl.config import ConfigError, load_config, settled
+from llamarl.config import ConfigError, load_recorded, settled
 from llamarl.config.ref import part
 from llamarl.types import GenerationRequest, Rollout, SamplingParams
 
@@ -122,7 +122,7 @@ def _model(given: str, exported: Path) -> tuple[str, dict[str, Any]]:
         return given, {}
     from llamarl.run.export import export
 
-    config = load_config(run / "config.toml")
+    config = load_recorded(run / "config.toml")
     merge = config.trainer.lora is not None
     step, _ = export(run, config, exported / "model", None, merge, command="llamarl serve")
     print(f"step {step} of {given}", file=sys.stderr)

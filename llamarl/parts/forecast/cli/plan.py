@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llamarl.cli.options import add_settings, check_output, command_parser, write_output
+from llamarl.cli.options import TRUST, add_settings, check_output, command_parser, write_output
 from llamarl.config import ConfigError, RunConfig, load_config, settled
+from llamarl.config.ref import nothing_run
 from llamarl.parts.forecast.constants import load_profile
 from llamarl.parts.forecast.feasibility import plans
 from llamarl.parts.forecast.hardware import GPUS, Pool, find_gpu
@@ -66,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
     add("--output", metavar="RUN.toml", help="write the better plan as a run file")
     add("--data", default="train.jsonl", metavar="FILE", help="training prompts, for --output (train.jsonl)")
     add("--folder", metavar="FOLDER", help="write plans, split sweep and staleness curve there, for llamarl report")
+    add("--trust", action="store_true", help=TRUST)
     add_settings(found, BASE, *SETTINGS)
     return found
 
@@ -74,7 +77,8 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
     options = parser().parse_args(arguments)
     output = options.output and check_output(options.output)
-    base = load_config(options.config) if options.config else None
+    with nullcontext() if options.trust else nothing_run():
+        base = load_config(options.config) if options.config else None
     request = asked(options, base)
     synchronous, asynchronous = plans(request)
     if base and (said := uncounted(base)):

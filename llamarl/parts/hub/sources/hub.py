@@ -13,6 +13,7 @@ from llamarl.data.sources._table import Table
 from llamarl.parts.hub.fetch import fetched, listing
 from llamarl.parts.hub.layout import README, Splits, chosen, configurations
 
+MAX_README_BYTES = 1 << 24
 CONVERTED = "refs/convert/parquet"
 """Branch on which the Hub keeps what it has converted to Parquet."""
 
@@ -64,8 +65,10 @@ def with_data(name: HubName) -> tuple[HubName, str, Mapping[str, Splits]]:
     """The commit of a data set that has files which can be read, with its README and its files by configuration and
     split. Raises ConfigError."""
     commit, files = listing(name, "dataset")
-    snapshot = fetched(name.at(commit), "dataset", lambda files: [README] * (README in files))
-    readme = read_text(snapshot.folder / README, "fetch it again") if README in files else ""
+    if (has_readme := README in files) and files[README] > MAX_README_BYTES:
+        raise ConfigError(f"its {README} has {files[README]:,} bytes, and at most {MAX_README_BYTES:,} are read")
+    snapshot = fetched(name.at(commit), "dataset", lambda files: [README] * has_readme)
+    readme = read_text(snapshot.folder / README, "fetch it again") if has_readme else ""
     if found := configurations(files, readme):
         return snapshot.name, readme, found
     cause = f"none of its {len(files)} files at {commit[:12]} is one of {', '.join(READERS)}"

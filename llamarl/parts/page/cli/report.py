@@ -7,12 +7,13 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from llamarl.cli.options import check_output, command_parser, told_of_delay, write_output
-from llamarl.config import ConfigError
+from llamarl.cli.options import check_output, command_parser, told_of_delay, write_into_run, write_output
+from llamarl.config import ConfigError, read_text
 from llamarl.parts.page.document import document, whole
 from llamarl.parts.page.rollouts import Decode
 from llamarl.parts.page.run_data import RunData
 
+PAGE = "report.html"
 EPILOG = "The page needs no network. Of a running, failed or torn run it shows what is there, and says so."
 
 
@@ -23,14 +24,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--output", metavar="FILE", help="where to write it (RUN/report.html)")
     options = parser.parse_args(arguments)
     folders = shown_folders(options.runs)
-    output = check_output(options.output) if options.output else folders[0] / "report.html"
+    output = check_output(options.output) if options.output else folders[0] / PAGE
     described = list[dict[str, object]]()
     with told_of_delay("report"):
         for folder in folders:
             data = RunData(folder)
             data.read_all()
             described.append(whole(data, decoder(folder), len(folders)))
-    write_output(output, document(described))
+    if options.output:
+        write_output(output, document(described))
+    else:
+        write_into_run(output, document(described))
     print(f"{output}  {output.stat().st_size / 1e6:.1f} MB; open it in a browser")
     return 0
 
@@ -52,13 +56,13 @@ def decoder(folder: Path) -> Decode | None:
     if (folder / "forecast.json").exists():  # which has no rollouts
         return None
     try:
-        settings = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        settings = tomllib.loads(read_text(folder / "config.toml", "give the folder of a run"))
         tokenizer = Tokenizer(base_model(folder, settings["model"]["path"], settings.get("output", "")))
         # Some tokenizers drop the space that begins a text, so each token is decoded behind another one.
         anchor = int(tokenizer.encode("a")[-1])
         before = tokenizer.decode([anchor], skip_special=False)
         return lambda token: tokenizer.decode([anchor, token], skip_special=False).removeprefix(before)
-    except (OSError, ValueError, LookupError, TypeError, ConfigError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         print(
             f"llamarl: {folder}: tokens are shown by their numbers, as no tokenizer was read: {error}", file=sys.stderr
         )

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping
 from typing import ClassVar
 
+from llamarl.config import open_own
 from llamarl.observability.sinks import Subject
 from llamarl.parts.page.trackers._base import Tracker
 
@@ -22,7 +23,8 @@ class Wandb(Tracker):
         # In the run's folder, so that a run that is resumed goes on and one that is begun anew is another.
         (kept := subject.folder / "wandb" / "id").parent.mkdir(exist_ok=True)
         if not kept.exists():
-            kept.write_text(secrets.token_hex(4), encoding="utf-8")
+            with open_own(kept, "x") as file:
+                file.write(secrets.token_hex(4))
         self._teardown = wandb.teardown
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "llamarl"),

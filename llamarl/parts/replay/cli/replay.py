@@ -7,19 +7,21 @@ import io
 import multiprocessing
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, redirect_stdout
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.cli.main import FAILURE
-from llamarl.cli.options import command_parser, told_of_delay
+from llamarl.cli.options import TRUST, command_parser, told_of_delay
 from llamarl.cluster.api import ExecutorError
-from llamarl.config import ConfigError, RunConfig, load_config
+from llamarl.config import ConfigError, RunConfig, load_recorded
 from llamarl.observability.formats import counted
 from llamarl.parts.replay.against import first_divergence
 from llamarl.parts.replay.recorded import Diverged, Recorded, other_code
@@ -28,6 +30,7 @@ from llamarl.parts.replay.what_if import what_if
 from llamarl.run.folder import RunFolder
 from llamarl.run.names import resolved
 from llamarl.run.prepare import prepare
+from llamarl.run.trust import check_trust, with_trusted
 
 EPILOG = """Weights after each step, tokens, log-probabilities and rewards are compared with what RUN has on record.
 With --trainer.key or --shaping.key and values, others learn from what is on record: a folder beside RUN, for `report`.
@@ -44,6 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--against", metavar="OTHER", help="where this run and another one part; nothing is computed")
     parser.add_argument("--name", help="folder of what others learn (RUN-replay)")
     parser.add_argument("--overwrite", action="store_true", help="replace that folder")
+    parser.add_argument("--trust", action="store_true", help=TRUST)
     options, overrides = parser.parse_known_args(arguments)
     if options.jobs < 1:
         raise ConfigError(f"--jobs {options.jobs}: nothing would be replayed; give at least 1")
@@ -60,6 +64,7 @@ def main(arguments: Sequence[str]) -> int:
             said = f"{counted(num, 'step')}{gap} {'is' if num == 1 else 'are'} equal"
             print(said + (f"; the runs part at {found}" if found else ""))
             return FAILURE if found else 0
+        _settings(options)  # before anything of it is executed
         first, last = _range(options.steps, _folder(options.run).done_steps())
         return _what_if(options, overrides, first, last) if overrides else _replay(options, first, last)
     except (Diverged, ExecutorError) as error:
@@ -111,7 +116,7 @@ def compare(
     """Replays steps from the first to before the second, here or in a process of its own. Raises Diverged, ConfigError,
     ExecutorError."""
     folder, tally = _folder(options.run), tally or Tally()
-    run = _pinned(load_config(folder.config), folder)
+    run = _pinned(_settings(options), folder)
     config, parts = replayable(run, [options.only] if options.only else PARTS, tally)
     close, cause = arithmetic(run, folder, tally)
     cause = cause or other_code(folder)
@@ -121,6 +126,17 @@ def compare(
     with redirect_stdout(io.StringIO()):  # executors in this process write to nobody
         replay(request._replace(told=lambda step: told(step - steps[0] + 1)))
     return tally
+
+
+def _settings(
+    options: argparse.Namespace, overrides: Sequence[str] = (), own: Mapping[str, Any] = MappingProxyType({})
+) -> RunConfig:
+    """The settings of a run that is replayed, which executes what they name. Raises ConfigError: they are damaged, or
+    not trusted."""
+    folder = _folder(options.run)
+    config = load_recorded(folder.config, overrides, own)
+    check_trust(folder.path, config, command="llamarl replay", is_trusted=options.trust)
+    return with_trusted(config) if options.trust else config
 
 
 def _pinned(config: RunConfig, folder: RunFolder, command: str = "llamarl replay") -> RunConfig:
@@ -141,10 +157,10 @@ def _request(
 def _what_if(options: argparse.Namespace, overrides: Sequence[str], first: int, last: int) -> int:
     folder, said, tally = _folder(options.run), list[str](), Tally()
     name = {"name": options.name or f"{folder.path.name}-replay", "output": str(folder.path.parent), "steps": last}
-    asked = load_config(folder.config, overrides, name)
+    asked = _settings(options, overrides, name)
     pinned = _pinned(asked, folder)
     config = replayable(pinned, ("train",), tally)[0]
-    request = _request(_pinned(load_config(folder.config), folder, ""), config, folder, first, last, tally)
+    request = _request(_pinned(_settings(options), folder, ""), config, folder, first, last, tally)
     with _bar(last - first + 1) as told, redirect_stdout(io.StringIO()):
         request = request._replace(parts=("train",), is_same=False, told=lambda step: told(step - first + 1))
         path = what_if(request, pinned, asked, overwrite=options.overwrite, tell=said.append)

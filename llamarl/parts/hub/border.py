@@ -1,0 +1,105 @@
+"""The border between an answer of the Hub, or of what stands in its place, and everything that trusts it.
+
+Names, digests and sizes are checked here, once. Behind it paths stay inside the folder that they are joined to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+MAX_FILES = 1 << 20
+"""Most files of a repository."""
+MAX_PATH_CHARS = 1024
+MAX_FILE_BYTES = 1 << 50
+COMMIT = re.compile(r"[0-9a-f]{40}")
+DIGEST = re.compile(r"(?:[0-9a-f]{40}|[0-9a-f]{64})?")
+_BAD_CHARS = re.compile("[\0-\x1f\x7f\\\\\ud800-\udfff]")
+_DRIVE = re.compile(r"[A-Za-z]:")
+_OF_COMMIT, _OF_FILE, _OF_XET = "X-Repo-Commit", ("X-Linked-ETag", "ETag"), "X-Xet-Hash"
+
+
+class Nonsense(Exception):
+    """An answer that no Hub gives. The message says what is wrong with it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HubFile:
+    """A file of a repository, as its listing says."""
+
+    size: int
+    """Bytes."""
+    blob_id: str = ""
+    """Hexadecimal SHA-1 of git's blob: of the file itself, or of the pointer to a large one."""
+    lfs_sha256: str = ""
+    """Hexadecimal SHA-256 of a large file; empty: git holds the file itself."""
+    xet_hash: str = ""
+    """Key in the Hub's storage of pieces; empty: it is not there."""
+
+    def __post_init__(self) -> None:
+        """Raises Nonsense."""
+        if type(self.size) is not int or not 0 <= self.size <= MAX_FILE_BYTES:
+            raise Nonsense(f"a file of {self.size!r:.60} bytes")
+        for digest in (self.blob_id, self.lfs_sha256, self.xet_hash):
+            if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
+                raise Nonsense(f"a file with the digest {digest!r:.80}")
+
+
+def commit_of(answer: Any) -> str:
+    """A commit. Raises Nonsense."""
+    if not isinstance(answer, str) or not COMMIT.fullmatch(answer):
+        raise Nonsense(f"a commit that is {answer!r:.80}")
+    return answer
+
+
+def path_of(answer: Any) -> str:
+    """A path below a folder, with `/` between its parts. Raises Nonsense: it is none, or leads out of the folder, on
+    any system."""
+    is_path = isinstance(answer, str) and 0 < len(answer) <= MAX_PATH_CHARS and not _BAD_CHARS.search(answer)
+    if not is_path or _DRIVE.match(answer) or any(part in ("", ".", "..") for part in answer.split("/")):
+        raise Nonsense(f"a file with the path {answer!r:.80}")
+    return answer
+
+
+def files_of(entries: Iterable[tuple[Any, Mapping[str, Any]]]) -> dict[str, HubFile]:
+    """The files of a listing by path, from paths and the fields of `HubFile`. Raises Nonsense."""
+    found = dict[str, HubFile]()
+    for path, fields in entries:
+        found[path_of(path)] = HubFile(**fields)
+        if len(found) > MAX_FILES:
+            raise Nonsense(f"more than {MAX_FILES:,} files")
+    return found
+
+
+def check_headers(status: int, path: str, headers: Mapping[str, str]) -> None:
+    """Checks what the Hub's client makes names of files of: a commit, and the digest of a file. Raises Nonsense."""
+    kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if status == 200 and kind == "text/html" and path.startswith("/api/"):
+        raise Nonsense("a web page in place of data, as a network shows to who has not logged in")
+    if (commit := headers.get(_OF_COMMIT)) is None:
+        return
+    commit_of(commit)
+    etag = next((one for one in map(headers.get, _OF_FILE) if one), "").lstrip("W/").strip('"')
+    for digest in (etag if status < 400 else "", headers.get(_OF_XET) or ""):
+        if not DIGEST.fullmatch(digest):
+            raise Nonsense(f"a file with the digest {digest!r:.80}")
+
+
+def fault_of_endpoint(text: str) -> str:
+    """Text on why an address cannot be the Hub's; empty: it may be."""
+    try:
+        found = urlsplit(text)
+        is_address = found.scheme in ("http", "https") and bool(found.hostname) and (found.port is None or found.port)
+    except ValueError:
+        is_address = False
+    if is_address and not re.search(r"[\s\0-\x1f]", text):
+        return ""
+    return f"HF_ENDPOINT = {text!r:.200} is no address; give one such as https://huggingface.co, or unset it"
+
+
+def printable(text: str) -> str:
+    """The text without what controls a terminal, as a server may have written it."""
+    return re.sub("[\0-\x08\x0b-\x1f\x7f-\x9f]", "?", text)
