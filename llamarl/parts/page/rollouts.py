@@ -28,6 +28,8 @@ MAX_ROLLOUTS = 2_000_000
 ROW_BYTES, TOKEN_BYTES = 400, 32
 """About, of a row without its texts, and of each token."""
 _FIELDS = ("step", "reward", "tokens", "staleness")
+VERDICTS = ("right", "wrong", "not judged", "not recorded")
+"""Verdicts of a reward on a rollout; older runs with a `rollouts.jsonl` recorded none."""
 
 
 class Rollouts:
@@ -43,12 +45,13 @@ class Rollouts:
         """The file, and the steps that are of it, as the journal lacks them."""
         self._places, self._groups, self._sizes = array("q"), array("q"), array("l")
         self._fields = {name: array("d") for name in _FIELDS}
-        self._outcomes, self._known = array("b"), list[str]()
+        self._verdicts = array("b")
+        """Index in `VERDICTS` of each rollout."""
         self._done = 0
         """Steps that were done before the last look at all that was new."""
 
     def __len__(self) -> int:
-        return len(self._outcomes)
+        return len(self._verdicts)
 
     def refresh(self) -> bool:
         """Looks at what is new, or at a part of it; whether there may be more."""
@@ -65,7 +68,7 @@ class Rollouts:
                     age = one.step - 1 - rollout.oldest_version if rollout.num_tokens else 0
                     values, texts = (one.step, result.value, rollout.num_tokens, age), (group.prompt.text, text)
                     place, num = RowOffset(-one.step, num - before), num + 1
-                    self._add(place, group.group_id, values, result.outcome.value, texts)
+                    self._add(place, group.group_id, values, verdict_of(result.right), texts)
             if num >= CHUNK_ROWS:
                 return True
         for place, row in () if 0 < self._steps.step == len(self._begins) else self._file.rows():
@@ -74,12 +77,12 @@ class Rollouts:
                 self._of_file.add(row["step"])
                 texts = row.get("prompt"), row.get("response")
                 values = row["step"], row["reward"], len(row["token_ids"]), row["staleness"]
-                self._add(place, row["group_id"], values, row.get("outcome", ""), texts)
+                self._add(place, row["group_id"], values, verdict_of(row.get("right", "")), texts)
         self._done = self._done if num >= CHUNK_ROWS else done
         return num >= CHUNK_ROWS
 
     def _add(
-        self, place: RowOffset, group_id: int, values: Sequence[float], outcome: str, texts: Iterable[object]
+        self, place: RowOffset, group_id: int, values: Sequence[float], verdict: str, texts: Iterable[object]
     ) -> None:
         if len(self) < MAX_ROLLOUTS:
             self._places.extend(place)
@@ -87,9 +90,7 @@ class Rollouts:
             self._sizes.append(ROW_BYTES + TOKEN_BYTES * int(values[2]) + sum(len(str(text)) for text in texts))
             for column, value in zip(self._fields.values(), values, strict=True):
                 column.append(value)
-            if outcome not in self._known:
-                self._known.append(outcome)
-            self._outcomes.append(self._known.index(outcome))
+            self._verdicts.append(VERDICTS.index(verdict))
 
     def _read(self, places: Sequence[RowOffset]) -> Iterator[dict[str, Any]]:
         """In their order; of the journal, whose places have the step, below zero, instead of a file."""
@@ -107,10 +108,11 @@ class Rollouts:
         """The newest that fit, and how many were looked at.
 
         Args:
-            wanted: `step`, `reward`, `tokens`, `staleness` as `3` or `3..7`, `outcome`, a part of source or `prompt`.
+            wanted: `step`, `reward`, `tokens`, `staleness` as `3` or `3..7`, `right` as one of `VERDICTS`, a part of
+                source or `prompt`.
         """
         ranges = {name: bounds(wanted.get(name, "")) for name in _FIELDS if wanted.get(name)}
-        outcome, text = wanted.get("outcome", ""), wanted.get("prompt", "").lower()
+        verdict, text = wanted.get("right", ""), wanted.get("prompt", "").lower()
         order = np.argsort(self._fields["step"], kind="stable")  # what the journal lacks was found after all of it
         found, looked, until, at = list[dict[str, Any]](), 0, time.monotonic() + SEARCH_S, len(self)
         while at and len(found) < NUM_FOUND and time.monotonic() < until:
@@ -118,7 +120,7 @@ class Rollouts:
             while at and len(places) < NUM_FOUND:
                 at, looked, n = at - 1, looked + 1, order[at - 1]
                 fits = all(low <= self._fields[name][n] <= high for name, (low, high) in ranges.items())
-                if fits and (not outcome or self._known[self._outcomes[n]] == outcome):
+                if fits and (not verdict or VERDICTS[self._verdicts[n]] == verdict):
                     places.append(RowOffset(*self._places[2 * n : 2 * n + 2]))
             read = sorted(self._read(places), key=lambda row: row["step"])
             rows = [row for row in read if text in f"{row.get('source', '')} {row.get('prompt', '')}".lower()]
@@ -148,6 +150,13 @@ class Rollouts:
         lacks = what_lacks(self._folder, done, found, self._steps.faults)
         said = "; ".join(filter(None, (said if len(self) else "", lacks)))
         return {"rows": _slim(rows), "said": said} | _words(rows, decode)
+
+
+def verdict_of(right: object) -> str:
+    """Text for the field `right` of a rollout."""
+    if right is None:
+        return "not judged"
+    return ("wrong", "right")[right] if isinstance(right, bool) else "not recorded"
 
 
 def bounds(text: str) -> tuple[float, float]:
