@@ -34,7 +34,10 @@ def described(data: RunData) -> dict[str, Any]:
         "folder": str(data.folder),
         "state": state,
         "reason": reason,
+        "work_kind": data.work,
         "steps": data.num_steps,
+        "planned_steps": data.planned_steps,
+        "pauses": [[round(at_s - data.began_s, 3), round(pause_s, 3)] for at_s, pause_s in data.pauses],
         "evals": [one | {"interval": accuracy_interval(one)} for one in data.evals],
         "machine": data.start.get("machine", {}),
         "model": data.start.get("model", ""),
@@ -94,7 +97,7 @@ def window(data: RunData, begin_s: float | None = None, end_s: float | None = No
     return {
         "from": around[0],
         "to": around[1],
-        "rows": data.work(begin_s, end_s, max_spans),
+        "rows": data.spans_within(begin_s, end_s, max_spans),
         "waits": {
             name: {cause: round(1000 * time_s, 1) for cause, time_s in one.items()} for name, one in found.items()
         },
