@@ -11,8 +11,9 @@ from contextlib import suppress
 from importlib.resources import files
 from typing import Any
 
-from llamarl.observability.metrics import accuracy_interval
+from llamarl.observability.metrics import accuracy_error, accuracy_interval
 from llamarl.parts.page.findings import findings
+from llamarl.parts.page.headline import key_numbers
 from llamarl.parts.page.rollouts import Decode, sample
 from llamarl.parts.page.run_data import KINDS, RunData
 from llamarl.parts.page.waits import waits
@@ -38,7 +39,7 @@ def described(data: RunData) -> dict[str, Any]:
         "steps": data.num_steps,
         "planned_steps": data.planned_steps,
         "pauses": [[round(at_s - data.began_s, 3), round(pause_s, 3)] for at_s, pause_s in data.pauses],
-        "evals": [one | {"interval": accuracy_interval(one)} for one in data.evals],
+        "evals": [one | {"interval": accuracy_interval(one), "error": accuracy_error(one)} for one in data.evals],
         "machine": data.start.get("machine", {}),
         "model": data.start.get("model", ""),
         "began_s": data.began_s,
@@ -46,6 +47,7 @@ def described(data: RunData) -> dict[str, Any]:
         "damaged": data.num_damaged,
         "executors": list(data.spans),
         "forecast": data.content("forecast.json"),
+        "keys": key_numbers(data),
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from llamarl.observability.formats import counted
 from llamarl.parts.page.follow import CHUNK_ROWS, RowOffset, RowReader
 from llamarl.parts.page.run_data import LARGEST
 from llamarl.run.folder import RunFolder
@@ -125,7 +126,7 @@ class Rollouts:
             read = sorted(self._read(places), key=lambda row: row["step"])
             rows = [row for row in read if text in f"{row.get('source', '')} {row.get('prompt', '')}".lower()]
             found = rows[-(NUM_FOUND - len(found)) :] + found
-        said = f"the newest {len(found)} that fit, of {looked:,} looked at; there are {len(self):,}"
+        said = f"Showing the newest {len(found):,} matching rollouts ({looked:,} of {len(self):,} searched)"
         said = said if len(self) else what_lacks(self._folder, self._done, (), self._steps.faults)
         return {"rows": _slim(found), "said": said} | _words(found, decode)
 
@@ -145,7 +146,7 @@ class Rollouts:
                 break
         places = [RowOffset(*self._places[2 * at : 2 * at + 2]) for members in chosen for at in members]
         rows = sorted(self._read(places), key=lambda row: (row["step"], row["group_id"], row["index"]))
-        said = f"{len(rows):,} of {len(self):,} rollouts: {len(chosen)} whole groups of steps that are evenly spread"
+        said = f"sample of {len(rows):,} of the run's {len(self):,} rollouts, in {counted(len(chosen), 'whole group')}"
         done = self._done if len(self) < MAX_ROLLOUTS else max(found)  # later ones are there, and not shown
         lacks = what_lacks(self._folder, done, found, self._steps.faults)
         said = "; ".join(filter(None, (said if len(self) else "", lacks)))

@@ -165,7 +165,7 @@ class TestPage:
         steps = {row["step"] for row in run["rollouts"]["rows"]}
         assert {1, 1000} <= steps
         assert len(steps) > 50
-        assert "of 1,000 rollouts" in run["rollouts"]["said"]
+        assert "1,000 rollouts" in run["rollouts"]["said"]
 
     def test_ten_thousand_steps_are_averaged(self, tmp_path: Path) -> None:
         folder = make_run(tmp_path / "made", steps=0)
@@ -286,7 +286,7 @@ class TestRollouts:
         assert [row["step"] for row in found.find({}, None)["rows"]] == [19, 19, 20, 20, 20, 20]
         looked = found.find({"reward": "1"}, None)
         assert [row["step"] for row in looked["rows"]] == [18, 18, 19, 19, 20, 20]
-        assert looked["said"] == "the newest 6 that fit, of 11 looked at; there are 81"
+        assert all(number in looked["said"] for number in (" 6 ", "11 of 81"))
         assert [row["step"] for row in found.find({"prompt": "question 2"}, None)["rows"]] == [13, 13, 14, 14, 14, 14]
 
     @pytest.mark.parametrize(

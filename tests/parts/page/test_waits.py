@@ -8,7 +8,7 @@ import pytest
 
 from llamarl.observability.spans import Span
 from llamarl.parts.page.document import described, window
-from llamarl.parts.page.waits import NOBODY, waits, without
+from llamarl.parts.page.waits import LIMIT, NOBODY, waits, without
 from tests.parts.page.runs import BEGAN_S, add_step, flow_row, make_run, read, span_rows, step_row, write_rows
 
 
@@ -21,8 +21,8 @@ def test_a_wait_is_for_whoever_works() -> None:
     }
     found = waits(spans, 0, 10)
     assert found["trainer"] == {"rollouts": 4, "scores": 1, NOBODY: 2}
-    assert found["generator-0"] == {"the step under way, by the staleness bound": 3, "scores": 1, NOBODY: 2}
-    assert found["reward"] == {"rollouts to end": 4, "new rollouts, by the staleness bound": 3, NOBODY: 2}
+    assert found["generator-0"] == {LIMIT: 3, "scores": 1, NOBODY: 2}
+    assert found["reward"] == {"rollouts to end": 4, LIMIT: 3, NOBODY: 2}
     for name, of_one in spans.items():
         busy = sum(span.end_s - span.start_s for span in of_one)
         assert busy + sum(found[name].values()) == pytest.approx(10), "all time is work or a wait"
@@ -38,7 +38,7 @@ def test_an_environment_that_replies_is_a_cause() -> None:
 
 def test_windows_cut() -> None:
     found = waits({"trainer": [Span("train", 0, 4)], "generator-0": [Span("generate", 3, 9)]}, 2, 6)
-    assert found == {"trainer": {"rollouts": 2}, "generator-0": {"the step under way, by the staleness bound": 1}}
+    assert found == {"trainer": {"rollouts": 2}, "generator-0": {LIMIT: 1}}
 
 
 @pytest.mark.parametrize(
