@@ -18,7 +18,9 @@ from llamarl.parts.page.rollouts import Decode, sample
 from llamarl.parts.page.run_data import KINDS, RunData
 from llamarl.parts.page.waits import waits
 
-SCRIPTS = ("uplot.js", "common.js", "curves.js", "forecast.js", "timeline.js", "rollouts.js", "page.js")
+SCRIPTS = (
+    "uplot.js", "common.js", "curves.js", "summary.js", "forecast.js", "timeline.js", "rollouts.js", "page.js",
+)  # fmt: skip
 STYLES = ("uplot.css", "page.css")
 MAX_POINTS = 1_200
 """Steps of a curve in a file; more are averaged."""

@@ -15,9 +15,8 @@ from llamarl.observability.formats import counted, number, percent, plain
 from llamarl.observability.metrics import SOURCES, accuracy_error, held_out, unjudged
 from llamarl.parts.page.headline import fall_errors
 from llamarl.parts.page.run_data import RunData
+from llamarl.parts.page.trend import PART, Ends, ends
 
-PART = 0.2
-"""Share of the steps at the beginning, and at the end, that are compared."""
 ERRORS = 2.0
 """Standard errors that a change must have to be called one."""
 BEST_ERRORS, LOST_SHARE = 4.0, 0.5
@@ -59,30 +58,6 @@ class Claim:
     """What to try, in sentences; empty means nothing in particular."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ends:
-    """A metric over the first and the last steps."""
-
-    first: float
-    last: float
-    error: float
-    """Standard error of their difference, as if steps were independent."""
-
-    @property
-    def change(self) -> float:
-        return self.last - self.first
-
-
-def ends(values: Sequence[float]) -> Ends | None:
-    """None: there are fewer than four values."""
-    known = [value for value in values if math.isfinite(value)]
-    if len(known) < 4:
-        return None
-    size = max(2, int(PART * len(known)))
-    (first, of_first), (last, of_last) = _mean(known[:size]), _mean(known[-size:])
-    return Ends(first=first, last=last, error=math.sqrt(of_first + of_last))
-
-
 class Window(NamedTuple):
     """Steps beside each other."""
 
@@ -100,12 +75,6 @@ def highest(values: Sequence[float]) -> Window | None:
     sums = [0.0, *accumulate(value for value, _ in known)]
     found = (((sums[end] - sums[end - size]) / size, known[end - 1][1], size) for end in range(size, len(sums)))
     return max((Window(*one) for one in found), default=None)
-
-
-def _mean(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and the variance of it."""
-    mean = sum(values) / len(values)
-    return mean, sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values)
 
 
 def findings(data: RunData) -> list[dict[str, str]]:
@@ -213,7 +182,7 @@ def _reward(data: RunData) -> Change | None:
 def _learnt(data: RunData) -> Iterator[Claim]:
     changes = {name: change for name, rows in data.eval_sets.items() if (change := _accuracy(rows))}
     reward = _reward(data)
-    doubt = _doubt(data, changes) if reward and reward.level == "good" else None
+    doubt = _doubt(data, changes) if reward and reward.level == "good" and not reward.is_lower else None
     claims = list(_unheld(data))
     for name, accuracy in changes.items():
         change = f"{100 * accuracy.ends.change:+.1f} ± {100 * accuracy.ends.error:.1f} points"

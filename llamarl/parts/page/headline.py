@@ -11,11 +11,12 @@ from typing import Any, Literal
 from llamarl.observability.formats import counted, duration, number, percent, plain
 from llamarl.observability.metrics import accuracy_error
 from llamarl.parts.page.run_data import RunData
+from llamarl.parts.page.trend import ends
 
 HELD_OUT = "held out "
 """Prefix of the name of a held-out set where the page expects the name of a metric; no metric has a blank."""
 RECENT = 10
-"""Steps that a key number averages, and the first ones that it is compared with."""
+"""Steps that a speed averages."""
 MAX_SETS = 3
 """Held-out sets with a key number of their own."""
 FALL_ERRORS = 2.0
@@ -102,8 +103,9 @@ def _known(data: RunData, *names: str) -> list[float]:
 
 def _reward(data: RunData) -> Iterator[KeyNumber]:
     if rewards := _known(data, "reward_mean"):
-        first, last = fmean(rewards[:RECENT]), fmean(rewards[-RECENT:])
-        detail = f"from {number(first)}" if len(rewards) >= 2 * RECENT else f"last {counted(len(rewards), 'step')}"
+        found = ends(rewards)
+        last = found.last if found else fmean(rewards)
+        detail = f"from {number(found.first)}" if found else f"mean of {counted(len(rewards), 'step')}"
         yield KeyNumber(
             id="reward", label="Reward (train)", value=number(last), detail=detail, series="reward_mean", chart="reward"
         )
@@ -113,7 +115,7 @@ def _loss(data: RunData) -> Iterator[KeyNumber]:
     """Of supervised runs: the loss of a policy gradient says nothing about progress."""
     losses = _known(data, "loss") if data.work == "sft" else []
     if losses:
-        first, last = fmean(losses[:1]), fmean(losses[-RECENT:])
+        first, last = losses[0], fmean(losses[-RECENT:])
         yield KeyNumber(
             id="loss", label="Loss", value=number(last), detail=f"from {number(first)}", series="loss", chart="loss"
         )
@@ -143,7 +145,7 @@ def _speed(data: RunData) -> Iterator[KeyNumber]:
         verdict = str((data.summary or {}).get("verdict") or data.verdict)
         yield KeyNumber(
             id="speed", label="Tokens per second", value=number(fmean(speeds[-RECENT:])),
-            detail=verdict.split(" ", maxsplit=1)[0].rstrip(":,."), series=name, chart="tokens",
+            detail=verdict.split(" ", maxsplit=1)[0].rstrip(":,."), series=name, chart="throughput",
         )  # fmt: skip
 
 

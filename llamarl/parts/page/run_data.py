@@ -62,9 +62,11 @@ class RunData:
         self.start: dict[str, Any] = {}
         self.end: dict[str, Any] = {}
         self.pauses = list[tuple[float, float]]()
-        """Time of each `--resume`, and seconds since the session before it had ended. All times of this object leave
-        these seconds out: they are as if each session had begun when the one before it ended."""
+        """Time of each `--resume`, and seconds since executors had worked in the session before it. All times of this
+        object leave these seconds out, as if each session had continued where the one before it ended."""
         self._paused_s = self._last_event_s = 0.0
+        self._is_starting = False
+        """Whether a session after the first one has begun and no executor has worked in it yet."""
         self._wall_s = self._told_wall_s = 0.0
         """`wall_s` of the last step: over all sessions, and as the row has it."""
 
@@ -132,6 +134,7 @@ class RunData:
             pause_s = max(told_s - self._last_event_s, 0.0)
             self.pauses.append((told_s - pause_s - self._paused_s, pause_s))
             self._paused_s += pause_s
+            self._is_starting = True
         self.start, self.end = self.start or row, {}
         pause = f"resumed after a pause of {duration(self.pauses[-1][1])}" if self.pauses else "started"
         self.texts.append(("phase", told_s - self._paused_s, pause))
@@ -159,7 +162,23 @@ class RunData:
             if len(self.flows) > MAX_FLOWS:
                 del self.flows[next(iter(self.flows))]
 
+    def _working_again(self, of_executors: dict[str, Any]) -> None:
+        """Extends the last pause by the end of the session before it and the start of this one, when no executor
+        worked."""
+        self._is_starting = False
+        ends = [table[-1].end_s for table in self.spans.values() if len(table)]
+        starts = [self._running_s(start_s) for spans in of_executors.values() for _, start_s, _ in spans]
+        if not ends or not starts or (idle_s := min(starts) - max(ends)) <= 0:
+            return
+        last_s = max(ends)
+        self._paused_s += idle_s
+        self.pauses[-1] = last_s, self.pauses[-1][1] + idle_s
+        told = [(kind, min(at_s, last_s), text) for kind, at_s, text in self.texts]
+        self.texts = deque(told, maxlen=MAX_TEXTS)
+
     def _worked(self, of_executors: dict[str, Any]) -> None:
+        if self._is_starting:
+            self._working_again(of_executors)
         for name, spans in of_executors.items():
             if name in self.spans or len(self.spans) < MAX_EXECUTORS:
                 table = self.spans.setdefault(name, SpanTable(MAX_SPANS))

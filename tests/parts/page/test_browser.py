@@ -46,7 +46,7 @@ BLUE = """canvas => {
 }"""
 """Pixels of the first curve."""
 BACKGROUNDS = "all => all.map(one => getComputedStyle(one).backgroundColor)"
-WIDTHS = (1280, 390)
+WIDTHS = (1440, 390)
 
 pytestmark = in_a_browser
 

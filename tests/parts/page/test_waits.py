@@ -91,3 +91,18 @@ def test_a_second_pause_adds_to_the_first(tmp_path: Path) -> None:
         write_rows(folder / "events.jsonl", [{"kind": "start", "at_s": BEGAN_S + at_s, "resumed": True}])
     add_step(folder, 3)
     assert read(folder).pauses == [(BEGAN_S + 4.0, 96.0), (BEGAN_S + 4.0, 200.0)]
+
+
+def test_stopping_and_starting_executors_belong_to_the_pause(tmp_path: Path) -> None:
+    """Nobody works while a session winds down and while the next one starts: the controller is not to blame."""
+    folder = make_run(tmp_path / "made", steps=10, end=None)
+    end = {"kind": "end", "at_s": BEGAN_S + 25.0, "end": "interrupted", "reason": ""}
+    start = {"kind": "start", "at_s": BEGAN_S + 100.0, "resumed": True}
+    phase = {"kind": "phase", "at_s": BEGAN_S + 101.0, "text": "starting executors"}
+    events = [later(row, 150.0) for step in range(11, 21) for row in (span_rows(step), flow_row(step))]
+    write_rows(folder / "events.jsonl", [end, start, phase, *events])
+    data, whole = read(folder), read(make_run(tmp_path / "whole", steps=20, end=None))
+    assert window(data) == window(whole)
+    assert data.pauses == [(BEGAN_S + 20.0, 150.0)]
+    times = [at_s for _, at_s, _ in data.texts]
+    assert times == sorted(times) and max(times) == BEGAN_S + 20.0
