@@ -295,7 +295,8 @@ function showValues(plot) {
 const placeText = (x) => ({ step: `Step ${number(x, 6)}`, samples: `${number(x)} samples`, wall_s: seconds(x) })[byId("along").value];
 
 byId("charts").addEventListener("keydown", (event) => {
-  const [first] = plots.values(), by = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+  const all = [...plots.values()], first = all.find((plot) => !plot.about.some((one) => one.intervals)) || all[0]; // held-out sets also have step 0
+  const by = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
   if (!first || !by || event.target !== byId("charts")) return;
   event.preventDefault();
   const xs = first.data[0], at = Math.min(Math.max((first.cursor.idx ?? xs.length) + by, 0), xs.length - 1);
