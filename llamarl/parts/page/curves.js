@@ -274,7 +274,8 @@ function showValues(plot) {
   const at = plot.cursor.idx, slots = plot.box.querySelectorAll(".key .value"), isUnder = plot.over.matches(":hover") && at != null;
   const curves = plot.about.map((one, place) => [one, plot.data[place + 1], plot.data[place]]).filter(([one]) => one.label);
   const lines = curves.map(([one, ys, measured], place) => {
-    const values = one.isSmooth ? measured : ys, index = at ?? values.findLastIndex((value) => value != null);
+    const values = one.isSmooth ? measured : ys, isRare = at == null || one.intervals; // between evaluations the last one counts
+    const index = isRare ? values.findLastIndex((value, place) => value != null && place <= (at ?? Infinity)) : at;
     const value = values[index];
     slots[place].textContent = value == null ? "" : plot.unit === "%" || plot.unit === "bytes" ? valued(value, plot.unit, 3) : brief(value);
     if (value == null || one.isHidden) return null;

@@ -55,7 +55,7 @@ class Claim:
     """Identifier of the picture."""
     level: Level = "note"
     advice: str = ""
-    """What to try, in sentences; empty means nothing in particular."""
+    """Sentences that say what to try; empty means nothing in particular."""
 
 
 class Window(NamedTuple):

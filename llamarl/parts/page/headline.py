@@ -33,7 +33,7 @@ class KeyNumber:
     label: str
     value: str
     detail: str = ""
-    """What the value is compared with, in a few words."""
+    """Comparison of the value with another one, in a few words."""
     level: Level = ""
     series: str = ""
     """Metric of the sparkline; empty means that there is none."""
@@ -112,7 +112,7 @@ def _reward(data: RunData) -> Iterator[KeyNumber]:
 
 
 def _loss(data: RunData) -> Iterator[KeyNumber]:
-    """Of supervised runs: the loss of a policy gradient says nothing about progress."""
+    """Only supervised runs: the loss of a policy gradient says nothing about progress."""
     losses = _known(data, "loss") if data.work == "sft" else []
     if losses:
         first, last = losses[0], fmean(losses[-RECENT:])

@@ -70,7 +70,12 @@ async function follow() {
       if (news.whole) drawSettings();
       if (news.whole || (news.steps && !run.rollouts?.rows.length && isUnfiltered())) find();
       if (wasAll) lookAtAll();
-      if (view.step == null && view.run === index && Object.keys(run.flows).length) { view.step = +Object.keys(run.flows).at(-1); byId("step").value = view.step; drawFlow(); }
+      if (view.step == null && view.run === index && Object.keys(run.flows).length) {
+        const linked = +chosen.values.get("step");
+        view.step = byId("step").value = linked || +Object.keys(run.flows).at(-1);
+        if (linked) lookAtStep(linked); else drawFlow();
+      }
+      if (!run.isLinked && run.steps) { run.isLinked = true; goTo(chosen.target); }
     }
     if (byId("state").querySelector(".lost")) drawSummary();
   } catch (error) {

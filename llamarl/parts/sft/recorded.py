@@ -1,4 +1,4 @@
-"""What a supervised run leaves for readers: start, warnings and end in `events.jsonl`, and `summary.json`."""
+"""Records of a supervised run for readers: start, warnings and end in `events.jsonl`, and `summary.json`."""
 
 from __future__ import annotations
 
