@@ -201,7 +201,9 @@ def _learnt(data: RunData) -> Iterator[Claim]:
     else:
         is_told = bool(changes) and reward.level == "good"
         level = "note" if is_told else reward.level
-        yield from (*claims, Claim(text=text, chart="reward", level=level, advice=reward.advice))
+        is_advised = any(change.advice for change in changes.values())
+        advice = "" if is_advised else reward.advice
+        yield from (*claims, Claim(text=text, chart="reward", level=level, advice=advice))
     length = ends(data.columns.get("response_tokens_mean", ()))
     if length and length.last < SHRUNK_SHARE * length.first:
         shrank = f"responses shrank from {number(length.first)} to {number(length.last)} tokens"

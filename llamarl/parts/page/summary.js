@@ -43,15 +43,15 @@ function difference(run, base, set) {
 
 function comparison() {
   const ids = [...new Map(runs.flatMap((run) => (run.keys || []).map((key) => [key.id, key.label])))];
-  const [base] = runs, sets = [...new Set(runs.flatMap((run) => run.evals.map((one) => one.name)))].slice(0, 3);
+  const base = runs.find((run) => run.evals.length), sets = [...new Set(runs.flatMap((run) => run.evals.map((one) => one.name)))].slice(0, 3);
   const rows = runs.map((run, index) => {
     const cells = ids.map(([id]) => {
       const key = (run.keys || []).find((one) => one.id === id);
       return key ? make("span", {}, key.value, make("small", { class: key.level, text: shown(key.detail, false) })) : "–";
     });
-    const told = index ? sets.map((set) => difference(run, base, set)) : [[`compared with ${base.name}`, ""]];
+    const told = !base || !run.evals.length ? [["–", ""]] : run === base ? [["the others are compared with this run", ""]] : sets.map((set) => difference(run, base, set));
     return row([make("span", {}, swatch(stroke(RUN_COLORS[index % 6], DASHES[index % DASHES.length])), make("b", { text: run.name }), " ", pill(run)), ...cells,
-      make("span", { class: "difference" }, ...told.map(([text, level], place) => make("small", { class: level, text: (sets.length > 1 && index && sets[place] ? `${sets[place]}: ` : "") + text })))]);
+      make("span", { class: "difference" }, ...told.map(([text, level], place) => make("small", { class: level, text: (sets.length > 1 && told.length > 1 && sets[place] ? `${sets[place]}: ` : "") + text })))]);
   });
   return make("div", { class: "card compare" }, table(["Run", ...ids.map(([, label]) => label), "Accuracy difference"], rows));
 }

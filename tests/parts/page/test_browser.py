@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -569,13 +569,14 @@ def test_pictures(visit: Any, files: dict[str, str]) -> None:
     runs = [Path(name) for name in os.environ.get("LLAMARL_PICTURES_OF", "").split(":") if name]
     for run in runs:
         report.main([str(run), "--output", str(folder / f"{run.name}.html")])
-    for name, url in {**files, **{run.name: (folder / f"{run.name}.html").absolute().as_uri() for run in runs}}.items():
-        for width, scheme in zip(WIDTHS, ("light", "dark"), strict=True):
-            one = visit(url, width=width, scheme=scheme, ready="#summary .run")
-            one.page.wait_for_timeout(300)
-            one.page.screenshot(path=folder / f"{name}-{width}-top.png")
-            one.page.screenshot(path=folder / f"{name}-{width}.jpg", type="jpeg", quality=75)  # for documents
-            for section in ("forecast", "curves", "timeline", "rollouts", "settings", "messages"):
-                one.page.evaluate("document.querySelector('header').style.position = 'static'")
-                if one.page.locator(f"#{section}").is_visible():
-                    one.page.locator(f"#{section}").screenshot(path=folder / f"{name}-{width}-{section}.png")
+    pages = files | {run.name: (folder / f"{run.name}.html").absolute().as_uri() for run in runs}
+    for (of_runs, url), width, scheme in product(pages.items(), WIDTHS, ("light", "dark")):
+        name = f"{of_runs}-{scheme}"
+        one = visit(url, width=width, scheme=scheme, ready="#summary .run")
+        one.page.wait_for_timeout(300)
+        one.page.screenshot(path=folder / f"{name}-{width}-top.png")
+        one.page.screenshot(path=folder / f"{name}-{width}.jpg", type="jpeg", quality=75)  # for documents
+        for section in ("forecast", "curves", "timeline", "rollouts", "settings", "messages"):
+            one.page.evaluate("document.querySelector('header').style.position = 'static'")
+            if one.page.locator(f"#{section}").is_visible():
+                one.page.locator(f"#{section}").screenshot(path=folder / f"{name}-{width}-{section}.png")
