@@ -135,6 +135,11 @@ function drawIntervals(plot, about) {
 
 const ordinary = (_, low, high) => low == null ? [0, 1] : low === high ? [Math.min(low, 0), Math.max(high, 0) || 1] : uPlot.rangeNum(low, high, 0.08, true);
 const shares = (_, low, high) => { const [from, to] = ordinary(_, low, high); return [Math.max(from, Math.min(low, 0)), Math.min(to, Math.max(high, 1))]; };
+// Room for whole intervals, too.
+function rangeOf(plot, low, high, unit) {
+  const ends = low == null ? [] : (plot.about || []).flatMap((one) => one.isHidden ? [] : (one.intervals || []).flat());
+  return (unit === "%" ? shares : ordinary)(plot, low == null ? low : Math.min(low, ...ends), high == null ? high : Math.max(high, ...ends));
+}
 const DECADES = { distr: 3 };
 
 // A value with its unit, where that stands with the number.
@@ -204,10 +209,11 @@ function drawChart(id, title, unit, group, patterns) {
   drawKey(box, id, about);
   const plot = plotted(box, data, about, {
     cursor: { sync: { key: "all" } }, hooks: { draw: [(one) => drawIntervals(one, one.about || about)], setCursor: [showValues] },
-    ...isLog ? { y: DECADES, values: decade(unit) } : { y: { range: unit === "%" ? shares : ordinary }, values: ticked(unit) }, x: mode === "wall_s" ? (_, ticks) => ticks.map(seconds) : undefined,
+    ...isLog ? { y: DECADES, values: decade(unit) } : { y: { range: (one, low, high) => rangeOf(one, low, high, unit) }, values: ticked(unit) }, x: mode === "wall_s" ? (_, ticks) => ticks.map(seconds) : undefined,
   });
   Object.assign(plot, { shape, about, box, unit });
   plots.set(id, plot);
+  if (!isLog && about.some((one) => one.intervals)) plot.setData(data); // now that the intervals are known
   showValues(plot);
 }
 

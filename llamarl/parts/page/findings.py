@@ -189,13 +189,13 @@ def _learnt(data: RunData) -> Iterator[Claim]:
         text = f"{held_out(name)} accuracy {accuracy.text(lambda share: percent(share, 1), change)}"
         claims.append(Claim(text=text, chart="solve", level=accuracy.level, advice=accuracy.advice))
     if reward is None:
-        text = f"{data.num_steps} steps are too few to say whether it learns"
+        text = f"{data.num_steps} steps are too few to show whether the run learns"
         yield from (*claims, Claim(text=text, chart="reward"))
         return
     change = f"{reward.ends.change:+.3g} ± {reward.ends.error:.2g}"
     text = f"reward {reward.text(lambda value: f'{value:.3g}', change)}"
     if doubt:
-        advice = "Use more prompts, or fewer passes over them." if "heart" in doubt else HACKED
+        advice = "Use more prompts, or fewer passes over them." if "memorize" in doubt else HACKED
         yield Claim(text=f"{text} while {doubt}", chart="reward", level="advice", advice=advice)
         yield from claims
     else:
@@ -234,15 +234,15 @@ def _doubt(data: RunData, accuracies: Mapping[str, Change]) -> str | None:
     solved = ends(data.columns.get("solve_rate", ()))
     if not accuracies:
         fell = solved and solved.change < -ERRORS * solved.error
-        return "fewer answers are right: it may be hacked" if fell else None
+        return "fewer answers are right: the reward may be hacked" if fell else None
     levels = {one.level for one in accuracies.values()}
     if "advice" in levels and "good" not in levels:
-        return "held-out accuracy fell: it may be hacked"
+        return "held-out accuracy fell: the reward may be hacked"
     unlearnt = [one.ends for name, one in accuracies.items() if name not in _learnt_from(data)]
     if unlearnt and levels == {"note"} and solved and solved.change > ERRORS * solved.error:
         best = max(unlearnt, key=lambda one: one.last)
         gap, error = solved.last - best.last, math.hypot(solved.error, best.error)
-        return "held-out accuracy does not follow: it may be learnt by heart" if gap > ERRORS * error else None
+        return "held-out accuracy does not follow: the run may memorize its prompts" if gap > ERRORS * error else None
     return None
 
 

@@ -1,4 +1,5 @@
 // The top of the page: key numbers, the comparison of runs, and what stands out.
+const NAMES = { silent: "Not responding", empty: "Never started" };
 const MARKS = { good: "✓", note: "·", advice: "!", bad: "✕" };
 
 function sparkline(run, key) {
@@ -27,7 +28,7 @@ function progress(run) {
 const tile = (run, key) => make("a", { class: `tile ${key.level === "good" ? "" : key.level}`, href: "#" + key.chart, "data-key": key.id },
   make("span", { class: "label", text: shown(key.label, false) }), make("span", { class: "value", text: key.value }), make("span", { class: `detail ${key.level}`, text: shown(key.detail, false) }), key.id === "steps" ? progress(run) : sparkline(run, key));
 
-const stateText = (run) => run.state === "planned" || run.state === "loading" ? sentenceCase(run.state) : sentenceCase(run.state) + (run.forecast?.text ? " simulation" : "");
+const stateText = (run) => run.state === "planned" || run.state === "loading" ? sentenceCase(run.state) : (NAMES[run.state] || sentenceCase(run.state)) + (run.forecast?.text ? " simulation" : "");
 const sentenceCase = (text) => text ? text[0].toUpperCase() + text.slice(1) : "";
 const pill = (run) => make("span", { class: `pill state ${STATES[run.state] || ""}`, text: stateText(run) });
 
@@ -49,7 +50,7 @@ function comparison() {
       const key = (run.keys || []).find((one) => one.id === id);
       return key ? make("span", {}, key.value, make("small", { class: key.level, text: shown(key.detail, false) })) : "–";
     });
-    const told = !base || !run.evals.length ? [["–", ""]] : run === base ? [["the others are compared with this run", ""]] : sets.map((set) => difference(run, base, set));
+    const told = !base || !run.evals.length ? [["–", ""]] : run === base ? [["baseline of the comparison", ""]] : sets.map((set) => difference(run, base, set));
     return row([make("span", {}, swatch(stroke(RUN_COLORS[index % 6], DASHES[index % DASHES.length])), make("b", { text: run.name }), " ", pill(run)), ...cells,
       make("span", { class: "difference" }, ...told.map(([text, level], place) => make("small", { class: level, text: (sets.length > 1 && told.length > 1 && sets[place] ? `${sets[place]}: ` : "") + text })))]);
   });

@@ -138,12 +138,12 @@ class TestClaims:
         folder = make_run(tmp_path / "made", steps=0, end=None)
         rows = [step_row(step, reward_mean=0.02 * step, solve_rate=0.02 * step) for step in range(1, 41)]
         write_rows(folder / "metrics.jsonl", [eval_row(0, 0.2), *rows, eval_row(40, 0.22)])
-        assert any("learnt by heart" in text for text in claims(folder))
+        assert any("memorize" in text for text in claims(folder))
         (said,) = learnt_too([HeldOutSet(settings=EvalConfig(), prompts=prompts(2))], prompts(3))
         write_rows(folder / "events.jsonl", [{"kind": "warning", "at_s": BEGAN_S, "text": said}])
         found = claims(folder)
         assert any(text.startswith("data.eval is data.train") for text in found)
-        assert not any("learnt by heart" in text for text in found)
+        assert not any("memorize" in text for text in found)
 
     def test_each_set_is_told_by_its_name(self, tmp_path: Path) -> None:
         """A reward is no hacked one as long as some set rises."""
@@ -231,7 +231,7 @@ class TestRecordedRuns:
     def test_a_hacked_reward_is_no_success(self, tmp_path: Path) -> None:
         first, *others = recorded(tmp_path, "hacked")
         assert first["text"].startswith("reward rose from 0.6")
-        assert first["text"].endswith(" while held-out accuracy fell: it may be hacked")
+        assert first["text"].endswith(" while held-out accuracy fell: the reward may be hacked")
         assert first["level"] == "advice"
         assert "good" not in {claim["level"] for claim in others}
 
@@ -261,12 +261,12 @@ class TestRecordedRuns:
     @pytest.mark.parametrize(
         ("solved", "held_out", "doubt"),
         [
-            ((0.8, 0.2), None, "while fewer answers are right: it may be hacked"),
+            ((0.8, 0.2), None, "while fewer answers are right: the reward may be hacked"),
             ((0.2, 0.8), None, None),
             ((0.5, 0.5), None, None),
             ((0.8, 0.2), (0.5, 0.52), None),
-            ((0.8, 0.9), (0.9, 0.5), "while held-out accuracy fell: it may be hacked"),
-            ((0.2, 0.8), (0.2, 0.22), "while held-out accuracy does not follow: it may be learnt by heart"),
+            ((0.8, 0.9), (0.9, 0.5), "while held-out accuracy fell: the reward may be hacked"),
+            ((0.2, 0.8), (0.2, 0.22), "while held-out accuracy does not follow: the run may memorize its prompts"),
             ((0.2, 0.8), (0.8, 0.82), None),
             ((0.2, 0.8), (0.2, 0.8), None),
         ],
