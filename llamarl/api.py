@@ -100,7 +100,9 @@ def train(
         with begun.folder, part("page", "watching")(begun.folder.path) if watch else nullcontext("") as address:
             if address:
                 _tell(address)
-            run(begun.config, begun.prepared, begun.folder, resume=resume, command_started_s=started_s)
+            run(
+                begun.config, begun.prepared, begun.folder, resume=resume, command_started_s=started_s, watch=address
+            )  # fmt: skip
     except Interrupted as error:
         raise KeyboardInterrupt(f"{error}; go on with resume=True. Files: {begun.folder.path}") from None
     return RunRecord(begun.folder.path)

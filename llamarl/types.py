@@ -391,7 +391,7 @@ class RewardResult:
     first_part: RewardResult | None = None
     """Result of a weighted sum's first part, which alone decides whether the response is right."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Values of a weighted sum's parts by name, before their weights; not on record."""
+    """Values of a weighted sum's parts by name, before their weights."""
 
     def __post_init__(self) -> None:
         """Cuts the reason."""
@@ -403,6 +403,12 @@ class RewardResult:
         """Scored above 0. An invalid result is not right: nobody has proved it."""
         judged = self.first_part or self
         return judged.outcome is Outcome.SCORE and judged.value > 0
+
+    @property
+    def right(self) -> bool | None:
+        """Whether the response is right. None means that the reward could not judge it."""
+        judged = self.first_part or self
+        return None if judged.outcome is Outcome.INVALID else self.is_right
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

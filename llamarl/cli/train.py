@@ -80,7 +80,9 @@ def _run(config: RunConfig, options: argparse.Namespace, started_s: float) -> in
         with part("page", "watching")(folder.path) if options.watch else nullcontext("") as address:
             if address:
                 print(f"llamarl train: {address}", file=sys.stderr)
-            summary = run(begun.config, begun.prepared, folder, resume=options.resume, command_started_s=started_s)
+            summary = run(
+                begun.config, begun.prepared, folder, resume=options.resume, command_started_s=started_s, watch=address
+            )  # fmt: skip
     except Interrupted as error:
         _say_last("".join(error.__notes__), f"the summary is in {folder.summary}")
         print(f"llamarl train: {error}; go on with --resume. Files: {folder.path}", file=sys.stderr)

@@ -229,10 +229,12 @@ def encode_step(header: Mapping[str, Any], result: PolicyStepResult | None) -> b
 def _plain(result: RewardResult | None) -> tuple[Any, ...] | None:
     if result is None:
         return None
-    return result.outcome, result.value, result.reason, _plain(result.first_part)
+    parts = (dict(result.parts),) if result.parts else ()
+    return result.outcome, result.value, result.reason, _plain(result.first_part), *parts
 
 
 def _result(plain: Sequence[Any]) -> RewardResult:
-    outcome, value, reason, first_part = plain
+    outcome, value, reason, first_part, *parts = plain  # older journals have no parts
     first = first_part and _result(first_part)
-    return RewardResult(outcome=Outcome(outcome), value=value, reason=reason, first_part=first)
+    values = parts[0] if parts else {}
+    return RewardResult(outcome=Outcome(outcome), value=value, reason=reason, first_part=first, parts=values)

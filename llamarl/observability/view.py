@@ -25,6 +25,8 @@ class RunInfo:
     """P: groups that one step consumes."""
     max_staleness: int
     """S: `rollout.max_staleness`, to which the bound adds what the window lets pass."""
+    watch: str = ""
+    """Address of the page that shows the run in a browser; empty means that there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -59,9 +59,15 @@ class _RunOutcome:
 
 
 def run(
-    config: RunConfig, prepared: Prepared, folder: RunFolder, *, resume: bool, command_started_s: float
+    config: RunConfig,
+    prepared: Prepared,
+    folder: RunFolder,
+    *,
+    resume: bool,
+    command_started_s: float,
+    watch: str = "",
 ) -> RunSummary:
-    """Runs `config` to its end.
+    """Runs `config` to its end. The screen shows the address `watch` of the run's page.
 
     Raises:
         ConfigError: a device or a part cannot work.
@@ -70,14 +76,21 @@ def run(
         All have the summary of what was done as a note.
     """
     with rare_garbage_collections(), folder:
-        return run_patiently(_TrainingRun(config, prepared, folder, resume, command_started_s).run())
+        return run_patiently(_TrainingRun(config, prepared, folder, resume, command_started_s, watch).run())
 
 
 class _TrainingRun:
     def __init__(
-        self, config: RunConfig, prepared: Prepared, folder: RunFolder, resume: bool, command_started_s: float
+        self,
+        config: RunConfig,
+        prepared: Prepared,
+        folder: RunFolder,
+        resume: bool,
+        command_started_s: float,
+        watch: str,
     ) -> None:
         self._config = config
+        self._watch = watch
         self._folder = folder
         self._resume = resume
         self._command_started_s = command_started_s
@@ -101,6 +114,7 @@ class _TrainingRun:
             steps=config.steps,
             groups_per_step=rollout.prompts_per_step,
             max_staleness=rollout.max_staleness,
+            watch=self._watch,
         )
         with open_screen(config.screen, info) as self._shown:
             keep = (lambda failure: screen.warn(str(failure)), config.record.max_bytes)

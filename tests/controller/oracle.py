@@ -11,7 +11,7 @@ import numpy as np
 
 from llamarl.observability.metrics import finite
 from llamarl.training.result import PolicyStepResult
-from llamarl.types import COLUMNS, RolloutGroup
+from llamarl.types import COLUMNS, Outcome, RolloutGroup
 
 
 def lines_of(step: int, groups: Sequence[RolloutGroup], result: PolicyStepResult) -> Iterator[str]:
@@ -42,6 +42,7 @@ def _row(step: int, group: RolloutGroup, index: int, advantage: float) -> dict[s
         "answer": group.prompt.answer,
         "response": group.responses[index],
         "outcome": result.outcome.value,
+        "right": None if result.outcome is Outcome.INVALID else result.is_right,
         "reward": result.value,
         "reason": result.reason,
         "advantage": advantage,

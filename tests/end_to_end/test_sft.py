@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ from llamarl.config import load_config
 from llamarl.run.begin import begin
 from tests.end_to_end.tiny import llamarl_here, make_model, rows, write_toml
 
-TIMES = {"train_s", "train_tokens_per_s", "mfu", "peak_tflops"}
+TIMES = {"wall_s", "step_s", "train_s", "train_tokens_per_s", "mfu", "peak_tflops"}
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,10 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(toml: Path) -> None:
     assert kept[0] == kept[1]
     assert [row["step"] for row in kept[0]] == list(range(1, 8))
     assert kept[0][-1]["loss"] < kept[0][0]["loss"] - 0.5
+    summary = json.loads((runs / "parts/summary.json").read_text())
+    assert (summary["end"], summary["steps"], summary["loss"]) == ("finished", 7, kept[0][-1]["loss"])
+    events = [(row["kind"], row.get("end")) for row in rows(runs / "parts/events.jsonl") if row["kind"] != "warning"]
+    assert events == [("start", None), ("end", "finished")] * 2
     assert "to measure, as runs of `llamarl sft`; give a run of" in llamarl_here("profile", runs / "whole").stderr
     weights = list[bytes]()
     for name in ("whole", "parts"):
@@ -77,6 +82,8 @@ def test_an_end_saves_and_the_run_goes_on_from_there(toml: Path) -> None:
         ended.set()
         ending.join()
     assert (done.returncode, "ended by SIGTERM; go on with --resume" in done.stderr) == (130, True), done.stderr
+    ends = [row for row in rows(folder / "events.jsonl") if row["kind"] == "end"]
+    assert [(row["end"], "SIGTERM" in row["reason"]) for row in ends] == [("interrupted", True)]
     (saved,) = (folder / "checkpoints").glob("step-*")
     step = int(saved.name.removeprefix("step-"))
     assert step >= 3

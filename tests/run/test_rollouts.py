@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from llamarl.controller.journal_reader import segments
 from llamarl.observability.metrics import UpdateMetrics
 from llamarl.parts.page.document import sample
 from llamarl.parts.page.rollouts import Rollouts
+from llamarl.rewards._base import right, wrong
+from llamarl.rewards._weighted import weighted_sum
 from llamarl.run.rollouts import TrainedSteps, rollout_lines, rollout_rows
 from llamarl.training.result import PolicyStepResult
-from llamarl.types import Outcome, RolloutGroup
+from llamarl.types import Outcome, RewardResult, RolloutGroup
 from tests.controller.oracle import lines_of
 
 NAN = float("nan")
@@ -94,6 +97,29 @@ def test_a_row_holds_what_the_step_saw(run: Writer) -> None:
     assert first["trainer_logprobs"] == [pytest.approx(-0.1), None, -2.5] and "trainer_logprobs" not in second
     assert second["advantages"] == [pytest.approx(0.7)] and "advantages" not in first
     assert second["outcome"] == "invalid"
+    assert (first["right"], second["right"]) == (False, None), "a score of 0 is wrong, and nobody judged the second"
+
+
+def test_a_weighted_sum_says_what_is_right_and_each_part(run: Writer, make_group: Any) -> None:
+    """Brevity alone earns something, so the outcome of each is a score: the first part decides what is right."""
+    results = [
+        weighted_sum(["exact", "brief"], [1.0, 0.5], [first, RewardResult(outcome=Outcome.SCORE, value=0.4)])
+        for first in (right(1.0), wrong(0.0, "no"))
+    ]
+    group = replace(make_group(0), results=tuple(results))
+    run.journal.rollouts([(0, rollout) for rollout in group.rollouts])
+    run.journal.groups([group], lambda _: 0)
+    result = PolicyStepResult(
+        policy_version=1, skipped=False, update=UpdateMetrics(num_loss_tokens=4), advantages={0: np.array([1.0, -1.0])}
+    )
+    run.journal.step([0], {"step": 1, "sampler": {}, "next_group_id": 1, "unconsumed": []}, result)
+    rows = [*map(json.loads, derived(run.folder))]
+    assert [(row["outcome"], row["right"]) for row in rows] == [("score", True), ("score", False)]
+    assert [row["reward_parts"] for row in rows] == [{"exact": 1.0, "brief": 0.4}, {"exact": 0.0, "brief": 0.4}]
+    page = Rollouts(run.folder)
+    page.refresh()
+    assert [row["index"] for row in page.find({"right": "wrong"}, None)["rows"]] == [1]
+    assert [row["index"] for row in page.find({"right": "right"}, None)["rows"]] == [0]
 
 
 def test_over_files_that_are_compressed_beside_one_that_is_written(run: Writer) -> None:
@@ -330,7 +356,7 @@ def test_the_page_finds_them(run: Writer) -> None:
     for step in range(1, 6):
         run.step(step)
         page.refresh()
-    found = page.find({"step": "2..3", "outcome": "score"}, None)
+    found = page.find({"step": "2..3", "right": "wrong"}, None)
     assert [(row["step"], row["index"]) for row in found["rows"]] == [(2, 0), (3, 0)]
     run.resume(2)
     run.step(3, salt=2.0)

@@ -36,7 +36,7 @@ COUNTERS = (
     "fetch_s",
 )
 """Names under `extra.` in metrics.jsonl."""
-OF_TRAINING = ("events.jsonl", "journal.jsonl", "rollouts.jsonl", "trace.json")
+OF_TRAINING = ("journal.jsonl", "rollouts.jsonl", "trace.json")
 """Files of a run of `llamarl train`: one at least."""
 _FIX = "profile a run that has ended by itself"
 

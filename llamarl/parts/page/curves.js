@@ -1,46 +1,52 @@
-// Curves of all runs, with one cursor. The first metric of a chart is drawn for every run, the others where there is one.
-const HELD_OUT = "held out "; // before the name of a set; no metric has a blank
+// Charts of all runs with one cursor. A page of several runs draws the first metric of a chart, and held-out accuracies.
+const HELD_OUT = "held out "; // prefix of the name of a held-out set; no metric has a blank
+const GROUPS = ["Learning", "Stability", "Speed", "Resources"];
+// Identifier, title (at most 28 letters), unit, group ("+" for expert charts), metrics with labels.
 const CHARTS = [
-  ["reward", "Reward", ["reward_mean"]],
-  ["solve", "Solve rate, held-out accuracy and its interval of 95 %", ["solve_rate", HELD_OUT]],
-  ["length", "Response length, tokens", ["response_tokens_mean", "response_tokens_max"]],
-  ["source-reward", "Reward by source", ["extra.source_reward.*"]],
-  ["source-right", "Share of right responses by source", ["extra.source_right.*"]],
-  ["source-tokens", "Response length by source, tokens", ["extra.source_tokens.*"]],
-  ["source-share", "Share of the groups by source", ["extra.source_share.*"]],
-  ["source-flat", "Share of a source's groups with equal rewards", ["extra.source_flat.*"]],
-  ["source-faults", "Cut by length, invalid rewards, by source", ["extra.source_truncated.*", "extra.source_invalid.*"]],
-  ["truncated", "Shares: cut by length, invalid rewards", ["truncated_share", "invalid_share"]],
-  ["staleness", "Staleness and its bound, steps", ["staleness_mean", "staleness_max", "staleness_limit"]],
-  ["ratio", "Importance ratio", ["importance_ratio_mean", "extra.importance_ratio_staleness", "extra.importance_ratio_same_version"]],
-  ["ratio-max", "Largest importance ratio", ["importance_ratio_max"]],
-  ["kl", "KL to the behavior policy by age of tokens, nats", ["kl_to_behavior", "extra.kl_staleness", "extra.kl_same_version"]],
-  ["kl-causes", "KL by cause, of some sequences, nats", ["extra.kl_from_staleness", "extra.kl_from_rounding", "extra.kl_from_quantization", "extra.kl_from_kernels", "extra.kl_from_truncation", "extra.kl_from_kept", "extra.kl_from_cache", "extra.kl_from_precision", "extra.kl_from_routing"]],
-  ["mismatch", "Mean difference of log-probabilities without staleness by cause, of some sequences, nats", ["extra.mismatch_from_rounding", "extra.mismatch_from_quantization", "extra.mismatch_from_kernels", "extra.mismatch_from_truncation", "extra.mismatch_from_kept", "extra.mismatch_from_cache", "extra.mismatch_from_precision", "extra.difference_same_version"]],
-  ["routing", "KL with the routers' own choice, and with recorded experts, of some sequences, nats", ["extra.kl_live_routes", "extra.kl_replayed_routes"]],
-  ["agreement", "Share of recorded choices of experts that the trainer's routers would make", ["extra.routes_agreement"]],
-  ["load", "Rows of the busiest expert over the mean, by layer", ["extra.expert_load.*"]],
-  ["idle", "Experts without any row, by layer", ["extra.idle_experts.*"]],
-  ["probe", "KL of generators to the trainer by the same weights, of some sequences, nats", ["extra.probe_kl"]],
-  ["entropy", "Entropy, nats per token", ["extra.entropy_mean"]],
-  ["grad", "Gradient norm", ["grad_norm"]],
-  ["loss", "Loss", ["loss"]],
-  ["capped", "Share of tokens whose ratio is capped", ["capped_share"]],
-  ["flat", "Groups with equal rewards, and dropped ones", ["extra.flat_groups", "extra.dropped_groups"]],
-  ["speed", "Rollouts per second", ["samples_per_s"]],
-  ["tokens", "Tokens per second", ["generated_tokens_per_s", "extra.train_tokens_per_s"]],
-  ["duration", "Seconds per step", ["step_s", "extra.train_s"]],
-  ["busy", "Share of time that executors work", ["busy_share.*"]],
-  ["sync", "Weight sync, seconds", ["sync_s", "extra.publish_s", "extra.fetch_s", "extra.stall_s"]],
-  ["queue", "Rollouts that wait, run, groups ready", ["waiting_rollouts", "running_rollouts", "ready_groups"]],
-  ["memory", "Memory, bytes", ["extra.rss_bytes.*", "extra.peak_memory_bytes"]],
+  ["solve", "Accuracy (train, held-out)", "%", "Learning", ["solve_rate|train", HELD_OUT]],
+  ["reward", "Reward", "", "Learning", ["reward_mean|reward"]],
+  ["length", "Response length", "tokens", "Learning", ["response_tokens_mean|mean", "response_tokens_max|longest"]],
+  ["truncated", "Truncated / ungraded responses", "%", "Learning", ["truncated_share|truncated", "invalid_share|ungraded"]],
+  ["flat", "Groups with equal rewards", "groups", "Learning", ["extra.flat_groups|equal rewards", "extra.dropped_groups|dropped"]],
+  ["loss", "Loss", "", "Learning", ["loss|loss"]],
+  ["parts", "Reward by part", "", "Learning", ["extra.reward.*"]],
+  ["source-reward", "Reward by source", "", "Learning", ["extra.source_reward.*"]],
+  ["source-right", "Right responses by source", "%", "Learning", ["extra.source_right.*"]],
+  ["source-tokens", "Response length by source", "tokens", "+Learning", ["extra.source_tokens.*"]],
+  ["source-share", "Groups by source", "%", "+Learning", ["extra.source_share.*"]],
+  ["source-flat", "Equal rewards by source", "%", "+Learning", ["extra.source_flat.*"]],
+  ["source-faults", "Truncated, ungraded by source", "%", "+Learning", ["extra.source_truncated.*", "extra.source_invalid.*"]],
+  ["kl", "KL to the sampling policy", "nats", "Stability", ["kl_to_behavior|all tokens", "extra.kl_staleness|older versions", "extra.kl_same_version|same version"]],
+  ["entropy", "Entropy", "nats per token", "Stability", ["extra.entropy_mean|entropy"]],
+  ["grad", "Gradient norm", "", "Stability", ["grad_norm|norm"]],
+  ["staleness", "Staleness", "steps", "Stability", ["staleness_mean|mean", "staleness_max|max", "staleness_limit|limit"]],
+  ["ratio", "Importance ratio", "", "Stability", ["importance_ratio_mean|all tokens", "extra.importance_ratio_staleness|older versions", "extra.importance_ratio_same_version|same version"]],
+  ["ratio-max", "Largest importance ratio", "", "Stability", ["importance_ratio_max|max"]],
+  ["capped", "Tokens with a capped ratio", "%", "+Stability", ["capped_share|capped"]],
+  ["kl-causes", "KL by cause", "nats", "+Stability", ["staleness", "rounding", "quantization", "kernels", "truncation", "kept", "cache", "precision", "routing"].map((cause) => `extra.kl_from_${cause}|${cause}`)],
+  ["mismatch", "Log-prob mismatch by cause", "nats", "+Stability", [...["rounding", "quantization", "kernels", "truncation", "kept", "cache", "precision"].map((cause) => `extra.mismatch_from_${cause}|${cause}`), "extra.difference_same_version|all tokens"]],
+  ["unserved", "Masters ahead of bfloat16", "nats", "+Stability", ["extra.unserved|difference"]],
+  ["probe", "KL with equal weights", "nats", "+Stability", ["extra.probe_kl|probe"]],
+  ["routing", "KL by expert routing", "nats", "+Stability", ["extra.kl_live_routes|own choice", "extra.kl_replayed_routes|recorded experts"]],
+  ["agreement", "Router agreement", "%", "+Stability", ["extra.routes_agreement|agreement"]],
+  ["rate", "Learning rate", "", "+Stability", ["learning_rate|rate"]],
+  ["throughput", "Tokens per second", "tokens/s", "Speed", ["generated_tokens_per_s|generated", "extra.train_tokens_per_s|trained", "train_tokens_per_s|trained"]],
+  ["speed", "Rollouts per second", "rollouts/s", "Speed", ["samples_per_s|rollouts"]],
+  ["duration", "Step time", "s", "Speed", ["step_s|whole step", "extra.train_s|training", "train_s|training"]],
+  ["sync", "Weight sync", "s", "+Speed", ["sync_s|whole sync", "extra.publish_s|publish", "extra.fetch_s|fetch", "extra.stall_s|stall"]],
+  ["queue", "Rollout queues", "", "+Speed", ["waiting_rollouts|waiting", "running_rollouts|running", "ready_groups|ready groups"]],
+  ["busy", "Busy time by executor", "%", "Resources", ["busy_share.*"]],
+  ["memory", "Memory", "bytes", "Resources", ["extra.rss_bytes.*", "extra.peak_memory_bytes|trainer's peak"]],
+  ["load", "Busiest expert by layer", "x mean", "+Resources", ["extra.expert_load.*"]],
+  ["idle", "Idle experts by layer", "experts", "+Resources", ["extra.idle_experts.*"]],
 ];
-const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3]], plots = new Map();
+const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3]], plots = new Map(), HEIGHT = 200;
 const MOST_LAYERS = 8; // more curves cannot be told apart
-const FORESEEN = /^(response_tokens|staleness|samples_per_s|generated_tokens|step_s|busy_share|sync_s|waiting_rollouts)/; // rewards and log-probabilities of a simulation are made up
+const FORESEEN = /^(response_tokens|staleness|samples_per_s|generated_tokens|step_s|busy_share|sync_s|waiting_rollouts)/; // a simulation makes up rewards and log-probabilities
 const EXACT = /_(max|limit|rollouts|groups|segments)$|calls$/;
+const metricOf = (pattern) => pattern.split("|")[0];
 
-// Maxima, limits and counts: a mean of them would be none.
+// Maxima, limits and counts have no mean that anybody has measured.
 const isExact = (name, ys) => EXACT.test(name) || ys.every((y) => y == null || Number.isInteger(y));
 
 function along(run, mode) {
@@ -60,7 +66,7 @@ function smoothed(values, weight) {
   });
 }
 
-// Of many layers those that reach highest.
+// Of many layers, those that reach highest.
 function ofLayers(run, names) {
   const top = (name) => Math.max(...run.series[name].filter((value) => value != null));
   if (names.length <= MOST_LAYERS || !names.every((name) => /\.\d+$/.test(name))) return names;
@@ -68,50 +74,56 @@ function ofLayers(run, names) {
   return names.filter((name) => kept.has(name));
 }
 
+// Metrics of a run that fit a chart's patterns, each with its label.
 function namesOf(run, patterns) {
-  return patterns.flatMap((pattern) => pattern === HELD_OUT ? [...new Set(run.evals.map((one) => HELD_OUT + one.name))]
-    : pattern.endsWith("*") ? ofLayers(run, Object.keys(run.series).filter((name) => name.startsWith(pattern.slice(0, -1)))) : [pattern])
-    .filter((name) => name.startsWith(HELD_OUT) || run.series[name]?.some((value) => value != null));
+  return patterns.flatMap((pattern) => {
+    const [name, label] = pattern.split("|");
+    if (name === HELD_OUT) return [...new Set(run.evals.map((one) => one.name))].map((set) => [HELD_OUT + set, set ? `held-out ${set}` : "held-out"]);
+    if (!name.endsWith("*")) return [[name, label || name.replace("extra.", "")]];
+    const prefix = name.slice(0, -1), shared = patterns.length > 1 && !name.includes("bytes") ? prefix.replace(/^extra\.source_|\.$/g, "") + " " : "";
+    return ofLayers(run, Object.keys(run.series).filter((one) => one.startsWith(prefix))).map((one) => [one, /expert/.test(prefix) ? `layer ${one.slice(prefix.length)}` : shared + one.slice(prefix.length)]);
+  }).filter(([name]) => name.startsWith(HELD_OUT) || run.series[name]?.some((value) => value != null));
 }
 
 // [[xs, ys]], and what each curve is.
-function curvesOf(patterns, mode, weight, isAsked) {
-  const tables = [], about = [];
+function curvesOf(id, patterns, mode, weight) {
+  const tables = [], about = [], hidden = setOf("hide"), isLog = setOf("log").has(id), isAsked = id === "any-chart";
+  const fit = (ys) => isLog ? ys.map((y) => y > 0 ? y : null) : ys; // a logarithmic axis has no 0
   runs.forEach((run, which) => {
     if (!run.series || (run.forecast?.text && !isAsked && !patterns.some((one) => FORESEEN.test(one)))) return;
     const xs = along(run, mode), wanted = namesOf(run, runs.length > 1 ? patterns.filter((_, index) => !index || patterns[index] === HELD_OUT) : patterns);
-    wanted.forEach((name, index) => {
-      const own = runs.length > 1 ? which : index, color = RUN_COLORS[own % RUN_COLORS.length], dash = DASHES[(runs.length > 1 ? which + index : index) % DASHES.length];
-      const label = (runs.length > 1 ? run.name + " " : "") + name.replace("extra.", "");
+    wanted.forEach(([name, own], index) => {
+      const place = runs.length > 1 ? which : index, color = RUN_COLORS[place % RUN_COLORS.length], dash = DASHES[(runs.length > 1 ? which + index : index) % DASHES.length];
+      const label = runs.length > 1 ? run.name + (wanted.length > 1 ? ` ${own}` : "") : own, isHidden = hidden.has(`${id}/${label}`);
       if (name.startsWith(HELD_OUT)) {
         const at = (step) => mode === "step" ? step : xs[run.series.step.findLastIndex((one) => one <= step)] ?? 0;
-        const own = run.evals.filter((one) => HELD_OUT + one.name === name);
-        tables.push([own.map((one) => at(one.step)), own.map((one) => one.accuracy)]);
-        about.push({ label: label.trim(), color, dash, intervals: own.map((one) => one.interval) });
+        const evals = run.evals.filter((one) => HELD_OUT + one.name === name);
+        tables.push([evals.map((one) => at(one.step)), fit(evals.map((one) => one.accuracy))]);
+        about.push({ label, color, dash, isHidden, intervals: evals.map((one) => one.interval) });
         return;
       }
-      const pairs = xs.map((x, place) => [x, run.series[name][place]]).filter(([x]) => x != null);
-      const ys = pairs.map(([, y]) => y), isSmooth = weight > 0 && !isExact(name, ys);
+      const pairs = xs.map((x, at) => [x, run.series[name][at]]).filter(([x]) => x != null);
+      const ys = fit(pairs.map(([, y]) => y)), isSmooth = weight > 0 && !isExact(name, ys);
       if (isSmooth) {
         tables.push([pairs.map(([x]) => x), ys]);
-        about.push({ label: "", color: color + "50", dash: [] });
+        about.push({ label: "", color: color + "40", dash: [], isHidden });
       }
       tables.push([pairs.map(([x]) => x), isSmooth ? smoothed(ys, weight) : ys]);
-      about.push({ label, color, dash, isSmooth });
+      about.push({ label, color, dash, isSmooth, isHidden });
     });
   });
   return [tables, about];
 }
 
-// Lines would not show it.
+// A curve whose lines would not show it gets points.
 const isSparse = (ys) => ys.filter((y) => y != null).length < Math.max(3, ys.length / 4);
 
-// Of the point at a place of the joined table, which has places of other curves too.
+// The interval at a place of the joined table, which has places of other curves too.
 const intervalAt = (one, ys, place) => one.intervals?.[ys.slice(0, place).filter((value) => value != null).length];
 
 function drawIntervals(plot, about) {
   const context = plot.ctx;
-  about.forEach((one, index) => one.intervals && plot.data[0].forEach((x, place) => {
+  about.forEach((one, index) => one.intervals && !one.isHidden && plot.data[0].forEach((x, place) => {
     const ys = plot.data[index + 1], [low, high] = (ys[place] != null && intervalAt(one, ys, place)) || [];
     if (low == null) return;
     context.strokeStyle = one.color;
@@ -123,67 +135,177 @@ function drawIntervals(plot, about) {
 }
 
 const ordinary = (_, low, high) => low == null ? [0, 1] : low === high ? [Math.min(low, 0), Math.max(high, 0) || 1] : uPlot.rangeNum(low, high, 0.08, true);
+const shares = (_, low, high) => { const [from, to] = ordinary(_, low, high); return [Math.max(from, Math.min(low, 0)), Math.min(to, Math.max(high, 1))]; };
+// Room for whole intervals, too.
+function rangeOf(plot, low, high, unit) {
+  const ends = low == null ? [] : (plot.about || []).flatMap((one) => one.isHidden ? [] : (one.intervals || []).flat());
+  return (unit === "%" ? shares : ordinary)(plot, low == null ? low : Math.min(low, ...ends), high == null ? high : Math.max(high, ...ends));
+}
+const DECADES = { distr: 3 };
 
-function chartBox(title, attributes) {
-  return make("div", { class: "chart", role: "group", "aria-label": title, ...attributes }, make("h3", { text: title }), make("div", { class: "key" }), make("div", { class: "plot" }));
+// A value with its unit, where that stands with the number.
+const valued = (value, unit, digits) => unit === "%" ? (value == null || !isFinite(value) ? "–" : number(100 * value, Math.min(digits || 3, 3)) + "%") : unit === "bytes" ? bytes(value) : number(value, digits);
+const ticked = (unit) => (_, ticks) => unit === "%" ? labels(ticks.map((one) => 100 * one)).map((one) => one + "%") : unit === "bytes" ? ticks.map((one) => bytes(one)) : labels(ticks);
+const decade = (unit) => (_, ticks) => ticks.map((tick) => tick == null ? "" : valued(tick, unit, 3));
+
+function chartBox(title, unit = "", attributes = {}) {
+  return make("div", { class: "chart", role: "group", "aria-label": title, ...attributes },
+    make("div", { class: "top" }, make("h4", { text: title, title })),
+    make("div", { class: "plot" }, make("span", { class: "unit", text: unit === "%" || unit === "bytes" ? "" : unit })), make("div", { class: "key" }));
 }
 
-function plotted(box, data, about, { cursor, hooks, y = { range: ordinary }, values = (_, ticks) => labels(ticks) }) {
-  const axis = { stroke: theme("quiet"), grid: { stroke: theme("line"), width: 1 }, ticks: { stroke: theme("line"), width: 1 }, font: "11px system-ui", values: (_, ticks) => labels(ticks) };
+function plotted(box, data, about, { cursor, hooks, y = { range: ordinary }, values = (_, ticks) => labels(ticks), x = (_, ticks) => labels(ticks) }) {
+  const axis = { stroke: theme("quiet"), grid: { stroke: theme("line"), width: 1 }, ticks: { show: false }, font: `11px ${getComputedStyle(document.body).fontFamily}` };
   return new uPlot({
-    width: box.clientWidth - 14, height: 170, legend: { show: false }, scales: { x: { time: false }, y }, hooks,
-    cursor: { ...cursor, points: { size: 5 } }, axes: [{ ...axis, size: 28 }, { ...axis, size: 58, values }],
+    width: box.clientWidth - 14, height: HEIGHT, padding: [box.querySelector(".unit").textContent ? 24 : 10, 10, 0, 0], legend: { show: false }, scales: { x: { time: false }, y }, hooks,
+    cursor: { ...cursor, points: { size: 5 } }, axes: [{ ...axis, grid: { show: false }, size: 26, gap: 4, values: x }, { ...axis, size: 54, gap: 6, values }],
     series: [{}, ...about.map((one) => ({
-      stroke: one.color, width: one.label ? 1.6 : 1, dash: one.dash, spanGaps: true,
+      stroke: one.color, width: one.label ? 1.7 : 1, dash: one.dash, spanGaps: true, show: !one.isHidden,
       points: { show: (plot, at) => Boolean(one.intervals) || isSparse(plot.data[at]), size: 5 },
     }))],
   }, data, box.querySelector(".plot"));
 }
 
-function drawChart(id, title, patterns) {
-  const [tables, about] = curvesOf(patterns, byId("along").value, +byId("smoothing").value, id === "any-chart");
-  let box = byId(id);
-  if (!tables.length) {
-    box?.remove();
-    plots.get(id)?.destroy();
-    plots.delete(id);
-    return;
-  }
+// The place of a group's charts; those for experts are folded away.
+function placeOf(group) {
+  const name = group.replace("+", "");
+  let box = byId(`group-${name}`);
   if (!box) {
-    box = chartBox(title, { id });
-    byId("charts").append(box);
+    box = make("div", { class: "group", id: `group-${name}` }, make("h3", { text: name }), make("div", { class: "charts" }),
+      make("details", { class: "more", open: setOf("open").has(name), ontoggle: (event) => { if (setOf("open").has(name) !== event.target.open) flip("open", name); drawCurves(); } },
+        make("summary", {}), make("div", { class: "charts" })));
+    const later = GROUPS.slice(GROUPS.indexOf(name) + 1).map((one) => byId(`group-${one}`)).find(Boolean);
+    if (name === "Chosen") byId("charts").prepend(box);
+    else byId("charts").insertBefore(box, later || null);
   }
-  const data = uPlot.join(tables), shape = JSON.stringify(about.map((one) => [one.label, one.color]));
-  const key = box.querySelector(".key"), old = plots.get(id);
-  key.replaceChildren(...about.filter((one) => one.label).map((one) => entry(stroke(one.color, one.dash), one.label, make("span", { class: "value" }))));
+  return box.querySelector(group.startsWith("+") ? ".more > .charts" : ":scope > .charts");
+}
+
+function dropChart(id) {
+  byId(id)?.remove();
+  plots.get(id)?.destroy();
+  plots.delete(id);
+}
+
+function drawChart(id, title, unit, group, patterns) {
+  const mode = byId("along").value, [tables, about] = curvesOf(id, patterns, mode, +byId("smoothing").value);
+  if (!tables.some(([, ys]) => ys.some((y) => y != null)) && !setOf("log").has(id)) return dropChart(id);
+  let box = byId(id);
+  if (!box) {
+    box = chartBox(title, unit, { id });
+    box.querySelector(".top").append(menuOf(id, title));
+    const place = placeOf(group), order = CHARTS.map(([one]) => one);
+    place.insertBefore(box, [...place.children].find((one) => order.indexOf(one.id) > order.indexOf(id)) || null);
+  }
+  if (!box.checkVisibility()) return; // it is drawn when its group is unfolded
+  const data = uPlot.join(tables), isLog = setOf("log").has(id), shape = JSON.stringify([isLog, mode, about.map((one) => [one.label, one.color, one.isHidden])]);
+  const old = plots.get(id);
   if (old && old.shape === shape) {
     old.about = about;
     old.setData(data);
+    showValues(old);
     return;
   }
   old?.destroy();
-  const plot = plotted(box, data, about, { cursor: { sync: { key: "all" } }, hooks: { draw: [(one) => drawIntervals(one, one.about || about)], setCursor: [(one) => showValues(one, key, one.about || about)] } });
-  plot.shape = shape;
-  plot.about = about;
+  drawKey(box, id, about);
+  const plot = plotted(box, data, about, {
+    cursor: { sync: { key: "all" } }, hooks: { draw: [(one) => drawIntervals(one, one.about || about)], setCursor: [showValues] },
+    ...isLog ? { y: DECADES, values: decade(unit) } : { y: { range: (one, low, high) => rangeOf(one, low, high, unit) }, values: ticked(unit) }, x: mode === "wall_s" ? (_, ticks) => ticks.map(seconds) : undefined,
+  });
+  Object.assign(plot, { shape, about, box, unit });
   plots.set(id, plot);
+  if (!isLog && about.some((one) => one.intervals)) plot.setData(data); // now that the intervals are known
+  showValues(plot);
 }
 
-function showValues(plot, key, about) {
-  const index = plot.cursor.idx, values = key.querySelectorAll(".value");
-  // Measured is what a smooth curve has before it.
-  about.map((one, place) => [one, plot.data[place + 1], plot.data[place]]).filter(([one]) => one.label).forEach(([one, ys, measured], place) => {
-    const text = index == null || ys[index] == null ? "" : " " + number((one.isSmooth ? measured : ys)[index]);
-    const interval = text && intervalAt(one, ys, index);
-    values[place].textContent = interval ? `${text} (${number(interval[0], 3)} to ${number(interval[1], 3)})`
-      : text && one.isSmooth ? `${text} (smoothed ${number(ys[index])})` : text;
-  });
-  const every = Math.max(...runs.map((run) => run.every || 1)), means = every > 1 ? `, means of ${every} steps, of maxima the largest` : "";
-  if (index != null) byId("cursor").textContent = `${byId("along").selectedOptions[0].text}: ${number(plot.data[0][index])}${means}`;
+// The legend below a chart: one stop of the Tab key. A click hides a curve.
+function drawKey(box, id, about) {
+  const named = about.filter((one) => one.label);
+  box.querySelector(".key").replaceChildren(...named.map((one, index) => make("button", {
+    type: "button", class: "entry", "aria-pressed": String(!one.isHidden), tabindex: index ? -1 : 0, title: one.isHidden ? "Show this curve" : "Hide this curve",
+    onclick: () => { flip("hide", `${id}/${one.label}`); drawCurves(); byId(id).querySelectorAll(".key .entry")[index].focus(); },
+    onkeydown: (event) => {
+      const next = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
+      if (next) { event.preventDefault(); event.stopPropagation(); event.currentTarget[next]?.focus(); }
+    },
+  }, swatch(stroke(one.color, one.dash)), make("span", { class: "label", text: one.label }), make("span", { class: "value" }))));
 }
+
+function menuOf(id, title) {
+  const act = (text, does, attributes = {}) => make("button", { type: "button", text, ...attributes, onclick: (event) => { does(event.currentTarget); event.currentTarget.closest("details").open = false; } });
+  return make("details", { class: "menu" }, make("summary", { "aria-label": `Menu of ${title}`, text: "⋯" }), make("div", {},
+    act("Logarithmic axis", (button) => { button.setAttribute("aria-pressed", flip("log", id)); drawCurves(); }, { "data-do": "log", "aria-pressed": String(setOf("log").has(id)) }),
+    act("Download PNG", () => savePicture(id, title), { "data-do": "png" }),
+    act("Download CSV", () => saveTable(id), { "data-do": "csv" }),
+    act("Copy link to chart", () => { chosen.target = id; keep("", ""); copyLink(); }, { "data-do": "link" })));
+}
+
+const fileName = (id, ending) => `${runs.map((run) => run.name).join("-")}-${id}.${ending}`.replace(/[^\w.-]+/g, "_");
+
+function csvOf(id) {
+  const plot = plots.get(id), told = (text) => `"${String(text).replace(/"/g, '""')}"`;
+  const kept = plot.about.map((one, index) => [one, plot.data[index + 1], plot.data[index]]).filter(([one]) => one.label);
+  const head = [byId("along").value, ...kept.map(([one]) => one.label)].map(told).join(",");
+  return [head, ...plot.data[0].map((x, place) => [x, ...kept.map(([one, ys, measured]) => (one.isSmooth ? measured : ys)[place] ?? "")].join(","))].join("\n") + "\n";
+}
+
+const saveTable = (id) => download(fileName(id, "csv"), new Blob([csvOf(id)], { type: "text/csv" }));
+
+// The chart with title and legend, as it is seen.
+function pictureOf(id, title) {
+  const plot = plots.get(id), source = plot.ctx.canvas, ratio = window.devicePixelRatio || 1, top = 30 * ratio, under = 30 * ratio;
+  const canvas = make("canvas", { width: source.width, height: source.height + top + under }), context = canvas.getContext("2d"), font = getComputedStyle(document.body).fontFamily;
+  context.fillStyle = theme("card");
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  context.drawImage(source, 0, top);
+  context.fillStyle = theme("text");
+  context.font = `600 ${14 * ratio}px ${font}`;
+  context.fillText(title, 10 * ratio, 20 * ratio);
+  context.font = `${12 * ratio}px ${font}`;
+  let left = 10 * ratio;
+  plot.about.filter((one) => one.label && !one.isHidden).forEach((one) => {
+    context.fillStyle = one.color;
+    context.fillRect(left, canvas.height - 15 * ratio, 14 * ratio, 3 * ratio);
+    context.fillStyle = theme("text");
+    context.fillText(one.label, left + 19 * ratio, canvas.height - 10 * ratio);
+    left += context.measureText(one.label).width + 36 * ratio;
+  });
+  return canvas;
+}
+
+const savePicture = (id, title) => pictureOf(id, title).toBlob((blob) => download(fileName(id, "png"), blob));
+
+// Beside each name the value at the cursor, or the last one. The chart under the pointer also says what is smoothed.
+function showValues(plot) {
+  if (!plot.about) return;
+  const at = plot.cursor.idx, slots = plot.box.querySelectorAll(".key .value"), isUnder = plot.over.matches(":hover") && at != null;
+  const curves = plot.about.map((one, place) => [one, plot.data[place + 1], plot.data[place]]).filter(([one]) => one.label);
+  const lines = curves.map(([one, ys, measured], place) => {
+    const values = one.isSmooth ? measured : ys, isRare = at == null || one.intervals; // between evaluations the last one counts
+    const index = isRare ? values.findLastIndex((value, place) => value != null && place <= (at ?? Infinity)) : at;
+    const value = values[index];
+    slots[place].textContent = value == null ? "" : plot.unit === "%" || plot.unit === "bytes" ? valued(value, plot.unit, 3) : brief(value);
+    if (value == null || one.isHidden) return null;
+    const interval = intervalAt(one, ys, index), more = interval ? ` (${valued(interval[0], plot.unit, 3)} to ${valued(interval[1], plot.unit, 3)})` : one.isSmooth ? ` (smoothed ${valued(ys[index], plot.unit)})` : "";
+    return make("div", {}, swatch(stroke(one.color, one.dash)), `${one.label} ${valued(value, plot.unit)}${more}`);
+  }).filter(Boolean);
+  plot.box.querySelector(".tip")?.remove();
+  if (isUnder && lines.length) {
+    const tip = make("div", { class: "tip" }, make("b", { text: placeText(plot.data[0][at]) }), ...lines), left = plot.over.offsetLeft + plot.cursor.left;
+    plot.box.querySelector(".plot").append(tip);
+    const room = plot.box.querySelector(".plot").clientWidth, isRight = left + 14 + tip.offsetWidth <= room;
+    tip.style.left = Math.max(isRight ? left + 14 : left - 14 - tip.offsetWidth, 2) + "px";
+  }
+  const every = Math.max(...runs.map((run) => run.every || 1)), means = every > 1 ? `, means of ${every} steps, largest of maxima` : "";
+  if (at != null) byId("cursor").textContent = placeText(plot.data[0][at]) + means;
+}
+
+const placeText = (x) => ({ step: `Step ${number(x, 6)}`, samples: `${number(x)} samples`, wall_s: seconds(x) })[byId("along").value];
 
 byId("charts").addEventListener("keydown", (event) => {
-  const [first] = plots.values(), by = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
-  if (!first || !by) return;
+  const all = [...plots.values()], first = all.find((plot) => !plot.about.some((one) => one.intervals)) || all[0]; // held-out sets also have step 0
+  const by = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+  if (!first || !by || event.target !== byId("charts")) return;
   event.preventDefault();
   const xs = first.data[0], at = Math.min(Math.max((first.cursor.idx ?? xs.length) + by, 0), xs.length - 1);
   plots.forEach((plot) => plot.setCursor({ left: plot.valToPos(xs[at], "x"), top: 0 }, true, false));
@@ -191,8 +313,30 @@ byId("charts").addEventListener("keydown", (event) => {
 
 function drawCurves() {
   CHARTS.forEach((chart) => drawChart(...chart));
-  const chosen = byId("any").value;
-  drawChart("any-chart", chosen.replace("extra.", ""), chosen ? [chosen] : []);
+  const chosenMetric = byId("any").value;
+  if (chosenMetric) drawChart("any-chart", chosenMetric.replace("extra.", ""), /_bytes/.test(chosenMetric) ? "bytes" : /_s$/.test(chosenMetric) ? "s" : "", "Chosen", [chosenMetric]);
+  else dropChart("any-chart");
+  document.querySelectorAll("#charts .group").forEach((group) => {
+    const [few, many] = [":scope > .charts", ".more > .charts"].map((place) => group.querySelector(place).children.length);
+    group.hidden = !few && !many;
+    group.querySelector(".more").hidden = !many;
+    group.querySelector(".more > summary").textContent = `${counted(many, "expert chart")}`;
+  });
+  drawStarting();
+}
+
+// Before the first step: what a start has done so far, as the terminal lists it.
+function drawStarting() {
+  const waiting = runs.filter((run) => run.state && !run.steps && run.state !== "planned" && run.state !== "loading");
+  byId("starting").replaceChildren(...waiting.map((run) => {
+    const phases = run.texts.filter(([kind]) => kind === "phase"), isOver = run.state !== "running";
+    const lines = phases.map(([, at, text], index) => {
+      const next = phases[index + 1]?.[1], isDone = next != null || isOver;
+      return make("li", { class: isDone ? "" : "now", text: `${isDone ? "✓" : "›"} ${short(text, 80)}${next != null ? `  ${seconds(next - at)}` : ""}` });
+    });
+    const title = isOver ? "No step was completed" : "Starting";
+    return empty(runs.length > 1 ? `${run.name}: ${title.toLowerCase()}` : title, isOver ? "There is nothing to draw." : "Charts appear after the first step.", lines.length ? make("ul", { class: "phases" }, ...lines) : "");
+  }));
 }
 
 function restyleCurves() {
@@ -205,10 +349,20 @@ function listMetrics() {
   const known = new Set([...byId("any").options].map((one) => one.value));
   const names = new Set(runs.flatMap((run) => Object.keys(run.series || {})));
   [...names].filter((name) => !known.has(name)).sort().forEach((name) => byId("any").append(make("option", { value: name, text: name.replace("extra.", "") })));
+  if (chosen.values.get("metric") && !byId("any").value) byId("any").value = chosen.values.get("metric");
 }
 
-["smoothing", "along", "any"].forEach((id) => byId(id).addEventListener("input", drawCurves));
+[["smoothing", "smooth", "0.6"], ["along", "x", "step"], ["any", "metric", ""]].forEach(([id, name, ordinary]) => {
+  if (chosen.values.has(name)) byId(id).value = chosen.values.get(name);
+  byId(id).addEventListener("input", () => {
+    keep(name, byId(id).value === ordinary ? "" : byId(id).value);
+    drawCurves();
+    if (id === "any" && byId("any").value) byId("any-chart")?.scrollIntoView({ block: "nearest" });
+  });
+});
+document.addEventListener("click", (event) => document.querySelectorAll(".menu[open]").forEach((menu) => { if (!menu.contains(event.target)) menu.open = false; }));
+document.addEventListener("keydown", (event) => { if (event.key === "Escape") document.querySelectorAll(".menu[open]").forEach((menu) => { menu.open = false; }); });
 new ResizeObserver(() => plots.forEach((plot) => {
   const width = plot.root.closest(".chart").clientWidth - 14;
-  if (Math.abs(width - plot.width) > 1) plot.setSize({ width, height: 170 });
+  if (width > 0 && Math.abs(width - plot.width) > 1) plot.setSize({ width, height: HEIGHT });
 })).observe(byId("charts"));

@@ -11,13 +11,16 @@ from contextlib import suppress
 from importlib.resources import files
 from typing import Any
 
-from llamarl.observability.metrics import accuracy_interval
+from llamarl.observability.metrics import accuracy_error, accuracy_interval
 from llamarl.parts.page.findings import findings
+from llamarl.parts.page.headline import key_numbers
 from llamarl.parts.page.rollouts import Decode, sample
 from llamarl.parts.page.run_data import KINDS, RunData
 from llamarl.parts.page.waits import waits
 
-SCRIPTS = ("uplot.js", "common.js", "curves.js", "forecast.js", "timeline.js", "rollouts.js", "page.js")
+SCRIPTS = (
+    "uplot.js", "common.js", "curves.js", "summary.js", "forecast.js", "timeline.js", "rollouts.js", "page.js",
+)  # fmt: skip
 STYLES = ("uplot.css", "page.css")
 MAX_POINTS = 1_200
 """Steps of a curve in a file; more are averaged."""
@@ -34,8 +37,11 @@ def described(data: RunData) -> dict[str, Any]:
         "folder": str(data.folder),
         "state": state,
         "reason": reason,
+        "work_kind": data.work,
         "steps": data.num_steps,
-        "evals": [one | {"interval": accuracy_interval(one)} for one in data.evals],
+        "planned_steps": data.planned_steps,
+        "pauses": [[round(at_s - data.began_s, 3), round(pause_s, 3)] for at_s, pause_s in data.pauses],
+        "evals": [one | {"interval": accuracy_interval(one), "error": accuracy_error(one)} for one in data.evals],
         "machine": data.start.get("machine", {}),
         "model": data.start.get("model", ""),
         "began_s": data.began_s,
@@ -43,6 +49,7 @@ def described(data: RunData) -> dict[str, Any]:
         "damaged": data.num_damaged,
         "executors": list(data.spans),
         "forecast": data.content("forecast.json"),
+        "keys": key_numbers(data),
     }
 
 
@@ -94,7 +101,7 @@ def window(data: RunData, begin_s: float | None = None, end_s: float | None = No
     return {
         "from": around[0],
         "to": around[1],
-        "rows": data.work(begin_s, end_s, max_spans),
+        "rows": data.spans_within(begin_s, end_s, max_spans),
         "waits": {
             name: {cause: round(1000 * time_s, 1) for cause, time_s in one.items()} for name, one in found.items()
         },

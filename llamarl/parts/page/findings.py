@@ -11,12 +11,12 @@ from operator import itemgetter
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from llamarl.observability.formats import number, percent, plain
+from llamarl.observability.formats import counted, number, percent, plain
 from llamarl.observability.metrics import SOURCES, accuracy_error, held_out, unjudged
+from llamarl.parts.page.headline import fall_errors
 from llamarl.parts.page.run_data import RunData
+from llamarl.parts.page.trend import PART, Ends, ends
 
-PART = 0.2
-"""Share of the steps at the beginning, and at the end, that are compared."""
 ERRORS = 2.0
 """Standard errors that a change must have to be called one."""
 BEST_ERRORS, LOST_SHARE = 4.0, 0.5
@@ -37,7 +37,12 @@ NUM_AGREEMENTS = 3
 """Probes that are averaged: each is of a few sequences."""
 _LEARNT_FROM = re.compile(r"data\.eval(?: \((\S+)\))?: all of its prompts are in data\.train")
 """Warning of a run about a set of held-out problems, with its name."""
-Level = Literal["good", "note", "bad"]
+Level = Literal["good", "note", "advice", "bad"]
+"""`bad` is a failure; `advice` is something to look at, with what to try."""
+HACKED = "Read rollouts with a high reward, and tighten what the reward accepts."
+FELL = (
+    "Try a lower trainer.learning_rate, a KL penalty (reference.kl_coefficient) or larger groups (rollout.group_size)."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,30 +54,8 @@ class Claim:
     chart: str
     """Identifier of the picture."""
     level: Level = "note"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ends:
-    """A metric over the first and the last steps."""
-
-    first: float
-    last: float
-    error: float
-    """Standard error of their difference, as if steps were independent."""
-
-    @property
-    def change(self) -> float:
-        return self.last - self.first
-
-
-def ends(values: Sequence[float]) -> Ends | None:
-    """None: there are fewer than four values."""
-    known = [value for value in values if math.isfinite(value)]
-    if len(known) < 4:
-        return None
-    size = max(2, int(PART * len(known)))
-    (first, of_first), (last, of_last) = _mean(known[:size]), _mean(known[-size:])
-    return Ends(first=first, last=last, error=math.sqrt(of_first + of_last))
+    advice: str = ""
+    """Sentences that say what to try; empty means nothing in particular."""
 
 
 class Window(NamedTuple):
@@ -94,12 +77,6 @@ def highest(values: Sequence[float]) -> Window | None:
     return max((Window(*one) for one in found), default=None)
 
 
-def _mean(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and the variance of it."""
-    mean = sum(values) / len(values)
-    return mean, sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values)
-
-
 def findings(data: RunData) -> list[dict[str, str]]:
     """The claims about a run, what it learnt first, then what bounds its speed, then what looks wrong."""
     state, reason = data.state()
@@ -109,9 +86,12 @@ def findings(data: RunData) -> list[dict[str, str]]:
         level: Level = "note" if state == "interrupted" else "bad"
         claims.append(Claim(text=": ".join(filter(None, [what, reason])), chart="messages", level=level))
     if data.num_damaged:
-        claims.append(Claim(text=f"{data.num_damaged} rows are torn or damaged", chart="messages", level="bad"))
+        text = f"{data.num_damaged} rows of the run's files are damaged and left out"
+        claims.append(Claim(text=text, chart="messages", level="advice"))
     if data.content("forecast.json"):  # what a simulation learns is made up
         claims += _speed(data)
+    elif data.num_steps and data.work == "sft":
+        claims += (*_fitted(data), *_grown(data), *_warned(data))
     elif data.num_steps:
         claims += (*_learnt(data), *_speed(data), *_wrong(data))
     elif state != "empty":
@@ -135,7 +115,14 @@ class Change:
 
     @property
     def level(self) -> Level:
-        return "bad" if self.is_lost or self.verb == "fell" else "good" if self.verb == "rose" else "note"
+        return "advice" if self.is_lost or self.verb == "fell" else "good" if self.verb == "rose" else "note"
+
+    @property
+    def advice(self) -> str:
+        if not (self.is_lost or self.is_lower or self.verb == "fell"):
+            return ""
+        best = f" The best was at step {self.best_step}: `llamarl export RUN --step N` exports a checkpoint near it."
+        return FELL + (best if self.is_lower else "")
 
     def text(self, show: Callable[[float], str], change: str) -> str:
         """Args: `show`: a value; `change`: from the first to the last one."""
@@ -146,11 +133,18 @@ class Change:
         return f"{text}, below its best of {best}" if self.is_lower else text
 
 
-def _change(found: Ends, best: float, best_step: int, lost: float, lost_error: float) -> Change:
-    """Args: `lost`: how much less the end is than the best, with its error."""
+def _change(
+    found: Ends, best: float, best_step: int, lost: float, lost_error: float, errors: float = BEST_ERRORS
+) -> Change:
+    """Compares the end with the beginning and with the best.
+
+    Args:
+        lost: how much less the end is than the best, with its error.
+        errors: standard errors that this must exceed to count.
+    """
     is_same, is_lower = (
         abs(found.change) <= ERRORS * found.error,
-        best > found.first and lost > BEST_ERRORS * lost_error,
+        best > found.first and lost > errors * lost_error,
     )
     return Change(
         verb="did not change beyond its error," if is_same else "rose" if found.change > 0 else "fell",
@@ -168,7 +162,8 @@ def _accuracy(evals: Sequence[dict[str, Any]]) -> Change | None:
     first, last, best = evals[0], evals[-1], max(evals, key=lambda one: float(one["accuracy"]))
     errors = [math.hypot(accuracy_error(one), accuracy_error(last)) for one in (first, best)]
     found = Ends(first=first["accuracy"], last=last["accuracy"], error=errors[0])
-    return _change(found, best["accuracy"], int(best["step"]), best["accuracy"] - found.last, errors[1])
+    lost = best["accuracy"] - found.last
+    return _change(found, best["accuracy"], int(best["step"]), lost, errors[1], fall_errors(len(evals)))
 
 
 def _reward(data: RunData) -> Change | None:
@@ -187,24 +182,28 @@ def _reward(data: RunData) -> Change | None:
 def _learnt(data: RunData) -> Iterator[Claim]:
     changes = {name: change for name, rows in data.eval_sets.items() if (change := _accuracy(rows))}
     reward = _reward(data)
-    doubt = _doubt(data, changes) if reward and reward.level == "good" else None
+    doubt = _doubt(data, changes) if reward and reward.level == "good" and not reward.is_lower else None
     claims = list(_unheld(data))
     for name, accuracy in changes.items():
         change = f"{100 * accuracy.ends.change:+.1f} ± {100 * accuracy.ends.error:.1f} points"
         text = f"{held_out(name)} accuracy {accuracy.text(lambda share: percent(share, 1), change)}"
-        claims.append(Claim(text=text, chart="solve", level=accuracy.level))
+        claims.append(Claim(text=text, chart="solve", level=accuracy.level, advice=accuracy.advice))
     if reward is None:
-        text = f"{data.num_steps} steps are too few to say whether it learns"
+        text = f"{data.num_steps} steps are too few to show whether the run learns"
         yield from (*claims, Claim(text=text, chart="reward"))
         return
     change = f"{reward.ends.change:+.3g} ± {reward.ends.error:.2g}"
     text = f"reward {reward.text(lambda value: f'{value:.3g}', change)}"
     if doubt:
-        yield Claim(text=f"{text} while {doubt}", chart="reward", level="bad")
+        advice = "Use more prompts, or fewer passes over them." if "memorize" in doubt else HACKED
+        yield Claim(text=f"{text} while {doubt}", chart="reward", level="advice", advice=advice)
         yield from claims
     else:
         is_told = bool(changes) and reward.level == "good"
-        yield from (*claims, Claim(text=text, chart="reward", level="note" if is_told else reward.level))
+        level = "note" if is_told else reward.level
+        is_advised = any(change.advice for change in changes.values())
+        advice = "" if is_advised else reward.advice
+        yield from (*claims, Claim(text=text, chart="reward", level=level, advice=advice))
     length = ends(data.columns.get("response_tokens_mean", ()))
     if length and length.last < SHRUNK_SHARE * length.first:
         shrank = f"responses shrank from {number(length.first)} to {number(length.last)} tokens"
@@ -221,11 +220,11 @@ def _unheld(data: RunData) -> Iterator[Claim]:
     """Claims about faults of the evaluations themselves."""
     for name in _learnt_from(data):
         of_set = f" ({plain(name)})" if name else ""
-        text = f"data.eval{of_set} is data.train: held-out accuracy is that of prompts which were learnt from"
-        yield Claim(text=text, chart="settings", level="bad")
+        text = f"data.eval{of_set} is data.train: held-out accuracy is measured on prompts that the run trained on"
+        yield Claim(text=text, chart="settings", level="advice", advice="Set aside some prompts for data.eval.")
     for name, (num, all_of_them, reason) in data.unjudged.items():
         if num > INVALID_SHARE * all_of_them:
-            yield Claim(text=f"{held_out(name)}: {unjudged(num, all_of_them, reason)}", chart="solve", level="bad")
+            yield Claim(text=f"{held_out(name)}: {unjudged(num, all_of_them, reason)}", chart="solve", level="advice")
 
 
 def _doubt(data: RunData, accuracies: Mapping[str, Change]) -> str | None:
@@ -235,15 +234,15 @@ def _doubt(data: RunData, accuracies: Mapping[str, Change]) -> str | None:
     solved = ends(data.columns.get("solve_rate", ()))
     if not accuracies:
         fell = solved and solved.change < -ERRORS * solved.error
-        return "fewer answers are right: it may be hacked" if fell else None
+        return "fewer answers are right: the reward may be hacked" if fell else None
     levels = {one.level for one in accuracies.values()}
-    if "bad" in levels and "good" not in levels:
-        return "held-out accuracy fell: it may be hacked"
+    if "advice" in levels and "good" not in levels:
+        return "held-out accuracy fell: the reward may be hacked"
     unlearnt = [one.ends for name, one in accuracies.items() if name not in _learnt_from(data)]
     if unlearnt and levels == {"note"} and solved and solved.change > ERRORS * solved.error:
         best = max(unlearnt, key=lambda one: one.last)
         gap, error = solved.last - best.last, math.hypot(solved.error, best.error)
-        return "held-out accuracy does not follow: it may be learnt by heart" if gap > ERRORS * error else None
+        return "held-out accuracy does not follow: the run may memorize its prompts" if gap > ERRORS * error else None
     return None
 
 
@@ -258,7 +257,9 @@ def _speed(data: RunData) -> Iterator[Claim]:
         yield Claim(text=str(last["verdict"]).rstrip("."), chart="timeline" if data.num_steps else "forecast")
     shares = {name[11:]: share for name, share in last.items() if name.startswith("busy_share.generator")}
     if idle := [name for name, share in shares.items() if isinstance(share, float) and share < IDLE_SHARE]:
-        yield Claim(text=f"{', '.join(idle[:4])} idle more than half of the time", chart="timeline", level="bad")
+        text = f"{', '.join(idle[:4])} idle more than half of the time"
+        advice = "Use fewer generators (generator.replicas), or let them work ahead (rollout.max_staleness)."
+        yield Claim(text=text, chart="timeline", level="advice", advice=advice)
 
 
 def _wrong(data: RunData) -> Iterator[Claim]:
@@ -267,32 +268,62 @@ def _wrong(data: RunData) -> Iterator[Claim]:
 
     ages, limits = (data.columns.get(name, ()) for name in ("staleness_max", "staleness_limit"))
     if over := sum(now > limit for now, limit in zip(ages, limits, strict=False)):
-        yield Claim(text=f"staleness exceeded its bound in {over} steps", chart="staleness", level="bad")
-    for name, what in (("kl_to_behavior", "drift apart"), ("extra.kl_same_version", "compute different numbers")):
+        text = f"staleness exceeded its limit in {over} steps, which is a bug: please report it"
+        yield Claim(text=text, chart="staleness", level="bad")
+    drift, differ = (
+        "Lower rollout.max_staleness or trainer.learning_rate.",
+        "See docs/weight_sync.md; compare trainer.dtype with generator.dtype.",
+    )
+    for name, what, advice in (
+        ("kl_to_behavior", "drift apart", drift),
+        ("extra.kl_same_version", "compute different numbers", differ),
+    ):
         kl = highest(data.columns.get(name, ()))
         if kl and kl.value > MISMATCH_KL:
             step = int(data.columns["step"][kl.place])
             text = f"trainer and generators {what}: KL up to {number(kl.value)} nats per token (step {step})"
-            yield Claim(text=text, chart="kl", level="bad")
+            yield Claim(text=text, chart="kl", level="advice", advice=advice)
     entropy = last("extra.entropy_mean")
     if entropy and entropy.last < COLLAPSED_SHARE * entropy.first and entropy.last < COLLAPSED_NATS:
         text = f"entropy collapsed: {number(entropy.first)} → {number(entropy.last)} nats per token"
-        yield Claim(text=text, chart="entropy", level="bad")
+        advice = "Lower trainer.learning_rate, or use a loss that clips higher (dapo)."
+        yield Claim(text=text, chart="entropy", level="advice", advice=advice)
     truncated = last("truncated_share")
     if truncated and _is_cut(truncated):
-        text = f"more responses end by length: {percent(truncated.first)} → {percent(truncated.last)}"
-        yield Claim(text=text, chart="truncated", level="bad")
+        text = f"more responses are truncated: {percent(truncated.first)} → {percent(truncated.last)}"
+        advice = "Raise rollout.max_new_tokens, or set shaping.overlong_penalty."
+        yield Claim(text=text, chart="truncated", level="advice", advice=advice)
     invalid = last("invalid_share")
     if invalid and max(invalid.first, invalid.last) > INVALID_SHARE:
-        text = f"{percent(max(invalid.first, invalid.last))} of the rewards are invalid"
-        yield Claim(text=text, chart="truncated", level="bad")
-    yield from (*_sources(data), *_experts(data))
-    gradient = last("grad_norm")
+        text = f"the reward could not judge {percent(max(invalid.first, invalid.last))} of the responses"
+        advice = "Filter the rollouts by `not judged` and read the reasons."
+        yield Claim(text=text, chart="truncated", level="advice", advice=advice)
+    yield from (*_sources(data), *_experts(data), *_grown(data), *_warned(data))
+
+
+def _grown(data: RunData) -> Iterator[Claim]:
+    gradient = ends(data.columns.get("grad_norm", ()))
     if gradient and gradient.last > GRADIENT_GROWTH * gradient.first > 0:
         text = f"gradient norm grew from {number(gradient.first)} to {number(gradient.last)}"
-        yield Claim(text=text, chart="grad", level="bad")
+        yield Claim(text=text, chart="grad", level="advice", advice="Lower trainer.learning_rate.")
+
+
+def _warned(data: RunData) -> Iterator[Claim]:
     if num := sum(kind == "warning" for kind, _, _ in data.texts):
-        yield Claim(text=f"{num} warning{'s' if num > 1 else ''}", chart="messages")
+        yield Claim(text=counted(num, "warning"), chart="messages")
+
+
+def _fitted(data: RunData) -> Iterator[Claim]:
+    """Claim about the loss of a supervised run, over its first and its last steps."""
+    loss = ends(data.columns.get("loss", ()))
+    if loss is None:
+        yield Claim(text=f"{data.num_steps} steps are too few to compare losses", chart="loss")
+        return
+    is_same = abs(loss.change) <= ERRORS * loss.error
+    verb = "rose" if loss.change > 0 else "fell"
+    text = f"loss {verb} from {number(loss.first)} to {number(loss.last)}"
+    level: Level = "note" if is_same else "good" if verb == "fell" else "advice"
+    yield Claim(text="loss did not change beyond its error" if is_same else text, chart="loss", level=level)
 
 
 def _sources(data: RunData) -> Iterator[Claim]:
@@ -302,10 +333,10 @@ def _sources(data: RunData) -> Iterator[Claim]:
         found = ends(column) if key in (f"{SOURCES}flat", f"{SOURCES}invalid") else None
         if found and key == f"{SOURCES}flat" and found.last > FLAT_SHARE:
             text = f"source {label} teaches nothing: {percent(found.last)} of its groups have equal rewards"
-            yield Claim(text=text, chart="source-flat", level="bad")
+            yield Claim(text=text, chart="source-flat", level="advice")
         elif found and key == f"{SOURCES}invalid" and max(found.first, found.last) > INVALID_SHARE:
-            text = f"{percent(max(found.first, found.last))} of the rewards of source {label} are invalid"
-            yield Claim(text=text, chart="source-faults", level="bad")
+            text = f"{percent(max(found.first, found.last))} of the responses of source {label} could not be judged"
+            yield Claim(text=text, chart="source-faults", level="advice")
 
 
 def _experts(data: RunData) -> Iterator[Claim]:
@@ -315,7 +346,7 @@ def _experts(data: RunData) -> Iterator[Claim]:
     mend = f"{freeze} from an earlier checkpoint on, or another base model if it began so"
     if (idle := _worst(data, "extra.idle_experts.", min)) and idle[0] >= 1:
         what = "expert has no rows, and learns nothing" if idle[0] < 2 else "experts have no rows, and learn nothing"
-        yield Claim(text=f"{idle[0]:.0f} {what}, in layer {idle[1]}: {mend}", chart="idle", level="bad")
+        yield Claim(text=f"{idle[0]:.0f} {what}, in layer {idle[1]}: {mend}", chart="idle", level="advice")
     if (load := _worst(data, "extra.expert_load.", fmean)) and load[0] > FAR_LOAD:
         text = f"an expert of layer {load[1]} has {number(load[0])} times the mean's rows: {mend}"
         yield Claim(text=text, chart="load")
@@ -323,7 +354,7 @@ def _experts(data: RunData) -> Iterator[Claim]:
     if agreed and (share := fmean(agreed[-NUM_AGREEMENTS:])) < LEAST_AGREEMENT:
         text = f"the trainer's routers would make {percent(share)} of the recorded choices: a lower "
         text += f"rollout.max_staleness or trainer.learning_rate, or {freeze}"
-        yield Claim(text=text, chart="agreement", level="bad")
+        yield Claim(text=text, chart="agreement", level="advice")
 
 
 def _worst(data: RunData, prefix: str, of_last: Callable[[list[float]], float]) -> tuple[float, str] | None:

@@ -1,12 +1,10 @@
-// Texts and charts of plans and simulations. A page of plans alone has nothing else.
+// Texts and charts of plans and simulations. A page of plans has nothing else.
 const foreseen = [];
 
 function drawForecast() {
   foreseen.splice(0).forEach((plot) => plot.destroy());
   const found = runs.filter((run) => run.forecast?.text);
   byId("forecast").hidden = !found.length;
-  const isPlan = runs.every((run) => run.state === "planned");
-  document.querySelectorAll("nav, #content > section:not(#summary, #forecast)").forEach((section) => { section.hidden = isPlan; });
   byId("forecasts").replaceChildren(...found.flatMap((run) => [
     ...runs.length > 1 ? [make("h3", { text: run.name })] : [],
     make("pre", { class: "text", tabindex: "0", text: shown(run.forecast.text) }),

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import wrap
 
-from rich.cells import chop_cells
+from rich.cells import cell_len, chop_cells
 from rich.text import Text
 
 from llamarl.observability.formats import duration, number, percent, plain, remaining_s
@@ -28,6 +28,8 @@ NUMBERS_WIDTH = 72
 SILENT_S, LOST_S = 10.0, 30.0
 """Age of a heartbeat that is worth a look, and that means trouble."""
 MAX_WARNINGS, MAX_SETS = 3, 5
+FALL_ERRORS = 2.0
+"""Standard errors by which a held-out accuracy must lie below its best to be marked as a fall."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +83,7 @@ def frame(board: Board, width: int, height: int, now_s: float) -> Text:
     else:
         blocks[0].lines.extend(_progress(board, view, inner, now_s))
         blocks.append(_Block(2, _executors(view.executors, inner, now_s, max(height // 3 - 2, 3))))
-        blocks.append(_Block(3, _numbers(view, inner, board.info.max_staleness)))
+        blocks.append(_Block(3, _numbers(view, inner)))
         if verdict:
             blocks.append(_Block(4, _verdict(verdict, inner)))
     if board.warnings:
@@ -127,7 +129,9 @@ def _header(board: Board, inner: int, now_s: float) -> list[Text]:
         steps_left = board.info.steps - board.view.step - _batch_share(board.info, board.view)
         right.append("   eta ", DIM).append(duration(remaining_s(steps_left, board.view.recent_step_s)))
     left.truncate(max(inner - right.cell_len - 2, 7), overflow="ellipsis", pad=True)
-    return [Text.assemble(left, "  ", right)]
+    address = plain(board.info.watch).removeprefix("watch at ")
+    watch = [_row("watch", Text(address, ACCENT))] if address else []
+    return [Text.assemble(left, "  ", right), *watch]
 
 
 def _batch_share(info: RunInfo, view: RunView) -> float:
@@ -178,13 +182,15 @@ def _phases(phases: Sequence[PhaseView], inner: int, now_s: float) -> list[Text]
 def _executors(executors: Sequence[ExecutorView], inner: int, now_s: float, room: int) -> list[Text]:
     """One line each; when there are too many, the first ones and a count of the others."""
     shown = executors if len(executors) <= room else executors[: room - 1]
-    bar_width = max(min(inner - LABEL_WIDTH - 47, 24), 0)
+    longest = max((cell_len(plain(one.state)) for one in shown), default=0)
+    state_width = min(max(longest + 1, 23), max(inner - LABEL_WIDTH - 24, 1)) if inner >= 56 else 13
+    bar_width = max(min(inner - LABEL_WIDTH - 24 - state_width, 24), 0)
     lines = []
     for executor in shown:
         age_s = now_s - executor.heartbeat_s
         age_style = BAD if age_s > LOST_S else WARN if age_s > SILENT_S else DIM
         state = Text(plain(executor.state))
-        state.truncate(23 if inner >= 56 else 13, overflow="ellipsis", pad=True)
+        state.truncate(state_width, overflow="ellipsis", pad=True)
         known = None if math.isnan(executor.busy_share) else executor.busy_share
         busy = Text.assemble(_line(executor.busy_share, 1.0, bar_width), percent(known).rjust(5))
         seen = Text(f"   seen {duration(age_s)} ago" if inner >= 56 else f"  {duration(age_s)}", age_style)
@@ -201,13 +207,13 @@ def _verdict(verdict: str, inner: int) -> list[Text]:
     return [_row("verdict", text), *(_row("", line) for line in more)]
 
 
-def _numbers(view: RunView, inner: int, max_staleness: int) -> list[Text]:
+def _numbers(view: RunView, inner: int) -> list[Text]:
     wide = inner >= WIDE and len(view.rewards) > 1
     width = NUMBERS_WIDTH if wide else inner
     cell_width = max((width - LABEL_WIDTH) // 3, 16)
     rows = [
         ("generation", _Cell("", f"{number(view.generated_tokens_per_s)} tok/s"), *_queues(view)),
-        *(_metric_rows(view.metrics, max_staleness) if view.metrics else ()),
+        *(_metric_rows(view.metrics) if view.metrics else ()),
     ]
     lines = [_row(label, *(cell.text(cell_width) for cell in cells)) for label, *cells in rows]
     if view.metrics:
@@ -230,7 +236,7 @@ class _Cell:
     style: str = ""
 
     def text(self, width: int) -> Text:
-        label = f"{self.label} " if self.label else ""
+        label = f"{self.label} " if self.label and cell_len(f"{self.label} {self.value}") < width else ""
         text = Text.assemble((label, DIM), (self.value, self.style or ("bold red" if self.value == "nan" else "")))
         text.truncate(width - 1, overflow="ellipsis")
         text.pad_right(width - text.cell_len)
@@ -244,8 +250,8 @@ def _queues(view: RunView) -> tuple[_Cell, _Cell]:
 def _reward_cells(last: StepMetrics) -> tuple[_Cell, _Cell]:
     reward = _Cell("mean", number(last.reward_mean), "bold")
     if last.invalid_share > 0:
-        return reward, _Cell("invalid", percent(last.invalid_share, 1), BAD if last.invalid_share > 0.1 else WARN)
-    return reward, _Cell("solved", percent(last.solve_rate), "bold")
+        return reward, _Cell("ungraded", percent(last.invalid_share, 1), WARN)
+    return reward, _Cell("right", percent(last.solve_rate), "bold")
 
 
 def _expert_cells(extra: Mapping[str, float]) -> list[_Cell]:
@@ -259,13 +265,13 @@ def _expert_cells(extra: Mapping[str, float]) -> list[_Cell]:
     return [_Cell("busiest", f"{number(max(loads))} x mean"), _Cell("idle", f"{sum(idle):.0f}", WARN * (sum(idle) > 0))]
 
 
-def _metric_rows(last: StepMetrics, max_staleness: int) -> list[tuple[str, _Cell, _Cell, _Cell]]:
+def _metric_rows(last: StepMetrics) -> list[tuple[str, _Cell, _Cell, _Cell]]:
     over = WARN if last.staleness_max > last.staleness_limit else ""
     return [
         (
             "staleness",
             _Cell("mean", number(last.staleness_mean)),
-            _Cell("max", f"{last.staleness_max} of {last.staleness_limit} (S {max_staleness})", over),
+            _Cell("max", f"{last.staleness_max} of {last.staleness_limit}", over),
             _Cell("sync", duration(last.sync_s)),
         ),
         (
@@ -284,7 +290,7 @@ def _metric_rows(last: StepMetrics, max_staleness: int) -> list[tuple[str, _Cell
             "length",
             _Cell("mean", number(last.response_tokens_mean)),
             _Cell("max", f"{last.response_tokens_max:,}"),
-            _Cell("cut", percent(last.truncated_share)),
+            _Cell("truncated", percent(last.truncated_share)),
         ),
     ]
 
@@ -302,15 +308,24 @@ def _held_out(evals: Sequence[EvalMetrics], width: int) -> list[Text]:
 
 
 def _evals(evals: Sequence[EvalMetrics], width: int) -> Text:
-    """The first evaluation and as many of the last as fit."""
-    cell_width = 30 if any(entry.num_invalid for entry in evals) else 18
-    last = evals[1:][-max(width // cell_width - 1, 1) :]
+    """The newest accuracy, the best one if the newest is below it, the first one, and the trend, as far as they fit."""
+    first, now = evals[0], evals[-1]
+    best = max(evals, key=lambda entry: -1.0 if math.isnan(entry.accuracy) else entry.accuracy)
+    is_below = best.accuracy > now.accuracy
+    fell = is_below and best.accuracy - now.accuracy > FALL_ERRORS * math.hypot(best.accuracy_error, now.accuracy_error)
+    cells = [("now", now, WARN if fell else "bold")]
+    cells += [("best", best, WARN if fell else "")] if is_below else []
+    cells += [("first", first, "")] if first not in (now, best) else []
     text = Text()
-    for number_of, entry in enumerate((evals[0], *last)):
-        text.append(f"step {entry.step} ", DIM)
-        text.append(percent(entry.accuracy, 1), BAD if entry.num_invalid else "bold")
-        text.append(f" {entry.num_invalid:,} invalid" * bool(entry.num_invalid), BAD)
-        text.pad_right(cell_width * (number_of + 1) - text.cell_len)
+    for label, entry, style in cells:
+        cell = Text.assemble((f"{label} ", DIM), (percent(entry.accuracy, 1), style), (f" (step {entry.step})", DIM))
+        cell.append(f" {entry.num_invalid:,} ungraded" * bool(entry.num_invalid), WARN)
+        if text and text.cell_len + 3 + cell.cell_len > width:
+            break
+        text.append("   " if text else "").append_text(cell)
+    room = min(width - text.cell_len - 3, len(evals))
+    if len(evals) > 1 and room >= 2:
+        text.append("   ").append(chart([entry.accuracy for entry in evals], room, 1)[0], ACCENT)
     return text
 
 

@@ -1,15 +1,4 @@
-// The rest of the page, and, where it is live, what is new.
-function drawSummary() {
-  byId("title").textContent = document.title = "llamarl: " + runs.map((run) => run.name).join(", ");
-  byId("summary").replaceChildren(...runs.map((run, index) => make("div", { class: "run" },
-    make("p", {}, make("span", { class: "swatch", background: stroke(RUN_COLORS[index % 6], runs.length > 1 ? DASHES[index % DASHES.length] : []) }), make("b", { text: run.name }), make("span", { class: "state", text: run.state === "planned" ? run.state : `${run.state}, ${run.steps} steps${run.forecast?.text ? " of a simulation" : ""}` }), ". ",
-      ...run.claims.flatMap((claim, place) => [make("span", { class: claim.level }, make("a", { href: "#" + claim.chart, text: short(claim.text, 400) })), place + 1 < run.claims.length ? "; " : "."])),
-    make("div", { class: "quiet", text: [run.model, run.folder].filter(Boolean).join(", ") }))));
-  byId("legend").replaceChildren(...Object.entries(WORK_COLORS).filter(([kind]) => kind !== "other").map(([kind, color]) => entry(color, kind.replace("_", " "))));
-  byId("of-run").hidden = runs.length < 2;
-  if (!byId("run").options.length) byId("run").replaceChildren(...runs.map((run, index) => make("option", { value: index, text: run.name })));
-}
-
+// Settings, log, theme, links; and, where the page is live, what is new.
 function drawSettings() {
   const names = [...new Set(runs.flatMap((run) => run.settings.map(([name]) => name)))];
   const plain = (value) => value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value);
@@ -19,25 +8,26 @@ function drawSettings() {
     if (byId("differ").checked && !differs && !isOwn) return [];
     return [row([name, ...values.map((value) => short(value, 200)), differs ? "differs between runs" : isOwn ? "" : "default"], { class: differs ? "differs" : null })];
   });
-  byId("table").replaceChildren(table(["setting", ...runs.map((run) => run.name), ""], rows));
-  const fact = (value) => Array.isArray(value) ? short(value.join(", ") || "none", 200) : value > 1e6 ? number(value) : short(plain(value), 200);
+  byId("table").replaceChildren(rows.length ? table(["Setting", ...runs.map((run) => runs.length > 1 ? run.name : "Value"), ""], rows) : make("p", { class: "quiet", text: "All settings have their defaults." }));
+  const fact = (value) => Array.isArray(value) ? short(value.join(", ") || "none", 200) : value > 1e6 ? bytes(value) : short(plain(value), 200);
   const facts = [...new Set(runs.flatMap((run) => Object.keys(run.machine)))].filter((name) => name !== "versions");
   const versions = [...new Set(runs.flatMap((run) => Object.keys(run.machine.versions || {})))];
-  const lines = [...facts.map((name) => row([name.replace("_", " "), ...runs.map((run) => fact(run.machine[name]))])),
+  const lines = [...facts.map((name) => row([name.replace("_bytes", "").replace("_", " "), ...runs.map((run) => fact(run.machine[name]))])),
     ...versions.map((name) => row([name, ...runs.map((run) => run.machine.versions?.[name] || "")]))];
-  byId("machine").replaceChildren(make("h3", { text: "Machine and versions" }), lines.length ? table(["", ...runs.map((run) => run.name)], lines) : make("p", { class: "quiet", text: "Not recorded." }));
+  byId("machine").replaceChildren(make("h3", { text: "Machine and versions" }), lines.length ? table(["", ...runs.map((run) => runs.length > 1 ? run.name : "")], lines) : make("p", { class: "quiet", text: "The run recorded no machine." }));
 }
 
 function drawMessages() {
-  const lines = runs.flatMap((run) => run.texts.map(([kind, at, text]) => row([run.name, seconds(at), make("span", { class: kind === "warning" || (kind === "end" && !text.startsWith("finished")) ? "bad" : "", text: kind }), short(text, 600)])));
-  const damaged = runs.filter((run) => run.damaged).map((run) => make("p", { class: "bad", text: `${run.name}: ${run.damaged} rows are torn or damaged, and left out` }));
-  const said = runs.filter((run) => run.reason).map((run) => make("p", { class: "bad", text: `${run.name}: ${run.state}: ${shown(run.reason)}` }));
-  byId("log").replaceChildren(...said, ...damaged, lines.length ? table(["run", "after", "", ""], lines) : make("p", { class: "quiet", text: "Nothing was said." }));
+  const level = (kind, text) => kind === "warning" ? "advice" : kind !== "end" ? "" : text.startsWith("failed") ? "bad" : text.startsWith("finished") ? "good" : "advice";
+  const lines = runs.flatMap((run) => run.texts.map(([kind, at, text]) => row([...runs.length > 1 ? [run.name] : [], seconds(at), make("span", { class: `pill ${level(kind, text)}`, text: kind }), short(text, 600)])));
+  const damaged = runs.filter((run) => run.damaged).map((run) => make("p", { class: "advice", text: `${run.name}: ${run.damaged} rows are damaged and left out` }));
+  const said = runs.filter((run) => run.reason).map((run) => make("p", { class: STATES[run.state] || "advice", text: `${run.name}: ${run.state}: ${shown(run.reason)}` }));
+  byId("log").replaceChildren(...said, ...damaged, lines.length ? table([...runs.length > 1 ? ["Run"] : [], "After", "Kind", "Message"], lines) : make("p", { class: "quiet", text: "The run recorded no messages." }));
 }
 
 function drawAll() {
-  drawSummary();
   drawForecast();
+  drawSummary();
   listMetrics();
   drawCurves();
   drawSettings();
@@ -62,7 +52,7 @@ function take(run, news) {
   Object.assign(run, rest, { flows: { ...run.flows, ...rest.flows } });
 }
 
-// Whoever does not look asks nothing. A step that is new is drawn within two seconds.
+// A page in the background asks for nothing. A new step is drawn within two seconds.
 async function follow() {
   let isMore = false;
   try {
@@ -72,37 +62,78 @@ async function follow() {
       if (!news.change || news.change === run.change) continue;
       isMore ||= news.more;
       take(run, news);
-      drawSummary();
       drawForecast();
+      drawSummary();
       listMetrics();
       drawCurves();
       drawMessages();
       if (news.whole) drawSettings();
       if (news.whole || (news.steps && !run.rollouts?.rows.length && isUnfiltered())) find();
       if (wasAll) lookAtAll();
-      if (view.step == null && view.run === index && Object.keys(run.flows).length) { view.step = +Object.keys(run.flows).at(-1); byId("step").value = view.step; drawFlow(); }
+      if (view.step == null && view.run === index && Object.keys(run.flows).length) {
+        const linked = +chosen.values.get("step");
+        view.step = byId("step").value = linked || +Object.keys(run.flows).at(-1);
+        if (linked) lookAtStep(linked); else drawFlow();
+      }
+      if (!run.isLinked && run.steps) { run.isLinked = true; goTo(chosen.target); }
     }
-    byId("title").classList.remove("bad");
+    if (byId("state").querySelector(".lost")) drawSummary();
   } catch (error) {
-    byId("title").textContent = `${document.title} (not live: ${error.message})`;
-    byId("title").classList.add("bad");
+    byId("state").replaceChildren(make("span", { class: "pill bad lost", text: `Not live: ${error.message}` }));
   }
   setTimeout(follow, isMore ? 50 : 1200);
 }
 
-byId("theme").addEventListener("click", () => setTheme(!document.documentElement.classList.contains("dark")));
+// Shows what a link leads to, also where it is folded away.
+function goTo(id) {
+  document.querySelectorAll(".chart.target").forEach((one) => one.classList.remove("target"));
+  const target = id && byId(id);
+  if (!target) return;
+  const folded = target.closest("details.more");
+  if (folded && !folded.open) { folded.open = true; drawCurves(); }
+  if (target.classList.contains("chart")) target.classList.add("target");
+  target.scrollIntoView({ block: target.classList.contains("chart") ? "center" : "start" });
+}
+
+async function copyLink() {
+  try {
+    await navigator.clipboard.writeText(location.href);
+    byId("copy").textContent = "Copied";
+  } catch {
+    byId("copy").textContent = "See the address bar"; // a file may not write to the clipboard
+  }
+  setTimeout(() => { byId("copy").textContent = "Copy link"; }, 2000);
+}
+
+document.addEventListener("click", (event) => {
+  const link = event.target.closest?.('a[href^="#"]');
+  if (!link || link.classList.contains("skip")) return;
+  event.preventDefault();
+  chosen.target = link.getAttribute("href").slice(1);
+  keep("", "");
+  goTo(chosen.target);
+});
+window.addEventListener("hashchange", () => { readAddress(); goTo(chosen.target); });
+byId("copy").addEventListener("click", copyLink);
+byId("theme").addEventListener("click", () => {
+  const isDark = !document.documentElement.classList.contains("dark");
+  keep("theme", isDark ? "dark" : "light");
+  setTheme(isDark);
+});
 byId("differ").addEventListener("change", drawSettings);
 new ResizeObserver(() => { drawTimeline(); drawFlow(); }).observe(byId("timeline"));
-document.documentElement.classList.toggle("dark", matchMedia("(prefers-color-scheme: dark)").matches);
+document.documentElement.classList.toggle("dark", chosen.values.has("theme") ? chosen.values.get("theme") === "dark" : matchMedia("(prefers-color-scheme: dark)").matches);
+restoreFilters();
 if (page.live) {
-  runs.forEach((run) => Object.assign(run, { claims: [], settings: [], machine: {}, texts: [], evals: [], steps: 0, state: "loading", flows: {}, ...run }));
+  runs.forEach((run) => Object.assign(run, { claims: [], keys: [], settings: [], machine: {}, texts: [], evals: [], pauses: [], steps: 0, state: "loading", flows: {}, ...run }));
   follow();
 } else {
   drawAll();
   lookAtAll();
   const flows = Object.keys(timed().flows || {});
-  view.step = flows.length ? +flows[Math.floor(flows.length / 2)] : null;
+  view.step = +chosen.values.get("step") || (flows.length ? +flows[Math.floor(flows.length / 2)] : null);
   byId("step").value = view.step ?? "";
   drawFlow();
   find();
+  if (chosen.target) goTo(chosen.target);
 }

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from llamarl.observability.formats import counted
 from llamarl.parts.page.follow import CHUNK_ROWS, RowOffset, RowReader
 from llamarl.parts.page.run_data import LARGEST
 from llamarl.run.folder import RunFolder
@@ -28,6 +29,8 @@ MAX_ROLLOUTS = 2_000_000
 ROW_BYTES, TOKEN_BYTES = 400, 32
 """About, of a row without its texts, and of each token."""
 _FIELDS = ("step", "reward", "tokens", "staleness")
+VERDICTS = ("right", "wrong", "not judged", "not recorded")
+"""Verdicts of a reward on a rollout; older runs with a `rollouts.jsonl` recorded none."""
 
 
 class Rollouts:
@@ -43,12 +46,13 @@ class Rollouts:
         """The file, and the steps that are of it, as the journal lacks them."""
         self._places, self._groups, self._sizes = array("q"), array("q"), array("l")
         self._fields = {name: array("d") for name in _FIELDS}
-        self._outcomes, self._known = array("b"), list[str]()
+        self._verdicts = array("b")
+        """Index in `VERDICTS` of each rollout."""
         self._done = 0
         """Steps that were done before the last look at all that was new."""
 
     def __len__(self) -> int:
-        return len(self._outcomes)
+        return len(self._verdicts)
 
     def refresh(self) -> bool:
         """Looks at what is new, or at a part of it; whether there may be more."""
@@ -65,7 +69,7 @@ class Rollouts:
                     age = one.step - 1 - rollout.oldest_version if rollout.num_tokens else 0
                     values, texts = (one.step, result.value, rollout.num_tokens, age), (group.prompt.text, text)
                     place, num = RowOffset(-one.step, num - before), num + 1
-                    self._add(place, group.group_id, values, result.outcome.value, texts)
+                    self._add(place, group.group_id, values, verdict_of(result.right), texts)
             if num >= CHUNK_ROWS:
                 return True
         for place, row in () if 0 < self._steps.step == len(self._begins) else self._file.rows():
@@ -74,12 +78,12 @@ class Rollouts:
                 self._of_file.add(row["step"])
                 texts = row.get("prompt"), row.get("response")
                 values = row["step"], row["reward"], len(row["token_ids"]), row["staleness"]
-                self._add(place, row["group_id"], values, row.get("outcome", ""), texts)
+                self._add(place, row["group_id"], values, verdict_of(row.get("right", "")), texts)
         self._done = self._done if num >= CHUNK_ROWS else done
         return num >= CHUNK_ROWS
 
     def _add(
-        self, place: RowOffset, group_id: int, values: Sequence[float], outcome: str, texts: Iterable[object]
+        self, place: RowOffset, group_id: int, values: Sequence[float], verdict: str, texts: Iterable[object]
     ) -> None:
         if len(self) < MAX_ROLLOUTS:
             self._places.extend(place)
@@ -87,9 +91,7 @@ class Rollouts:
             self._sizes.append(ROW_BYTES + TOKEN_BYTES * int(values[2]) + sum(len(str(text)) for text in texts))
             for column, value in zip(self._fields.values(), values, strict=True):
                 column.append(value)
-            if outcome not in self._known:
-                self._known.append(outcome)
-            self._outcomes.append(self._known.index(outcome))
+            self._verdicts.append(VERDICTS.index(verdict))
 
     def _read(self, places: Sequence[RowOffset]) -> Iterator[dict[str, Any]]:
         """In their order; of the journal, whose places have the step, below zero, instead of a file."""
@@ -107,10 +109,11 @@ class Rollouts:
         """The newest that fit, and how many were looked at.
 
         Args:
-            wanted: `step`, `reward`, `tokens`, `staleness` as `3` or `3..7`, `outcome`, a part of source or `prompt`.
+            wanted: `step`, `reward`, `tokens`, `staleness` as `3` or `3..7`, `right` as one of `VERDICTS`, a part of
+                source or `prompt`.
         """
         ranges = {name: bounds(wanted.get(name, "")) for name in _FIELDS if wanted.get(name)}
-        outcome, text = wanted.get("outcome", ""), wanted.get("prompt", "").lower()
+        verdict, text = wanted.get("right", ""), wanted.get("prompt", "").lower()
         order = np.argsort(self._fields["step"], kind="stable")  # what the journal lacks was found after all of it
         found, looked, until, at = list[dict[str, Any]](), 0, time.monotonic() + SEARCH_S, len(self)
         while at and len(found) < NUM_FOUND and time.monotonic() < until:
@@ -118,12 +121,12 @@ class Rollouts:
             while at and len(places) < NUM_FOUND:
                 at, looked, n = at - 1, looked + 1, order[at - 1]
                 fits = all(low <= self._fields[name][n] <= high for name, (low, high) in ranges.items())
-                if fits and (not outcome or self._known[self._outcomes[n]] == outcome):
+                if fits and (not verdict or VERDICTS[self._verdicts[n]] == verdict):
                     places.append(RowOffset(*self._places[2 * n : 2 * n + 2]))
             read = sorted(self._read(places), key=lambda row: row["step"])
             rows = [row for row in read if text in f"{row.get('source', '')} {row.get('prompt', '')}".lower()]
             found = rows[-(NUM_FOUND - len(found)) :] + found
-        said = f"the newest {len(found)} that fit, of {looked:,} looked at; there are {len(self):,}"
+        said = f"Showing the newest {len(found):,} matching rollouts ({looked:,} of {len(self):,} searched)"
         said = said if len(self) else what_lacks(self._folder, self._done, (), self._steps.faults)
         return {"rows": _slim(found), "said": said} | _words(found, decode)
 
@@ -143,11 +146,18 @@ class Rollouts:
                 break
         places = [RowOffset(*self._places[2 * at : 2 * at + 2]) for members in chosen for at in members]
         rows = sorted(self._read(places), key=lambda row: (row["step"], row["group_id"], row["index"]))
-        said = f"{len(rows):,} of {len(self):,} rollouts: {len(chosen)} whole groups of steps that are evenly spread"
+        said = f"sample of {len(rows):,} of the run's {len(self):,} rollouts, in {counted(len(chosen), 'whole group')}"
         done = self._done if len(self) < MAX_ROLLOUTS else max(found)  # later ones are there, and not shown
         lacks = what_lacks(self._folder, done, found, self._steps.faults)
         said = "; ".join(filter(None, (said if len(self) else "", lacks)))
         return {"rows": _slim(rows), "said": said} | _words(rows, decode)
+
+
+def verdict_of(right: object) -> str:
+    """Text for the field `right` of a rollout."""
+    if right is None:
+        return "not judged"
+    return ("wrong", "right")[right] if isinstance(right, bool) else "not recorded"
 
 
 def bounds(text: str) -> tuple[float, float]:

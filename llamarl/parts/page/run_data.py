@@ -18,6 +18,7 @@ from typing import Any
 from llamarl.config import ConfigError, RunConfig, load_recorded, open_file
 from llamarl.config.load import flat_settings
 from llamarl.observability.accounting import WORK_KINDS
+from llamarl.observability.formats import duration
 from llamarl.observability.metrics import FORMER_NAMES
 from llamarl.observability.spans import AWAY, Span, SpanTable, merged
 from llamarl.parts.page.follow import RowReader
@@ -60,6 +61,14 @@ class RunData:
         """Verdict of the last step on what bounds the speed."""
         self.start: dict[str, Any] = {}
         self.end: dict[str, Any] = {}
+        self.pauses = list[tuple[float, float]]()
+        """Time of each `--resume`, and seconds since executors had worked in the session before it. All times of this
+        object leave these seconds out, as if each session had continued where the one before it ended."""
+        self._paused_s = self._last_event_s = 0.0
+        self._is_starting = False
+        """Whether a session after the first one has begun and no executor has worked in it yet."""
+        self._wall_s = self._told_wall_s = 0.0
+        """`wall_s` of the last step: over all sessions, and as the row has it."""
 
     def refresh(self) -> bool:
         """Reads what is new, or a part of it; whether there was anything."""
@@ -94,6 +103,8 @@ class RunData:
         if count and step <= self.columns["step"][-1]:
             return  # done again after a crash; the first row stands
         self.verdict = str(row.get("verdict") or "")
+        if isinstance(row.get("wall_s"), (int, float)):
+            row["wall_s"] = self._whole_wall_s(float(row["wall_s"]), float(row.get("step_s") or 0.0))
         for name, value in row.items():
             if isinstance(value, (int, float)) or value is None:
                 column = self.columns.setdefault(FORMER_NAMES.get(name, name), array("d", [math.nan]) * count)
@@ -110,28 +121,81 @@ class RunData:
             found.setdefault(row["name"], []).append(row)
         return found
 
+    def _whole_wall_s(self, told_s: float, step_s: float) -> float:
+        """`wall_s` since the first session began; each session counts its own from 0."""
+        is_resumed = told_s < self._told_wall_s + step_s / 2
+        self._wall_s += step_s if is_resumed else told_s - self._told_wall_s
+        self._told_wall_s = told_s
+        return self._wall_s
+
+    def _begun(self, row: dict[str, Any], told_s: float) -> None:
+        """Notes the start of a session, and the pause before it."""
+        if self.start:
+            pause_s = max(told_s - self._last_event_s, 0.0)
+            self.pauses.append((told_s - pause_s - self._paused_s, pause_s))
+            self._paused_s += pause_s
+            self._is_starting = True
+        self.start, self.end = self.start or row, {}
+        pause = f"resumed after a pause of {duration(self.pauses[-1][1])}" if self.pauses else "started"
+        self.texts.append(("phase", told_s - self._paused_s, pause))
+
     def _said(self, row: dict[str, Any]) -> None:
-        kind, at_s = row["kind"], _time_s(row["at_s"])
+        kind, told_s = row["kind"], _time_s(row["at_s"])
         if kind == "start":
-            self.start, self.end = self.start or row, {}
-            self.texts.append(("phase", at_s, "resumed" if row.get("resumed") else "started"))
-        elif kind == "end":
+            self._begun(row, told_s)
+        self._last_event_s = max(self._last_event_s, told_s)
+        at_s = told_s - self._paused_s
+        if kind == "end":
             self.end = row
             self.texts.append(("end", at_s, f"{row['end']}. {row.get('reason', '')}".strip()))
         elif kind in ("warning", "phase"):
             self.texts.append((kind, at_s, str(row["text"])))
         elif kind == "spans":
-            for name, spans in row["spans"].items():
-                if name in self.spans or len(self.spans) < MAX_EXECUTORS:
-                    table = self.spans.setdefault(name, SpanTable(MAX_SPANS))
-                    table.extend(Span(str(what), _time_s(start_s), _time_s(end_s)) for what, start_s, end_s in spans)
+            self._worked(row["spans"])
         elif kind == "flow":
-            flow: dict[str, Any] = {name: _time_s(value) for name, value in row.items() if name.endswith("ed_s")}
-            flow["groups"] = [[int(group[0]), *map(_time_s, group[1:])] for group in row["groups"]]
+            flow: dict[str, Any] = {
+                name: self._running_s(value) for name, value in row.items() if name.endswith("ed_s")
+            }
+            flow["groups"] = [[int(group[0]), *map(self._running_s, group[1:])] for group in row["groups"]]
             if "trained_s" in flow:
                 self.flows[int(row["step"])] = flow
             if len(self.flows) > MAX_FLOWS:
                 del self.flows[next(iter(self.flows))]
+
+    def _working_again(self, of_executors: dict[str, Any]) -> None:
+        """Extends the last pause by the end of the session before it and the start of this one, when no executor
+        worked."""
+        self._is_starting = False
+        ends = [table[-1].end_s for table in self.spans.values() if len(table)]
+        starts = [self._running_s(start_s) for spans in of_executors.values() for _, start_s, _ in spans]
+        if not ends or not starts or (idle_s := min(starts) - max(ends)) <= 0:
+            return
+        last_s = max(ends)
+        self._paused_s += idle_s
+        self.pauses[-1] = last_s, self.pauses[-1][1] + idle_s
+        told = [(kind, min(at_s, last_s), text) for kind, at_s, text in self.texts]
+        self.texts = deque(told, maxlen=MAX_TEXTS)
+
+    def _worked(self, of_executors: dict[str, Any]) -> None:
+        if self._is_starting:
+            self._working_again(of_executors)
+        for name, spans in of_executors.items():
+            if name in self.spans or len(self.spans) < MAX_EXECUTORS:
+                table = self.spans.setdefault(name, SpanTable(MAX_SPANS))
+                running_s = self._running_s
+                table.extend(Span(str(what), running_s(start_s), running_s(end_s)) for what, start_s, end_s in spans)
+
+    def _running_s(self, value: Any) -> float:
+        """A time of the newest session without the pauses before it. Raises ValueError: it is no time."""
+        return _time_s(value) - self._paused_s
+
+    @property
+    def work(self) -> str:
+        """`sft` for supervised runs, `train` for others. Supervised runs of older versions recorded no start."""
+        is_supervised = self.start.get("work") == "sft" or (
+            not self.start and self.num_steps > 0 and "reward_mean" not in self.columns
+        )
+        return "sft" if is_supervised else "train"
 
     @property
     def num_steps(self) -> int:
@@ -178,13 +242,21 @@ class RunData:
         end = self.end or self.summary
         if end:
             return str(end.get("end", "finished")), str(end.get("reason") or end.get("end_reason") or "")
+        if not self.start and 0 < self.planned_steps <= self.num_steps:
+            return "finished", ""  # supervised runs of older versions did not record their end
         if self.silent_s <= SILENT_S:
             return "running", ""
         if not self.num_steps and not self.start:
-            return "empty", "nothing was recorded: the run never began"
+            return "empty", "the run never began: its folder has settings and nothing else"
         hours = self.silent_s / 3600
         since = f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes"
-        return "silent", f"nothing was written for {since} and no end was: the run, or its machine, may be dead"
+        return "silent", f"no file has changed for {since} and no end was recorded: the process may be dead"
+
+    @property
+    def planned_steps(self) -> int:
+        """Steps that the run was asked for; 0 means unknown."""
+        steps = self._raw_config().get("steps")
+        return steps if isinstance(steps, int) else 0
 
     def settings(self) -> list[tuple[str, Any, bool]]:
         """Name, value, and whether it is the default, of each setting."""
@@ -209,7 +281,9 @@ class RunData:
         ends = [table[-1].end_s for table in self.spans.values() if len(table)]
         return min(begins, default=self.began_s), max(ends, default=self.began_s)
 
-    def work(self, start_s: float = -math.inf, end_s: float = math.inf, max_spans: int = 1500) -> dict[str, list[Any]]:
+    def spans_within(
+        self, start_s: float = -math.inf, end_s: float = math.inf, max_spans: int = 1500
+    ) -> dict[str, list[Any]]:
         """Kind (index in `KINDS`), start and length in milliseconds since `began_s`, of what each executor did in a
         window. What lies closer than can be drawn is joined, so that there are about `max_spans`; then comes how many
         milliseconds of it were work."""

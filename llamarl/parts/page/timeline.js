@@ -1,6 +1,7 @@
-// Who worked when, why others waited meanwhile, and what became of the groups of a step. Times are milliseconds.
-const WORK_COLORS = { generate: "#4c78a8", score: "#54a24b", train: "#f58518", weight_sync: "#e45756", checkpoint: "#b279a2", evaluate: "#72b7b2", start: "#9d9d9d", away: "#d9d9d9", other: "#9d9d9d" };
-const ROW = 22, LEFT = 110, view = { run: 0, from: 0, to: 1, step: null };
+// Work of each executor over time, what idle ones waited for, and the groups of a step. Times are milliseconds of running.
+const WORK_COLORS = { generate: "#4c78a8", score: "#54a24b", train: "#f58518", weight_sync: "#8e63ce", checkpoint: "#b279a2", evaluate: "#72b7b2", start: "#9d9d9d", away: "#d9d9d9", other: "#9d9d9d" };
+const ROW = 26, view = { run: +chosen.values.get("run") || 0, from: 0, to: 1, step: null };
+const left = () => innerWidth < 640 ? 84 : 118;
 
 const timed = () => runs[view.run];
 
@@ -13,38 +14,51 @@ function bestWork() {
 
 function drawTimeline() {
   const work = bestWork(), canvas = byId("work");
-  byId("under").textContent = work && Object.keys(work.rows).length ? "" : "No work of executors was recorded.";
-  if (!work) return;
-  const names = Object.keys(work.rows).sort((one, other) => one.localeCompare(other, "en", { numeric: true })), [context, width] = sharp(canvas, Math.max(names.length, 1) * ROW + 26);
-  const scale = (width - LEFT - 8) / Math.max(view.to - view.from, 1e-6), x = (at) => LEFT + (at - view.from) * scale;
+  const isEmpty = !work || !Object.keys(work.rows).length;
+  byId("under").textContent = isEmpty ? (timed().state === "running" ? "The run has recorded no work yet." : "The run recorded no work of its executors.") : "";
+  canvas.hidden = isEmpty;
+  if (isEmpty) { byId("waits").replaceChildren(); return; }
+  const names = Object.keys(work.rows).sort((one, other) => one.localeCompare(other, "en", { numeric: true })), [context, width] = sharp(canvas, Math.max(names.length, 1) * ROW + 32);
+  const scale = (width - left() - 8) / Math.max(view.to - view.from, 1e-6), x = (at) => left() + (at - view.from) * scale;
   context.fillStyle = theme("text");
-  names.forEach((name, index) => context.fillText(name.slice(0, 16), 4, index * ROW + 16));
+  names.forEach((name, index) => context.fillText(name.slice(0, 16), 10, index * ROW + 18));
   context.save();
   context.beginPath();
-  context.rect(LEFT, 0, width - LEFT - 8, names.length * ROW + 26);
+  context.rect(left(), 0, width - left() - 8, names.length * ROW + 26);
   context.clip();
   names.forEach((name, index) => work.rows[name].forEach(([kind, start, length, busy]) => {
     if (start > view.to || start + length < view.from) return;
     context.globalAlpha = busy == null ? 1 : 0.15 + 0.85 * busy / length;
     context.fillStyle = WORK_COLORS[page.kinds[kind]] || WORK_COLORS.other;
-    context.fillRect(x(start), index * ROW + 3, Math.max(length * scale, 0.6), ROW - 6);
+    context.fillRect(x(start), index * ROW + 4, Math.max(length * scale, 0.6), ROW - 8);
   }));
   context.globalAlpha = 1;
   drawTicks(context, x, names.length * ROW, width - 8);
+  drawPauses(context, x, names.length * ROW);
   context.restore();
-  const about = `${seconds(view.from / 1000)} to ${seconds(view.to / 1000)} after the start`, isWhole = work === timed().work[0];
-  byId("under").textContent = about + ". Where nothing is drawn, it waits" +
-    (isWhole ? "; paler is work with gaps that are too short to draw" + (page.live ? "." : ". Some steps are in this file in full detail.") : ".");
+  const about = `${seconds(view.from / 1000)} to ${seconds(view.to / 1000)} after the start`, isWhole = work === timed().work[0], pauses = timed().pauses || [];
+  byId("under").textContent = about + ". Blank: the executor waits." +
+    (isWhole ? " Pale: work with gaps too short to draw." + (page.live ? "" : " Some steps are in this file in full detail.") : "") +
+    (pauses.length ? ` Dashed: a resume; ${seconds(pauses.reduce((sum, [, pause]) => sum + pause, 0))} between sessions are left out.` : "");
   const all = work.to - work.from, share = (time) => `${(100 * time / all).toFixed(0)}%`;
   const lines = names.map((name) => {
     const causes = Object.entries(work.waits[name] || {}).sort((one, other) => other[1] - one[1]), idle = causes.reduce((sum, [, time]) => sum + time, 0);
-    return row([name, share(all - idle), causes.map(([cause, time]) => `${cause} ${share(time)} (${seconds(time / 1000)})`).join(", ") || "nothing"]);
+    const bar = make("div", { class: "share", role: "presentation" }, make("span", { background: "#4c78a8" }));
+    bar.firstChild.style.width = share(all - idle);
+    return row([name, share(all - idle), bar, causes.map(([cause, time]) => `${cause} ${share(time)} (${seconds(time / 1000)})`).join(", ") || "nothing"]);
   });
-  byId("waits").replaceChildren(table(["executor", `works, ${seconds(work.from / 1000)} to ${seconds(work.to / 1000)}`, "waits for"], lines));
+  byId("waits").replaceChildren(table(["Executor", "Busy", "", `Waited for, ${seconds(work.from / 1000)} to ${seconds(work.to / 1000)}`], lines));
+}
+
+function drawPauses(context, x, bottom) {
+  context.setLineDash([4, 3]);
+  context.strokeStyle = theme("quiet");
+  (timed().pauses || []).forEach(([at]) => { context.beginPath(); context.moveTo(x(1000 * at), 0); context.lineTo(x(1000 * at), bottom); context.stroke(); });
+  context.setLineDash([]);
 }
 
 function drawTicks(context, x, top, right) {
-  const target = (view.to - view.from) / Math.max(2, Math.min(6, (right - LEFT) / 90)), power = 10 ** Math.floor(Math.log10(Math.max(target, 1e-3)));
+  const target = (view.to - view.from) / Math.max(2, Math.min(6, (right - left()) / 90)), power = 10 ** Math.floor(Math.log10(Math.max(target, 1e-3)));
   const gap = [1, 2, 5, 10].map((factor) => factor * power).find((one) => one >= target);
   context.fillStyle = theme("quiet");
   for (let at = Math.ceil(view.from / gap) * gap; at <= view.to; at += gap) {
@@ -66,8 +80,8 @@ function drawFlow() {
   const flow = timed().flows?.[view.step], canvas = byId("flow");
   const groups = flow ? flow.groups.filter((group) => group.length === 5) : [];
   canvas.hidden = !groups.length;
-  byId("flow-text").textContent = groups.length ? "" : "Choose a step: those in this file are " +
-    (Object.keys(timed().flows || {}).slice(0, 12).join(", ") || "none, as this run recorded no flow") + ".";
+  const steps = Object.keys(timed().flows || {});
+  byId("flow-text").textContent = groups.length ? "" : steps.length ? `No times of step ${view.step ?? ""} here. Steps with times: ${steps.slice(0, 12).join(", ")}${steps.length > 12 ? ", …" : ""}.` : "No step has recorded the times of its groups.";
   if (!groups.length) return;
   const first = Math.min(...groups.map((group) => group[1])), last = flow.adopted_s || flow.trained_s;
   const height = Math.max(3, Math.min(14, 240 / groups.length)), [context, width] = sharp(canvas, groups.length * height + 34);
@@ -84,9 +98,9 @@ function drawFlow() {
   context.fillStyle = theme("text");
   context.fillText(`0 … ${seconds(last - first)}`, 8, under + 26);
   const mean = (from, to) => seconds(groups.reduce((sum, group) => sum + group[to] - group[from], 0) / groups.length);
-  byId("flow-text").textContent = `Step ${view.step}, ${groups.length} groups, one line each: admitted, generated after ${mean(1, 2)} on average (blue), ` +
-    `scored after another ${mean(2, 3)} (green), waited ${mean(3, 4)} for the step (gray); trained in ${seconds(flow.trained_s - taken)} (orange), ` +
-    (flow.adopted_s ? `published after ${seconds(flow.published_s - flow.trained_s)}, adopted by the generators after ${seconds(flow.adopted_s - flow.trained_s)} (red).` : "not published.");
+  byId("flow-text").textContent = `Step ${view.step}, one line for each of ${groups.length} groups. On average a group was generated after ${mean(1, 2)} (blue), ` +
+    `scored after another ${mean(2, 3)} (green), and waited ${mean(3, 4)} for the step (gray). The step trained for ${seconds(flow.trained_s - taken)} (orange); ` +
+    (flow.adopted_s ? `its weights were published after ${seconds(flow.published_s - flow.trained_s)} and adopted by the generators after ${seconds(flow.adopted_s - flow.trained_s)} (violet).` : "its weights were not published.");
 }
 
 let asked = 0;
@@ -104,6 +118,7 @@ async function look(from, to) {
 
 async function lookAtStep(step) {
   view.step = step;
+  keep("step", step);
   if (page.live && !timed().flows?.[step]) timed().flows = { ...timed().flows, ...await ask("flow", { run: view.run, step }) };
   drawFlow();
   const flow = timed().flows?.[step], starts = flow ? flow.groups.filter((group) => group.length > 1).map((group) => group[1]) : [];
@@ -121,7 +136,7 @@ byId("work").addEventListener("keydown", (event) => {
   if (does) { event.preventDefault(); does(); }
 });
 let pressed = null;
-const timeAt = (event) => view.from + (event.offsetX - LEFT) / (byId("work").clientWidth - LEFT - 8) * (view.to - view.from);
+const timeAt = (event) => view.from + (event.offsetX - left()) / (byId("work").clientWidth - left() - 8) * (view.to - view.from);
 byId("work").addEventListener("pointerdown", (event) => { pressed = timeAt(event); });
 byId("work").addEventListener("pointerup", (event) => {
   const here = timeAt(event), there = pressed;
@@ -131,6 +146,6 @@ byId("work").addEventListener("pointerup", (event) => {
 byId("work").addEventListener("dblclick", lookAtAll);
 byId("step").addEventListener("change", () => lookAtStep(+byId("step").value));
 byId("step").addEventListener("keydown", (event) => { if (event.key === "Enter") lookAtStep(+byId("step").value); });
-byId("run").addEventListener("change", () => { view.run = +byId("run").value; lookAtAll(); drawFlow(); find(); });
+byId("run").addEventListener("change", () => { view.run = +byId("run").value; keep("run", view.run || ""); lookAtAll(); drawFlow(); find(); });
 document.querySelectorAll("[data-zoom]").forEach((button) => button.addEventListener("click", () => button.dataset.zoom === "all" ? lookAtAll() : zoom(+button.dataset.zoom)));
 document.querySelectorAll("[data-move]").forEach((button) => button.addEventListener("click", () => move(+button.dataset.move)));

@@ -1,4 +1,4 @@
-"""Why an executor did nothing: whoever works meanwhile is what it waits for, first the one whose product it takes."""
+"""Why an executor was idle: it waited for an executor that worked meanwhile, first for one whose output it needs."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from llamarl.observability.spans import Span, merged
 Intervals = Sequence[tuple[float, float]]
 
 REPLIES = "replies of the environment"
+LIMIT = "blocked by the staleness limit"
 SUPPLIERS = {
     "trainer": (("generator", "rollouts"), ("environment", REPLIES), ("scores", "scores")),
     "critic": (
         ("generator", "rollouts"), ("environment", REPLIES), ("scores", "scores"), ("trainer", "the trainer's step"),
     ),
-    "environment": (("generator", "turns"), ("trainer", "new rollouts, by the staleness bound")),
+    "environment": (("generator", "turns"), ("trainer", LIMIT)),
     "generator": (
-        ("environment", REPLIES), ("trainer", "the step under way, by the staleness bound"), ("scores", "scores"),
+        ("environment", REPLIES), ("trainer", LIMIT), ("scores", "scores"),
     ),
     "scores": (
-        ("generator", "rollouts to end"), ("environment", REPLIES), ("trainer", "new rollouts, by the staleness bound"),
+        ("generator", "rollouts to end"), ("environment", REPLIES), ("trainer", LIMIT),
     ),
 }  # fmt: skip
-"""Whose work an executor waits for, in this order, and what it is. Reward, reference and reward model are `scores`."""
-NOBODY = "the controller, as nobody works"
+"""Roles whose work an executor of a role waits for, in this order, and what to call it. Reward, reference and reward
+model have the role `scores`."""
+NOBODY = "no executor worked (controller)"
 
 
 def waits(spans: Mapping[str, Sequence[Span]], start_s: float, end_s: float) -> dict[str, dict[str, float]]:

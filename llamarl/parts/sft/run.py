@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from llamarl.models.folder import load_shape
 from llamarl.models.tensors import check_weights
 from llamarl.observability.sinks import MetricsLog
 from llamarl.parts.sft.documents import num_tokens, reply_of, to_conversation, to_documents
+from llamarl.parts.sft.recorded import SftRecord, recorded
 from llamarl.run.assembly import WIND_DOWN_S, nothing_to_resume, supervised
 from llamarl.run.copying import CheckpointCopier
 from llamarl.run.executors import executor_spec, spawn_all
@@ -105,6 +106,8 @@ class SftRun:
     resume: bool
     progress: Progress
     warn: Callable[[str], None]
+    record: SftRecord | None = None
+    """Events and summary of this run; `run` opens it."""
 
     def run(self) -> None:
         """To its end.
@@ -114,9 +117,13 @@ class SftRun:
             Interrupted: the user ended it; the last checkpoint is intact.
             ExecutorError, FolderLost, NonFiniteStep, NotSaved: it failed.
         """
-        log = MetricsLog(self.folder.metrics, lambda failure: self.warn(str(failure)), self.config.record.max_bytes)
-        with self.folder, closing(log):
-            run_patiently(self._with_executor(log))
+        shape, max_bytes = load_shape(self.config.model.path), self.config.record.max_bytes
+        record = SftRecord(self.folder, self.config.name, self.warn, max_bytes)
+        record.begin(f"{shape.family} {shape.num_parameters / 1e6:.3g}M", resumed=self.resume)
+        own = replace(self, warn=record.warn, record=record)
+        log = MetricsLog(self.folder.metrics, lambda failure: record.warn(str(failure)), max_bytes)
+        with self.folder, recorded(record), closing(log):
+            run_patiently(own._with_executor(log))
 
     async def _with_executor(self, log: MetricsLog) -> None:
         limits, folder = self.config.cluster, self.folder
@@ -183,7 +190,8 @@ class SftRun:
     ) -> None:
         config, done = self.config, order["step"]
         result = await trainer.step(documents, order)
-        log.write({"kind": "step", "step": done, "skipped": int(result.skipped), **result.metrics})
+        times = self.record.step(done, result.metrics) if self.record else {}
+        log.write({"kind": "step", "step": done, **times, "skipped": int(result.skipped), **result.metrics})
         self.progress(done, result.metrics)
         if result.skipped:
             self.warn(f"skipped {result.cause}")

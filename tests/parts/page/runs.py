@@ -51,7 +51,8 @@ def step_row(step: int, **changes: Any) -> dict[str, Any]:
 def rollout_row(step: int, group_id: int, index: int, **changes: Any) -> dict[str, Any]:
     return {
         "step": step, "group_id": group_id, "index": index, "prompt_id": "p", "prompt": f"question {group_id}?",
-        "answer": "4", "response": "2 + 2 = 4", "outcome": "score", "reward": float(index), "reason": "",
+        "answer": "4", "response": "2 + 2 = 4", "outcome": "score", "right": index > 0,
+        "reward": float(index), "reason": "",
         "advantage": index - 0.5, "staleness": 1, "finish_reason": "stop", "error": "", "turns": 2,
         "policy_versions": [[step - 2, 2], [-1, 1], [step - 1, 1]], "token_ids": [5, 6, 7, 8],
         "behavior_logprobs": [-0.1, -2.0, 0.0, -0.3], "trainer_logprobs": [-0.2, -1.0, 0.0, None],

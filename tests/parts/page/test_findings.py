@@ -66,16 +66,16 @@ class TestClaims:
     def test_what_looks_wrong(self, tmp_path: Path, metric: str, first: float, last: float, chart: str) -> None:
         folder = make_run(tmp_path / "made", steps=0, end=None)
         write_rows(folder / "metrics.jsonl", [step_row(step, **{metric: first}) for step in range(1, 21)])
-        assert chart not in {claim["chart"] for claim in findings(read(folder)) if claim["level"] == "bad"}
+        assert chart not in {claim["chart"] for claim in findings(read(folder)) if claim["level"] in ("advice", "bad")}
         rows = [step_row(step, **{metric: last + 1e-3 * (step % 2)}) for step in range(21, 41)]
         write_rows(folder / "metrics.jsonl", rows)
-        assert chart in {claim["chart"] for claim in findings(read(folder)) if claim["level"] == "bad"}
+        assert chart in {claim["chart"] for claim in findings(read(folder)) if claim["level"] in ("advice", "bad")}
 
     @pytest.mark.parametrize(
         ("metric", "fine", "bad", "text", "chart"),
         [
             ("flat", 0.9, 0.99, "source svamp teaches nothing: 99% of its groups have equal rewards", "source-flat"),
-            ("invalid", 0.01, 0.3, "30% of the rewards of source svamp are invalid", "source-faults"),
+            ("invalid", 0.01, 0.3, "30% of the responses of source svamp could not be judged", "source-faults"),
         ],
     )
     def test_a_source_that_teaches_nothing_is_named(
@@ -138,12 +138,12 @@ class TestClaims:
         folder = make_run(tmp_path / "made", steps=0, end=None)
         rows = [step_row(step, reward_mean=0.02 * step, solve_rate=0.02 * step) for step in range(1, 41)]
         write_rows(folder / "metrics.jsonl", [eval_row(0, 0.2), *rows, eval_row(40, 0.22)])
-        assert any("learnt by heart" in text for text in claims(folder))
+        assert any("memorize" in text for text in claims(folder))
         (said,) = learnt_too([HeldOutSet(settings=EvalConfig(), prompts=prompts(2))], prompts(3))
         write_rows(folder / "events.jsonl", [{"kind": "warning", "at_s": BEGAN_S, "text": said}])
         found = claims(folder)
         assert any(text.startswith("data.eval is data.train") for text in found)
-        assert not any("learnt by heart" in text for text in found)
+        assert not any("memorize" in text for text in found)
 
     def test_each_set_is_told_by_its_name(self, tmp_path: Path) -> None:
         """A reward is no hacked one as long as some set rises."""
@@ -155,7 +155,7 @@ class TestClaims:
             write_rows(folder / "metrics.jsonl", both + (rows if step == 0 else []))
         told = {claim["text"].split(" from ")[0]: claim["level"] for claim in findings(read(folder))}
         assert told["held-out sums accuracy rose"] == "good"
-        assert told["held-out words accuracy fell"] == "bad"
+        assert told["held-out words accuracy fell"] == "advice"
         assert told["held-out codes accuracy did not change beyond its error,"] == "note"
         assert told["reward rose"] == "note"
         last = eval_row(41, 0.2) | {"name": "sums", "num_invalid": 50, "invalid_reason": "why"}
@@ -226,13 +226,13 @@ class TestRecordedRuns:
         accuracy, reward, *_ = found = recorded(tmp_path, "good")
         assert accuracy["text"] == "held-out accuracy rose from 19.1% to 85.9% (+66.8 ± 3.3 points)"
         assert reward["text"] == "reward rose from 0.416 to 0.835 (+0.419 ± 0.049)"
-        assert "bad" not in {claim["level"] for claim in found}
+        assert "advice" not in {claim["level"] for claim in found}
 
     def test_a_hacked_reward_is_no_success(self, tmp_path: Path) -> None:
         first, *others = recorded(tmp_path, "hacked")
         assert first["text"].startswith("reward rose from 0.6")
-        assert first["text"].endswith(" while held-out accuracy fell: it may be hacked")
-        assert first["level"] == "bad"
+        assert first["text"].endswith(" while held-out accuracy fell: the reward may be hacked")
+        assert first["level"] == "advice"
         assert "good" not in {claim["level"] for claim in others}
 
     def test_brevity_that_was_asked_for_is_no_fraud(self, tmp_path: Path) -> None:
@@ -249,24 +249,24 @@ class TestRecordedRuns:
     def test_a_collapse_within_the_first_steps(self, tmp_path: Path) -> None:
         """The first fifth of the steps, which the end is compared with, is mostly after it."""
         texts = {claim["text"]: claim["level"] for claim in recorded(tmp_path, "too_fast")}
-        assert texts["reward fell from its best of 0.367 (step 2) to 0"] == "bad"
-        assert texts["held-out accuracy fell from 19.1% to 0.0% (-19.1 ± 2.5 points)"] == "bad"
-        assert texts["trainer and generators drift apart: KL up to 0.483 nats per token (step 2)"] == "bad"
+        assert texts["reward fell from its best of 0.367 (step 2) to 0"] == "advice"
+        assert texts["held-out accuracy fell from 19.1% to 0.0% (-19.1 ± 2.5 points)"] == "advice"
+        assert texts["trainer and generators drift apart: KL up to 0.483 nats per token (step 2)"] == "advice"
 
     def test_too_old_rollouts(self, tmp_path: Path) -> None:
         texts = {claim["text"]: claim["level"] for claim in recorded(tmp_path, "stale")}
-        assert texts["reward fell from its best of 0.508 (step 17) to 0.0694"] == "bad"
-        assert texts["trainer and generators drift apart: KL up to 1.37 nats per token (step 21)"] == "bad"
+        assert texts["reward fell from its best of 0.508 (step 17) to 0.0694"] == "advice"
+        assert texts["trainer and generators drift apart: KL up to 1.37 nats per token (step 21)"] == "advice"
 
     @pytest.mark.parametrize(
         ("solved", "held_out", "doubt"),
         [
-            ((0.8, 0.2), None, "while fewer answers are right: it may be hacked"),
+            ((0.8, 0.2), None, "while fewer answers are right: the reward may be hacked"),
             ((0.2, 0.8), None, None),
             ((0.5, 0.5), None, None),
             ((0.8, 0.2), (0.5, 0.52), None),
-            ((0.8, 0.9), (0.9, 0.5), "while held-out accuracy fell: it may be hacked"),
-            ((0.2, 0.8), (0.2, 0.22), "while held-out accuracy does not follow: it may be learnt by heart"),
+            ((0.8, 0.9), (0.9, 0.5), "while held-out accuracy fell: the reward may be hacked"),
+            ((0.2, 0.8), (0.2, 0.22), "while held-out accuracy does not follow: the run may memorize its prompts"),
             ((0.2, 0.8), (0.8, 0.82), None),
             ((0.2, 0.8), (0.2, 0.8), None),
         ],
@@ -292,7 +292,7 @@ class TestRecordedRuns:
             assert not doubted
         else:
             assert doubted == found[:1], "first"
-            assert found[0]["text"].endswith(doubt) and (found[0]["chart"], found[0]["level"]) == ("reward", "bad")
+            assert found[0]["text"].endswith(doubt) and (found[0]["chart"], found[0]["level"]) == ("reward", "advice")
         assert {"length", "truncated"} <= {claim["chart"] for claim in found}
 
     def test_a_reward_that_rises_alone_is_no_success_and_no_fraud(self, tmp_path: Path) -> None:

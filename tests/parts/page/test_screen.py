@@ -61,8 +61,8 @@ def test_shows_the_key_numbers(width, height, info, make_view, now_s):
     for words in (
         *("running-total", "43/100", "8/16 groups", "1m 42s", "eta 1m 53s"),  # 56.5 steps of 2 s
         *("generator-0", "decoding 96", "97%", "waits for rollouts", "58%", "seen 0.5s ago"),
-        *("3,240 tok/s", "running 96", "waiting 32", "mean 0.820", "max 1 of 2 (S 1)", "mean 0.624", "solved 63%"),
-        *("mean 31.4", "max 3.91", "capped 0.1%", "grad norm 0.834", "step 0 18.0%", "step 40 42.0%"),
+        *("3,240 tok/s", "running 96", "waiting 32", "mean 0.820", "max 1 of 2", "mean 0.624", "right 63%"),
+        *("mean 31.4", "max 3.91", "capped 0.1%", "grad norm 0.834", "now 42.0% (step 40)", "first 18.0% (step 0)"),
         *(
             "generator-bound over steps 34 to 43, 11s: the trainer waits",
             "adv +0.38",
@@ -84,12 +84,43 @@ def test_a_line_for_each_set(info, make_view, make_eval, now_s):
         return draw(Board(info=info, started_s=now_s, view=make_view(evals=tuple(evals))), 100, 40, now_s)
 
     screen = drawn(names[:5])
-    for line in (r"sums +step 0 0.4% +step 20 20.4%", r"a-long-name- +step 0 2.0% +step 20 22.0%", r"e +step 0 0.1%"):
+    for line in (r"sums +now 20.4% .step 20. +first 0.4%", r"a-long-name- +now 22.0%", r"e +now 20.1%"):
         assert re.search(line, screen), line
     assert "more sets" not in screen
     screen = drawn(names)
-    assert re.search(r"d +step 0 0.1%", screen) and not re.search(r"e +step 0 0.1%", screen)
+    assert re.search(r"d +now 20.1%", screen) and not re.search(r"e +now 20.1%", screen)
     assert "and 2 more sets" in screen
+
+
+def test_a_fall_from_the_best_accuracy_is_marked(info, make_view, make_eval, now_s):
+    """The best one and where it was stand next to the newest; one that is within its error is not marked."""
+    for last, style in ((0.07, "yellow"), (0.12, "bold")):
+        evals = tuple(make_eval(step, share) for step, share in ((0, 0.04), (75, 0.131), (100, last)))
+        text = frame(Board(info=info, started_s=now_s, view=make_view(evals=evals)), 80, 24, now_s)
+        assert re.search(rf"held-out +now {100 * last:.1f}% .step 100. +best 13.1% .step 75.", text.plain)
+        at = text.plain.index(f"{100 * last:.1f}% (step 100)")
+        assert style in {str(span.style) for span in text.spans if span.start <= at < span.end}
+
+
+def test_the_address_of_the_page_is_whole_in_the_header(info, make_view, now_s):
+    address = "http://127.0.0.1:41234/3Jk29dkLmNoPqRsTuVwXyZ12/"
+    for view in (None, make_view()):
+        board = Board(info=replace(info, watch=f"watch at {address}"), started_s=now_s, view=view)
+        assert re.match(rf" llamarl .*\n watch +{address}", draw(board, 80, 24, now_s))
+
+
+def test_no_column_is_cut_at_80_columns(info, make_view, make_metrics, now_s):
+    """However large the numbers are, and however long the states of executors."""
+    large = {"staleness_mean": 1234.5, "staleness_max": 123, "staleness_limit": 124, "grad_norm": 1.2e-5, "loss": -1e-4}
+    metrics = make_metrics(43, **large, importance_ratio_max=123_456.0, truncated_share=1.0, kl_to_behavior=1.2e-7)
+    state = "training, step 1,234 of 10,000"
+    executors = tuple(
+        ExecutorView(name=name, state=state, busy_share=1.0, heartbeat_s=now_s - 0.5)
+        for name in ("generator-0", "trainer")
+    )
+    view = make_view(metrics=metrics, executors=executors, generated_tokens_per_s=1e9, completions=())
+    screen = draw(Board(info=info, started_s=now_s, view=view), 80, 24, now_s)
+    assert "…" not in screen and screen.count(state) == 2
 
 
 def test_small_terminals_keep_what_matters(info, make_view, now_s):

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
 def _folder(path: str) -> RunFolder:
     if not (folder := RunFolder(Path(path))).config.exists():
         raise ConfigError(f"{path} has no config.toml; give the folder of a run, such as runs/demo")
-    if not folder.journal.exists() and not folder.events.exists():
+    if not folder.journal.exists() and not folder.trace.exists():
         raise ConfigError(f"{path} has no journal, as runs of `llamarl sft`; give one of `llamarl train`")
     return folder
 
