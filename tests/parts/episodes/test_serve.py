@@ -108,8 +108,7 @@ def test_the_newest_checkpoint_of_a_run(toml: Path, model: Path, tmp_path: Path)
             chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
             prompts.append(post(f"{url}/chat/completions", **chat)["usage"]["prompt_tokens"])
     assert said[0] == said[1]
-    text = "<user>x<assistant>"
-    assert prompts == [len(Tokenizer(model).encode(f"{tone}{text}")) for tone in ("kindly", "")]
+    assert prompts == [len(Tokenizer(model).encode("kindly<user>x<assistant>"))] * 2
 
 
 def test_a_call_that_nobody_waits_for_gives_its_place_back(model: Path) -> None:
