@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 from llamarl.config.schema import GeneratorConfig
+from llamarl.data.chat_format import with_chat
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.executors.backends import open_native
 from llamarl.parts.episodes.cli.serve import EngineThread
@@ -141,12 +142,12 @@ def test_a_call_that_nobody_waits_for_gives_its_place_back(model: Path) -> None:
 @asynccontextmanager
 async def served_here(model: Path) -> AsyncIterator[Any]:
     """What `llamarl serve` answers by, without a port."""
-    tokenizer = Tokenizer(model)
+    tokenizer = with_chat(Tokenizer(model))
     engine = EngineThread(open_native(str(model), GeneratorConfig(max_running=4), None, False, None).engine)
     engine.loop = asyncio.get_running_loop()
     ended = engine.loop.run_in_executor(None, engine.run)
     endpoint = Endpoint(
-        tokenizer=tokenizer, model="tiny", context=256, generate=engine.generate,
+        tokenizer=tokenizer, model="tiny", context=256, generate=engine.generate, score=engine.score,
         sampling=SamplingParams(max_new_tokens=256, stop_token_ids=tokenizer.eos_token_ids),
     )  # fmt: skip
     yield build_app(lambda key: (endpoint, Session()), engine.metrics)

@@ -121,12 +121,7 @@ class Endpoint:
     def _read_text(self, session: Session, body: Json) -> _Asked:
         call = protocol.read(protocol.CompletionCall, body)
         self.check_model(call.model)
-        if len(call.prompts) * call.n > protocol.MAX_PROMPTS:
-            said = f"{len(call.prompts)} prompts with n = {call.n}: a call has {protocol.MAX_PROMPTS} answers at most"
-            raise CallRefused(400, said, param="n")
-        if self.score is None and (call.logprobs or 0) + (call.echo and call.wants_logprobs) > 1:
-            said = "this endpoint has log-probabilities of sampled tokens only: leave echo out, or ask for 0"
-            raise CallRefused(400, f"logprobs = {call.logprobs}: {said}", param="logprobs")
+        call.check(has_scores=self.score is not None)
         prompts = [self._text_prompt(session, prompt) for prompt in call.prompts]
 
         def choice(number: int, rollout: Rollout) -> Json:

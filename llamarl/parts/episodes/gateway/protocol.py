@@ -248,13 +248,21 @@ class CompletionCall(ModelCall):
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None
 
-    @validator(mode="after")
-    def _fits_together(self) -> CompletionCall:
+    def check(self, *, has_scores: bool) -> None:
+        """Raises CallRefused: options do not fit together, or ask for scores where an endpoint has none."""
         if self.limit == 0 and not self.echo:
-            raise ValueError("max_tokens = 0 is for echo = true; ask for 1 at least")
-        if self.stream and (self.echo or (self.logprobs or 0) > 1):
-            raise ValueError("echo, and logprobs over 1, are not streamed; leave stream out")
-        return self
+            raise CallRefused(400, "max_tokens = 0 is for echo = true; ask for 1 at least", param="max_tokens")
+        if self.stream and self.echo:
+            raise CallRefused(400, "echo = true is not streamed; leave stream out", param="echo")
+        if self.stream and (self.logprobs or 0) > 1:
+            said = f"logprobs = {self.logprobs}: alternatives are not streamed; leave stream out, or ask for 1"
+            raise CallRefused(400, said, param="logprobs")
+        if not has_scores and (self.logprobs or 0) + (self.echo and self.wants_logprobs) > 1:
+            said = "this endpoint has log-probabilities of sampled tokens only; leave echo out, or ask for 0"
+            raise CallRefused(400, f"logprobs = {self.logprobs}: {said}", param="logprobs")
+        if len(self.prompts) * self.n > MAX_PROMPTS:
+            said = f"n = {self.n} for {len(self.prompts)} prompts: a call has {MAX_PROMPTS} answers at most"
+            raise CallRefused(400, said, param="n")
 
 
 C = TypeVar("C", bound=ModelCall)
@@ -358,15 +366,22 @@ def text_logprobs(
             tops.append(None)
             continue
         found = dict[str, float]()
-        likeliest = scores.top_ids_T_K[place].tolist()
-        for other, value in zip(_texts(tokenizer, likeliest), scores.top_logprobs_T_K[place].tolist(), strict=True):
-            found[other] = max(value, found.get(other, value))
-        tops.append(found | ({text: logprob} if ids[place + 1 - first] not in likeliest else {}))
+        token, likeliest = ids[place + 1 - first], scores.top_ids_T_K[place].tolist()
+        for other, name, value in zip(
+            likeliest, _texts(tokenizer, likeliest), scores.top_logprobs_T_K[place].tolist(), strict=True
+        ):
+            found.setdefault(_key(other, name), value)
+        tops.append(found | ({} if token in likeliest else {_key(token, text): logprob}))
     starts = np.cumsum([0, *map(len, texts)])[:-1]
     return {
         "tokens": texts, "token_logprobs": own, "top_logprobs": tops if has_top else None,
         "text_offset": starts.tolist(),
     }  # fmt: skip
+
+
+def _key(token_id: int, text: str) -> str:
+    """Name of a token among others at its place: its text, or its id where it is part of a character only."""
+    return f"token_id:{token_id}" if "\ufffd" in text else text
 
 
 def _texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
