@@ -55,6 +55,11 @@ def invalid(reason: str) -> RewardResult:
     return RewardResult(outcome=Outcome.INVALID, value=0.0, reason=reason)
 
 
+def absent(reason: str) -> RewardResult:
+    """The reward has no opinion about the row."""
+    return RewardResult(outcome=Outcome.INVALID, value=0.0, reason=reason, is_absent=True)
+
+
 def sound(result: Any) -> RewardResult:
     """A result that a user's code gave; one that is none, or whose value nobody can reckon with, judges nothing."""
     is_number = isinstance(result, RewardResult) and isinstance(result.value, Real)
