@@ -131,11 +131,13 @@ def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence
 
 def _beginning(config: RunConfig, options: argparse.Namespace, machine: MachineMemory | None) -> dict[str, list[str]]:
     """First prompt and answers of each source of a run, as lines by topic. Raises ConfigError: it cannot start."""
+    from llamarl.run.adapted import with_adapter_merged
     from llamarl.run.begin import check_start, has_base_model, looked_ahead
     from llamarl.run.prepare import each_source
     from llamarl.run.preview import answers, first_prompt
     from llamarl.run.sources import of_source
 
+    config = with_adapter_merged(config, command="llamarl train", writes=False)
     run = check_start(config, resume=options.resume, overwrite=options.overwrite, is_here=machine is None)
     if not has_base_model(config):
         return {"first prompt": [f"not known before the start has made {config.model.path}"]}

@@ -24,6 +24,8 @@ class ModelConfig(Section):
     `owner/name@revision`."""
     warm_start: FilePath = ""
     """An SFT TOML that makes `path` when it is missing (relative to this file); empty: `path` must exist."""
+    adapter: FilePath = ""
+    """Folder of a LoRA adapter in PEFT's format, merged into `path` before the run starts; empty: none."""
 
 
 def staleness_limit(max_staleness: int, prompts_per_step: int, window: int) -> int:

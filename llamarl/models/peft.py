@@ -42,8 +42,12 @@ class Adapter:
     """Factor of B @ A."""
 
     @classmethod
-    def of(cls, folder: str | Path) -> Adapter:
-        """Reads adapter_config.json. Raises ConfigError: a setting is not supported, or the base model is not found."""
+    def of(cls, folder: str | Path, base: str = "") -> Adapter:
+        """Reads adapter_config.json; `base` stands for the base model that it names.
+
+        Raises:
+            ConfigError: a setting is not supported, or the base model is not found.
+        """
         folder = Path(folder)
         settings = read_json(folder / PEFT_CONFIG, _FIX)
         for name, values in _PLAIN.items():
@@ -55,7 +59,7 @@ class Adapter:
                 f"{folder / PEFT_CONFIG}: r = {rank!r}, lora_alpha = {alpha!r}: numbers are needed; {_FIX}"
             )
         scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-        return cls(folder=folder, base=_base(folder, settings), scale=scale)
+        return cls(folder=folder, base=base or _base(folder, settings), scale=scale)
 
     def merge(self, base: str, to: Path, dtype: torch.dtype = torch.float32) -> None:
         """Writes the base model with the adapter merged in, and the adapter's tokenizer files where it has some.

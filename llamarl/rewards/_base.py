@@ -61,7 +61,10 @@ def absent(reason: str) -> RewardResult:
 
 
 def sound(result: Any) -> RewardResult:
-    """A result that a user's code gave; one that is none, or whose value nobody can reckon with, judges nothing."""
+    """A result that a user's code gave; one that is none, or whose value nobody can reckon with, judges nothing, and
+    None is an absent result."""
+    if result is None:
+        return absent("the reward gave None: no opinion about this row")
     is_number = isinstance(result, RewardResult) and isinstance(result.value, Real)
     if is_number and abs(result.value) <= MAX_REWARD:  # NaN is not; an integer may have any size
         return result

@@ -10,6 +10,7 @@ from pathlib import Path
 from llamarl.cluster.open import check_cluster
 from llamarl.config import RunConfig, load_sft_config
 from llamarl.config.ref import part
+from llamarl.run.adapted import with_adapter_merged
 from llamarl.run.folder import RunFolder, check_run_folder, prepare_run_folder
 from llamarl.run.memory import MachineMemory
 from llamarl.run.names import resolved
@@ -48,6 +49,7 @@ def begin(
         ConfigError: it cannot start; nothing was written but a base model.
     """
     with delays():
+        config = with_adapter_merged(config, command=command)
         run = check_start(config, resume=resume, overwrite=overwrite)
     if not has_base_model(config):
         part("sft", "ensure_base_model")(config)

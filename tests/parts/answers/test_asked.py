@@ -157,3 +157,25 @@ def test_a_format_that_no_chat_has_is_said(trained: Callable[[str], Run], tmp_pa
     done = llamarl_here("export", other)
     assert done.returncode == 0 and "'solution'" in done.stdout, done.stderr
     assert not Tokenizer(other / "export").has_chat_template
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_run_starts_from_an_adapter(trained: Callable[[str], Run], tmp_path: Path, command: str) -> None:
+    """`model.adapter`: what the adapter had learnt is where the run begins."""
+    run, export = trained("lora")
+    toml = write_toml(tmp_path, run.parents[1] / "model")
+    rate = ("--trainer.learning_rate", "1e-10", "--steps", "1", "--cluster.kind", "inline", "--screen.kind", "none")
+    words = (toml, "--model.adapter", export, "--output", tmp_path / "runs", *rate)
+    if command == "train":
+        done = llamarl_here("train", *words, "--dry-run")
+        assert done.returncode == 0 and not (tmp_path / "runs").exists(), done.stderr
+    done = llamarl_here(command, *words)
+    assert done.returncode == 0, done.stderr
+    half = ("--generator.dtype", "bfloat16")
+    assert answer(tmp_path / "runs/tiny", tmp_path, *half)[0] == pytest.approx(answer(export, tmp_path)[0], abs=1e-2)
+    done = llamarl_here(command, *words, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert len([*(tmp_path / "runs/.merged").iterdir()]) == 1
+    words = (toml, "--model.path", export, "--output", tmp_path / "other", *rate)
+    done = llamarl_here(command, *words)
+    assert done.returncode == 2 and "model.adapter" in done.stderr
