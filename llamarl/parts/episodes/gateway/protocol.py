@@ -366,12 +366,13 @@ def text_logprobs(
             tops.append(None)
             continue
         found = dict[str, float]()
-        token, likeliest = ids[place + 1 - first], scores.top_ids_T_K[place].tolist()
-        for other, name, value in zip(
-            likeliest, _texts(tokenizer, likeliest), scores.top_logprobs_T_K[place].tolist(), strict=True
-        ):
-            found.setdefault(_key(other, name), value)
-        tops.append(found | ({} if token in likeliest else {_key(token, text): logprob}))
+        token, found = ids[place + 1 - first], dict[str, tuple[int, float]]()
+        likeliest, values = scores.top_ids_T_K[place].tolist(), scores.top_logprobs_T_K[place].tolist()
+        for other, name, value in zip(likeliest, _texts(tokenizer, likeliest), values, strict=True):
+            found.setdefault(_key(other, name), (other, value))
+        if found.get(key := _key(token, text), (token,))[0] == token:  # as it was sampled
+            found[key] = token, logprob
+        tops.append({name: value for name, (_, value) in found.items()})
     starts = np.cumsum([0, *map(len, texts)])[:-1]
     return {
         "tokens": texts, "token_logprobs": own, "top_logprobs": tops if has_top else None,
