@@ -108,10 +108,12 @@ def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence
     """Prints what follows from the settings and what the run would begin with, as comments, and all settings; the exit
     code. Raises ConfigError: the run cannot start."""
     from llamarl.run.memory import described_machine
+    from llamarl.run.start_model import with_start_model
 
     machine = described_machine(options.gpus) if options.gpus else None
     with told_of_delay("train"):
-        beginning = _beginning(config, options, machine)  # fetches what it needs, and the forecast finds it
+        start = with_start_model(config, command="llamarl train", writes=False)
+        beginning = _beginning(start, options, machine)  # fetches what it needs, and the forecast finds it
         try:
             explained = part("forecast", "explained")
         except ConfigError as error:
@@ -119,7 +121,7 @@ def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence
                 raise
             found: dict[str, Any] = {"consequences": {"forecast": [f"not known: {error}"]}}
         else:
-            found = explained(config, options.config, overrides, machine)
+            found = explained(start, options.config, overrides, machine)
         found["consequences"] |= beginning
     if options.json:
         print(json.dumps(found, indent=2))
@@ -131,13 +133,11 @@ def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence
 
 def _beginning(config: RunConfig, options: argparse.Namespace, machine: MachineMemory | None) -> dict[str, list[str]]:
     """First prompt and answers of each source of a run, as lines by topic. Raises ConfigError: it cannot start."""
-    from llamarl.run.adapted import with_adapter_merged
     from llamarl.run.begin import check_start, has_base_model, looked_ahead
     from llamarl.run.prepare import each_source
     from llamarl.run.preview import answers, first_prompt
     from llamarl.run.sources import of_source
 
-    config = with_adapter_merged(config, command="llamarl train", writes=False)
     run = check_start(config, resume=options.resume, overwrite=options.overwrite, is_here=machine is None)
     if not has_base_model(config):
         return {"first prompt": [f"not known before the start has made {config.model.path}"]}

@@ -20,8 +20,8 @@ from llamarl.config.trainer import TrainerConfig
 
 class ModelConfig(Section):
     path: FilePath
-    """Hugging Face folder (`config.json`, `model.safetensors`, `tokenizer.json`), or a name of the Hub: `owner/name`,
-    `owner/name@revision`."""
+    """Hugging Face folder (`config.json`, `model.safetensors`, `tokenizer.json`), a name of the Hub: `owner/name`,
+    `owner/name@revision`, or a run folder: its newest checkpoint."""
     warm_start: FilePath = ""
     """An SFT TOML that makes `path` when it is missing (relative to this file); empty: `path` must exist."""
     adapter: FilePath = ""

@@ -265,12 +265,15 @@ def save_tensors(
 
 def small_files(base: str | Path) -> list[Path]:
     """Files of a model's folder besides weights, config.json, README.md and records of llamarl, by name: what an export
-    copies."""
+    copies. Links out of the folder are left out, except those of the Hub's cache: an export may be published."""
     folder = folder_of(base)
+    real = folder.resolve()
+    root = real.parents[1] if real.parent.name == "snapshots" else real
     return sorted(
         path
         for path in (folder.iterdir() if folder.is_dir() else ())
         if path.is_file()
+        and (path.name in TOKENIZER_FILES or path.resolve().is_relative_to(root))
         and path.suffix in _SMALL_SUFFIXES
         and not path.name.startswith((".", "llamarl", "adapter_"))
         and not path.name.endswith(".index.json")

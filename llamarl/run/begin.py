@@ -10,13 +10,13 @@ from pathlib import Path
 from llamarl.cluster.open import check_cluster
 from llamarl.config import RunConfig, load_sft_config
 from llamarl.config.ref import part
-from llamarl.run.adapted import with_adapter_merged
 from llamarl.run.folder import RunFolder, check_run_folder, prepare_run_folder
 from llamarl.run.memory import MachineMemory
 from llamarl.run.names import resolved
 from llamarl.run.prepare import Prepared, check_here, check_parts, each_source, prepare, settle
 from llamarl.run.preview import check_functions
 from llamarl.run.sources import of_source
+from llamarl.run.start_model import with_start_model
 from llamarl.training.base_model import is_made
 
 Delays = Callable[[], AbstractContextManager[object]]
@@ -49,7 +49,7 @@ def begin(
         ConfigError: it cannot start; nothing was written but a base model.
     """
     with delays():
-        config = with_adapter_merged(config, command=command)
+        config = with_start_model(config, command=command)
         run = check_start(config, resume=resume, overwrite=overwrite)
     if not has_base_model(config):
         part("sft", "ensure_base_model")(config)

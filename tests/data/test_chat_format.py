@@ -12,7 +12,7 @@ import pytest
 from llamarl.config import ConfigError
 from llamarl.config.data import DataConfig
 from llamarl.data.chat_format import chat_template_of, of_run, settled_format, text_chat_template
-from llamarl.data.prompts import CHAT, header_warning, render
+from llamarl.data.prompts import CHAT, header_warning, load_prompts, render
 from llamarl.data.sources import ProblemRow
 from llamarl.data.tokenizer import Tokenizer
 
@@ -137,3 +137,15 @@ def test_a_template_that_does_not_open_the_answer_is_told(
     tokenizer = make_tokenizer(eos_token="<|endoftext|>", chat_template=template)
     said = header_warning(DataConfig(train="jsonl", template=CHAT), tokenizer)
     assert ("add_generation_prompt" in said and "<assistant>" in said) == warns == bool(said)
+
+
+def test_the_start_warns_of_it(make_tokenizer: MakeTokenizer) -> None:
+    config = {"train": {"name": "running_total", "count": 3}}
+    for template, warns in (
+        (CHATTY, False),
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", True),
+    ):
+        tokenizer = make_tokenizer(eos_token="<|endoftext|>", chat_template=template)
+        found = load_prompts(DataConfig.model_validate(config), tokenizer, 1 << 10)
+        assert any("add_generation_prompt" in said for said in found.warnings) == warns
+        shutil.rmtree(tokenizer.folder)

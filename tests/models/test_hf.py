@@ -275,6 +275,8 @@ def test_a_models_own_files_and_keys_stay(folder: Path, tmp_path: Path) -> None:
     (base / "generation_config.json").write_text(json.dumps(settings))
     for name in ("tokenizer.json", "LICENSE", "vocab.json", "added_tokens.json", "README.md", "pytorch_model.bin"):
         (base / name).write_text("{}")
+    (tmp_path / "secret").write_text("key")
+    (base / "NOTICE").symlink_to(tmp_path / "secret")
     for name in ("llamarl_sft.json", ".hidden", "adapter_config.json", "model.safetensors.index.json", "a.gguf"):
         (base / name).write_text("{}")
     model, texts = load_model(base, torch.float32, "cpu"), {"README.md": f"{hf.CARD_MARK}", "vocab.json": "[]"}

@@ -175,7 +175,22 @@ def test_a_run_starts_from_an_adapter(trained: Callable[[str], Run], tmp_path: P
     assert answer(tmp_path / "runs/tiny", tmp_path, *half)[0] == pytest.approx(answer(export, tmp_path)[0], abs=1e-2)
     done = llamarl_here(command, *words, "--resume")
     assert done.returncode == 0, done.stderr
-    assert len([*(tmp_path / "runs/.merged").iterdir()]) == 1
+    assert len([*(tmp_path / "runs/.models").iterdir()]) == 1
     words = (toml, "--model.path", export, "--output", tmp_path / "other", *rate)
     done = llamarl_here(command, *words)
     assert done.returncode == 2 and "model.adapter" in done.stderr
+
+
+def test_a_run_starts_from_another_run(trained: Callable[[str], Run], tmp_path: Path) -> None:
+    """`model.path` names a run: its newest checkpoint, with its prompt format."""
+    run, export = trained("examples")
+    toml = write_toml(tmp_path, run)
+    rate = ("--trainer.learning_rate", "1e-10", "--steps", "1", "--cluster.kind", "inline", "--screen.kind", "none")
+    words = (toml, "--output", tmp_path / "runs", *rate)
+    done = llamarl_here("train", *words, "--dry-run")
+    assert done.returncode == 0 and not (tmp_path / "runs").exists(), done.stderr
+    done = llamarl_here("sft", *words)
+    assert done.returncode == 0, done.stderr
+    found, shown = answer(tmp_path / "runs/tiny", tmp_path)
+    assert repr(PROMPTS["examples"]) in shown and found["text"] == answer(export, tmp_path)[0]["text"]
+    assert llamarl_here("sft", *words, "--resume").returncode == 0

@@ -57,10 +57,10 @@ def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
     from llamarl.controller.supervision import Interrupted
     from llamarl.parts.sft.base_model import ensure_base_model
     from llamarl.parts.sft.run import SftRun, load_documents, place_trainer
-    from llamarl.run.adapted import with_adapter_merged
     from llamarl.run.folder import FolderLost, check_run_folder, prepare_run_folder
     from llamarl.run.names import resolved
     from llamarl.run.prepare import settle
+    from llamarl.run.start_model import with_start_model
     from llamarl.training.result import NonFiniteStep
 
     def warn(said: str) -> None:
@@ -68,7 +68,7 @@ def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
 
     with told_of_delay("sft"):
         check_cluster(config.cluster)
-        config = with_adapter_merged(config, command="llamarl sft")
+        config = with_start_model(config, command="llamarl sft")
         path = check_run_folder(config, resume=resume, overwrite=overwrite)
     ensure_base_model(config)
     here = config.cluster.kind != "hosts"  # hosts fetch weights for themselves
