@@ -63,11 +63,11 @@ gpu-check: ## On a machine with a GPU: tests, demo, speeds beside their bars (WH
 
 vllm: $(DEV) $(VLLM)/.llamarl-ready ## Build an environment with vLLM, for the CPU, and check the adapter against it
 	@echo "vllm: pytest"
-	@LLAMARL_VLLM_PYTHON=$(VLLM)/bin/python $(VENV)/bin/python -m pytest --quiet tests/generation/test_vllm.py
+	@LLAMARL_VLLM_PYTHON=$(VLLM)/bin/python $(VENV)/bin/python -m pytest --quiet tests/parts/vllm/test_vllm.py
 
 verifiers: $(DEV) $(VERIFIERS)/.llamarl-ready ## Build an environment with the package verifiers, and let it ask `llamarl serve`
 	@echo "verifiers: pytest"
-	@LLAMARL_NIGHTLY=1 $(VENV)/bin/python -m pytest --quiet tests/cli/test_verifiers.py
+	@LLAMARL_NIGHTLY=1 $(VENV)/bin/python -m pytest --quiet tests/parts/episodes/test_verifiers.py
 
 clean: ## Remove the environment and every cache; runs/ stays
 	rm -rf $(VENV) $(VLLM) $(VERIFIERS) .gpu-site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

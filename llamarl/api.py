@@ -115,10 +115,10 @@ def evaluate(
     """Answers and scores problems, as `llamarl eval` does; of problems in several sets, a record for each by its name.
 
     Args:
-        model: Hugging Face folder, or name of the Hub.
+        model: run folder (its newest checkpoint), export, adapters, Hugging Face folder, or name of the Hub.
         data: held-out problems, as `eval_data` of `train`; None: those of `config`.
         reward: as for `train`; None: those of `config`.
-        config: of a run, whose data, reward and limits count.
+        config: of a run, whose data, reward and limits count; None: that of the run which `model` names.
         settings: as for `train`.
 
     Raises:
@@ -139,8 +139,9 @@ def generate(model: str | Path, prompts: Iterable[str], *, chat: bool = False, *
     """Answers prompts by the engine alone, as `llamarl generate` does: rows in the order of the prompts.
 
     Args:
-        model: Hugging Face folder, or name of the Hub.
-        chat: each prompt is a user's message in the chat template.
+        model: run folder (its newest checkpoint), export, adapters, Hugging Face folder, or name of the Hub.
+        chat: insist on the chat template. Otherwise prompts are written as the run wrote its questions; of a model
+            without a run in its chat template, else with a line break behind each.
         settings: as for `train`, such as `rollout={"max_new_tokens": 64}, eval={"samples": 4, "temperature": 1.0}`.
 
     Raises:

@@ -392,6 +392,9 @@ class RewardResult:
     """Result of a weighted sum's first part, which alone decides whether the response is right."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Values of a weighted sum's parts by name, before their weights."""
+    is_absent: bool = False
+    """The reward has no opinion about this row, as `None` says. A weighted sum leaves such a part out; INVALID where
+    no part has an opinion. Not on record."""
 
     def __post_init__(self) -> None:
         """Cuts the reason."""

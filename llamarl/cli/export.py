@@ -24,6 +24,9 @@ def main(arguments: Sequence[str]) -> int:
         "folder", metavar="FOLDER", nargs="?", help="where to write (RUN/export; RUN/merged with --merge)"
     )
     parser.add_argument("--merge", action="store_true", help="merge a LoRA run's adapters: write a whole model")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="type of the weights (trainer.dtype; float32 for adapters)"
+    )
     parser.add_argument("--step", type=int, help="checkpoint of this step (the newest)")
     parser.add_argument(
         "--rollouts", action="store_true", help="write instead every rollout that was trained on, a line of JSON each"
@@ -55,10 +58,12 @@ def _export(options: argparse.Namespace) -> int:
     from llamarl.run.export import export
 
     config = load_recorded(run / "config.toml")
-    step, folder = export(run, config, options.folder, options.step, options.merge, command="llamarl export")
-    print(f"step {step}: {folder}")
+    found = export(
+        run, config, options.folder, options.step, options.merge, command="llamarl export", dtype=options.dtype
+    )
+    print(f"step {found.step}: {found.folder}", found.why, found.prompts, sep="\n")
     if name is not None:
-        _push(run, config, folder, step, name, options)
+        _push(run, config, found.folder, found.step, name, options)
     return 0
 
 
@@ -87,7 +92,7 @@ def _push(run: Path, config: RunConfig, folder: Path, step: int, name: HubName, 
 def _export_rollouts(run: Path, options: argparse.Namespace) -> int:
     from llamarl.run.rollouts import rollout_lines
 
-    for name in ("folder", "merge", "step"):
+    for name in ("folder", "merge", "step", "dtype"):
         if getattr(options, name) not in (None, False):
             raise ConfigError(f"--rollouts writes rows and no model, so {name} means nothing; leave one of them out")
     output = check_output(options.output or run / "rollouts.jsonl")

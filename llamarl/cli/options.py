@@ -23,6 +23,7 @@ RENAMED = {
 }
 """Options of before that were not called as the setting is."""
 MODEL_HELP = "Hugging Face folder, or a name of the Hub: owner/name, owner/name@revision"
+ASKED_HELP = f"run folder (its newest checkpoint), export, or {MODEL_HELP}"
 ENGINE = tuple(f"generator.{name}" for name in GeneratorConfig.model_fields if name not in ("backend", "vllm"))
 """Settings of an engine alone, without a run around it."""
 DELAY_S = 8.0

@@ -111,10 +111,12 @@ def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence
     """Prints what follows from the settings and what the run would begin with, as comments, and all settings; the exit
     code. Raises ConfigError: the run cannot start."""
     from llamarl.run.memory import described_machine
+    from llamarl.run.start_model import with_start_model
 
     machine = described_machine(options.gpus) if options.gpus else None
     with told_of_delay("train"):
-        beginning = _beginning(config, options, machine)  # fetches what it needs, and the forecast finds it
+        start = with_start_model(config, command="llamarl train", writes=False)
+        beginning = _beginning(start, options, machine)  # fetches what it needs, and the forecast finds it
         try:
             explained = part("forecast", "explained")
         except ConfigError as error:
@@ -122,7 +124,7 @@ def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence
                 raise
             found: dict[str, Any] = {"consequences": {"forecast": [f"not known: {error}"]}}
         else:
-            found = explained(config, options.config, overrides, machine)
+            found = explained(start, options.config, overrides, machine)
         found["consequences"] |= beginning
     if options.json:
         print(json.dumps(found, indent=2))

@@ -157,6 +157,11 @@ def _place(path: str | Path) -> Path:
     return own if "/" not in str(path) and not given.is_file() and own.is_file() else given
 
 
+def file_of_run(path: str | Path) -> Path:
+    """The file that a command reads when it is given a path, or the name of a file that comes with the package."""
+    return _place(path).absolute()
+
+
 def _parsed(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
     names = ", ".join(sorted(one.stem for one in PACKAGED.glob("*.toml")))
     text = read_text(path := _place(path), f"give the path of a TOML file, or one of {names}")

@@ -20,10 +20,12 @@ from llamarl.config.trainer import TrainerConfig
 
 class ModelConfig(Section):
     path: FilePath
-    """Hugging Face folder (`config.json`, `model.safetensors`, `tokenizer.json`), or a name of the Hub: `owner/name`,
-    `owner/name@revision`."""
+    """Hugging Face folder (`config.json`, `model.safetensors`, `tokenizer.json`), a name of the Hub: `owner/name`,
+    `owner/name@revision`, or a run folder: its newest checkpoint."""
     warm_start: FilePath = ""
     """An SFT TOML that makes `path` when it is missing (relative to this file); empty: `path` must exist."""
+    adapter: FilePath = ""
+    """Folder of a LoRA adapter in PEFT's format, merged into `path` before the run starts; empty: none."""
 
 
 def staleness_limit(max_staleness: int, prompts_per_step: int, window: int) -> int:

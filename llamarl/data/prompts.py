@@ -121,6 +121,7 @@ def load_prompts(
             f"(it is {config.max_prompt_tokens}, the model's context {context_tokens})"
         )
     warnings, note = left_out(source, f"data.{which}"), ""
+    warnings += [said for said in (header_warning(config, tokenizer),) if said]
     if num_overlong := len(rows) - len(prompts):
         fix = f"data.max_prompt_tokens = {config.max_prompt_tokens}"
         warnings.append(f"data.{which}: {num_overlong} prompts are too long and were skipped ({fix})")
@@ -129,8 +130,31 @@ def load_prompts(
         prompts, fitting = list(compress(prompts, keeps)), list(compress(fitting, keeps))
     return PromptSet(
         prompts=tuple(prompts), rows=tuple(fitting), warnings=tuple(warnings), note=note,
-        first_prompt=_shown(given, config.template, tokenizer.decode(prompts[0].token_ids_T, skip_special=False)),
+        first_prompt=shown_prompt(given, config.template, tokenizer.decode(prompts[0].token_ids_T, skip_special=False)),
     )  # fmt: skip
+
+
+def header_warning(data: DataConfig, tokenizer: Tokenizer) -> str:
+    """Sentence about a chat template that ignores `add_generation_prompt`, although it writes a header in front of the
+    assistant's turns: the policy then has to write that header itself. Empty: the template opens the turn."""
+    if data.template != CHAT or not tokenizer.has_chat_template:
+        return ""
+    asked, mark = [{"role": "user", "content": "."}], "\ufdd0reply\ufdd0"
+    try:
+        opened, plain = (tokenizer.apply_chat_template(asked, add_generation_prompt=one) for one in (True, False))
+        whole = tokenizer.apply_chat_template(
+            [*asked, {"role": "assistant", "content": mark}], add_generation_prompt=False
+        )
+    except ConfigError:
+        return ""
+    header, found, _ = whole.removeprefix(plain).partition(mark)
+    if opened != plain or not found or not whole.startswith(plain) or not header.strip():
+        return ""
+    return (
+        f"the chat template of {tokenizer.folder} ignores add_generation_prompt: prompts end without {header!r}, which "
+        "it writes in front of the assistant's turns, so the policy has to learn to write it; add it to the template, "
+        "behind {% if add_generation_prompt %}"
+    )
 
 
 def _read(source: ProblemSource, most: int | None, option: str) -> list[ProblemRow]:
@@ -163,7 +187,7 @@ def left_out(source: ProblemSource, option: str) -> list[str]:
     return [f"{option}: columns that hold what is no JSON value are left out: {names}"]
 
 
-def _shown(given: str, template: str, text: str) -> str:
+def shown_prompt(given: str, template: str, text: str) -> str:
     """Sentence on a prompt and the template that has made it: the given one, or the one that `auto` is."""
     if len(text) > _SHOWN:
         text = f"{text[: _SHOWN * 2 // 3]} ... {text[-_SHOWN // 3 :]}"
@@ -201,13 +225,18 @@ def render(row: ProblemRow, config: DataConfig, tokenizer: Tokenizer, tools: Seq
     if config.template == CHAT:
         head, own = conversation(row, config)
         return tokenizer.apply_chat_template(head + own, tools=tools)
+    return examples_text(config) + render_text(row, config.template)
+
+
+def examples_text(config: DataConfig) -> str:
+    """Text of `data.examples` in front of a question, of a text template. Raises ConfigError."""
     before = ""
     for one in config.examples:
         shown = ProblemRow(
             problem_id="of data.examples", question=one["question"], answer=one["answer"], metadata=dict(one)
         )
         before += f"{fill_template(shown, config.template)}{shown.answer}\n\n"
-    return before + render_text(row, config.template)
+    return before
 
 
 def render_text(row: ProblemRow, template: str) -> str:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from datetime import date
 from functools import cached_property, partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from llamarl.config.hub import folder_of
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _Dicts = Sequence[Mapping[str, Any]]
 SENTINEL = "\ufdd0turn\ufdd0"
@@ -110,7 +112,7 @@ class Tokenizer:
     def encode_prompts(self, texts: Sequence[str], *, is_chat: bool) -> list[np.ndarray]:
         """Tokens of each prompt, int32 [T]. What the folder's post-processor puts in front, such as BOS, is there once,
         whether the text has it already, as most chat templates write it, or not."""
-        first, rows_T = self._first_ids, self.encode_batch(texts, add_special_tokens=not is_chat)
+        first, rows_T = self.first_ids, self.encode_batch(texts, add_special_tokens=not is_chat)
         if not len(first):
             return rows_T
 
@@ -122,7 +124,8 @@ class Tokenizer:
         return [row_T[len(first) :] if begins(row_T[len(first) :]) else row_T for row_T in rows_T]
 
     @cached_property
-    def _first_ids(self) -> np.ndarray:
+    def first_ids(self) -> np.ndarray:
+        """Tokens that the folder's post-processor puts in front of a text, such as BOS, int32 [T]."""
         plain_T, whole_T = self.encode("a"), self.encode("a", add_special_tokens=True)
         where = next(at for at in range(len(whole_T)) if np.array_equal(whole_T[at : at + len(plain_T)], plain_T))
         return whole_T[:where]
@@ -289,6 +292,18 @@ class Tokenizer:
         return bool(self._template_text)
 
     @property
+    def template_text(self) -> str | None:
+        """Text of the chat template; None means that there is none."""
+        return self._template_text
+
+    def with_template(self, text: str) -> Tokenizer:
+        """The same tokenizer with another chat template, which takes no arguments."""
+        other = copy(self)
+        other.__dict__.pop("_chat_template", None)
+        other._template_text, other._arguments = text, {}
+        return other
+
+    @property
     def tells_date(self) -> bool:
         """The chat template writes today's date, and so other prompts on another day."""
         return "strftime_now" in (self._template_text or "")
@@ -299,7 +314,7 @@ class Tokenizer:
         return tool_format(self._template_text or "")
 
     def _read_template(self) -> str | None:
-        file = self.folder / "chat_template.jinja"
+        file = self.folder / TEMPLATE_FILE
         template = read_text(file, _FIX) if file.exists() else self._config.get("chat_template")
         if isinstance(template, list):
             template = next((item["template"] for item in template if item["name"] == "default"), None)

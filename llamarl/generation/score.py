@@ -84,6 +84,35 @@ def logprobs_of(
     ])  # fmt: skip
 
 
+@torch.inference_mode()
+def top_logprobs(
+    model: EngineModel, token_ids_T: np.ndarray, num_top: int, temperature: float = 1.0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Log-probabilities of the tokens after the first, float32 [T - 1], and ids and log-probabilities of the likeliest
+    tokens at their places, [T - 1, num_top].
+
+    Raises:
+        ValueError: the sequence is empty, longer than the context, or has ids that the model does not know.
+    """
+    context, vocab_size = model.shape.max_position_embeddings, model.shape.vocab_size
+    if not 0 < len(token_ids_T) <= context:
+        raise ValueError(f"the sequence has {len(token_ids_T)} tokens; between 1 and the context {context} can be")
+    if error := unknown_id(token_ids_T, vocab_size):
+        raise ValueError(f"the sequence has {error}")
+    num_top, ids = min(num_top, vocab_size), torch.from_numpy(token_ids_T.astype(np.int64)).to(model.device)
+    own, top_ids, top = (torch.empty(0, *width) for width in ((), (num_top,), (num_top,)))
+    if len(ids) > 1:
+        positions = torch.arange(len(ids) - 1, device=model.device)
+        hidden_N_D, rows = model(ids[:-1], positions, causal_attend([len(ids) - 1])), max(1, _LOGITS // vocab_size)
+        found = [
+            (all_C_V.gather(1, targets_C[:, None])[:, 0], *all_C_V.topk(num_top, 1))
+            for hidden_C_D, targets_C in zip(hidden_N_D.split(rows), ids[1:].split(rows), strict=True)
+            for all_C_V in [(model.logits(hidden_C_D).float() / temperature).log_softmax(1)]
+        ]
+        own, top, top_ids = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return own.cpu().numpy(), top_ids.cpu().numpy().astype(np.int64), top.cpu().numpy()
+
+
 def _logprobs(logits_C_V: Tensor, targets_C_1: Tensor, cutoffs_C_1: Tensor) -> Tensor:
     """[C], as `llamarl.training.logprobs.target_logprobs` does."""
     own_C_1 = logits_C_V.gather(1, targets_C_1)

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from llamarl.config import ConfigError, open_own
+from llamarl.config import ConfigError, open_own, read_json
 from llamarl.config.hub import folder_of
 from llamarl.models.folder import CONFIG, GENERATION_CONFIG, WEIGHTS, load_shape, opened
 from llamarl.models.shape import ModelShape, hf_eos
@@ -31,6 +32,15 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 Read = Callable[[str, Box], Tensor]
 """read(name, part): that part of a weight."""
 _WRITTEN = {CONFIG, GENERATION_CONFIG, WEIGHTS, *TOKENIZER_FILES}
+README = "README.md"
+CARD_MARK = "<!-- Written by `llamarl export`, which replaces this file while this line stays. -->"
+"""Line of a README.md that tells an export's from a user's."""
+_SMALL_SUFFIXES = {"", ".jinja", ".json", ".md", ".model", ".py", ".tiktoken", ".txt"}
+"""Suffixes of files besides the weights that belong to a model: licenses, vocabularies, templates, settings."""
+_SMALL_BYTES = 64 << 20
+"""Largest size of such a file."""
+_DTYPE_KEYS = ("torch_dtype", "dtype")
+"""Keys of config.json that name the type of the weights: of transformers 4 and 5."""
 
 
 def new_model(shape: ModelShape, seed: int, std: float) -> Transformer:
@@ -116,32 +126,85 @@ def save_model(model: Transformer, folder: str | Path, tokenizer_folder: str | P
 
 
 def save_tensors(
-    tensors: Mapping[str, Tensor], shape: ModelShape, folder: str | Path, tokenizer_folder: str | Path | None
+    tensors: Mapping[str, Tensor],
+    shape: ModelShape,
+    folder: str | Path,
+    tokenizer_folder: str | Path | None,
+    *,
+    base: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    texts: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write whole tensors, named as in `Transformer.state_dict()`, as a Hugging Face folder: all of it or nothing.
 
     An older export in `folder` is replaced.
+
+    Args:
+        base: folder of the model that was trained; its small files and the keys of its config.json are copied.
+        dtype: type of the matrices in the file. Norms, biases and routers, which the generator computes with in
+            float32, keep theirs. None means that all tensors keep their type.
+        texts: contents of further files by name; they replace files of `base` and of the tokenizer.
 
     Raises:
         ConfigError: `folder` holds other files, which replacing it would delete, or there is no tokenizer to copy.
     """
     if tokenizer_folder and not (folder_of(tokenizer_folder) / TOKENIZER_FILES[0]).is_file():
         raise ConfigError(f"{tokenizer_folder} has no {TOKENIZER_FILES[0]}; name the folder of the tokenizer")
-    with replaced_folder(Path(folder), _WRITTEN) as new:
-        copy_tokenizer(tokenizer_folder or new, new)
+    small = small_files(base) if base else []
+    with replaced_folder(Path(folder), {*_WRITTEN, *texts, *(path.name for path in small)}) as new:
+        for path in small:
+            shutil.copyfile(path, new / path.name)
+        if tokenizer_folder:
+            copy_tokenizer(tokenizer_folder, new)
         whole = dict[str, Tensor]()
         for name, tensor in tensors.items():
             copied = tensor.detach().cpu().contiguous()
+            if dtype is not None and copied.ndim > 1 and not is_router(name):
+                copied = copied.to(dtype)
             parts = copied.unbind() if is_expert(name) else [copied]
             whole |= zip(file_names(name, copied.shape, shape.family), parts, strict=True)
         try:
             save_file(whole, new / WEIGHTS, metadata={"format": "pt"})
         except SafetensorError as error:
             raise ConfigError(f"cannot write to {folder}: {error}; name a folder on a disk with room") from None
-        dtype = str(whole[EMBEDDING].dtype).removeprefix("torch.")
-        write_json(new / CONFIG, shape.to_hf() | {"torch_dtype": dtype})
+        written = str(whole[EMBEDDING].dtype).removeprefix("torch.")
+        write_json(new / CONFIG, _config_json(shape, base, written))
         (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode)  # safetensors lets its owner alone read it
-        write_json(new / GENERATION_CONFIG, _generation_config(shape))
+        if not (new / GENERATION_CONFIG).exists():
+            write_json(new / GENERATION_CONFIG, _generation_config(shape))
+        for name, text in texts.items():
+            (new / name).write_text(text, encoding="utf-8")
+
+
+def small_files(base: str | Path) -> list[Path]:
+    """Files of a model's folder besides weights, config.json, README.md and records of llamarl, by name: what an export
+    copies. Links out of the folder are left out, except those of the Hub's cache: an export may be published."""
+    folder = folder_of(base)
+    real = folder.resolve()
+    root = real.parents[1] if real.parent.name == "snapshots" else real
+    return sorted(
+        path
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if path.is_file()
+        and (path.name in TOKENIZER_FILES or path.resolve().is_relative_to(root))
+        and path.suffix in _SMALL_SUFFIXES
+        and not path.name.startswith((".", "llamarl", "adapter_"))
+        and not path.name.endswith(".index.json")
+        and path.name not in (CONFIG, README)
+        and path.stat().st_size <= _SMALL_BYTES
+    )
+
+
+def _config_json(shape: ModelShape, base: str | Path | None, dtype: str) -> dict[str, Any]:
+    """Content of config.json: that of the base model, of which training decides the type of the weights alone."""
+    found = folder_of(base) / CONFIG if base else None
+    if found is None or not found.is_file():
+        return shape.to_hf() | {"torch_dtype": dtype}
+    config = read_json(found, "copy the file again")
+    named = [key for key in _DTYPE_KEYS if key in config] or ["torch_dtype"]
+    if "num_nextn_predict_layers" in config:  # layers that no model here has, and so no export
+        config["num_nextn_predict_layers"] = 0
+    return config | dict.fromkeys(named, dtype)
 
 
 @contextmanager
@@ -197,6 +260,8 @@ def _check_replaceable(folder: Path, names: Collection[str]) -> None:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"cannot write a model to {folder}, which is a file; name another folder")
     others = sorted({path.name for path in folder.iterdir()} - set(names)) if folder.exists() else []
+    if README in names and folder.exists() and (folder / README).is_file():
+        others += [README] * (CARD_MARK not in (folder / README).read_text(encoding="utf-8", errors="replace"))
     if others:
         raise ConfigError(f"cannot replace {folder}, which also holds `{others[0]}`; name a new or empty folder")
 

@@ -8,22 +8,29 @@ Shape suffixes: N packed tokens, I and O inputs and outputs of a projection, R r
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from zlib import crc32
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from llamarl.config.hub import hub_name
+from llamarl.config.hub import HubName, folder_of, hub_name
 from llamarl.config.trainer import LoraConfig
-from llamarl.models.hf import TOKENIZER_FILES, copy_tokenizer, replaced_folder, write_json
+from llamarl.models.folder import fingerprints
+from llamarl.models.hf import TOKENIZER_FILES, replaced_folder, small_files, write_json
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Projection, Transformer
 
 A, B = "lora_A.weight", "lora_B.weight"
 PEFT_WEIGHTS, PEFT_CONFIG, PEFT_PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
+BASE_RECORD = "llamarl_base.json"
+"""File of an adapter's folder that tells where its base model lies, relative to it, and fingerprints of its weights."""
 
 
 class LoraLinear(nn.Module):
@@ -103,13 +110,26 @@ def merged(weight_O_I: Tensor, a_R_I: Tensor, b_O_R: Tensor, scale: float) -> Te
     return torch.addmm(weight_O_I.to(dtype), b_O_R.to(dtype), a_R_I.to(dtype), alpha=scale)
 
 
-def save_adapters(adapters: Mapping[str, Tensor], config: LoraConfig, base: str, folder: Path) -> None:
-    """Writes adapters as a folder that PEFT loads onto the model `base`, with its tokenizer: all of it or nothing.
+def save_adapters(
+    adapters: Mapping[str, Tensor],
+    config: LoraConfig,
+    base: str,
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    texts: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Writes adapters as a folder that PEFT loads onto the model `base`, with the small files of `base`: all of it or
+    nothing. A record next to them finds and recognizes the base model when both folders have moved.
+
+    Args:
+        dtype: type of the adapters in the file.
+        texts: contents of further files by name; they replace files of `base`.
 
     Raises:
         ConfigError: `folder` holds other files.
     """
-    name = hub_name(base)
+    name = hub_name(base) or _snapshot_name(base)
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -122,9 +142,23 @@ def save_adapters(adapters: Mapping[str, Tensor], config: LoraConfig, base: str,
         "bias": "none",
         "inference_mode": True,
     }
-    with replaced_folder(folder, (PEFT_WEIGHTS, PEFT_CONFIG, *TOKENIZER_FILES)) as new:
-        copy_tokenizer(base, new)
-        tensors = {f"{PEFT_PREFIX}{name}": tensor.contiguous() for name, tensor in adapters.items()}
+    small, place = small_files(base), folder_of(base)
+    record = {} if name else {"relative": os.path.relpath(place.absolute(), folder.absolute())}
+    record |= {"files": fingerprints(place)} if place.is_dir() else {}
+    names = {PEFT_WEIGHTS, PEFT_CONFIG, BASE_RECORD, *TOKENIZER_FILES, *texts, *(path.name for path in small)}
+    with replaced_folder(folder, names) as new:
+        for path in small:
+            shutil.copyfile(path, new / path.name)
+        for file, text in texts.items():
+            (new / file).write_text(text, encoding="utf-8")
+        tensors = {f"{PEFT_PREFIX}{name}": tensor.to(dtype).contiguous() for name, tensor in adapters.items()}
         save_file(tensors, new / PEFT_WEIGHTS, metadata={"format": "pt"})
         (new / PEFT_WEIGHTS).chmod(new.stat().st_mode & 0o666)  # safetensors lets its owner alone read it
         write_json(new / PEFT_CONFIG, settings)
+        write_json(new / BASE_RECORD, record)
+
+
+def _snapshot_name(base: str) -> HubName | None:
+    """The name of the Hub of a folder in the cache of the Hub's client; None means that it is another folder."""
+    found = re.search(r"/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})/?$", base)
+    return HubName.of(f"{found[1]}/{found[2]}@{found[3]}") if found else None

@@ -55,8 +55,16 @@ def invalid(reason: str) -> RewardResult:
     return RewardResult(outcome=Outcome.INVALID, value=0.0, reason=reason)
 
 
+def absent(reason: str) -> RewardResult:
+    """The reward has no opinion about the row."""
+    return RewardResult(outcome=Outcome.INVALID, value=0.0, reason=reason, is_absent=True)
+
+
 def sound(result: Any) -> RewardResult:
-    """A result that a user's code gave; one that is none, or whose value nobody can reckon with, judges nothing."""
+    """A result that a user's code gave; one that is none, or whose value nobody can reckon with, judges nothing, and
+    None is an absent result."""
+    if result is None:
+        return absent("the reward gave None: no opinion about this row")
     is_result = isinstance(result, RewardResult) and isinstance(result.outcome, Outcome) and type(result.reason) is str
     value: Any = result.value if is_result else result
     if is_result and isinstance(value, Real) and abs(value) <= MAX_REWARD:  # type: ignore[operator]  # NaN is not

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import linecache
 import pickle
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -22,7 +23,11 @@ NUMBERS: Mapping[Any, type[int] | type[float]] = {int: int, "int": int, float: f
 """Annotations of a parameter that takes a number."""
 GIVEN = ("prompt", "response", "answer")
 Said = dict[str, Any]
-"""`{"value": number}`, or `{"error": sentence}`."""
+"""`{"value": number}`, `{"value": None}` of one without an opinion, or `{"error": sentence}`."""
+_OURS = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+"""Folders of files that are not the user's own."""
+_MOST_CHARS = 300
+"""Characters of an error's text, and of a line, that are shown."""
 
 
 def call(job: Mapping[str, Any]) -> list[Said]:
@@ -78,6 +83,8 @@ async def _together(function: Callable[..., Any], rows: list[Mapping[str, Any]],
 def _wanted(function: Callable[..., Any], row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Fields of a row that the function takes. An `answer` that it declares as `int` or `float` is that number."""
     parameters = inspect.signature(function).parameters
+    if missing := [name for name, one in parameters.items() if _is_needed(one) and name not in row]:
+        raise _Misfit(_misfit(missing, row))
     wanted = NUMBERS.get(parameters["answer"].annotation) if "answer" in parameters else None
     if wanted is not None and "answer" in row:
         row = {**row, "answer": _number(row["answer"], wanted)}
@@ -94,7 +101,28 @@ def _number(answer: str, kind: type[int] | type[float]) -> int | float:
     return kind(found)
 
 
+class _Misfit(Exception):
+    """The function takes something that no row has."""
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    variable = parameter.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return parameter.default is inspect.Parameter.empty and not variable
+
+
+def _misfit(missing: list[str], row: Mapping[str, Any]) -> str:
+    """Sentence on parameters that no row has."""
+    if {"completions", "prompts"} & set(missing):
+        return (
+            f"it takes `{missing[0]}`, a list as in TRL, and rewards here take one response at a time and give one "
+            "number: def reward(prompt, response, answer, **row)"
+        )
+    return f"it takes `{missing[0]}`, which rows do not have; they have {', '.join(row)}"
+
+
 def _value(said: Any) -> Said:
+    if said is None:
+        return {"value": None}
     item = getattr(said, "item", None)  # a number of numpy or torch
     said = item() if callable(item) else said
     if isinstance(said, bool | int | float):
@@ -104,7 +132,14 @@ def _value(said: Any) -> Said:
 
 def _sentence(error: BaseException) -> str:
     """Kind and text of an error, and the user's last line that it came through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [one for one in frames if one.filename != __file__]
-    where = f" (line {own[-1].lineno} of {own[-1].filename}: `{own[-1].line}`)" if own else ""
-    return f"{type(error).__name__}: {error}{where}"[:500]
+    if isinstance(error, _Misfit):
+        return str(error)
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__]
+    own = [one for one in frames if not one.filename.startswith(_OURS)] or frames
+    where = ""
+    if own:
+        line = f": `{own[-1].line[:_MOST_CHARS]}`" if own[-1].line else ""
+        where = f" (line {own[-1].lineno} of {own[-1].filename}{line})"
+    text = str(error)
+    shown = text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}..."
+    return f"{type(error).__name__}: {shown}{where}"

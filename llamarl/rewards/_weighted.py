@@ -8,13 +8,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from llamarl.config import ConfigError
-from llamarl.rewards._base import Reward, invalid, written
+from llamarl.rewards._base import Reward, absent, invalid, written
 from llamarl.types import Outcome, RewardItem, RewardResult
 
 
 @dataclass
 class WeightedSum(Reward):
-    """The weighted sum of its parts: INVALID when any part is, WRONG when all are, otherwise a score."""
+    """The weighted sum of its parts: INVALID when any part is, WRONG when all are, otherwise a score.
+
+    A part that gives None, or an absent result, has no opinion about a row and is left out. The first part that has one
+    decides whether the response is right. A row about which no part has an opinion is INVALID.
+    """
 
     parts: list[Reward]
     weights: list[float]
@@ -33,7 +37,7 @@ class WeightedSum(Reward):
             raise ConfigError(f"reward.weights = {self.weights} must be finite numbers")
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        columns = [part.score(items) for part in self.parts]
+        columns = [[absent("no opinion") if one is None else one for one in part.score(items)] for part in self.parts]
         return [weighted_sum(self.names, self.weights, results) for results in zip(*columns, strict=True)]
 
     @property
@@ -50,7 +54,12 @@ class WeightedSum(Reward):
 
 
 def weighted_sum(names: Sequence[str], weights: Sequence[float], results: Sequence[RewardResult]) -> RewardResult:
-    """One result of what several parts said of one response; a sum that comes first counts by its own first part."""
+    """One result of what several parts said of one response; a sum that comes first counts by its own first part.
+    Absent parts are left out."""
+    present = [(*kept, one) for *kept, one in zip(names, weights, results, strict=True) if not one.is_absent]
+    if not present:
+        return absent("; ".join(f"{name}: {one.reason}" for name, one in zip(names, results, strict=True)))
+    names, weights, results = zip(*present, strict=True)
     reasons = [f"{name}: {result.reason}" for name, result in zip(names, results, strict=True) if result.reason]
     outcomes = [result.outcome for result in results]
     if Outcome.INVALID in outcomes:

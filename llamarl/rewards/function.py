@@ -14,7 +14,7 @@ from pydantic import Field
 
 from llamarl.config import FilePath
 from llamarl.config.ref import may_run
-from llamarl.rewards._base import MAX_REWARD, Reward, invalid
+from llamarl.rewards._base import MAX_REWARD, Reward, absent, invalid
 from llamarl.rewards._given import given_bytes
 from llamarl.sandbox.pool import Failure, WorkerPool
 from llamarl.types import Outcome, RewardItem, RewardResult
@@ -27,8 +27,9 @@ TOGETHER = 32
 class Function(Reward):
     """Reward by `def reward(prompt, response, answer, **row) -> float | bool`, or `async def`.
 
-    It gets those of its parameters that the row has. A response is right when the value is above 0; an error, a value
-    that is no number, and what a limit ends is INVALID, and says the function's own line. It runs in worker processes.
+    It gets those of its parameters that the row has. A response is right when the value is above 0. None means that the
+    function has no opinion about the row, and other parts decide. An error, a value that is no number, and what a limit
+    ends is INVALID, and says the function's own line. It runs in worker processes.
     """
 
     call: str = ""
@@ -63,7 +64,7 @@ class Function(Reward):
         self._target = self.call or self._unpacked()
         self._pool = WorkerPool(
             "llamarl.rewards._function_worker:call", num_workers=self.workers, cpu_s=self.cpu_s,
-            wall_s=self.wall_s * 1.1 + 1, memory_bytes=self.memory_bytes, keeps_environment=True,
+            wall_s=self.wall_s, slack_s=self.wall_s * 0.1 + 1, memory_bytes=self.memory_bytes, keeps_environment=True,
             warm_up=[{"target": self._target, "rows": [], "item_s": self.wall_s}],
         )  # fmt: skip
 
@@ -95,6 +96,8 @@ class Function(Reward):
         label = self.curve or self.call or "the reward function"
         if "error" in said:
             return invalid(f"{label}: {said['error']}")
+        if said["value"] is None:
+            return absent(f"{label} gave None: no opinion about this row")
         value = float(said["value"])
         if not abs(value) <= MAX_REWARD:  # NaN, too
             return invalid(f"{label} gave {value}; give a number of at most {MAX_REWARD:g}, either way")

@@ -16,6 +16,7 @@ from llamarl.run.names import resolved
 from llamarl.run.prepare import Prepared, check_here, check_parts, each_source, prepare, settle
 from llamarl.run.preview import check_functions
 from llamarl.run.sources import of_source
+from llamarl.run.start_model import with_start_model
 from llamarl.run.trust import check_trust, with_trusted
 from llamarl.training.base_model import is_made
 
@@ -51,6 +52,7 @@ def begin(
     """
     with delays():
         config = trusted(config, trust, resume=resume, keep=True)
+        config = with_start_model(config, command=command)
         run = check_start(config, resume=resume, overwrite=overwrite)
     if not has_base_model(config):
         part("sft", "ensure_base_model")(config)

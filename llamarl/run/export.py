@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from llamarl.config import ConfigError, RunConfig
+from llamarl.config import ConfigError, RunConfig, read_json
+from llamarl.config.data import DataConfig
+from llamarl.config.hub import folder_of, hub_name
+from llamarl.data.chat_format import (
+    chat_template_of,
+    of_run,
+    sample_chat,
+    sample_prompt,
+    settled_format,
+)
+from llamarl.data.prompts import CHAT, open_tokenizer
+from llamarl.data.tokenizer import CONFIG_FILE, TEMPLATE_FILE, Tokenizer
 from llamarl.run.names import base_model, resolved_path
+
+Dtype = Literal["float32", "bfloat16"]
+BASE_TEMPLATE = "chat_template.base.jinja"
+"""File with the base model's own chat template where a run wrote its prompts otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """A model that was written."""
+
+    step: int
+    folder: Path
+    dtype: Dtype
+    why: str
+    """Sentence on the type of the weights."""
+    prompts: str
+    """Sentence on how the exported model is asked."""
 
 
 def export(
-    run: Path, config: RunConfig, folder: str | Path | None, step: int | None, merge: bool, *, command: str
-) -> tuple[int, Path]:
-    """Writes a checkpoint of a run; its step, and where it is.
+    run: Path, config: RunConfig, folder: str | Path | None, step: int | None, merge: bool, *, command: str,
+    dtype: Dtype | None = None,
+) -> Exported:  # fmt: skip
+    """Writes a checkpoint of a run with the prompt format of the run.
 
     Args:
         config: the run's own.
@@ -19,18 +51,110 @@ def export(
         step: of the checkpoint; None: the newest valid one.
         merge: adapters into the base model, rather than write them alone.
         command: that tells which commit of the Hub is read.
+        dtype: type of the matrices. None means the type that the run trained and sampled with.
 
     Raises:
         ConfigError: there is no such checkpoint, it is damaged, nothing is to be merged, or `folder` holds something
             else.
     """
+    import torch
+
     from llamarl.checkpoint.export import export_checkpoint
 
     lora = config.trainer.lora
     if merge and not lora:
         raise ConfigError("--merge is for adapters, and this run trained all weights; leave it out")
-    base = resolved_path(
-        base_model(run, config.model.path, config.output), "model.path", weights=merge, command=command
-    )
+    base = base_of(run, config, weights=merge, command=command)
     to = Path(folder) if folder else run / ("merged" if merge else "export")
-    return export_checkpoint(run / "checkpoints", base, to, step, lora, merge), to
+    chosen, why = _dtype(config, dtype, adapters=lora is not None and not merge)
+    templates, prompts = _prompt_files(config, base)
+
+    def texts(at: int) -> dict[str, str]:
+        return templates | {"README.md": _card(run, config, base, at, chosen, prompts, merge=merge)}
+
+    written = export_checkpoint(
+        run / "checkpoints", base, to, step, lora, merge, dtype=getattr(torch, chosen), texts=texts
+    )
+    return Exported(step=written, folder=to, dtype=chosen, why=why, prompts=prompts)
+
+
+def base_of(run: Path, config: RunConfig, *, weights: bool, command: str) -> str:
+    """The base model of a run: a folder, or a name of the Hub with its commit, fetched. Raises ConfigError."""
+    return resolved_path(
+        base_model(run, config.model.path, config.output), "model.path", weights=weights, command=command
+    )
+
+
+def export_values(run: Path, config: RunConfig, to: Path, *, command: str) -> int:
+    """Writes the newest checkpoint of a run as it stands, adapters merged, in float32: what generators of the run round
+    to their own type. Returns its step. Raises ConfigError."""
+    from llamarl.checkpoint.export import export_checkpoint
+
+    merge = config.trainer.lora is not None
+    base = base_of(run, config, weights=merge, command=command)
+    return export_checkpoint(run / "checkpoints", base, to, None, config.trainer.lora, merge)
+
+
+def format_of(config: RunConfig, path: str) -> tuple[DataConfig, Tokenizer]:
+    """Prompt format of a run: its settings, settled for the model in `path`, and that model's tokenizer.
+    Raises ConfigError."""
+    data = config.data.model_copy(update=of_run(config.data, for_agent=config.rollout.agent is not None))
+    return settled_format(data, Tokenizer(path)), open_tokenizer(path, data)
+
+
+def _dtype(config: RunConfig, given: Dtype | None, *, adapters: bool) -> tuple[Dtype, str]:
+    """Type of the written weights, and a sentence that says why."""
+    if given is not None:
+        return (
+            given,
+            f"weights: {given}, as --dtype says; the run trained with trainer.dtype = {config.trainer.dtype!r}",
+        )
+    if adapters:
+        return "float32", "adapters: float32, which generators of the run add to the base model before they round"
+    trained = config.trainer.dtype
+    if trained == "float32":
+        return trained, "weights: float32, as trainer.dtype says"
+    masters = (
+        "" if config.trainer.weights == "bfloat16" else "; --dtype float32 writes the master weights, another policy"
+    )
+    return trained, f"weights: bfloat16, as trainer.dtype says: what the run trained and sampled with{masters}"
+
+
+def _prompt_files(config: RunConfig, base: str) -> tuple[dict[str, str], str]:
+    """Contents of the files that carry the prompt format of a run, by name, and a sentence that shows it."""
+    data, tokenizer = format_of(config, base)
+    try:
+        template = chat_template_of(data, tokenizer)
+    except ConfigError as error:
+        kept = "the base model's own stays" if tokenizer.has_chat_template else "there is none"
+        return {}, f"prompts: {error}; no chat template is written, {kept}"
+    if template is None:
+        return {}, f"prompts: the base model's chat template; {sample_prompt(data, tokenizer)}"
+    files = {TEMPLATE_FILE: template}
+    settings = folder_of(base) / CONFIG_FILE
+    if settings.is_file() and "chat_template" in (found := read_json(settings, "copy the file again")):
+        files[CONFIG_FILE] = json.dumps(found | {"chat_template": template}, indent=2, ensure_ascii=False) + "\n"
+    if data.template != CHAT and tokenizer.template_text:
+        files[BASE_TEMPLATE] = tokenizer.template_text
+    what = "data.template" if data.template != CHAT else "the base model's chat template with the run's data settings"
+    return files, f"prompts: {TEMPLATE_FILE} holds {what}; {sample_chat(tokenizer.with_template(template))}"
+
+
+def _card(run: Path, config: RunConfig, base: str, step: int, dtype: Dtype, prompts: str, *, merge: bool) -> str:
+    """Markdown about an exported model: what it was trained from, by what, and how it is asked. It names no path of
+    this machine."""
+    from llamarl.models.hf import CARD_MARK
+
+    name, adapters = hub_name(base), config.trainer.lora is not None and not merge
+    head = {"library_name": "peft" if adapters else "transformers", "pipeline_tag": "text-generation"}
+    head |= {"base_model": name.repo} if name else {}
+    kind = "LoRA adapters" if adapters else "A model"
+    parts = ", ".join(part.name for part in config.reward.parts)
+    method = f"reinforcement learning, rewards: {parts}" if (run / "journal").exists() else "supervised fine-tuning"
+    return "\n".join([
+        "---", *(f"{key}: {value}" for key, value in head.items()), "tags:", "- llamarl", "---", "",
+        f"# {config.name}", "",
+        f"{kind} trained by {method}, with llamarl: step {step}, written in {dtype}.", "",
+        f"Base model: {f'{name.repo} at commit {name.revision}' if name else 'a local folder'}.", "",
+        "How it is asked:", "", "```text", prompts.removeprefix("prompts: "), "```", "", CARD_MARK, "",
+    ])  # fmt: skip

@@ -235,7 +235,7 @@ def prepare(config: RunConfig, *, weights: bool = True, machine: MachineMemory |
     check_lengths(config, shape, problems)
     warnings += learnt_too(problems.eval, problems.train)
     return Prepared(
-        shape=shape, problems=problems, placer=placer, warnings=tuple(warnings),
+        shape=shape, problems=problems, placer=placer, warnings=tuple(dict.fromkeys(warnings)),
         first_prompt="\n".join([*train.notes, *train.first_prompts]),
     )  # fmt: skip
 

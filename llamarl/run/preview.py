@@ -61,7 +61,7 @@ def check_functions(config: RunConfig, prompts: Sequence[Prompt]) -> None:
         raise ConfigError(f"reward.parts: {error}; its module takes too long to import, or ends the process") from None
     finally:
         reward.close()
-    if result.outcome is Outcome.INVALID:
+    if result.outcome is Outcome.INVALID and not result.is_absent:
         raise ConfigError(f"reward.parts: tried on row {prompt.prompt_id!r} with its own answer, {result.reason}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llamarl.config import ConfigError, RunConfig, from_home, load_recorded, read_json
 from llamarl.config.errors import told_in_python
@@ -53,13 +53,21 @@ class RunRecord:
         return rollout_rows(self.path)
 
     @told_in_python()
-    def export(self, folder: str | Path | None = None, *, step: int | None = None, merge: bool = False) -> Path:
+    def export(
+        self,
+        folder: str | Path | None = None,
+        *,
+        step: int | None = None,
+        merge: bool = False,
+        dtype: Literal["float32", "bfloat16"] | None = None,
+    ) -> Path:
         """Writes a checkpoint as a Hugging Face folder, or adapters as PEFT's, as `llamarl export` does.
 
         Args:
             folder: to write; None: `export` in the run's folder, `merged` with `merge`.
             step: of the checkpoint; None: the newest valid one.
             merge: adapters into the base model.
+            dtype: type of the weights. None means the type that the run trained with, and float32 for adapters.
 
         Returns:
             The folder.
@@ -70,7 +78,7 @@ class RunRecord:
         from llamarl.run.export import export
 
         to = None if folder is None else from_home(folder)
-        return export(self.path, self.config, to, step, merge, command="llamarl")[1]
+        return export(self.path, self.config, to, step, merge, command="llamarl", dtype=dtype).folder
 
     def _rows(self, kind: str) -> Iterator[dict[str, Any]]:
         if not any(one.stat().st_size for one in pieces(self._folder.metrics) if one.exists()):

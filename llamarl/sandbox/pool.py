@@ -52,6 +52,7 @@ class WorkerPool:
         num_workers: int = 2,
         cpu_s: int = 3,
         wall_s: float = 30.0,
+        slack_s: float = 0.0,
         recycle_after: int = 500,
         memory_bytes: int = 2**30,
         warm_up: Sequence[Any] = (),
@@ -63,6 +64,7 @@ class WorkerPool:
             num_workers: processes that work at the same time.
             cpu_s: CPU seconds per item, rounded up to the kernel's whole seconds.
             wall_s: seconds per item.
+            slack_s: seconds that an item may take beyond `wall_s`, as the function keeps to that limit itself.
             recycle_after: answers after which a worker is replaced, which bounds leaks.
             memory_bytes: address space per worker.
             warm_up: items that the fork server itself runs once, so that workers begin with warm caches; trusted.
@@ -78,7 +80,12 @@ class WorkerPool:
         if num_workers > MAX_WORKERS:
             raise ConfigError(f"`workers = {num_workers}` of a grader pool is more than {MAX_WORKERS} processes")
         limits = Limits(
-            num_workers=num_workers, cpu_s=cpu_s, wall_s=wall_s, recycle_after=recycle_after, memory_bytes=memory_bytes
+            num_workers=num_workers,
+            cpu_s=cpu_s,
+            wall_s=wall_s,
+            recycle_after=recycle_after,
+            memory_bytes=memory_bytes,
+            slack_s=slack_s,
         )
         self._keeps_environment = keeps_environment
         self._options = {"function": function, "warm_up": list(warm_up), "limits": asdict(limits)}

@@ -76,6 +76,13 @@ class Limits:
     """Answers after which a worker is replaced."""
     memory_bytes: int
     """Address space per worker."""
+    slack_s: float = 0.0
+    """Seconds that an item may take beyond `wall_s`."""
+
+    @property
+    def most_s(self) -> float:
+        """Seconds after which an item is given up."""
+        return self.wall_s + self.slack_s
 
 
 @dataclass(slots=True)
@@ -181,7 +188,7 @@ class _Server:
         while batch.waiting and (idle or len(self._workers) < self._limits.num_workers):
             worker = idle.pop() if idle else self._fork()
             worker.index = batch.waiting.popleft()
-            worker.deadline = time.monotonic() + self._limits.wall_s
+            worker.deadline = time.monotonic() + self._limits.most_s
             try:  # a stopped worker must not hold a long item for ever
                 worker.stream.sendall(json.dumps(batch.items[worker.index]).encode() + b"\n")
             except TimeoutError:
@@ -242,7 +249,7 @@ class _Server:
             finally:
                 os._exit(0 if sys.exception() is None else 1)
         theirs.close()
-        ours.settimeout(self._limits.wall_s)
+        ours.settimeout(self._limits.most_s)
         self._workers.append(_PoolChild(pid, ours))
         return self._workers[-1]
 

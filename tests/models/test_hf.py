@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -262,3 +263,41 @@ def test_two_commands_do_not_write_one_folder(tmp_path: Path) -> None:
             pass
     assert (tmp_path / "export/config.json").read_text() == "first"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "merged"], "no lock is left"
+
+
+def test_a_models_own_files_and_keys_stay(folder: Path, tmp_path: Path) -> None:
+    """Of the base training decides the weights and their type; all else is as it was."""
+    base = Path(shutil.copytree(folder, tmp_path / "base"))
+    config = json.loads((base / "config.json").read_text())
+    config |= {"pad_token_id": 3, "use_cache": True, "torch_dtype": "float32", "initializer_range": 0.3}
+    (base / "config.json").write_text(json.dumps(config))
+    settings = {"temperature": 0.6, "top_k": 20, "do_sample": True, "eos_token_id": [2, 5], "pad_token_id": 3}
+    (base / "generation_config.json").write_text(json.dumps(settings))
+    for name in ("tokenizer.json", "LICENSE", "vocab.json", "added_tokens.json", "README.md", "pytorch_model.bin"):
+        (base / name).write_text("{}")
+    (tmp_path / "secret").write_text("key")
+    (base / "NOTICE").symlink_to(tmp_path / "secret")
+    for name in ("llamarl_sft.json", ".hidden", "adapter_config.json", "model.safetensors.index.json", "a.gguf"):
+        (base / name).write_text("{}")
+    model, texts = load_model(base, torch.float32, "cpu"), {"README.md": f"{hf.CARD_MARK}", "vocab.json": "[]"}
+    for _ in range(2):  # an older export is replaced
+        hf.save_tensors(
+            model.state_dict(), model.shape, tmp_path / "made", base, base=base, dtype=torch.bfloat16, texts=texts
+        )
+    made = tmp_path / "made"
+    assert {path.name for path in made.iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "LICENSE", "vocab.json",
+        "added_tokens.json", "README.md",
+    }  # fmt: skip
+    assert json.loads((made / "config.json").read_text()) == config | {"torch_dtype": "bfloat16"}
+    assert json.loads((made / "generation_config.json").read_text()) == settings
+    assert (made / "vocab.json").read_text() == "[]"
+    with safe_open(made / "model.safetensors", "pt") as file:
+        types = {name: file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118 - the file is no mapping
+    assert {one for name, one in types.items() if "norm" not in name} == {torch.bfloat16}
+    assert types["model.norm.weight"] == torch.float32
+    rounded = load_model(made, torch.float32, "cpu").state_dict()["model.embed_tokens.weight"]
+    assert torch.equal(rounded, model.state_dict()["model.embed_tokens.weight"].bfloat16().float())
+    (made / "README.md").write_text("my own words")
+    with pytest.raises(ConfigError, match=r"README\.md"):
+        hf.save_tensors(model.state_dict(), model.shape, made, base, base=base, texts=texts)

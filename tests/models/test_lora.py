@@ -137,5 +137,5 @@ class TestPeft:
         save_adapters(adapters(model), SOME, "base", tmp_path / "new")
         save_adapters(adapters(model), SOME, "base", tmp_path / "new")
         assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
-            "adapter_config.json", "adapter_model.safetensors",
+            "adapter_config.json", "adapter_model.safetensors", "llamarl_base.json",
         ]  # fmt: skip

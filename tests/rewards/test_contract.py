@@ -108,15 +108,21 @@ INVALID = RewardResult(outcome=Outcome.INVALID, value=0.0, reason="crashed")
     [((SCORE, SCORE), Outcome.SCORE, 2.5, ""), ((SCORE, WRONG), Outcome.SCORE, 1.5, "Fixed-1: bad"),
      ((WRONG, WRONG), Outcome.WRONG, -2.5, "Fixed: bad; Fixed-1: bad"),
      ((SCORE, INVALID), Outcome.INVALID, 0.0, "Fixed-1: crashed"),
-     ((INVALID, WRONG), Outcome.INVALID, 0.0, "Fixed: crashed; Fixed-1: bad")],
+     ((INVALID, WRONG), Outcome.INVALID, 0.0, "Fixed: crashed; Fixed-1: bad"),
+     ((SCORE, None), Outcome.SCORE, 2.0, ""), ((None, WRONG), Outcome.WRONG, -0.5, "Fixed-1: bad"),
+     ((None, SCORE), Outcome.SCORE, 0.5, ""), ((None, INVALID), Outcome.INVALID, 0.0, "Fixed-1: crashed"),
+     ((None, None), Outcome.INVALID, 0.0, "Fixed: no opinion; Fixed-1: no opinion")],
 )  # fmt: skip
-def test_weighted_sum(results: tuple[RewardResult, RewardResult], outcome: Outcome, value: float, reason: str) -> None:
+def test_weighted_sum(
+    results: tuple[RewardResult | None, RewardResult | None], outcome: Outcome, value: float, reason: str
+) -> None:
+    """None is of a part without an opinion, which is left out."""
     parts = [Fixed(result) for result in results]
     total = WeightedSum(list(parts), [2.0, 0.5])
     first, second = total.score([item("x")] * 2)
     assert first == second
     assert (first.outcome, first.value, first.reason) == (outcome, value, reason)
-    assert first.is_right == (outcome is not Outcome.INVALID and results[0] is SCORE)
+    assert first.is_right == (outcome is not Outcome.INVALID and next(filter(None, results), None) is SCORE)
     assert total.score([]) == []
     total.close()
     assert [part.closed for part in parts] == [1, 1]

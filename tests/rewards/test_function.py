@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -55,7 +56,7 @@ def test_values_and_what_is_none(reward: Function) -> None:
     assert [name for name, one in found.items() if one.is_right] == ["half", "numpy", "true"]
     assert found["text"].reason == "odd: it gave '1', which is no number"
     assert found["huge"].reason == "odd gave -1e+308; give a number of at most 1e+30, either way"
-    assert "nan" in found["nan"].reason and "it gave None" in found["none"].reason
+    assert "nan" in found["nan"].reason and found["none"].is_absent
     assert found["raise"].reason.startswith("odd: KeyError: 'odd' (line ")
     assert found["raise"].reason.endswith('test_function.py: `raise KeyError("odd")`)')
 
@@ -125,3 +126,40 @@ def test_an_answer_is_the_number_that_a_function_declares() -> None:
     assert said(functions.is_same, "1055000", "1.055e+06") == said(functions.Text(), "", "3") == {"value": 1.0}
     for function, answer in ((functions.is_same, "3.5"), (functions.is_same, "three"), (functions.is_near, "")):
         assert repr(answer) in said(function, "3", answer)["error"]
+
+
+def deep(response: str) -> float:
+    if response == "long":
+        raise ValueError("x" * 5000)
+    return float(json.loads(response))
+
+
+def of_trl(completions: list[str], **kwargs: Any) -> list[float]:
+    return [1.0 for _ in completions]
+
+
+def sleeper(response: str) -> float:
+    time.sleep(60)
+    return 1.0
+
+
+def test_errors_name_the_users_own_line() -> None:
+    """Also where the error is raised inside of a library, and where its text is long."""
+    reward = Function(call=f"{__name__}:deep")
+    for found in reward.score(items("{", "long")):
+        assert found.reason.endswith("`)") and "test_function.py: `" in found.reason and len(found.reason) < 1000
+    reward.close()
+
+
+def test_functions_in_the_shape_of_trl_get_a_sentence() -> None:
+    reward = Function(call=f"{__name__}:of_trl")
+    (found,) = reward.score(items("x"))
+    assert "completions" in found.reason and "def reward(prompt, response, answer, **row)" in found.reason
+    reward.close()
+
+
+def test_a_limit_is_told_as_it_was_set() -> None:
+    reward = Function(call=f"{__name__}:sleeper", wall_s=0.5)
+    (found,) = reward.score(items("x"))
+    assert found.outcome is Outcome.INVALID and "0.5 s" in found.reason
+    reward.close()

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from llamarl.config import RunConfig
+from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import DataConfig
-from llamarl.data.prompts import CHAT, check_template, open_tokenizer, render
+from llamarl.data.prompts import CHAT, check_template, open_tokenizer, render, settled, shown_prompt
 from llamarl.data.sources import ProblemRow
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
 from llamarl.models.folder import load_shape
@@ -20,9 +20,18 @@ from llamarl.types import GenerationRequest, Rollout, SamplingParams
 
 if TYPE_CHECKING:
     from llamarl.generation.backend import RolloutEngine
+    from llamarl.run.asked import AskedModel
 
 BASE = {"model": {"path": ""}, "data": {"train": "jsonl"}, "eval": {"temperature": 1.0}}
 """Settings of who asks for answers alone: samples are drawn."""
+
+
+def prompt_tables(asked: AskedModel) -> dict[str, Any]:
+    """Tables with which the prompts of a file are answered as the run of a model would."""
+    tables = {name: dict(table) for name, table in BASE.items()} | {"model": {"path": asked.path}}
+    for name, table in asked.settings.items():
+        tables[name] = tables.get(name, {}) | table
+    return tables
 
 
 class PromptRun:
@@ -30,15 +39,27 @@ class PromptRun:
 
     engine: RolloutEngine
 
+    first_prompt: str
+    """Sentence that shows the first prompt as the model sees it."""
+
     def __init__(self, config: RunConfig, prompts: Sequence[str], *, chat: bool) -> None:
         """Raises ConfigError: no tokenizer or template that can work; weights are not read yet."""
         self._config, self.tokenizer = config, open_tokenizer(config.model.path, config.data)
         check_vocabulary(self.tokenizer, load_shape(config.model.path).vocab_size)
-        data = config.data.model_copy(update={"template": CHAT if chat else "{question}"})
+        if chat and not self.tokenizer.has_chat_template:
+            raise ConfigError(
+                f"--chat: {self.tokenizer.folder} has no chat template; leave it out, or give --data.template a text "
+                "such as '{question}\\n'"
+            )
+        given = config.data.model_copy(update={"template": CHAT} if chat else {})
+        data = settled(given, self.tokenizer)
         check_template(data, self.tokenizer)
         sampling = _sampling(config, self.tokenizer.eos_token_ids)
         requests = _requests(prompts, self.tokenizer, data, config.eval.samples, sampling)
-        self._requests = chain([next(requests)], requests)
+        first = next(requests)
+        shown = self.tokenizer.decode(first.prompt_token_ids_T, skip_special=False)
+        self.first_prompt = shown_prompt(given.template, data.template, shown)
+        self._requests = chain([first], requests)
         self._opened = ExitStack()
 
     def __enter__(self) -> Self:

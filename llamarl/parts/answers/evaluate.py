@@ -67,17 +67,17 @@ def evaluate_checkpoint(
 
 
 def measured_rates(
-    config: RunConfig, progress: Callable[[int, int], None], tell: Callable[[str], None]
+    config: RunConfig, model: str, progress: Callable[[int, int], None], tell: Callable[[str], None]
 ) -> tuple[EvalResult, list[str]]:
     """Answers and scores the problems of `data.train`, each source's by its own settings and none left out by a filter:
-    the result, and lines of the file of pass rates that `data.filter` reads. Takes and raises what
-    `evaluate_checkpoint` does."""
+    the result, and lines of the file of pass rates that `data.filter` reads, with the name of the model.
+    Takes and raises what `evaluate_checkpoint` does."""
     config = unfiltered(config)
     train = train_prompts(config, load_shape(config.model.path).max_position_embeddings)
     asked = HeldOutSet(settings=config.eval, prompts=train.prompts[: config.eval.max_prompts])
     said = (*train.warnings, "\n".join(train.first_prompts))
     (result,) = _scored(config, (asked,), train.stops_of, progress, lambda: [*map(tell, said)])
-    header = {"model": config.model.path, "samples": config.eval.samples, "temperature": config.eval.temperature}
+    header = {"model": model, "samples": config.eval.samples, "temperature": config.eval.temperature}
     return result, [*rate_rows(header, _rates(result.groups, train.rows))]
 
 

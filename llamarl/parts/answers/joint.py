@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llamarl.config import ConfigError, RunConfig, load_config
-from llamarl.parts.answers.answering import BASE, PromptRun, open_engine, row_of
+from llamarl.observability.screen import print_to
+from llamarl.parts.answers.answering import PromptRun, open_engine, prompt_tables, row_of
 
 if TYPE_CHECKING:
     from llamarl.observability.metrics import EvalMetrics
@@ -18,11 +22,13 @@ Tables = dict[str, Any]
 
 def answered(model: str, prompts: Sequence[str], chat: bool, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Rows of responses to `llamarl.generate`, in the order in which they finish. Raises ConfigError, ExecutorError."""
-    from llamarl.run.names import resolved_path
+    from llamarl.run.asked import asked_model
 
-    path = resolved_path(model, "model", command="llamarl")
-    config = load_config(BASE | {"model": {"path": path}}, settings=settings)
-    with PromptRun(config, prompts, chat=chat) as answers:
+    with ExitStack() as opened:
+        asked = opened.enter_context(asked_model(model, "model", command="llamarl"))
+        answers = PromptRun(load_config(prompt_tables(asked), settings=settings), prompts, chat=chat)
+        print_to(sys.stderr, answers.first_prompt)
+        opened.enter_context(answers)
         return [row_of(one, prompts, answers.tokenizer) for rollouts in answers.rollouts() for one in rollouts]
 
 
@@ -32,7 +38,7 @@ def evaluated(
     """Metrics and rows of responses of each set of problems of `llamarl.evaluate`.
 
     Args:
-        model: its folder, or name of the Hub.
+        model: its folder, name of the Hub, or folder of a run.
         run: that the evaluation is like.
         place: path of that run's settings; anything else: it has none.
         given: makes an evaluation's tables those of the call, with the settings that win over them.
@@ -43,15 +49,18 @@ def evaluated(
     from llamarl.controller.supervision import Interrupted
     from llamarl.parts.answers.evaluate import evaluate_checkpoint, response_rows, tell_invalid
     from llamarl.parts.answers.scored import completed, ready, settings_for
+    from llamarl.run.asked import asked_model
 
-    base, settings = given(settings_for(model, run))
-    config = completed(base, lambda found: load_config(found, settings=settings))
-    if config.data.eval is None:
-        raise ConfigError("there are no problems: give `data`, or a `config` with data.eval")
-    config = ready(config, run, place, "llamarl")
-    try:
-        results = evaluate_checkpoint(config, lambda done, total: None, lambda said: None)
-    except Interrupted as error:
-        raise KeyboardInterrupt(str(error)) from None
+    with asked_model(model, "model", command="llamarl") as asked:
+        run, place = (asked.run, asked.place) if run is None else (run, place)
+        base, settings = given(settings_for(asked.path, run))
+        config = completed(base, lambda found: load_config(found, settings=settings))
+        if config.data.eval is None:
+            raise ConfigError("there are no problems: give `data`, or a `config` with data.eval")
+        config = ready(config, run, place, "llamarl")
+        try:
+            results = evaluate_checkpoint(config, lambda done, total: None, partial(print_to, sys.stderr))
+        except Interrupted as error:
+            raise KeyboardInterrupt(str(error)) from None
     tell_invalid(results)
     return [(one.metrics, list(response_rows([one]))) for one in results]

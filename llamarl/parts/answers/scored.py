@@ -10,6 +10,7 @@ from typing import Any, Literal
 from llamarl.config import ConfigError, RunConfig, from_home
 from llamarl.config.data import EvalConfig
 from llamarl.data.prompts import open_tokenizer, settled
+from llamarl.run.asked import OF_GENERATOR
 from llamarl.run.begin import Delays
 from llamarl.run.names import named, resolved
 
@@ -17,7 +18,7 @@ EVERY_PROMPT = 1 << 30
 BASE: dict[str, Any] = {"model": {"path": ""}, "data": {"train": "jsonl"}, "eval": {"max_prompts": EVERY_PROMPT}}
 OF_RUN: Any = {
     "data": True, "reward": True, "rollout": {"max_new_tokens", "stop_strings", "environment", "agent"},
-    "generator": {"device", "dtype", "kv_dtype", "threads", "max_running", "prefill_tokens", "cuda_graphs"},
+    "generator": OF_GENERATOR,
 }  # fmt: skip
 """Sections of a run, and settings of one, that an evaluation takes over."""
 

@@ -35,7 +35,7 @@ def push_model(
     card = model_card(run, config, step, name.repo.partition("/")[2], adapters=adapters)
     if offline := why_offline():
         raise ConfigError(f"{offline}, and nothing goes there; unset that")
-    rows = {path.name: str(path.resolve()) for path in sorted(folder.iterdir())}
+    rows = {path.name: str(path.resolve()) for path in sorted(folder.iterdir()) if path.name != "README.md"}
     with Client() as client, shown(f"{name}: pushing", lines=True) as progress:
         found = client.ask(
             name, "model", progress, stall_s=PUSH_S, order="push", files=rows, card=card, mark=MARK, private=private

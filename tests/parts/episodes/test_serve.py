@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 from llamarl.config.schema import GeneratorConfig
+from llamarl.data.chat_format import with_chat
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.executors.backends import open_native
 from llamarl.parts.episodes.cli.serve import EngineThread
@@ -108,8 +109,7 @@ def test_the_newest_checkpoint_of_a_run(toml: Path, model: Path, tmp_path: Path)
             chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
             prompts.append(post(f"{url}/chat/completions", **chat)["usage"]["prompt_tokens"])
     assert said[0] == said[1]
-    text = "<user>x<assistant>"
-    assert prompts == [len(Tokenizer(model).encode(f"{tone}{text}")) for tone in ("kindly", "")]
+    assert prompts == [len(Tokenizer(model).encode("kindly<user>x<assistant>"))] * 2
 
 
 def test_a_call_that_nobody_waits_for_gives_its_place_back(model: Path) -> None:
@@ -142,12 +142,12 @@ def test_a_call_that_nobody_waits_for_gives_its_place_back(model: Path) -> None:
 @asynccontextmanager
 async def served_here(model: Path) -> AsyncIterator[Any]:
     """What `llamarl serve` answers by, without a port."""
-    tokenizer = Tokenizer(model)
+    tokenizer = with_chat(Tokenizer(model))
     engine = EngineThread(open_native(str(model), GeneratorConfig(max_running=4), None, False, None).engine)
     engine.loop = asyncio.get_running_loop()
     ended = engine.loop.run_in_executor(None, engine.run)
     endpoint = Endpoint(
-        tokenizer=tokenizer, model="tiny", context=256, generate=engine.generate,
+        tokenizer=tokenizer, model="tiny", context=256, generate=engine.generate, score=engine.score,
         sampling=SamplingParams(max_new_tokens=256, stop_token_ids=tokenizer.eos_token_ids),
     )  # fmt: skip
     yield build_app(lambda key: (endpoint, Session()), engine.metrics)

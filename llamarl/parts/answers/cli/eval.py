@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext, redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
 from llamarl.cli.options import (
+    ASKED_HELP,
     ENGINE,
-    MODEL_HELP,
     add_settings,
     check_output,
     command_parser,
@@ -46,14 +46,16 @@ def _parser() -> argparse.ArgumentParser:
         "samples are drawn at temperature 1 where nothing else is said. --rates measures training problems, from which "
         "data.filter then chooses.",
     )
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("data", metavar="DATA", nargs="?", help="file of problems; default: data.eval of --config")
-    parser.add_argument("--config", metavar="RUN.toml", help="a run's settings, for example its config.toml")
+    parser.add_argument("model", metavar="MODEL|RUN", help=ASKED_HELP)
+    parser.add_argument(
+        "data", metavar="DATA", nargs="?", help="file of problems; default: data.eval of RUN or --config"
+    )
+    parser.add_argument("--config", metavar="RUN.toml", help="a run's settings (those of RUN)")
     parser.add_argument(
         "--only", metavar="NAME", action="append", default=[], help="of several sets this one; may be repeated"
     )
     parser.add_argument(
-        "--against", metavar="MODEL", help="another model, which gets the same problems: the difference is told"
+        "--against", metavar="MODEL|RUN", help="another model, which gets the same problems: the difference is told"
     )
     parser.add_argument("--output", metavar="FILE", help="write every response of MODEL as JSON Lines")
     parser.add_argument(
@@ -80,9 +82,11 @@ def main(arguments: Sequence[str]) -> int:
         if named := getattr(options, option):
             check_output(named, options.data, options.config, option=f"--{option}")
     try:
-        with redirect_stdout(sys.stderr) if options.json else nullcontext():  # which executors write to, too
+        with ExitStack() as opened:
+            if options.json:  # executors write to standard output, too
+                opened.enter_context(redirect_stdout(sys.stderr))
             # A mistake in the other model shows before the first one is asked.
-            configs = [_ready(options, model) for model in (options.model, options.against) if model]
+            configs = _all_ready(options, opened)
             (results, rates), *more = [_evaluated(options, config) for config in configs]
             others = more[0][0] if more else []
     except Interrupted as error:
@@ -101,17 +105,30 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _ready(options: argparse.Namespace, model: str) -> RunConfig:
-    """All settings of the evaluation of a model. Raises ConfigError."""
-    from llamarl.parts.answers.scored import check_names, ready
+def _all_ready(options: argparse.Namespace, opened: ExitStack) -> list[RunConfig]:
+    """All settings of the evaluation of each model: those of --config, else of the first run that is named, for all of
+    them. Raises ConfigError."""
+    from llamarl.run.asked import asked_model
 
+    names = [("MODEL", options.model)] + [("--against", options.against)] * bool(options.against)
+    with told_of_delay("eval"):
+        asked = [opened.enter_context(asked_model(name, at, command="llamarl eval")) for at, name in names]
     try:
-        run = load_config(options.config) if options.config else None
+        run, place = load_config(options.config) if options.config else None, options.config
     except ConfigError as error:
         raise ConfigError(f"--config {options.config}: {error}") from None
+    if run is None and (of_run := next((one for one in asked if one.run is not None), None)):
+        run, place = of_run.run, of_run.place
+    return [_ready(options, one.path, run, place) for one in asked]
+
+
+def _ready(options: argparse.Namespace, model: str, run: RunConfig | None, place: object) -> RunConfig:
+    """All settings of the evaluation of the model in a folder, as a run has them. Raises ConfigError."""
+    from llamarl.parts.answers.scored import check_names, ready
+
     which: Literal["train", "eval"] = "train" if options.rates else "eval"
     delays = partial(told_of_delay, "eval")
-    config = ready(_config(options, model, run, which), run, options.config, "llamarl eval", delays, which)
+    config = ready(_config(options, model, run, which), run, place, "llamarl eval", delays, which)
     check_names(config, options.only)
     return config
 
@@ -131,7 +148,7 @@ def _evaluated(options: argparse.Namespace, config: RunConfig) -> tuple[list[Eva
             bar.update(task, completed=done, total=total)
 
         if options.rates:
-            result, rates = measured_rates(config, show, print)
+            result, rates = measured_rates(config, options.model, show, print)
             return [result], rates
         return evaluate_checkpoint(config, show, print, options.only), []
 
@@ -186,6 +203,6 @@ def _config(
     if which == "train" and not (run or options.data):
         raise ConfigError("--rates: DATA is missing; name a file of problems, or a run with --config")
     if which == "eval" and config.data.eval is None:
-        cause = f"{options.config} has no data.eval" if options.config else "DATA is missing"
+        cause = f"{options.config or options.model} has no data.eval" if run else "DATA is missing"
         raise ConfigError(f"{cause}; name a file of problems, or a run with --config that has some")
     return config

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
-from llamarl.cli.options import ENGINE, MODEL_HELP, add_settings, check_output, command_parser, told_of_delay
+from llamarl.cli.options import ASKED_HELP, ENGINE, add_settings, check_output, command_parser, told_of_delay
 from llamarl.config import ConfigError, read_rows, read_text, settled
-from llamarl.parts.answers.answering import BASE, PromptRun, row_of
+from llamarl.parts.answers.answering import BASE, PromptRun, prompt_tables, row_of
 from llamarl.types import FinishReason, Rollout
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 SETTINGS = (
     "eval.samples", "eval.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p", "rollout.max_new_tokens",
-    "rollout.stop_strings", "data.system", "data.examples", "data.template_arguments", "data.date", "seed", *ENGINE,
+    "rollout.stop_strings", "data.template", "data.system", "data.examples", "data.template_arguments", "data.date",
+    "seed", *ENGINE,
 )  # fmt: skip
 
 
@@ -34,12 +35,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "generate",
         "Answer the prompts of a file: one JSON line per response, in the order in which they finish.",
-        "FILE is JSON Lines when its name ends in .jsonl, else text with a prompt in each line.",
+        "FILE is JSON Lines when its name ends in .jsonl, else text with a prompt in each line. Each prompt is written "
+        "as the run wrote its questions; of a model without a run, as a user's message in its chat template, else with "
+        "a line break behind it. --data.template '{question}' gives the text as it is.",
     )
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("model", metavar="MODEL|RUN", help=ASKED_HELP)
     parser.add_argument("--prompts", metavar="FILE", required=True, help="what to answer")
     parser.add_argument("--field", default="prompt", help="field of a JSON line that holds the prompt (prompt)")
-    parser.add_argument("--chat", action="store_true", help="each prompt is a user's message in the chat template")
+    parser.add_argument("--chat", action="store_true", help="insist on the chat template, also where a run has another")
     parser.add_argument("--output", metavar="FILE", help="where the responses go (standard output)")
     add_settings(parser, BASE, *SETTINGS)
     return parser
@@ -53,13 +56,14 @@ def main(arguments: Sequence[str]) -> int:
         check_output(options.output, options.prompts)
     prompts = read_prompts(Path(options.prompts), options.field)
 
-    from llamarl.run.names import resolved_path
+    from llamarl.run.asked import asked_model
 
-    model = resolved_path(options.model, "MODEL", command="llamarl generate")
-    config = settled(BASE | {"model": {"path": model}}, options.overrides)
     with ExitStack() as opened:
         with told_of_delay("generate"):
+            asked = opened.enter_context(asked_model(options.model, "MODEL", command="llamarl generate"))
+            config = settled(prompt_tables(asked), options.overrides)
             answers = PromptRun(config, prompts, chat=options.chat)
+        print(answers.first_prompt, file=sys.stderr)
         responses = opened.enter_context(Responses(options.output, prompts, answers.tokenizer))
         with told_of_delay("generate"):
             opened.enter_context(answers)

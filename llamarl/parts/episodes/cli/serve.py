@@ -9,27 +9,29 @@ import os
 import secrets
 import socket
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llamarl.cli.options import ENGINE, MODEL_HELP, add_settings, command_parser, told_of_delay
-from llamarl.config import ConfigError, load_recorded, settled
+from llamarl.cli.options import ASKED_HELP, ENGINE, add_settings, command_parser, told_of_delay
+from llamarl.config import ConfigError, settled
 from llamarl.config.ref import part
 from llamarl.types import GenerationRequest, Rollout, SamplingParams
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
+    from llamarl.data.tokenizer import Tokenizer
     from llamarl.generation.backend import RolloutEngine
     from llamarl.parts.episodes.gateway.endpoint import Endpoint, More
+    from llamarl.parts.episodes.gateway.protocol import Scores
     from llamarl.parts.episodes.gateway.session import Session
+    from llamarl.run.asked import AskedModel
 
 API_KEY = "LLAMARL_API_KEY"
 BASE = {"model": {"path": ""}, "data": {"train": "jsonl"}}
@@ -42,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         "Answer other programs over OpenAI's protocol: /v1/chat/completions, /v1/completions, /v1/models.",
         f"Clients give the key of --api-key or of the variable {API_KEY}; with neither, any key will do.",
     )
-    parser.add_argument("model", metavar="MODEL|RUN", help=f"{MODEL_HELP}, or a run folder: its newest checkpoint")
+    parser.add_argument("model", metavar="MODEL|RUN", help=ASKED_HELP)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen at; 0: any that is free (8000)")
     parser.add_argument("--api-key", type=str, metavar="KEY", help="that clients must give")
@@ -56,33 +58,34 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     settled(BASE, options.overrides)  # a mistake is told at once
     key = options.api_key or os.environ.get(API_KEY, "")
-    from llamarl.data.tokenizer import Tokenizer, check_vocabulary
+    from llamarl.data.chat_format import sample_chat
+    from llamarl.data.tokenizer import check_vocabulary
     from llamarl.models.folder import load_shape
     from llamarl.parts.episodes.gateway.app import build_app
     from llamarl.parts.episodes.gateway.endpoint import Endpoint
     from llamarl.parts.episodes.gateway.protocol import CallRefused
     from llamarl.parts.episodes.gateway.session import Session
-    from llamarl.run.names import resolved_path
+    from llamarl.run.asked import asked_model
     from llamarl.run.web import LOOPBACK, listening
 
     open_engine = part("answers", "open_engine")
     if not key and options.host not in LOOPBACK:
         raise ConfigError(f"--host {options.host} is open to others; give a key by --api-key or {API_KEY}")
-    given = resolved_path(options.model, "MODEL", command="llamarl serve")
     with ExitStack() as leaving, told_of_delay("serve") as told:
-        path, of_template = _model(given, Path(leaving.enter_context(tempfile.TemporaryDirectory())))
-        tokenizer, shape = Tokenizer(path, of_template), load_shape(path)
+        asked = leaving.enter_context(asked_model(options.model, "MODEL", command="llamarl serve"))
+        tokenizer, shape = _tokenizer(asked), load_shape(asked.path)
         check_vocabulary(tokenizer, shape.vocab_size)
         sampling = SamplingParams(
             max_new_tokens=shape.max_position_embeddings, stop_token_ids=tokenizer.eos_token_ids,
             seed=secrets.randbits(62),
         )  # fmt: skip
-        config = settled(BASE | {"model": {"path": path}}, options.overrides)
+        tables = {"generator": asked.settings.get("generator", {}), "model": {"path": asked.path}}
+        config = settled(BASE | tables, options.overrides)
         engine = EngineThread(leaving.enter_context(open_engine(config)))
         name = options.name or Path(options.model).resolve().name
         endpoint = Endpoint(
             tokenizer=tokenizer, model=name, context=shape.max_position_embeddings, generate=engine.generate,
-            sampling=sampling,
+            sampling=sampling, score=engine.score if engine.can_score else None,
         )  # fmt: skip
 
         def session_of(given: str) -> tuple[Endpoint, Session]:
@@ -94,6 +97,7 @@ def main(arguments: Sequence[str]) -> int:
         opened = leaving.enter_context(listening(options.host, options.port))
         told()
         host, port = opened.getsockname()[:2]
+        print(f"a chat call: {sample_chat(tokenizer)}", file=sys.stderr)
         print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
         return asyncio.run(_serve(app, opened, engine, () if key else LOOPBACK))
 
@@ -114,19 +118,22 @@ async def _serve(app: Starlette, opened: socket.socket, engine: EngineThread, ho
     return 0
 
 
-def _model(given: str, exported: Path) -> tuple[str, dict[str, Any]]:
-    """A Hugging Face folder, of a run that of its newest valid checkpoint, and what its chat template got. Raises
-    ConfigError."""
-    run = Path(given)
-    if not (run / "config.toml").exists():
-        return given, {}
-    from llamarl.run.export import export
+def _tokenizer(asked: AskedModel) -> Tokenizer:
+    """The model's tokenizer with a chat template that writes prompts as the run of the model did. Without a run, and
+    without a chat template, it writes the question and a line break. Raises ConfigError."""
+    from llamarl.data.chat_format import chat_template_of, with_chat
+    from llamarl.data.tokenizer import Tokenizer
+    from llamarl.run.export import format_of
 
-    config = load_recorded(run / "config.toml")
-    merge = config.trainer.lora is not None
-    step, _ = export(run, config, exported / "model", None, merge, command="llamarl serve")
-    print(f"step {step} of {given}", file=sys.stderr)
-    return str(exported / "model"), config.data.template_arguments
+    if asked.run is None:
+        return with_chat(Tokenizer(asked.path))
+    data, tokenizer = format_of(asked.run, asked.path)
+    try:
+        template = chat_template_of(data, tokenizer)
+    except ConfigError as error:  # /v1/completions takes prompts that a client has filled in
+        sys.stderr.write(f"llamarl serve: {error}; /v1/chat/completions writes the question only\n")
+        return with_chat(tokenizer)
+    return tokenizer if template is None else tokenizer.with_template(template)
 
 
 class EngineThread:
@@ -134,8 +141,8 @@ class EngineThread:
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
-        self._inbox = SimpleQueue[GenerationRequest | int | None]()
-        """Requests, ids of requests that nobody waits for any more, or the end."""
+        self._inbox = SimpleQueue[GenerationRequest | int | Callable[[], None] | None]()
+        """Requests, ids of requests that nobody waits for any more, work between two steps, or the end."""
         self._waiting = dict[int, asyncio.Future[Rollout]]()
         self._watched: dict[int, More] = {}
         """Listeners, by request id, that hear what there is of a rollout while it is sampled."""
@@ -161,6 +168,40 @@ class EngineThread:
         finally:
             self._watched.pop(number, None)
 
+    @property
+    def can_score(self) -> bool:
+        """The engine's model is in this process."""
+        from llamarl.generation.model import GeneratorModel
+
+        return isinstance(getattr(self._engine, "model", None), GeneratorModel)
+
+    async def score(self, token_ids_T: np.ndarray, num_top: int, temperature: float) -> Scores:
+        """Log-probabilities of given tokens, and of the likeliest at their places, between two steps of the engine.
+        Raises ValueError."""
+        from llamarl.generation.score import top_logprobs
+        from llamarl.parts.episodes.gateway.protocol import Scores
+
+        answer, model = self.loop.create_future(), getattr(self._engine, "model")  # noqa: B009 - see `can_score`
+
+        def tell(found: Scores | ValueError) -> None:
+            if answer.done():  # nobody waits any more
+                return
+            if isinstance(found, ValueError):
+                answer.set_exception(found)
+            else:
+                answer.set_result(found)
+
+        def work() -> None:
+            try:
+                found = Scores(*top_logprobs(model, token_ids_T, num_top, temperature))
+            except ValueError as error:
+                self.loop.call_soon_threadsafe(tell, error)
+            else:
+                self.loop.call_soon_threadsafe(tell, found)
+
+        self._inbox.put(work)
+        return await answer
+
     def metrics(self) -> dict[str, float]:
         """Requests that wait for an answer, and counts of the engine, by name."""
         return {"requests": len(self._waiting)} | asdict(self._engine.stats())
@@ -177,7 +218,9 @@ class EngineThread:
                 asked = self._inbox.get()
                 if asked is None:
                     return
-                if isinstance(asked, int):
+                if callable(asked):
+                    asked()
+                elif isinstance(asked, int):
                     self.loop.call_soon_threadsafe(self._deliver, engine.abort([asked]), [])
                 else:
                     engine.submit([asked])

@@ -32,8 +32,11 @@ CHARS_PER_TOKEN = 32
 """Most characters per token that are worth encoding; few vocabularies have longer tokens, and none a text of them."""
 
 
-_Asked = tuple[protocol.ModelCall, np.ndarray, Callable[[Rollout], Json], bool]
-"""A call, its prompt, what a rollout says, and whether that may turn out to be something else at the end."""
+Score = Callable[[np.ndarray, int, float], Awaitable[protocol.Scores]]
+"""Scores a sequence: its tokens, how many likeliest tokens are wanted at each place, and the temperature."""
+_Asked = tuple[protocol.ModelCall, list[np.ndarray], Callable[[int, Rollout], Json], bool]
+"""A call, its prompts, the choice that a rollout of a prompt is, by the prompt's number, and whether that may turn out
+to be something else at the end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +51,8 @@ class Endpoint:
     """Tokens that a prompt and its answer have at most."""
     sampling: SamplingParams
     """Sampling where a call does not say otherwise; its `max_new_tokens` bounds all calls of a session together."""
+    score: Score | None = None
+    """Scores given tokens; None means that only sampled tokens have log-probabilities."""
     is_fixed: bool = False
     """Calls may not sample in another way: what they would teach would not be the policy's."""
 
@@ -74,21 +79,28 @@ class Endpoint:
     ) -> Json:
         """Answer to a call; slow work is done in threads, so that others are answered meanwhile."""
         try:
-            call, prompt_T, choice_of, waits = await asyncio.to_thread(read, session, body)
+            call, prompts, choice_of, waits = await asyncio.to_thread(read, session, body)
             kind = "chat.completion" if isinstance(call, protocol.ChatCall) else "text_completion"
-            begun = protocol.head(kind, self.model, prompt_T, has_ids=call.return_token_ids)
-            streams = (
-                [ChatStream(tell, self.tokenizer, call, begun, n, waits=waits) for n in range(call.n)] if tell else []
-            )
-            sampling = self._sampling(session, call, len(prompt_T))
+            begun = protocol.head(kind, self.model)
+            asked = [
+                (prompt_T, one)
+                for prompt_T in prompts
+                for one in self._sampling(session, call, len(prompt_T), len(prompts))
+            ]
+            streams = [
+                ChatStream(tell, self.tokenizer, call, begun, n, prompt_T=prompt_T, waits=waits)
+                for n, (prompt_T, _) in enumerate(asked)
+                if tell
+            ]
             rollouts = await _together(
                 self._sampled(session, prompt_T, one, streams[n].more if streams else None)
-                for n, one in enumerate(sampling)
+                for n, (prompt_T, one) in enumerate(asked)
             )
+            scores = [] if streams else await self._scores(call, prompts, rollouts)
         except protocol.OutOfTokens:
             session.is_full = True
             raise
-        return await asyncio.to_thread(self._whole, call, begun, prompt_T, rollouts, choice_of, streams)
+        return await asyncio.to_thread(self._whole, call, begun, prompts, rollouts, choice_of, streams, scores)
 
     def _read_chat(self, session: Session, body: Json) -> _Asked:
         call = protocol.read(protocol.ChatCall, body)
@@ -96,7 +108,7 @@ class Endpoint:
         messages, tools = call.conversation
         prompt_T = self._chat_prompt(session, messages, tools)
 
-        def choice(rollout: Rollout) -> Json:
+        def choice(_: int, rollout: Rollout) -> Json:
             message, reason = self._message(rollout, call, tools)
             if rollout.finish_reason is FinishReason.STOP:
                 said = protocol.Message.model_validate(message).plain
@@ -104,20 +116,23 @@ class Endpoint:
                 session.remember(known, self._written(prompt_T, rollout))
             return {"message": message, "finish_reason": reason}
 
-        return call, prompt_T, choice, bool(tools and self.tokenizer.tool_format)
+        return call, [prompt_T], choice, bool(tools and self.tokenizer.tool_format)
 
     def _read_text(self, session: Session, body: Json) -> _Asked:
         call = protocol.read(protocol.CompletionCall, body)
         self.check_model(call.model)
-        prompt_T = self._text_prompt(session, call.prompt)
+        call.check(has_scores=self.score is not None)
+        prompts = [self._text_prompt(session, prompt) for prompt in call.prompts]
 
-        def choice(rollout: Rollout) -> Json:
+        def choice(number: int, rollout: Rollout) -> Json:
+            prompt, prompt_T = call.prompts[number], prompts[number]
             written, text = self._written(prompt_T, rollout), self.tokenizer.decode(rollout.token_ids_T)
-            if isinstance(call.prompt, str) and not written.has_stop_token and not text.endswith(CUT):
-                session.remember(call.prompt + text, written)
-            return {"text": self._cut(text, call), "finish_reason": rollout.finish_reason.value}
+            if isinstance(prompt, str) and not written.has_stop_token and not text.endswith(CUT):
+                session.remember(prompt + text, written)
+            begins = (prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt_T)) if call.echo else ""
+            return {"text": begins + self._cut(text, call), "finish_reason": rollout.finish_reason.value}
 
-        return call, prompt_T, choice, False
+        return call, prompts, choice, False
 
     def _chat_prompt(self, session: Session, messages: list[Json], tools: list[Json]) -> np.ndarray:
         """The longest part that this session has, as the tokens that it was; the rest as the template writes it."""
@@ -152,14 +167,20 @@ class Endpoint:
             raise protocol.OutOfTokens(f"{len(text):,} characters are too many for a context of {self.context} tokens")
 
     def _whole(
-        self, call: protocol.ModelCall, begun: Json, prompt_T: np.ndarray, rollouts: list[Rollout],
-        choice_of: Callable[[Rollout], Json], streams: list[ChatStream],
+        self, call: protocol.ModelCall, begun: Json, prompts: list[np.ndarray], rollouts: list[Rollout],
+        choice_of: Callable[[int, Rollout], Json], streams: list[ChatStream], scores: list[protocol.Scores],
     ) -> Json:  # fmt: skip
-        choices = [choice_of(rollout) | {"logprobs": None} for rollout in rollouts]
-        for choice, rollout in zip(choices, rollouts, strict=True) if call.logprobs else ():
-            is_chat = isinstance(call, protocol.ChatCall)
-            choice["logprobs"] = protocol.logprobs(self.tokenizer, rollout, is_chat=is_chat)
-        found = protocol.answer(begun, choices, prompt_T, rollouts)
+        choices = [choice_of(at // call.n, rollout) | {"logprobs": None} for at, rollout in enumerate(rollouts)]
+        for at, (choice, rollout) in enumerate(zip(choices, rollouts, strict=True)) if call.wants_logprobs else ():
+            if scores and isinstance(call, protocol.CompletionCall):
+                choice["logprobs"] = protocol.text_logprobs(
+                    self.tokenizer, prompts[at // call.n], rollout, scores[at], echo=call.echo,
+                    has_top=bool(call.logprobs),
+                )  # fmt: skip
+            else:
+                is_chat = isinstance(call, protocol.ChatCall)
+                choice["logprobs"] = protocol.logprobs(self.tokenizer, rollout, is_chat=is_chat)
+        found = protocol.answer(begun, choices, prompts, rollouts, has_ids=call.return_token_ids)
         for stream, choice, rollout in zip(streams, choices, rollouts, strict=False):
             stream.end(choice, rollout)
         if streams:
@@ -169,20 +190,42 @@ class Endpoint:
     async def _sampled(
         self, session: Session, prompt_T: np.ndarray, sampling: SamplingParams, more: More | None
     ) -> Rollout:
+        if not sampling.max_new_tokens:  # the prompt alone is to come back
+            return Rollout.empty(0, 0, FinishReason.LENGTH)
         rollout = await self.generate(prompt_T, sampling, more)
         if rollout.finish_reason is FinishReason.FAILED:
             raise CallRefused(400, rollout.error)
         session.record(prompt_T, rollout.columns, rollout.prompt_routes)
         return rollout
 
-    def _sampling(self, session: Session, call: protocol.ModelCall, num_prompt: int) -> list[SamplingParams]:
-        """Sampling of each choice of a call. Raises CallRefused."""
+    async def _scores(
+        self, call: protocol.ModelCall, prompts: list[np.ndarray], rollouts: list[Rollout]
+    ) -> list[protocol.Scores]:
+        """Scores of each prompt with its answer, where a call asks for more than sampled tokens have. Raises
+        CallRefused."""
+        if self.score is None or not isinstance(call, protocol.CompletionCall) or call.logprobs is None:
+            return []
+        if not call.logprobs and not call.echo:
+            return []
+        temperature = self.sampling.temperature if call.temperature is None else call.temperature
+        wholes = (np.concatenate([prompts[at // call.n], one.token_ids_T]) for at, one in enumerate(rollouts))
+        try:
+            return [await self.score(whole_T, call.logprobs, temperature or 1.0) for whole_T in wholes]
+        except ValueError as error:
+            raise CallRefused(400, str(error), param="prompt") from None
+
+    def _sampling(
+        self, session: Session, call: protocol.ModelCall, num_prompt: int, num_prompts: int
+    ) -> list[SamplingParams]:
+        """Sampling of each choice of a prompt, one of several. Raises CallRefused."""
         ours, drawn = self.sampling, call.drawn_by
         for name, value in drawn.items() if self.is_fixed else ():
             if name == "seed" or value != getattr(ours, name):
                 said = f"{name} = {value:g}, but this run samples with {getattr(ours, name):g}: leave it out"
                 raise CallRefused(400, said, param=name)
-        least, left = 1 if self.is_fixed else call.limit or 1, (ours.max_new_tokens - session.num_sampled) // call.n
+        asked_for = 1 if call.limit is None else call.limit
+        least = min(asked_for, 1) if self.is_fixed else asked_for
+        left = (ours.max_new_tokens - session.num_sampled) // (call.n * num_prompts)
         if num_prompt + least > self.context:
             said = f"the prompt has {num_prompt} tokens and the context {self.context}: it has no room for {least} more"
             raise protocol.OutOfTokens(said)
@@ -190,8 +233,8 @@ class Endpoint:
             said = f"this session has sampled its {ours.max_new_tokens} tokens (rollout.max_new_tokens)"
             raise protocol.OutOfTokens(said)
         asked = replace(
-            ours, **drawn, max_new_tokens=min(call.limit or left, left), is_repeatable="seed" in drawn,
-            stop_strings=(*ours.stop_strings, *call.stop),
+            ours, **drawn, max_new_tokens=left if call.limit is None else min(call.limit, left),
+            is_repeatable="seed" in drawn, stop_strings=(*ours.stop_strings, *call.stop),
         )  # fmt: skip
         return [replace(asked, seed=asked.seed + n * asked.is_repeatable) for n in range(call.n)]
 

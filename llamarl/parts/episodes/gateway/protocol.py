@@ -13,7 +13,7 @@ import reprlib
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
@@ -24,7 +24,7 @@ from pydantic_core import from_json
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.types import Rollout
 
-MAX_MESSAGES, MAX_TOOLS, MAX_CHOICES = 2048, 1024, 128
+MAX_MESSAGES, MAX_TOOLS, MAX_CHOICES, MAX_PROMPTS, MAX_TOP = 2048, 1024, 128, 1024, 20
 _UNREAD = frozenset(("user", "metadata", "safety_identifier", "prompt_cache_key"))
 """Options of calls that change no answer."""
 _CHANGES_NOTHING: dict[str, Any] = {
@@ -111,12 +111,16 @@ class ModelCall(_Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
-    logprobs: bool = False
-    """Log-probabilities of the sampled tokens are wanted; there are none of others."""
 
     @property
     def limit(self) -> int | None:
+        """Tokens that the call asks for at most."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Log-probabilities belong in the answer."""
+        raise NotImplementedError
 
     @property
     def drawn_by(self) -> dict[str, Any]:
@@ -181,6 +185,12 @@ class ChatCall(ModelCall):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
     tool_choice: Literal["auto", "none"] = "auto"
+    logprobs: bool = False
+    """Log-probabilities of the sampled tokens are wanted; there are none of others."""
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs
 
     @property
     def conversation(self) -> tuple[list[Json], list[Json]]:
@@ -189,32 +199,70 @@ class ChatCall(ModelCall):
         return [one.plain for one in self.messages], [one.plain for one in tools]
 
 
-def _single(prompt: Any) -> Any:
-    """A list of one prompt is that prompt."""
-    return prompt[0] if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list) else prompt
-
-
 def _asked(logprobs: Any) -> Any:
-    """0 and 1 ask for those of the tokens."""
-    return True if type(logprobs) is int and logprobs in (0, 1) else logprobs
+    """True and False are 0 and nothing."""
+    return {True: 0, False: None}[logprobs] if isinstance(logprobs, bool) else logprobs
 
 
-_HIDDEN = "", " "
+_HIDDEN = "", " ", "  "
 """Tags that no place shows."""
 
 
 _Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+_Text = Annotated[str, Tag(_HIDDEN[0])]
+_Tokens = Annotated[list[_Token], Field(min_length=1, fail_fast=True), Tag(_HIDDEN[1])]
+_Prompt = Annotated[_Text | _Tokens, Discriminator(lambda prompt: _HIDDEN[isinstance(prompt, list)])]
+_Prompts = Annotated[list[_Prompt], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag(_HIDDEN[2])]
+
+
+def _which(prompt: Any) -> str:
+    """The tag of a prompt: a text, token ids, or several of them."""
+    if not isinstance(prompt, list):
+        return _HIDDEN[0]
+    return _HIDDEN[2 if prompt and isinstance(prompt[0], str | list) else 1]
 
 
 class CompletionCall(ModelCall):
     """`/v1/completions`."""
 
-    prompt: Annotated[
-        Annotated[str, Tag(_HIDDEN[0])] | Annotated[list[_Token], Field(min_length=1, fail_fast=True), Tag(_HIDDEN[1])],
-        Discriminator(lambda prompt: _HIDDEN[isinstance(prompt, list)]),
-        BeforeValidator(_single),
-    ]
-    logprobs: Annotated[bool, BeforeValidator(_asked)] = False
+    prompt: Annotated[_Text | _Tokens | _Prompts, Discriminator(_which)]
+    """A text, its token ids, or several of them, each with `n` answers."""
+    max_tokens: int | None = Field(None, ge=0)
+    """0 samples nothing, and is for `echo`."""
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP), BeforeValidator(_asked)] = None
+    """Log-probabilities are wanted, with those of so many likeliest tokens at each place."""
+    echo: bool = False
+    """The answer begins with the prompt."""
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one at least."""
+        given: Any = self.prompt
+        return given if _which(given) == _HIDDEN[2] else [given]
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    def check(self, *, has_scores: bool) -> None:
+        """Raises CallRefused: options do not fit together, or ask for scores where an endpoint has none."""
+        if self.limit == 0 and not self.echo:
+            raise CallRefused(400, "max_tokens = 0 is for echo = true; ask for 1 at least", param="max_tokens")
+        if self.stream and self.echo:
+            raise CallRefused(400, "echo = true is not streamed; leave stream out", param="echo")
+        if self.stream and (self.logprobs or 0) > 1:
+            said = f"logprobs = {self.logprobs}: alternatives are not streamed; leave stream out, or ask for 1"
+            raise CallRefused(400, said, param="logprobs")
+        if not has_scores and (self.logprobs or 0) + (self.echo and self.wants_logprobs) > 1:
+            said = "this endpoint has log-probabilities of sampled tokens only; leave echo out, or ask for 0"
+            raise CallRefused(400, f"logprobs = {self.logprobs}: {said}", param="logprobs")
+        if len(self.prompts) * self.n > MAX_PROMPTS:
+            said = f"n = {self.n} for {len(self.prompts)} prompts: a call has {MAX_PROMPTS} answers at most"
+            raise CallRefused(400, said, param="n")
 
 
 C = TypeVar("C", bound=ModelCall)
@@ -258,22 +306,24 @@ def conversations(messages: Sequence[Json], tools: Sequence[Json]) -> list[bytes
     return found
 
 
-def head(kind: str, model: str, prompt_T: np.ndarray, *, has_ids: bool) -> Json:
+def head(kind: str, model: str) -> Json:
     """Fields that each answer, and each event of it, begins with. `kind`: `chat.completion` or `text_completion`."""
     name = "chatcmpl" if kind.startswith("chat") else "cmpl"
-    found: Json = {"id": f"{name}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
-    return found | ({"prompt_token_ids": prompt_T.tolist()} if has_ids else {})
+    return {"id": f"{name}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
 
-def answer(begun: Json, choices: Sequence[Json], prompt_T: np.ndarray, rollouts: Sequence[Rollout]) -> Json:
-    """The whole answer, which began with `begun`."""
-    num_prompt, num = len(prompt_T), sum(rollout.num_tokens for rollout in rollouts)
+def answer(
+    begun: Json, choices: Sequence[Json], prompts: Sequence[np.ndarray], rollouts: Sequence[Rollout], *, has_ids: bool
+) -> Json:
+    """The whole answer, which began with `begun`. Each prompt has as many choices, one after another."""
+    num_prompt, num = sum(map(len, prompts)), sum(rollout.num_tokens for rollout in rollouts)
     usage = {"prompt_tokens": num_prompt, "completion_tokens": num, "total_tokens": num_prompt + num}
-    found = [{"index": number, **choice} for number, choice in enumerate(choices)]
-    if prompt_ids := begun.get("prompt_token_ids"):
-        for choice, rollout in zip(found, rollouts, strict=True):
-            choice |= {"token_ids": rollout.token_ids_T.tolist(), "prompt_token_ids": prompt_ids}
-    return begun | {"choices": found, "usage": usage}
+    found, each = [{"index": number, **choice} for number, choice in enumerate(choices)], len(choices) // len(prompts)
+    for number, rollout in enumerate(rollouts) if has_ids else ():
+        prompt_ids = prompts[number // each].tolist()
+        found[number] |= {"token_ids": rollout.token_ids_T.tolist(), "prompt_token_ids": prompt_ids}
+    ids = {"prompt_token_ids": prompts[0].tolist()} if has_ids and len(prompts) == 1 else {}
+    return begun | ids | {"choices": found, "usage": usage}
 
 
 def logprobs(tokenizer: Tokenizer, rollout: Rollout, *, is_chat: bool, start: int = 0, offset: int = 0) -> Json:
@@ -288,3 +338,52 @@ def logprobs(tokenizer: Tokenizer, rollout: Rollout, *, is_chat: bool, start: in
         return {"content": tokens}
     starts = offset + np.cumsum([0, *map(len, texts)])[:-1]
     return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": starts.tolist()}
+
+
+class Scores(NamedTuple):
+    """Log-probabilities of the tokens of a sequence after the first, and of the likeliest tokens at their places."""
+
+    logprobs_T: np.ndarray
+    """float32 [T - 1]."""
+    top_ids_T_K: np.ndarray
+    """int [T - 1, K]."""
+    top_logprobs_T_K: np.ndarray
+    """float32 [T - 1, K]."""
+
+
+def text_logprobs(
+    tokenizer: Tokenizer, prompt_T: np.ndarray, rollout: Rollout, scores: Scores, *, echo: bool, has_top: bool
+) -> Json:
+    """Log-probabilities of a text completion in OpenAI's shape, behind those of its prompt with `echo`. Sampled tokens
+    have those under the distribution that they were sampled from."""
+    first = 0 if echo else len(prompt_T)
+    ids = np.concatenate([prompt_T, rollout.token_ids_T])[first:].tolist()
+    own: list[float | None] = [None, *scores.logprobs_T[: len(prompt_T) - 1].tolist()][first:]
+    own += rollout.behavior_logprobs_T.tolist()
+    texts, tops = _texts(tokenizer, ids), list[Json | None]()
+    for place, (text, logprob) in enumerate(zip(texts, own, strict=True), start=first - 1):
+        if place < 0 or logprob is None:
+            tops.append(None)
+            continue
+        found = dict[str, float]()
+        token, found = ids[place + 1 - first], dict[str, tuple[int, float]]()
+        likeliest, values = scores.top_ids_T_K[place].tolist(), scores.top_logprobs_T_K[place].tolist()
+        for other, name, value in zip(likeliest, _texts(tokenizer, likeliest), values, strict=True):
+            found.setdefault(_key(other, name), (other, value))
+        if found.get(key := _key(token, text), (token,))[0] == token:  # as it was sampled
+            found[key] = token, logprob
+        tops.append({name: value for name, (_, value) in found.items()})
+    starts = np.cumsum([0, *map(len, texts)])[:-1]
+    return {
+        "tokens": texts, "token_logprobs": own, "top_logprobs": tops if has_top else None,
+        "text_offset": starts.tolist(),
+    }  # fmt: skip
+
+
+def _key(token_id: int, text: str) -> str:
+    """Name of a token among others at its place: its text, or its id where it is part of a character only."""
+    return f"token_id:{token_id}" if "\ufffd" in text else text
+
+
+def _texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    return [tokenizer.decode([token], skip_special=False) for token in ids]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import numpy as np
+
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.parts.episodes.gateway import protocol
 from llamarl.parts.episodes.gateway.protocol import Json
@@ -23,18 +25,20 @@ class ChatStream:
 
     def __init__(
         self, tell: Callable[[bytes], None], tokenizer: Tokenizer, call: protocol.ModelCall, head: Json, index: int, *,
-        waits: bool,
+        prompt_T: np.ndarray, waits: bool,
     ) -> None:  # fmt: skip
         """
         Args:
             tell: takes events.
             head: the answer without choices and usage, before anything is sampled.
             index: of this choice.
+            prompt_T: tokens of its prompt.
             waits: text may turn out to be something else at the end.
         """
         self._tell, self._tokenizer, self._call, self._waits = tell, tokenizer, call, waits
         self._choice: Json = {"index": index, "finish_reason": None, "logprobs": None}
         self._is_chat = isinstance(call, protocol.ChatCall)
+        head = head | ({"prompt_token_ids": prompt_T.tolist()} if call.return_token_ids else {})
         self._head = head | {"object": "chat.completion.chunk" if self._is_chat else head["object"]}
         self._told = self._offset = 0  # tokens, and characters of these
         self._window = self._read = 0  # text is decoded from the first one on, and known up to the second
@@ -69,7 +73,7 @@ class ChatStream:
             choice["delta"] = {**role, "content": said.pop("text"), **said}
         else:
             choice |= said
-        if self._call.logprobs:
+        if self._call.wants_logprobs:
             choice["logprobs"] = protocol.logprobs(
                 self._tokenizer, rollout, is_chat=self._is_chat, start=self._told, offset=self._offset
             )

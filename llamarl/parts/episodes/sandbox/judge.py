@@ -91,7 +91,8 @@ class ProgramJudge:
             f"{__name__}:judge",
             num_workers=workers,
             cpu_s=_SUPERVISOR_CPU_S,
-            wall_s=wall_s + _START_S + _END_S if wall_s > 0 else wall_s,
+            wall_s=wall_s,
+            slack_s=_START_S + _END_S,
             recycle_after=10_000,
             memory_bytes=memory_bytes + (1 << 30),
         )

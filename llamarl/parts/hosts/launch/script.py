@@ -13,6 +13,7 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 
 from llamarl.config import ConfigError, RunConfig, dump_toml, load_config
+from llamarl.config.load import file_of_run
 from llamarl.parts.hosts.certificates import CONTROLLER, make_certificates
 from llamarl.parts.hosts.hosting import NoRoom, imagined
 
@@ -44,7 +45,7 @@ def slurm_script(config: RunConfig, path: str, overrides: Sequence[str]) -> str:
     if "gpus-per-node" not in own:
         own |= {"gpus-per-node": _gpus_per_host(config, "launch.slurm.gpus_per_node") or False}
     paths = {"folder": str(files_folder(config)), "run": os.path.abspath(f"{config.output}/{config.name}")}
-    train = [os.path.abspath(path), *overrides]
+    train = [str(file_of_run(path)), *overrides]
     places = paths | {"working_folder": os.getcwd(), "python": sys.executable}
     return _filled("slurm.sh.jinja", config=config, own=own, train=train, **places)
 

@@ -60,6 +60,7 @@ def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
     from llamarl.run.folder import FolderLost, check_run_folder, prepare_run_folder
     from llamarl.run.names import resolved
     from llamarl.run.prepare import settle
+    from llamarl.run.start_model import with_start_model
     from llamarl.training.result import NonFiniteStep
 
     def warn(said: str) -> None:
@@ -67,6 +68,7 @@ def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
 
     with told_of_delay("sft"):
         check_cluster(config.cluster)
+        config = with_start_model(config, command="llamarl sft")
         path = check_run_folder(config, resume=resume, overwrite=overwrite)
     ensure_base_model(config)
     here = config.cluster.kind != "hosts"  # hosts fetch weights for themselves

@@ -16,6 +16,7 @@ from llamarl.config import ConfigError, load_config
 from llamarl.parts.hosts.certificates import CONTROLLER, client_context, server_context
 from llamarl.parts.hosts.cli.launch import main
 from llamarl.parts.hosts.launch import script
+from tests.end_to_end.tiny import llamarl_here, make_model
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[4]
 DEMO = str(ROOT / "configs" / "demo.toml")
@@ -335,3 +336,25 @@ def test_a_missing_scheduler_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="'sbatch'; submit where `sbatch` works"):
         main(["slurm", DEMO, *HOSTS])
+
+
+def test_the_job_of_a_packaged_name_begins(tmp_path: Path) -> None:
+    """What the script runs on its first node, with the controller's address as the job knows it."""
+    run, model, pki = "demo", make_model(tmp_path / "model"), str(tmp_path / "pki")
+    own = (*HOSTS, "--model.path", str(model), "--model.warm_start=", "--output", str(tmp_path / "runs"))
+    text = script.slurm_script(script.several_hosts(run, own), run, own).replace("\\\n", " ")
+    (line,) = [line for line in text.splitlines() if "-m llamarl train " in line]
+    known = {
+        "$LLAMARL_CONTROLLER": "127.0.0.1:6700",
+        "$SLURM_JOB_NUM_NODES": "3",
+        "$LLAMARL_PKI": str(tmp_path / "pki"),
+    }
+    words = [known.get(word, word) for word in shlex.split(line.removesuffix("&")) if word != "$@"]
+    assert words[:4] == ["/opt/my env/bin/python", "-m", "llamarl", "train"] and Path(words[4]).is_file()
+    (line,) = [line for line in text.splitlines() if "-m llamarl certs " in line]
+    known = {"${LLAMARL_HOSTS#,}": "a=127.0.0.1,b=127.0.0.2,c=127.0.0.3", "$SLURMD_NODENAME=$here": "a=127.0.0.1"}
+    known["$LLAMARL_PKI"] = pki
+    done = llamarl_here(*(known.get(word, word) for word in shlex.split(line)[3:]))
+    assert done.returncode == 0, done.stderr
+    done = llamarl_here(*words[3:], "--dry-run")
+    assert done.returncode == 0, done.stderr
