@@ -12,6 +12,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq --constraint constraints.txt $(PIP_ARGS)
 RUNTIME := $(VENV)/.llamarl-runtime
 DEV := $(VENV)/.llamarl-dev
+REAL := $(VENV)/.llamarl-real
 VLLM := .venv-vllm
 VERIFIERS := .venv-verifiers
 
@@ -20,13 +21,20 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all pictures lint format types contract pytest vllm verifiers gpu-check clean
+.PHONY: help demo demo-real test-real test test-all pictures lint format types contract pytest vllm verifiers gpu-check clean
 
 help: ## Show what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(RUNTIME) ## Train a small model on the CPU, asynchronously, and watch its reward rise
 	@$(VENV)/bin/llamarl train configs/demo.toml --overwrite
+
+demo-real: $(REAL) ## Train a real model (SmolLM2-135M) on word problems, two CPU cores, at most 20 minutes
+	@$(VENV)/bin/python -m examples.real.demo $(TRAIN)
+
+test-real: $(DEV) ## The whole life of a real model: train, kill, resume, replay, eval, generate, serve, export
+	@echo "tests: pytest, the real model"
+	@LLAMARL_NIGHTLY=1 $(VENV)/bin/python -m pytest --quiet tests/real
 
 test: lint types contract pytest ## Check everything: style, types, import order, tests
 
@@ -81,6 +89,10 @@ $(RUNTIME): pyproject.toml constraints.txt
 	@test -x $(VENV)/bin/python || "$(PYTHON)" -m venv $(VENV)
 	@$(INSTALL) setuptools torch
 	@$(INSTALL) --no-build-isolation --editable '.[monarch]'
+	@touch $@
+
+$(REAL): $(RUNTIME)
+	@$(INSTALL) --no-build-isolation --editable '.[monarch,gguf]'
 	@touch $@
 
 $(DEV): $(RUNTIME)
