@@ -35,7 +35,7 @@ def test_every_setting_with_its_origin(tmp_path: Path) -> None:
     assert [line.split()[0] for line in follows["executors"]] == [
         "executor", "trainer", "critic", "generator-0", "reward", "reference",
     ]  # fmt: skip
-    assert " s, if all rollouts are learnt from, for prompts of 29 and responses of" in follows["step time"][0]
+    assert " s, if every group teaches, for prompts of 29 and responses of" in follows["step time"][0]
     assert any(line.startswith("critic ") and " MiB (" in line for line in follows["memory"])
 
 
@@ -85,7 +85,7 @@ def test_the_step_time_is_that_of_the_run_s_work(tmp_path: Path) -> None:
     seconds, line = _step_s(toml, "--output", runs)
     assert line == f"{seconds:.3g} s, the mean of 4 steps simulated by {runs}/tiny/profile.json"
     assert 0.5 < seconds < 0.6, "nothing else takes long, and hides behind it"
-    assert " s, if all rollouts are learnt from, " in _step_s(toml, "--output", runs, "--recipe", "ppo")[1], "a critic"
+    assert " s, if every group teaches, " in _step_s(toml, "--output", runs, "--recipe", "ppo")[1], "a critic"
     missing = llamarl_here("explain", toml, "--data.train", "{name = 'jsonl', path = 'nowhere.jsonl'}", "--json")
     (line,) = json.loads(missing.stdout)["consequences"]["step time"]
     assert line.startswith("not known: ") and "nowhere.jsonl" in line

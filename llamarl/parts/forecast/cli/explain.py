@@ -12,6 +12,8 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+
 from llamarl.cli.options import TRUST, command_parser, told_of_delay
 from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.config.hub import HubName, nothing_fetched, open_hub, why_offline
@@ -19,7 +21,7 @@ from llamarl.config.load import given
 from llamarl.config.ref import nothing_run, part
 from llamarl.config.section import Section
 from llamarl.parts.forecast.cli import plan
-from llamarl.parts.forecast.constants import OF_CORES, load_profile
+from llamarl.parts.forecast.constants import load_profile, of_these_cores
 from llamarl.parts.forecast.costs import Costs
 from llamarl.parts.forecast.feasibility import plans
 from llamarl.parts.forecast.hardware import CPU, GPUS
@@ -191,6 +193,15 @@ def _simulated(config: RunConfig, profile: Path) -> str:
     return f"{found.step_s.mean():.3g} s, the mean of {steps} steps simulated by {profile}"
 
 
+def computed_tokens(prompts: Sequence[np.ndarray], per_step: int) -> float:
+    """Returns the mean tokens that a step computes for each prompt. What all prompts begin with counts once."""
+    shortest = min(map(len, prompts))
+    stack = np.stack([prompt_T[:shortest] for prompt_T in prompts])
+    differs = np.flatnonzero((stack != stack[0]).any(0))
+    shared = int(differs[0]) if len(differs) else shortest
+    return fmean(map(len, prompts)) - shared * (1 - 1 / per_step)
+
+
 def _step_time(config: RunConfig, context: int, pool: tuple[int, str]) -> str:
     """Forecast of a step's seconds in a sentence: simulated, by the profile of the run that was here before, if it has
     one, else of the best layout, for prompts like the first ones of the data."""
@@ -202,6 +213,8 @@ def _step_time(config: RunConfig, context: int, pool: tuple[int, str]) -> str:
     try:
         prompts = train_prompts(config, context, most=SAMPLED).prompts
         mean = round(fmean(len(prompt.token_ids_T) for prompt in prompts))
+        if kind == CPU:  # where trainer and generators share what prompts begin with
+            mean = round(computed_tokens([one.token_ids_T for one in prompts], config.rollout.prompts_per_step))
         words = {"--gpus": count, "--gpu": kind, "--data.max_prompt_tokens": mean}
         words |= {"--profile": profile} if profile.exists() else {}
         request = plan.asked(plan.parser().parse_args([str(word) for pair in words.items() for word in pair]), config)
@@ -209,13 +222,13 @@ def _step_time(config: RunConfig, context: int, pool: tuple[int, str]) -> str:
             pools = [replace(one, gpu=replace(one.gpu, memory_bytes=SHARED_BYTES)) for one in request.pools]
             request = replace(request, pools=tuple(pools))
         if not profile.exists():
-            constants = OF_CORES if kind == CPU else request.constants
+            constants = of_these_cores(trainer.dtype) if kind == CPU else request.constants
             constants = replace(constants, recompute=float(trainer.activation_checkpointing))
             request = replace(request, constants=constants)
         found = plans(request)[config.rollout.max_staleness > 0]
     except ConfigError as error:
         return f"not known: {error}"
     work = f"prompts of {mean} and responses of {request.lengths.mean_tokens:.0f} tokens on {count} x {kind}"
-    seconds = f"{found.step_s:.3g} s, if all rollouts are learnt from," if found else "no layout"
+    seconds = f"{found.step_s:.3g} s, if every group teaches," if found else "no layout"
     source = f"by {profile}" if profile.exists() else "by the tables of `llamarl plan`, not measured here"
     return f"{seconds} for {work}, {source}"
