@@ -2,6 +2,8 @@
 
     python3.11 -m venv .venv-trl && .venv-trl/bin/pip install -r benchmarks/peers/trl-constraints.txt pydantic
     python benchmarks/peers/compare_trl.py --trl-python .venv-trl/bin/python [--pairs 3] [--steps 60]
+    python benchmarks/peers/compare_trl.py --trl-python .venv-trl/bin/python --config examples/real/svamp.toml --name \
+        peers-real --pairs 1 --steps 6 --no-accuracy
 
 Each system has the whole machine: TRL one process with `--trl-threads`, llamarl one thread per executor. Speed is
 samples per second of the training loop, without imports and evaluation. Memory is the peak of the summed proportional
@@ -25,11 +27,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from _record import write_result
 
-from llamarl.config import build, load_config
-from llamarl.data.prompts import AUTO, PLAIN, SOURCES, fill_template
+from llamarl.config import load_config
+from llamarl.run.prepare import train_prompts
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs/demo.toml"
+CONTEXT, MOST_PROMPTS = 8192, 4096
+"""Tokens of a prompt, and prompts for TRL, at most."""
 SAMPLE_S = 0.25
 """Between two looks at the memory of a run."""
 TIMEOUT_S = 3600
@@ -81,21 +85,33 @@ def run(command: list[str], env: dict[str, str], log: Path) -> int:
     return peak
 
 
-def accuracy(model: Path) -> float:
-    """Share of held-out prompts that a model answers, greedily."""
+def accuracy(model: Path, options: argparse.Namespace) -> float | None:
+    """Share of held-out prompts that a model answers, greedily. None where it is not asked for."""
+    if options.no_accuracy:
+        return None
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "responses.jsonl"
-        command = [sys.executable, "-m", "llamarl", "eval", str(model), "--config", str(DEMO), "--output", str(output)]
+        command = [
+            sys.executable,
+            "-m",
+            "llamarl",
+            "eval",
+            str(model),
+            "--config",
+            str(options.config),
+            "--output",
+            str(output),
+        ]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=TIMEOUT_S)
         rows = [json.loads(line) for line in output.read_text().splitlines()]
     return statistics.mean(bool(row["right"]) for row in rows)
 
 
-def llamarl_run(seed: int, steps: int, folder: Path) -> dict[str, Any]:
+def llamarl_run(options: argparse.Namespace, seed: int, folder: Path) -> dict[str, Any]:
     command = [
-        sys.executable, "-m", "llamarl", "train", str(DEMO), "--name", "ours", "--output", str(folder), "--seed",
-        str(seed), "--steps", str(steps), "--eval.every_steps", "0", "--checkpoint.every_steps", "0", "--screen.kind",
-        "lines",
+        sys.executable, "-m", "llamarl", "train", str(options.config), "--name", "ours", "--output", str(folder),
+        "--seed", str(seed), "--steps", str(options.steps), "--eval.every_steps", "0", "--checkpoint.every_steps", "0",
+        "--screen.kind", "lines",
     ]  # fmt: skip
     peak = run(command, {"OMP_NUM_THREADS": "1"}, folder / "ours.log")
     summary = json.loads((folder / "ours/summary.json").read_text())
@@ -111,26 +127,23 @@ def llamarl_run(seed: int, steps: int, folder: Path) -> dict[str, Any]:
         "wall_s": summary["wall_s"],
         "peak_memory_bytes": peak,
         "train_rewards": [row["reward_mean"] for row in rows if row["kind"] == "step"],
-        "accuracy": accuracy(folder / "ours-hf"),
+        "accuracy": accuracy(folder / "ours-hf", options),
     }
 
 
-def trl_run(python: str, threads: int, seed: int, steps: int, folder: Path) -> dict[str, Any]:
-    config = load_config(DEMO, [])
-    source = build(config.data.train, SOURCES, "data.train")
-    rows = [source[index] for index in range(len(source))]
+def trl_run(options: argparse.Namespace, seed: int, folder: Path) -> dict[str, Any]:
+    config, steps = load_config(options.config, []), options.steps
     prompts = folder / "prompts.jsonl"
     with prompts.open("w") as file:
-        for row in rows:
-            prompt = fill_template(row, PLAIN if config.data.template == AUTO else config.data.template)
-            file.write(json.dumps({"prompt": prompt, "answer": row.answer}) + "\n")
+        for one in train_prompts(config, CONTEXT, most=MOST_PROMPTS).prompts:
+            file.write(json.dumps({"prompt": one.text, "answer": one.answer}) + "\n")
     settings = config.rollout.model_dump() | config.trainer.model_dump(mode="json") | {"steps": steps, "seed": seed}
     output = folder / "trl"
     command = [
-        python, str(Path(__file__).with_name("trl_grpo.py")), "--model", str(ROOT / config.model.path), "--prompts",
-        str(prompts), "--settings", json.dumps(settings), "--output", str(output),
+        options.trl_python, str(Path(__file__).with_name("trl_grpo.py")), "--model", str(ROOT / config.model.path),
+        "--prompts", str(prompts), "--settings", json.dumps(settings), "--output", str(output),
     ]  # fmt: skip
-    peak = run(command, {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}, folder / "trl.log")
+    peak = run(command, {"OMP_NUM_THREADS": str(options.trl_threads), "PYTHONPATH": str(ROOT)}, folder / "trl.log")
     figures = json.loads((output / "figures.json").read_text())
     samples = steps * config.rollout.prompts_per_step * config.rollout.group_size
     return {
@@ -140,7 +153,7 @@ def trl_run(python: str, threads: int, seed: int, steps: int, folder: Path) -> d
         "wall_s": figures["wall_s"],
         "peak_memory_bytes": peak,
         "train_rewards": figures["rewards"],
-        "accuracy": accuracy(output),
+        "accuracy": accuracy(output, options),
     }
 
 
@@ -148,17 +161,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", required=True, help="interpreter of TRL's environment")
     parser.add_argument("--trl-threads", type=int, default=os.cpu_count(), help="of TRL's one process")
+    parser.add_argument("--config", type=Path, default=DEMO, help="the run of both")
+    parser.add_argument("--name", default="peers", help="of the result")
+    parser.add_argument("--no-accuracy", action="store_true", help="do not judge the final models")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
     arguments = parser.parse_args()
-    base = load_config(DEMO, []).model.path
-    if not (ROOT / base).exists():
+    base = load_config(arguments.config, []).model.path
+    if arguments.config == DEMO and not (ROOT / base).exists():
         subprocess.run([sys.executable, "-m", "llamarl", "sft", "configs/demo_sft.toml"], cwd=ROOT, check=True)
     rows = list[dict[str, Any]]()
     for seed in range(arguments.pairs):
         with tempfile.TemporaryDirectory(prefix="peers-") as name:
-            rows.append(llamarl_run(seed, arguments.steps, Path(name)))
-            rows.append(trl_run(arguments.trl_python, arguments.trl_threads, seed, arguments.steps, Path(name)))
+            rows.append(llamarl_run(arguments, seed, Path(name)))
+            rows.append(trl_run(arguments, seed, Path(name)))
         for row in rows[-2:]:
             print({key: value for key, value in row.items() if key != "train_rewards"}, flush=True)
     ours, theirs = ([row for row in rows if row["system"] == system] for system in ("llamarl", "trl"))
@@ -166,10 +182,13 @@ def main() -> None:
     def ratio(key: str) -> float:
         return statistics.median(a[key] / b[key] for a, b in zip(ours, theirs, strict=True))
 
+    def reward(row: dict[str, Any]) -> float:
+        return statistics.mean(row["train_rewards"]) if row["accuracy"] is None else row["accuracy"]
+
     figures = {
         "ratio_vs_trl": {"samples_per_s": ratio("samples_per_s"), "peak_memory": ratio("peak_memory_bytes")},
-        "reward_ours": statistics.median(row["accuracy"] for row in ours),
-        "reward_trl": statistics.median(row["accuracy"] for row in theirs),
+        "reward_ours": statistics.median(reward(row) for row in ours),
+        "reward_trl": statistics.median(reward(row) for row in theirs),
         "rows": rows,
     }
     versions = subprocess.run(
@@ -177,17 +196,18 @@ def main() -> None:
     ).stdout
     wanted = ("trl", "transformers", "torch", "accelerate")
     settings = {
+        "config": str(arguments.config),
         "pairs": arguments.pairs,
         "steps": arguments.steps,
         "trl_threads": arguments.trl_threads,
         "trl_versions": {row["name"]: row["version"] for row in json.loads(versions) if row["name"] in wanted},
     }
     notes = [
-        "reward: greedy accuracy on 256 held-out prompts",
+        "reward: greedy accuracy on held-out prompts, or the mean training reward without accuracy",
         "peak_memory: ours over TRL's, all processes together",
         "TRL generates with transformers, its default; vLLM beside it was not tried",
     ]
-    print(write_result("peers", settings, figures, notes))
+    print(write_result(arguments.name, settings, figures, notes))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def main() -> None:
         beta=0.0,
         loss_type="dapo",
         scale_rewards=False,
-        bf16=False,
+        bf16=settings["dtype"] == "bfloat16",
         gradient_checkpointing=False,
         use_cpu=True,
         logging_steps=1,
