@@ -8,6 +8,7 @@ TEST_PROCESSES ?= 3
 # Whose torch sees the GPU.
 GPU_PYTHON ?= python3
 GPU_CHECK ?=
+GPU_REAL ?=
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq --constraint constraints.txt $(PIP_ARGS)
 RUNTIME := $(VENV)/.llamarl-runtime
@@ -21,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-real test-real test test-all pictures lint format types contract pytest vllm verifiers gpu-check clean
+.PHONY: help demo demo-real test-real test test-all pictures lint format types contract pytest vllm verifiers gpu-check gpu-real clean
 
 help: ## Show what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,6 +69,9 @@ pytest: $(DEV) ## Run the tests
 gpu-check: ## On a machine with a GPU: tests, demo, speeds beside their bars (WHEELS=folder of benchmarks/gpu/wheels.py)
 	@$(if $(WHEELS),$(GPU_PYTHON) -m pip install -q --no-index --no-deps --upgrade --target .gpu-site $(WHEELS)/*.whl)
 	@PYTHONPATH=$(CURDIR)/.gpu-site $(GPU_PYTHON) benchmarks/gpu/check.py $(if $(WHEELS),--base $(WHEELS)/base) $(GPU_CHECK)
+
+gpu-real: ## On a machine with a GPU: a real model, synchronous and asynchronous (benchmarks/gpu/real.py)
+	@PYTHONPATH=$(CURDIR)/.gpu-site $(GPU_PYTHON) benchmarks/gpu/real.py $(GPU_REAL)
 
 vllm: $(DEV) $(VLLM)/.llamarl-ready ## Build an environment with vLLM, for the CPU, and check the adapter against it
 	@echo "vllm: pytest"

