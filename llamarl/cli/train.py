@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     config = load_config(options.config, overrides)
     if options.dry_run:
         return _dry_run(config, options, overrides)
-    if options.gpus:
+    if options.gpus is not None:
         parser.error("--gpus is for --dry-run; a run takes the GPUs that are here")
     if options.json:
         parser.error("--json is for --dry-run; a run's numbers are in its metrics.jsonl")
@@ -109,7 +109,7 @@ def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence
     code. Raises ConfigError: the run cannot start."""
     from llamarl.run.memory import described_machine
 
-    machine = described_machine(options.gpus) if options.gpus else None
+    machine = None if options.gpus is None else described_machine(options.gpus)
     with told_of_delay("train"):
         beginning = _beginning(config, options, machine)  # fetches what it needs, and the forecast finds it
         try:

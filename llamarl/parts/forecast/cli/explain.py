@@ -49,7 +49,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     parser.add_argument("--gpus", metavar="NxGB", help="of the machine that the run is for; left out: it is this one")
     options, overrides = parser.parse_known_args(arguments)
-    config, machine = load_config(options.config, overrides), described_machine(options.gpus) if options.gpus else None
+    config = load_config(options.config, overrides)
+    machine = None if options.gpus is None else described_machine(options.gpus)
     with told_of_delay("explain"), nothing_fetched("`llamarl explain` asks the Hub for nothing"):
         found = explained(config, options.config, overrides, machine)
     if options.json:
