@@ -129,6 +129,8 @@ class SourceConfig(Section):
             if "name" not in options:
                 raise ValueError(f"a source needs its `name`, such as 'hub' or 'jsonl'; this has {', '.join(value)}")
             own["source"] = options
+        if not isinstance(own["source"], str | Ref | Mapping):  # which is refused as what it is
+            return own
         return with_tools({"label": _label(own["source"])} | own)
 
 

@@ -95,6 +95,21 @@ def changes(model: Path, seed: int, number: int) -> Iterator[list[str]]:
         yield [one for name in chosen for one in (f"--{name}", word(rng.choice(ODD)))]
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("--data.eval", "[{source = 3}]"),
+        ("--model.path", "a" * 300),
+        ("--cluster.start_timeout_s", "1e300"),
+        ("--reward.model.path", "a" * 300),
+    ],
+)
+def test_settings_that_it_has_found(model: Path, tmp_path: Path, overrides: tuple[str, str]) -> None:
+    toml = tmp_path / "run.toml"
+    toml.write_text(tomli_w.dumps(BASE | {"name": "fuzz", "model": {"path": str(model)}}))
+    prepared(toml, [*overrides])
+
+
 @pytest.mark.parametrize("seed", range(40 if NIGHTLY else 1))
 def test_settings(model: Path, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
