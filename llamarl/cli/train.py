@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     config = load_config(options.config, overrides)
     if options.dry_run:
         return _dry_run(config, options, overrides)
-    if options.gpus:
+    if options.gpus is not None:
         parser.error("--gpus is for --dry-run; a run takes the GPUs that are here")
     if options.json:
         parser.error("--json is for --dry-run; a run's numbers are in its metrics.jsonl")
@@ -113,7 +113,7 @@ def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence
     from llamarl.run.memory import described_machine
     from llamarl.run.start_model import with_start_model
 
-    machine = described_machine(options.gpus) if options.gpus else None
+    machine = None if options.gpus is None else described_machine(options.gpus)
     with told_of_delay("train"):
         start = with_start_model(config, command="llamarl train", writes=False)
         beginning = _beginning(start, options, machine)  # fetches what it needs, and the forecast finds it

@@ -161,7 +161,7 @@ class ClusterConfig(Section):
                     "cluster.kind = 'hosts' needs cluster.listen, an address and port of this machine that the others "
                     "can reach, for example '10.0.0.1:6700'"
                 )
-            if not re.fullmatch(r"[^\s:/]+:\d{1,5}", self.listen):
+            if not re.fullmatch(r"[^\s:/]+:[0-9]{1,5}", self.listen):
                 raise ValueError(
                     f"cluster.listen = {self.listen!r} is no address:port; give an IPv4 address or a name (IPv6 is not "
                     "supported), for example '10.0.0.1:6700'"

@@ -22,7 +22,9 @@ MIN_TEMPERATURE = 1e-3
 """Lowest temperature of sampling; logits divided by less are beyond float32. 0 is greedy."""
 OF_EVAL = "eval/"
 """Begins `Prompt.source` of a set of held-out problems; no label has a slash."""
-_LABEL = r"^[A-Za-z0-9._-]+$"
+_LABEL = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+MAX_RATIO = 1e9
+"""Largest ratio of two weights; less than that share of the whole is lost to rounding, or never drawn."""
 
 
 def _day(value: object) -> object:
@@ -127,13 +129,15 @@ class SourceConfig(Section):
             if "name" not in options:
                 raise ValueError(f"a source needs its `name`, such as 'hub' or 'jsonl'; this has {', '.join(value)}")
             own["source"] = options
+        if not isinstance(own["source"], str | Ref | Mapping):  # which is refused as what it is
+            return own
         return with_tools({"label": _label(own["source"])} | own)
 
 
 class TrainSource(SourceConfig):
     """One source of a mixture that is trained on."""
 
-    weight: float = Field(default=1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0, le=1e9)
     """Share of the prompts that come from it, relative to the other weights; the size of the source plays no part."""
     filter: FilterConfig | None = None
     """`data.filter` of this source."""
@@ -227,6 +231,12 @@ class DataConfig(Section):
     def _labels(self) -> DataConfig:
         check_labels(self.sources, "data.train")
         check_labels(self.eval_sets, "data.eval")
+        weights = [one.weight for one in self.sources]
+        if weights and max(weights) > MAX_RATIO * min(weights):
+            raise ValueError(
+                f"data.train: weights {min(weights):g} and {max(weights):g} are too far apart, so the first source is "
+                f"never drawn; give weights within a factor of {MAX_RATIO:g}"
+            )
         return self
 
     @property
@@ -281,4 +291,4 @@ def _label(source: Any) -> str:
     if isinstance(path, str) and path:
         name = PurePosixPath(path).name.partition("@")[0]
         name = name if options.get("name") == "hub" else name.partition(".")[0] or name
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name.rpartition(":")[2]).strip("-") or "source"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name.rpartition(":")[2]).lstrip("._-").rstrip("-") or "source"

@@ -25,7 +25,8 @@ def named_devices(text: str) -> tuple[int, ...]:
 
 
 def _checked(text: str) -> str:
-    devices = named_devices(text) if (fits := re.fullmatch(r"cpu|cuda(:\d+(-\d+)?(,\d+(-\d+)?)*)?", text)) else ()
+    fits = re.fullmatch(r"cpu|cuda(:\d+(-\d+)?(,\d+(-\d+)?)*)?", text, re.ASCII)
+    devices = named_devices(text) if fits else ()
     if not fits or len(set(devices)) < len(devices) or (":" in text and not devices):
         raise ValueError(f"{text!r} is no device; use 'cpu', 'cuda', or 'cuda:0,2-3' to name some, each once")
     return text

@@ -123,8 +123,12 @@ def open_hub() -> HubAccess:
 
 
 def hub_name(path: str | Path) -> HubName | None:
-    """The name of the Hub that a path means, unless there is a folder so named; None: it is a path."""
-    return None if Path(path).is_dir() else HubName.of(str(path))
+    """The name of the Hub that a path means, unless there is a folder so named; None: it is a path. Raises ConfigError:
+    it can be neither."""
+    try:
+        return None if Path(path).is_dir() else HubName.of(str(path))
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r:.200} cannot be looked at ({error.strerror}); name a model's folder") from None
 
 
 def folder_of(path: str | Path) -> Path:

@@ -328,7 +328,7 @@ def _place_in(here: dict[str, Any] | list[Any], name: str, key: str) -> str | in
     """Key of `name` in a table, or its number in a list."""
     if isinstance(here, dict):
         return name
-    if not name.isdecimal() or int(name) >= len(here):
+    if not (name.isascii() and name.isdecimal()) or int(name) >= len(here):
         raise ConfigError(f"`--{key}`: the list has no entry {name!r}; it has {len(here)}, which are counted from 0")
     return int(name)
 

@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import importlib.util
 import pkgutil
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -170,7 +171,8 @@ def make_record(cls: type[T], values: Mapping[str, Any], where: str, owner: str)
         return TypeAdapter(cls).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in (where, *first["loc"]))
+        # Of a union, or a setting that is changed before it is looked at, pydantic names its own functions, too.
+        place = ".".join(str(part) for part in (where, *first["loc"]) if not re.search(r"[\[(]", str(part)))
         if first["type"] == "missing":
             raise ConfigError(f"`{place}` is missing; `{owner}` needs it") from None
         if first["type"] == "value_error":  # raised by the part itself

@@ -48,6 +48,10 @@ class CriticConfig(Section):
     """Its own processes."""
 
 
+MAX_WEIGHT = 1e9
+"""Largest weight of a part of the reward, and largest ratio of two."""
+
+
 class RewardParts(Section):
     """Who judges, and how much each counts."""
 
@@ -61,6 +65,12 @@ class RewardParts(Section):
         if self.weights and len(self.weights) != len(self.parts):
             raise ValueError(
                 f"reward.weights has {len(self.weights)} numbers for {len(self.parts)} parts; give one each"
+            )
+        sizes = [abs(one) for one in self.weights if one]
+        if sizes and (max(sizes) > MAX_WEIGHT * min(1.0, *sizes) or max(sizes) * MAX_WEIGHT < 1):
+            raise ValueError(
+                f"reward.weights = {self.weights}: one of them is lost to rounding; give weights within a factor of "
+                f"{MAX_WEIGHT:g} of 1 and of each other"
             )
         return self
 

@@ -74,6 +74,12 @@ class LoraConfig(Section):
     targets: list[Projection] = Field(default_factory=lambda: list(get_args(Projection)), min_length=1)
     """Projections of every layer that have an adapter."""
 
+    @model_validator(mode="after")
+    def _once(self) -> LoraConfig:
+        if twice := [one for one in self.targets if self.targets.count(one) > 1]:
+            raise ValueError(f"trainer.lora.targets names {twice[0]!r} twice; name each once")
+        return self
+
     @property
     def scale(self) -> float:
         """Factor of B @ A."""

@@ -30,7 +30,7 @@ from llamarl.controller.journal_reader import FORMAT, JournalReader, RecordedSte
 from llamarl.controller.records import Key, encode, encode_group, encode_step
 from llamarl.controller.route_files import Arrays, frames
 from llamarl.executors.replies import ControllerState
-from llamarl.observability.files import compress, sync
+from llamarl.observability.files import compress, remedy, sync
 from llamarl.observability.metrics import Row
 from llamarl.observability.sinks import LAST_PIECE_S, RowLog
 from llamarl.training.result import PolicyStepResult
@@ -314,8 +314,8 @@ class Journal(JournalReader):
         if not self._told:
             self._told = True
             self._warn(
-                f"{self._folder}/journal keeps nothing until there is room ({error.strerror}), so a crash would cost "
-                "what comes until the checkpoint after that; make room on the disk"
+                f"{self._folder}/journal keeps nothing until it can be written ({error.strerror}), so a crash would "
+                f"cost what comes until the checkpoint after that; {remedy(error)}"
             )
 
     def _tell_missing(self, how: str, last: int) -> None:

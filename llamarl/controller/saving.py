@@ -14,6 +14,7 @@ from llamarl.controller.ports import CriticPort, TrainerPort
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.executors.replies import ControllerState
+from llamarl.observability.files import remedy
 
 PATIENCE_S = 5.0
 """Longest wait of the next step for a checkpoint that is still written when another is due; once."""
@@ -30,7 +31,7 @@ def refusals_named(when: str) -> Iterator[None]:
         yield
     except RemoteError as error:
         if isinstance(error.__cause__, OSError):
-            raise NotSaved(f"no checkpoint {when}: {error.__cause__}; make room on the disk") from None
+            raise NotSaved(f"no checkpoint {when}: {error.__cause__}; {remedy(error.__cause__)}") from None
         raise
 
 

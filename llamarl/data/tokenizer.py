@@ -37,6 +37,8 @@ _Dicts = Sequence[Mapping[str, Any]]
 SENTINEL = "\ufdd0turn\ufdd0"
 """Stands for what the policy wrote; no model's text holds it."""
 _MOST_RENDER_S = 5.0
+_LONGEST_S = 1e8
+"""Longest time that an alarm can have, three years."""
 ToolFormat = Literal["qwen", "llama"]
 PYTHON_TAG = "<|python_tag|>"
 _LAST_TAG = re.compile(r"(<[^<>]+>|\[[^][]+])(\s*)$")
@@ -385,7 +387,7 @@ def ended_after(limit_s: float, error: Exception) -> Iterator[None]:
         yield
         return
     before, start_s = signal.signal(signal.SIGALRM, end), time.monotonic()
-    outer_s, _ = signal.setitimer(signal.ITIMER_REAL, limit_s)
+    outer_s, _ = signal.setitimer(signal.ITIMER_REAL, min(limit_s, _LONGEST_S))
     try:
         yield
     finally:  # somebody around this may have a limit, too

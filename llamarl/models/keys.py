@@ -112,7 +112,7 @@ def same_value(config: Mapping[str, Any], *keys: str) -> Any:
     """Returns the value of keys that mean the same, or None if all are absent. Raises ConfigError: two differ."""
     found = {key: config[key] for key in keys if config.get(key) is not None}
     for key, value in found.items():
-        if value != (first := next(iter(found.values()))):
+        if value is not (first := next(iter(found.values()))) and value != first:
             refuse(key, value, f"`{next(iter(found))}` = {first!r} says otherwise; correct one of them")
     return next(iter(found.values()), None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import os
@@ -43,6 +44,16 @@ def write_atomically(path: Path, text: str | bytes | Iterable[str]) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def remedy(error: OSError) -> str:
+    """Returns what the user can do about a file that cannot be written."""
+    name = f"{error.filename}" if error.filename else "its place"
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        return f"move {name}, or what stands in the place of its folder, away"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"allow this user to write {name}"
+    return "make room on the disk"
 
 
 def sync(path: Path) -> None:

@@ -39,9 +39,9 @@ class MachineMemory:
 
 def described_machine(text: str) -> MachineMemory:
     """A machine that is not this one: `8x80` has eight GPUs of 80 GB, `0` has none. Raises ConfigError."""
-    if not (found := re.fullmatch(r"(\d{1,5})(?:x(\d{1,4}))?", text)) or (found[1] != "0") != bool(found[2]):
+    if not (found := re.fullmatch(r"0|([1-9][0-9]{0,4})x([1-9][0-9]{0,3})", text)):
         raise ConfigError(f"--gpus = {text!r}: write number and GB of each, such as 8x80, or 0 for a machine without")
-    return MachineMemory(host=None, gpus=(int(found[2] or 0) * 10**9,) * int(found[1]))
+    return MachineMemory(host=None, gpus=(int(found[2] or 0) * 10**9,) * int(found[1] or 0))
 
 
 def machine_memory(config: RunConfig) -> MachineMemory:

@@ -204,7 +204,8 @@ def prepare(config: RunConfig, *, weights: bool = True, machine: MachineMemory |
     shape, warnings = check_layout(config)
     if config.cluster.kind == "inline" and (lack := lack_of_monarch()):
         warnings.append(f"cluster.kind = 'inline': executors share this process and take turns; {lack}")
-    placer = None
+    tokenizer, placer = open_tokenizer(config.model.path, config.data), None
+    check_vocabulary(tokenizer, shape.vocab_size)
     if config.cluster.kind != "hosts":  # whose controller needs neither weights nor devices
         for role, path in _models(config):
             if weights or (name := hub_name(path)) is None:
@@ -215,8 +216,6 @@ def prepare(config: RunConfig, *, weights: bool = True, machine: MachineMemory |
         placer.check()
         warnings += placer.crowded()
         check_memory(config, shape, machine)
-    tokenizer = open_tokenizer(config.model.path, config.data)
-    check_vocabulary(tokenizer, shape.vocab_size)
     compiler = os.environ.get("CXX", "g++")
     if config.trainer.compile and config.trainer.device == "cpu" and shutil.which(compiler) is None:
         raise ConfigError(

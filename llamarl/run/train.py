@@ -27,6 +27,7 @@ from llamarl.executors.replies import ControllerState
 from llamarl.models.fit import beside_bytes
 from llamarl.observability.accounting import verdict, write_trace
 from llamarl.observability.events import EventLog, RecordedScreen, start_of_run
+from llamarl.observability.files import remedy
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.report import RunFile, RunSummary, render_summary, write_summary
 from llamarl.observability.screen import Screen, open_screen
@@ -214,7 +215,7 @@ class _TrainingRun:
             self._folder.write_config()
         except OSError as error:
             raise ConfigError(
-                f"--resume: cannot write to {self._folder.path}: {error.strerror}; make room on the disk"
+                f"--resume: cannot write to {self._folder.path}: {error.strerror}; {remedy(error)}"
             ) from None
 
     def _stopping(self, screen: Screen) -> None:

@@ -44,7 +44,12 @@ def refs(draw: st.DrawFn) -> Ref:
 @st.composite
 def run_configs(draw: st.DrawFn) -> RunConfig:
     parts = draw(st.lists(refs(), min_size=1, max_size=3))
-    weights = draw(st.just([]) | st.lists(st.floats(-9, 9), min_size=len(parts), max_size=len(parts)))
+    weights = draw(
+        st.just([])
+        | st.lists(
+            st.sampled_from([-9.0, 0.5, 1.0, 9.0]) | st.floats(0.01, 9), min_size=len(parts), max_size=len(parts)
+        )
+    )
     return RunConfig(
         name=draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,9}", fullmatch=True)),
         output=draw(TEXT),

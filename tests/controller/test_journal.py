@@ -376,7 +376,7 @@ def test_a_disk_that_is_full_costs_the_steps_until_there_is_room(
         while author.version < before + 2:
             author.act()
     assert len(author.said) == 1
-    assert "keeps nothing until there is room (No space left on device)" in author.said[0]
+    assert "keeps nothing until it can be written (No space left on device)" in author.said[0]
     _, reached, said = read(folder, state)
     assert reached["step"] == before and said == ""
     while author.version < before + 4:

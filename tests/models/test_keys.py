@@ -141,6 +141,47 @@ def test_what_transformers_writes_loads_and_is_computed_alike(family: str) -> No
     assert ModelShape.from_hf(shape.to_hf()) == shape
 
 
+RELEASED: dict[str, dict[str, Any]] = {
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "hidden_act": "silu", "use_cache": True,
+        "initializer_range": 0.02, "max_window_layers": 28, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+        "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_sliding_window": False,
+        "transformers_version": "4.43.1", "use_mrope": False,
+    },
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "decoder_sparse_step": 1, "hidden_act": "silu", "max_window_layers": 48, "mlp_only_layers": [],
+        "norm_topk_prob": True, "output_router_logits": False, "qkv_bias": False, "rope_scaling": None,
+        "router_aux_loss_coef": 0.0, "shared_expert_intermediate_size": 0, "use_qk_norm": True, "use_cache": True,
+        "use_sliding_window": False, "rope_theta": 10000000,
+    },
+    "glm4_moe": {
+        "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "use_cache": True,
+        "eos_token_id": [3, 4], "first_k_dense_replace": 1, "hidden_act": "silu", "n_shared_experts": 1,
+        "norm_topk_prob": True, "num_nextn_predict_layers": 1, "pad_token_id": 3, "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.0,
+        "use_qk_norm": True,
+    },
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "hidden_act": "silu", "use_cache": True,
+        "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
+    },
+    "mistral": {"hidden_act": "silu", "head_dim": 16, "rope_theta": 1e8, "rms_norm_eps": 1e-05, "use_cache": True},
+    "llama": {
+        "mlp_bias": False, "pretraining_tp": 1, "attention_bias": False, "eos_token_id": [2, 3, 4],
+        "rope_scaling": {name: value for name, value in LLAMA3.items() if name != "rope_theta"}, "rope_theta": 5e5,
+    },
+    "qwen3": {"attention_bias": False, "max_window_layers": 36, "rope_scaling": None, "use_sliding_window": False},
+}  # fmt: skip
+"""Keys of files on the Hub: Qwen2.5, Qwen3-Coder, GLM-4.5, Mixtral, Mistral Small, Llama 3.1 and Qwen3."""
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_released_files_load(family: str) -> None:
+    config = {"model_type": family, **SIZES, **OWN.get(family, {}), **RELEASED[family]}
+    assert ModelShape.from_hf(config).family == family
+
+
 def test_smollm2_as_it_was_published() -> None:
     assert ModelShape.from_hf(SMOLLM2).num_parameters == 134_515_008
     with pytest.raises(ConfigError, match="rope_interleaved"):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
 
 import pytest
 
-from llamarl.observability.files import last_lines, write_atomically
+from llamarl.observability.files import last_lines, remedy, write_atomically
 
 
 def test_two_processes_may_write_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,3 +58,11 @@ def test_lines_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tor
         assert [line.decode() for line in last_lines(path)] == said[::-1]
     path.write_text(torn)
     assert [*last_lines(path)] == []
+
+
+@pytest.mark.parametrize(
+    ("number", "word"), [(errno.EEXIST, "move"), (errno.EROFS, "allow"), (errno.ENOSPC, "room"), (errno.EIO, "room")]
+)
+def test_what_to_do_about_a_file_that_cannot_be_written(number: int, word: str) -> None:
+    assert word in remedy(OSError(number, "no", "/runs/journal"))
+    assert ("/runs/journal" in remedy(OSError(number, "no", "/runs/journal"))) == (word != "room")

@@ -208,6 +208,9 @@ def of_files(
     paths = (paths,) if isinstance(paths, str) else paths
     if not paths:
         raise ConfigError("path = [] names no file of rows; give at least one")
+    files = [Path(path).resolve() for path in paths]
+    if twice := [path for path, file in zip(paths, files, strict=True) if files.count(file) > 1]:
+        raise ConfigError(f"path names {twice[0]} twice, so its rows would come twice; name each file once")
     stems = [stem_of(path) for path in paths]
     for path, prefix in zip(paths, stems if len(set(stems)) == len(stems) else paths, strict=True):
         is_given = Path(path).parent.name == GIVEN

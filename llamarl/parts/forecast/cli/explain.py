@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--gpus", metavar="NxGB", help="of the machine that the run is for; left out: it is this one")
     parser.add_argument("--trust", action="store_true", help=TRUST)
     options, overrides = parser.parse_known_args(arguments)
-    machine = described_machine(options.gpus) if options.gpus else None
+    machine = None if options.gpus is None else described_machine(options.gpus)
     with nullcontext([]) if options.trust else nothing_run() as left_out:
         config = load_config(options.config, overrides)
         with told_of_delay("explain"), nothing_fetched("`llamarl explain` asks the Hub for nothing"):

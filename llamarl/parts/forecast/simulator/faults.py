@@ -12,12 +12,12 @@ HELP = (
     "comma-separated: slow=SHARExFACTOR, die=REPLICA@SECONDS, deaths=RATE (per hour, of all generators), "
     "join=COUNT@SECONDS, reward_timeouts=SHARE; for example slow=0.01x4,deaths=2,die=3@600"
 )
-_NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
+_NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _FORMS = {
     "slow": (rf"{_NUMBER}x{_NUMBER}", "slow=0.01x4 (1 % of the replicas, four times slower)"),
-    "die": (rf"(\d+)@{_NUMBER}", "die=3@600 (generator-3 after 600 s)"),
+    "die": (rf"([0-9]+)@{_NUMBER}", "die=3@600 (generator-3 after 600 s)"),
     "deaths": (_NUMBER, "deaths=2 (per hour)"),
-    "join": (rf"(\d+)@{_NUMBER}", "join=8@600 (eight generators after 600 s)"),
+    "join": (rf"([0-9]+)@{_NUMBER}", "join=8@600 (eight generators after 600 s)"),
     "reward_timeouts": (_NUMBER, "reward_timeouts=0.001 (of all responses)"),
 }
 """Value and example of each fault."""

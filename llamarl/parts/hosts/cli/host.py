@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     controllers = options.controller.split(",")
     for place in controllers:
         host, _, port = place.rpartition(":")
-        if not host or not port.isdigit() or int(port) > MAX_PORT:
+        if not host or not (port.isascii() and port.isdigit()) or int(port) > MAX_PORT:
             raise ConfigError(f"ADDRESS {place!r} is no address:port; give the run's cluster.listen")
     if options.drain:
         return _drain(controllers, options.name)

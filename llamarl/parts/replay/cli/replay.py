@@ -170,7 +170,7 @@ def _what_if(options: argparse.Namespace, overrides: Sequence[str], first: int, 
 
 def _range(text: str, done: int) -> tuple[int, int]:
     """First and last step of `A:B`, either of which may be missing. Raises ConfigError."""
-    found = re.fullmatch(r"(\d*):(\d*)", text or ":")
+    found = re.fullmatch(r"([0-9]*):([0-9]*)", text or ":")
     first, last = (int(found[1] or 1), int(found[2] or done)) if found else (0, 0)
     if not 1 <= first <= last <= done:
         raise ConfigError(
