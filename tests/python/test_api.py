@@ -577,3 +577,37 @@ def test_data_that_are_none(toml: Path, data: Any, says: str) -> None:
     with pytest.raises(llamarl.ConfigError) as refused:
         llamarl.train(toml, reward=ends_right, data=data, **INLINE)
     assert says in str(refused.value)
+
+
+def test_arguments_that_nobody_can_use(toml: Path, model: Path) -> None:
+    itself: dict[str, Any] = {"question": "q", "answer": "a"}
+    itself["itself"] = itself
+    deep: Any = "x"
+    for _ in range(50_000):
+        deep = [deep]
+    settings: dict[str, Any] = {}
+    settings["trainer"] = settings
+    data = {"train": [{"source": 3}]}
+    for call, option in (
+        (lambda: llamarl.train(toml, data=[itself], **INLINE), "data.train"),
+        (lambda: llamarl.train(toml, data=[itself | {"itself": deep}], **INLINE), "data.train"),
+        (lambda: llamarl.train(toml, **settings), "nested"),
+        (lambda: llamarl.train({"model": {"path": "m"}, "data": data}), "data.train.0.source"),
+        (lambda: llamarl.train({"model": {"path": "m"}, "data": {"train": [{"source": None}]}}), "data.train.0.source"),
+        (lambda: llamarl.train("a\0b"), "NUL"),
+        (lambda: llamarl.train(toml, data=ROWS, output="a\0b"), "output"),
+        (lambda: llamarl.generate(model, ["a", "\udfff"]), "prompts"),
+        (lambda: llamarl.generate(model, 3), "prompts"),  # type: ignore[arg-type]
+        (lambda: llamarl.open_run(3), "path = 3"),  # type: ignore[arg-type]
+        (lambda: llamarl.open_run(None), "path = None"),  # type: ignore[arg-type]
+        (lambda: llamarl.open_run("a\0b"), "path"),
+        (lambda: llamarl.open_run("a" * 5000), "path"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(option)):
+            call()
+
+
+@pytest.mark.parametrize("name", ["PostInit", "PostExit", "Close", "NoType"])
+def test_a_reward_that_cannot_be_made_is_named(toml: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"reward.parts.*{name}"):
+        llamarl.train(toml, reward=f"tests.python.broken_rewards:{name}", **INLINE)
