@@ -38,20 +38,18 @@ _computed_in = list[int]()
 """Process that has computed by a call of this module: this one, or one that it was forked from."""
 
 
-def _check_fork() -> None:
-    """Raises ConfigError: a process that has computed was forked, and its threads, which this one needs, are not
-    here."""
+def _note_computing() -> None:
+    """Notes that this process computes, for those that are forked from it. Raises ConfigError: this process was forked
+    from one that has computed, and lacks the threads that it needs."""
     if _computed_in not in ([], [os.getpid()]):
         raise ConfigError(
             f"process {_computed_in[-1]} has trained or answered and was forked afterwards, and threads that it "
             "started are missing in this process, so a run would wait without end; start processes with "
             "multiprocessing.get_context('spawn'), or fork before the first call"
         )
-
-
-def _note_computing() -> None:
-    """Notes that this process computes, for those that are forked from it. Raises what `_check_fork` does."""
-    _check_fork()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # a process without a console, as services and windowed programs are
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, for as long as it lives
     _computed_in[:] = [os.getpid()]
 
 
@@ -96,10 +94,9 @@ def train(
     from llamarl.run.begin import begin
     from llamarl.run.train import run
 
-    _check_fork()
+    _note_computing()
     started_s, settled = now_s(), _settled(config, settings, reward=reward, data=data, eval_data=eval_data)
     begun = begin(settled, resume=resume, overwrite=overwrite, command="llamarl", tell=_tell, trust=trust)
-    _note_computing()
     try:
         with begun.folder, part("page", "watching")(begun.folder.path) if watch else nullcontext("") as address:
             if address:

@@ -579,6 +579,13 @@ def test_data_that_are_none(toml: Path, data: Any, says: str) -> None:
     assert says in str(refused.value)
 
 
+def test_a_process_without_a_console_trains(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    run = llamarl.train(toml, **INLINE | {"steps": 1})
+    assert len(run.metrics()) == 1
+
+
 def test_arguments_that_nobody_can_use(toml: Path, model: Path) -> None:
     itself: dict[str, Any] = {"question": "q", "answer": "a"}
     itself["itself"] = itself
