@@ -21,7 +21,7 @@ from llamarl.config.data import DataConfig
 from llamarl.controller.clock import PatientLoop, run_patiently
 from llamarl.run.given import sources_of
 from llamarl.run.preview import check_functions
-from tests.end_to_end.tiny import ROOT, environment, llamarl_here, make_model, write_toml
+from tests.end_to_end.tiny import ROOT, SOMETIME_S, environment, llamarl_here, make_model, write_toml
 from tests.python.rewards import brevity, ends_right
 
 ROWS = [{"question": f"{a} + {b}", "answer": str(a + b), "hint": b} for a in range(8) for b in range(4)]
@@ -212,7 +212,7 @@ def test_a_sweep_in_processes_of_its_own(toml: Path) -> None:
     """Spawned processes train as the script itself does; a forked one, whose threads are gone, is refused at once."""
     Path("sweep.py").write_text(SWEEP)
     own = environment() | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "sweep.py"], capture_output=True, text=True, env=own, timeout=120)
+    done = subprocess.run([sys.executable, "sweep.py"], capture_output=True, text=True, env=own, timeout=SOMETIME_S)
     assert done.stdout.splitlines()[-1:] == ["[0, 3]"], done.stdout + done.stderr
     assert "forked refused" in done.stdout and "spawn" in done.stdout
     assert not Path("runs/forked").exists()
