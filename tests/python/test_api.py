@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
 import subprocess
@@ -273,7 +274,8 @@ def test_an_evaluation_says_what_could_not_be_judged(
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS[:3]))
     words = ("eval", model, tmp_path / "rows.jsonl", "--rollout.max_new_tokens", "6")
     file = next(tmp_path.glob(".given/*.pickle"))
-    words += ("--reward.parts", f"[{{name = 'function', file = '{file}'}}]")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    words += ("--reward.parts", f"[{{name = 'function', file = '{file}', digest = '{digest}'}}]")
     done = llamarl_here(*words)
     assert " of 3 invalid: the reward function: " in done.stdout and "warning" not in done.stderr
     done = llamarl_here(*words, "--json")
