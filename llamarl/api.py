@@ -12,6 +12,7 @@ run.metrics()[-1]["reward_mean"]
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
@@ -23,31 +24,32 @@ from typing import Any
 from llamarl.config import ConfigError, RunConfig, from_home, load_config, tables
 from llamarl.config.errors import told_in_python
 from llamarl.config.load import is_record
+from llamarl.config.path import checked_path
 from llamarl.config.ref import part
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.screen import print_to
 from llamarl.run.given import Rewards, Rows, reward_settings, sources_of
 from llamarl.run.record import RunRecord
 
+HALF = re.compile("[\ud800-\udfff]")
+"""Half of a character, which no tokenizer takes."""
 Config = str | Path | Mapping[str, Any] | RunConfig
 _computed_in = list[int]()
 """Process that has computed by a call of this module: this one, or one that it was forked from."""
 
 
-def _check_fork() -> None:
-    """Raises ConfigError: a process that has computed was forked, and its threads, which this one needs, are not
-    here."""
+def _note_computing() -> None:
+    """Notes that this process computes, for those that are forked from it. Raises ConfigError: this process was forked
+    from one that has computed, and lacks the threads that it needs."""
     if _computed_in not in ([], [os.getpid()]):
         raise ConfigError(
             f"process {_computed_in[-1]} has trained or answered and was forked afterwards, and threads that it "
             "started are missing in this process, so a run would wait without end; start processes with "
             "multiprocessing.get_context('spawn'), or fork before the first call"
         )
-
-
-def _note_computing() -> None:
-    """Notes that this process computes, for those that are forked from it. Raises what `_check_fork` does."""
-    _check_fork()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # a process without a console, as services and windowed programs are
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, for as long as it lives
     _computed_in[:] = [os.getpid()]
 
 
@@ -92,10 +94,9 @@ def train(
     from llamarl.run.begin import begin
     from llamarl.run.train import run
 
-    _check_fork()
+    _note_computing()
     started_s, settled = now_s(), _settled(config, settings, reward=reward, data=data, eval_data=eval_data)
     begun = begin(settled, resume=resume, overwrite=overwrite, command="llamarl", tell=_tell, trust=trust)
-    _note_computing()
     try:
         with begun.folder, part("page", "watching")(begun.folder.path) if watch else nullcontext("") as address:
             if address:
@@ -148,8 +149,11 @@ def generate(model: str | Path, prompts: Iterable[str], *, chat: bool = False, *
         ConfigError: it cannot start.
         ExecutorError: it failed.
     """
-    if isinstance(prompts, str | None) or not (asked := list(prompts)) or not all(isinstance(p, str) for p in asked):
+    is_list = isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping)
+    if not is_list or not (asked := list(prompts)) or not all(isinstance(p, str) for p in asked):
         raise ConfigError(f"prompts = {prompts!r:.60}: give a list of texts, at least one")
+    if bad := next((p for p in asked if HALF.search(p)), None):
+        raise ConfigError(f"prompts: {bad!r:.60} holds half of a character (a lone surrogate); remove it")
     _note_computing()
     rows = part("answers", "answered")(from_home(str(model)), asked, chat, settings)
     return sorted(rows, key=lambda row: (row["number"], row["index"]))
@@ -157,7 +161,7 @@ def generate(model: str | Path, prompts: Iterable[str], *, chat: bool = False, *
 
 def open_run(path: str | Path) -> RunRecord:
     """The record of a run, under way or not. Raises ConfigError: there is none."""
-    return RunRecord(Path(from_home(path)))
+    return RunRecord(checked_path(path, "path"))
 
 
 def _tell(text: str) -> None:
@@ -184,7 +188,7 @@ def _given(
     given, output = dict(settings), settings.get("output", base.get("output", "runs"))
     if not isinstance(output, str | os.PathLike):
         raise ConfigError(f"output = {output!r:.60} is no path; give the folder of runs as text")
-    output = Path(from_home(output))
+    output = checked_path(output, "output")
     if reward is not None:
         if isinstance(held := base.get("reward"), Mapping):
             base["reward"] = {key: value for key, value in held.items() if key not in ("parts", "weights")}

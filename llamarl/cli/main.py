@@ -59,7 +59,8 @@ _OUTSIDE = {
 }
 """Ends of sentences about what may go wrong outside of a command, by error number."""
 _PATHS = (
-    errno.EACCES, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS,
+    errno.EACCES, errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT,
+    errno.ENOTDIR, errno.EPERM, errno.EROFS,
 )  # fmt: skip
 """Error numbers of what may be wrong with a path that a user gave."""
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130

@@ -284,7 +284,7 @@ def check_labels(sources: Sequence[SourceConfig], option: str) -> None:
 
 def _label(source: Any) -> str:
     """Name of a source that nobody has named: of its data set, else of its first file, else of its kind."""
-    options = {"name": source} if isinstance(source, str) else dict(source)
+    options = {"name": source} if isinstance(source, str) else dict(source) if isinstance(source, dict | Ref) else {}
     path = options.get("path")
     path = path[0] if isinstance(path, list | tuple) and path else path
     name = str(options.get("name", ""))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import re
 import tomllib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from pydantic import ValidationError
 from llamarl.config.data import ONE, SEVERAL
 from llamarl.config.errors import ConfigError, did_you_mean
 from llamarl.config.files import open_file
-from llamarl.config.path import from_home
+from llamarl.config.path import NO_TEXT, checked_path, from_home
 from llamarl.config.ref import Ref, find
 from llamarl.config.schema import RunConfig
 from llamarl.config.section import Section
@@ -33,7 +32,6 @@ RECORD = "config.toml"
 """Name of the file in a run's folder that holds the resolved settings."""
 PACKAGED = Path(__file__).parents[1] / "configs"
 """Files of runs that come with the package, each of which `llamarl train` takes by its name: `demo`."""
-_NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 def load_config(
@@ -100,11 +98,14 @@ def tables(path: str | Path) -> dict[str, Any]:
 def _check_once(settings: Mapping[str, Any]) -> None:
     """Raises ConfigError: the same setting stands in a table and behind dots."""
     seen = dict[str, str]()
-    for name, value in settings.items():
-        for place, _ in flat_settings({str(name): value}):
-            if place in seen:
-                raise ConfigError(f"`{place}` is given twice, by {seen[place]!r} and by {name!r}; give one of them")
-            seen[place] = name
+    try:
+        given = [(name, place) for name, value in settings.items() for place, _ in flat_settings({str(name): value})]
+    except RecursionError:
+        raise ConfigError("the settings are nested too deeply; none needs more than four levels") from None
+    for name, place in given:
+        if place in seen:
+            raise ConfigError(f"`{place}` is given twice, by {seen[place]!r} and by {name!r}; give one of them")
+        seen[place] = name
 
 
 def _with(data: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,7 +154,7 @@ def load_sft(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig | Sft
 def _place(path: str | Path) -> Path:
     """The file that a command is given, or the one of that name that comes with the package."""
     own = PACKAGED / f"{path}.toml"
-    given = Path(from_home(path))
+    given = checked_path(path, "the run file")
     return own if "/" not in str(path) and not given.is_file() and own.is_file() else given
 
 
@@ -193,7 +194,7 @@ def _check_values(data: dict[str, Any] | list[Any], where: str = "") -> None:
             _check_values(value, f"{place}.")
         elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise ConfigError(f"`{place}` is a number of {value.bit_length()} bits; give one of at most 63")
-        elif isinstance(value, str) and _NO_TEXT.search(value):
+        elif isinstance(value, str) and NO_TEXT.search(value):
             raise ConfigError(f"`{place} = {value!r}` holds NUL or half of a character; remove it")
 
 

@@ -182,6 +182,10 @@ def make_record(cls: type[T], values: Mapping[str, Any], where: str, owner: str)
         raise ConfigError(f"`{place} = {first['input']!r}` of `{owner}`: {first['msg']}") from None
     except TypeError as error:  # an abstract class
         raise ConfigError(f"`{where} = {owner!r}` cannot be made: {error}") from None
+    except (Exception, SystemExit) as error:  # the user's class may do anything
+        if isinstance(error, ConfigError) or cls.__module__.partition(".")[0] == "llamarl":
+            raise
+        raise ConfigError(f"`{where} = {owner!r}` cannot be made: {type(error).__name__}: {error}") from error
 
 
 def find(name: str, family: str, option: str, attribute: str) -> Any:

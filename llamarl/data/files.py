@@ -87,15 +87,31 @@ def read_parquet(path: Path) -> Iterator[PlacedRow]:
             if twice := [name for name in names if names.count(name) > 1]:
                 raise ConfigError(f"{path}: the column {twice[0]!r} stands there twice; rename one")
             for batch in table.iter_batches(1024):
-                for row in batch.to_pylist():
+                for row in _rows_of(batch, path):
                     number += 1
                     yield f"{path}:{number}", row
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, LookupError, NotImplementedError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
             f"cannot read {path} as Parquet: {getattr(error, 'strerror', None) or error}; {_FIX}"
         ) from None
+
+
+def _rows_of(batch: Any, path: Path) -> list[dict[str, Any]]:
+    """Raises ConfigError: a value is out of the range that Python has, as a date of the year 300,000 is."""
+    try:
+        return batch.to_pylist()
+    except ArithmeticError as error:
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            try:
+                column.to_pylist()
+            except ArithmeticError:
+                raise ConfigError(
+                    f"{path}: the column {name!r} ({column.type}) holds a value out of range ({error}); correct "
+                    "it, or leave the column out of the file"
+                ) from None
+        raise
 
 
 READERS: dict[str, Callable[[Path], Iterator[PlacedRow]]] = {

@@ -45,4 +45,4 @@ def given_bytes(path: str | Path, digest: str, *, trusted: bool = False) -> byte
 
 
 _AGAIN = "start the run from Python again"
-_TRUST = f"{_AGAIN}, or add --trust if you trust who wrote it"
+_TRUST = f"{_AGAIN}; `replay` and `--resume` take it with --trust, if you trust who wrote it"

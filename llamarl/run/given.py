@@ -120,6 +120,8 @@ def _line(row: Any, where: str) -> str:
     try:
         line = json.dumps(_without_nan(dict(row)), ensure_ascii=False, default=_plain, allow_nan=False) + "\n"
         size = len(line.encode())
+    except RecursionError:
+        raise ConfigError(f"{where} contains itself, or is nested too deeply; leave it out, or make it text") from None
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where} holds what JSON does not have: {error}; leave it out, or make it text") from None
     if size > MAX_ROW_BYTES:

@@ -93,7 +93,7 @@ def _check_parts(config: RunConfig) -> None:
                 check_entry(source, f"data.{which}.{number}")
     for label, one in config.by_source.items():
         with of_source(label), suppress(NotRun):
-            build_reward(one.reward).close()
+            _check_reward(one)
     if config.has_episodes:
         with suppress(NotRun):
             part("episodes", "check")(config)
@@ -103,6 +103,16 @@ def _check_parts(config: RunConfig) -> None:
     if config.generator.backend != "native":
         with suppress(NotRun):
             part(config.generator.backend, "check")(config)
+
+
+def _check_reward(config: RunConfig) -> None:
+    """Raises ConfigError."""
+    reward = build_reward(config.reward)
+    try:
+        reward.close()
+    except Exception as error:  # the user's class may do anything
+        names = ", ".join(repr(part.name) for part in config.reward.parts)
+        raise ConfigError(f"reward.parts = {names}: `close` raises {type(error).__name__}: {error}") from error
 
 
 def _check_advantage(config: RunConfig) -> None:

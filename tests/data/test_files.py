@@ -175,3 +175,22 @@ def test_suffixes() -> None:
     assert [suffix(name) for name in ("a.csv", "b/A.CSV.gz", "a.parquet", "a.parquet.gz", "a.csv.zst", "a", "csv")] == [
         ".csv", ".csv", ".parquet", "", "", "", "",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("timestamp[us]", 2**62),
+        ("timestamp[ms, tz=Europe/Berlin]", 2**53),
+        ("date32", 2**31 - 1),
+    ],
+)
+def test_a_parquet_value_out_of_range_is_named_with_its_column(tmp_path: Path, kind: str, value: int) -> None:
+    types = {
+        "timestamp[us]": pa.timestamp("us"), "timestamp[ms, tz=Europe/Berlin]": pa.timestamp("ms", "Europe/Berlin"),
+        "date32": pa.date32(),
+    }  # fmt: skip
+    table = pa.table({"question": ["q"], "when": pa.array([value], types[kind])})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(ConfigError, match=r"rows\.parquet.*'when'"):
+        list(read_file(tmp_path / "rows.parquet"))

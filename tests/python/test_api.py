@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
 import subprocess
@@ -21,7 +22,7 @@ from llamarl.config.data import DataConfig
 from llamarl.controller.clock import PatientLoop, run_patiently
 from llamarl.run.given import sources_of
 from llamarl.run.preview import check_functions
-from tests.end_to_end.tiny import ROOT, environment, llamarl_here, make_model, write_toml
+from tests.end_to_end.tiny import ROOT, SOMETIME_S, environment, llamarl_here, make_model, write_toml
 from tests.python.rewards import brevity, ends_right
 
 ROWS = [{"question": f"{a} + {b}", "answer": str(a + b), "hint": b} for a in range(8) for b in range(4)]
@@ -212,7 +213,7 @@ def test_a_sweep_in_processes_of_its_own(toml: Path) -> None:
     """Spawned processes train as the script itself does; a forked one, whose threads are gone, is refused at once."""
     Path("sweep.py").write_text(SWEEP)
     own = environment() | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "sweep.py"], capture_output=True, text=True, env=own, timeout=120)
+    done = subprocess.run([sys.executable, "sweep.py"], capture_output=True, text=True, env=own, timeout=SOMETIME_S)
     assert done.stdout.splitlines()[-1:] == ["[0, 3]"], done.stdout + done.stderr
     assert "forked refused" in done.stdout and "spawn" in done.stdout
     assert not Path("runs/forked").exists()
@@ -273,7 +274,8 @@ def test_an_evaluation_says_what_could_not_be_judged(
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS[:3]))
     words = ("eval", model, tmp_path / "rows.jsonl", "--rollout.max_new_tokens", "6")
     file = next(tmp_path.glob(".given/*.pickle"))
-    words += ("--reward.parts", f"[{{name = 'function', file = '{file}'}}]")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    words += ("--reward.parts", f"[{{name = 'function', file = '{file}', digest = '{digest}'}}]")
     done = llamarl_here(*words)
     assert " of 3 invalid: the reward function: " in done.stdout and "warning" not in done.stderr
     done = llamarl_here(*words, "--json")
@@ -579,3 +581,44 @@ def test_data_that_are_none(toml: Path, data: Any, says: str) -> None:
     with pytest.raises(llamarl.ConfigError) as refused:
         llamarl.train(toml, reward=ends_right, data=data, **INLINE)
     assert says in str(refused.value)
+
+
+def test_a_process_without_a_console_trains(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    run = llamarl.train(toml, **INLINE | {"steps": 1})
+    assert len(run.metrics()) == 1
+
+
+def test_arguments_that_nobody_can_use(toml: Path, model: Path) -> None:
+    itself: dict[str, Any] = {"question": "q", "answer": "a"}
+    itself["itself"] = itself
+    deep: Any = "x"
+    for _ in range(50_000):
+        deep = [deep]
+    settings: dict[str, Any] = {}
+    settings["trainer"] = settings
+    data = {"train": [{"source": 3}]}
+    for call, option in (
+        (lambda: llamarl.train(toml, data=[itself], **INLINE), "data.train"),
+        (lambda: llamarl.train(toml, data=[itself | {"itself": deep}], **INLINE), "data.train"),
+        (lambda: llamarl.train(toml, **settings), "nested"),
+        (lambda: llamarl.train({"model": {"path": "m"}, "data": data}), "data.train.0.source"),
+        (lambda: llamarl.train({"model": {"path": "m"}, "data": {"train": [{"source": None}]}}), "data.train.0.source"),
+        (lambda: llamarl.train("a\0b"), "NUL"),
+        (lambda: llamarl.train(toml, data=ROWS, output="a\0b"), "output"),
+        (lambda: llamarl.generate(model, ["a", "\udfff"]), "prompts"),
+        (lambda: llamarl.generate(model, 3), "prompts"),  # type: ignore[arg-type]
+        (lambda: llamarl.open_run(3), "path = 3"),  # type: ignore[arg-type]
+        (lambda: llamarl.open_run(None), "path = None"),  # type: ignore[arg-type]
+        (lambda: llamarl.open_run("a\0b"), "path"),
+        (lambda: llamarl.open_run("a" * 5000), "path"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(option)):
+            call()
+
+
+@pytest.mark.parametrize("name", ["PostInit", "PostExit", "Close", "NoType"])
+def test_a_reward_that_cannot_be_made_is_named(toml: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"reward.parts.*{name}"):
+        llamarl.train(toml, reward=f"tests.python.broken_rewards:{name}", **INLINE)

@@ -17,6 +17,7 @@ MAX_PATH_CHARS = 1024
 MAX_FILE_BYTES = 1 << 50
 COMMIT = re.compile(r"[0-9a-f]{40}")
 DIGEST = re.compile(r"(?:[0-9a-f]{40}|[0-9a-f]{64})?")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=-]{0,199}")
 _BAD_CHARS = re.compile("[\0-\x1f\x7f\\\\\ud800-\udfff]")
 _DRIVE = re.compile(r"[A-Za-z]:")
 _OF_COMMIT, _OF_FILE, _OF_XET = "X-Repo-Commit", ("X-Linked-ETag", "ETag"), "X-Xet-Hash"
@@ -74,8 +75,9 @@ def files_of(entries: Iterable[tuple[Any, Mapping[str, Any]]]) -> dict[str, HubF
     return found
 
 
-def check_headers(status: int, path: str, headers: Mapping[str, str]) -> None:
-    """Checks what the Hub's client makes names of files of: a commit, and the digest of a file. Raises Nonsense."""
+def check_headers(method: str, status: int, path: str, headers: Mapping[str, str]) -> None:
+    """Checks what the Hub's client makes names of files of: a commit, and the tag of a file, which is its digest at the
+    Hub and may be something else at a mirror. Raises Nonsense."""
     kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if status == 200 and kind == "text/html" and path.startswith("/api/"):
         raise Nonsense("a web page in place of data, as a network shows to who has not logged in")
@@ -83,9 +85,10 @@ def check_headers(status: int, path: str, headers: Mapping[str, str]) -> None:
         return
     commit_of(commit)
     etag = next((one for one in map(headers.get, _OF_FILE) if one), "").lstrip("W/").strip('"')
-    for digest in (etag if status < 400 else "", headers.get(_OF_XET) or ""):
-        if not DIGEST.fullmatch(digest):
-            raise Nonsense(f"a file with the digest {digest!r:.80}")
+    if method == "HEAD" and status < 400 and etag and not _NAME.fullmatch(etag):
+        raise Nonsense(f"a file with the tag {etag!r:.80}")
+    if not DIGEST.fullmatch(xet := headers.get(_OF_XET) or ""):
+        raise Nonsense(f"a file with the key {xet!r:.80}")
 
 
 def fault_of_endpoint(text: str) -> str:

@@ -362,7 +362,7 @@ def checked_client() -> httpx2.Client:
     """The Hub's client for HTTP, which checks every answer before anything is made of it."""
 
     def check(response: httpx2.Response) -> None:
-        check_headers(response.status_code, response.request.url.path, response.headers)
+        check_headers(response.request.method, response.status_code, response.request.url.path, response.headers)
 
     client = default_client_factory()
     client.event_hooks = {**client.event_hooks, "response": [*client.event_hooks.get("response", []), check]}

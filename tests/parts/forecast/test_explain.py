@@ -115,3 +115,17 @@ def test_of_several_sources_what_each_settles(tmp_path: Path) -> None:
         "data.eval.1.label": "running_total",
     }  # fmt: skip
     assert {row["origin"] for row in rows.values()} == {"command line"}
+
+
+def test_code_of_the_file_is_imported_only_where_it_is_trusted(tmp_path: Path) -> None:
+    toml = write_toml(tmp_path, make_model(tmp_path / "model"))
+    own = ("--reward.parts", "['nowhere:Reward']", "--trainer.loss", "nowhere:Loss")
+    done = llamarl_here("explain", toml, *own)
+    assert done.returncode == 0 and "nowhere:Reward" in done.stderr and "nowhere:Loss" in done.stderr
+    for arguments in ((*own, "--trust"), ("--recipe", "nowhere:recipe", "--trust")):
+        done = llamarl_here("explain", toml, *arguments)
+        assert done.returncode == 2 and "nowhere" in done.stderr and "imported" in done.stderr
+    done = llamarl_here("explain", toml, "--recipe", "nowhere:recipe")
+    assert done.returncode == 2 and "--trust" in done.stderr
+    done = llamarl_here("explain", toml, "--trainer.loss", "no_such_loss")
+    assert done.returncode == 2 and "trainer.loss" in done.stderr

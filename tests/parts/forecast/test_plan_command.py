@@ -263,3 +263,11 @@ def test_time_and_cost_stand_together(capsys: pytest.CaptureFixture[str]) -> Non
     said = capsys.readouterr().out
     assert "GPU-hours per step" in said and "$ per step" in said and "$ per day" in said
     assert re.search(r"s a step\) at .*USD\), on \d+ GPUs", said)
+
+
+def test_a_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    words = ("plan", "--model", "qwen3-1.7b", "--gpus", "8", "--folder")
+    for folder in (tmp_path / "file", tmp_path / "file/below", "/proc/nowhere"):
+        done = llamarl_here(*words, folder)
+        assert done.returncode == 2 and str(folder) in done.stderr

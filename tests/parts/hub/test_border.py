@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from contextlib import suppress
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -17,7 +18,7 @@ from llamarl.parts.hub import border
 from llamarl.parts.hub import process as asking
 from llamarl.parts.hub.border import HubFile, Nonsense, check_headers, commit_of, fault_of_endpoint, files_of, path_of
 from llamarl.parts.hub.cache import Repository
-from llamarl.parts.hub.fetch import fetched, listing
+from llamarl.parts.hub.fetch import fetched
 from llamarl.parts.hub.progress import shown
 from tests.parts.hub.server import HubServer, blob_id
 
@@ -91,19 +92,23 @@ def test_very_many_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_headers_of_which_names_of_files_are_made() -> None:
-    check_headers(200, "/api/models/a/b", {"ETag": 'W/"12-x"', "Content-Type": "application/json"})
-    check_headers(302, "/a", {"X-Repo-Commit": COMMIT, "X-Linked-ETag": f'"{"0" * 64}"', "ETag": '"x/../y"'})
-    check_headers(404, "/a", {"X-Repo-Commit": COMMIT, "ETag": 'W/"12-x"'})
+    check_headers("GET", 200, "/api/models/a/b", {"ETag": 'W/"12-x"', "Content-Type": "application/json"})
+    check_headers("GET", 200, "/a", {"X-Repo-Commit": COMMIT, "ETag": 'W/"a/b=="'})
+    check_headers("HEAD", 200, "/a", {"X-Repo-Commit": COMMIT, "ETag": 'W/"5f3a-61b2"'})
+    check_headers("HEAD", 302, "/a", {"X-Repo-Commit": COMMIT, "X-Linked-ETag": f'"{"0" * 64}"', "ETag": '"x/../y"'})
+    check_headers("HEAD", 404, "/a", {"X-Repo-Commit": COMMIT, "ETag": 'W/"12-x"'})
     for status, headers in (
         (200, {"X-Repo-Commit": "../../x"}),
         (404, {"X-Repo-Commit": "../../x"}),
         (200, {"X-Repo-Commit": COMMIT, "ETag": '"../../victim"'}),
+        (200, {"X-Repo-Commit": COMMIT, "ETag": ".."}),
+        (200, {"X-Repo-Commit": COMMIT, "ETag": "x" * 300}),
         (200, {"X-Repo-Commit": COMMIT, "X-Linked-ETag": "/etc/passwd", "ETag": f'"{COMMIT}"'}),
         (200, {"X-Repo-Commit": COMMIT, "ETag": f'"{COMMIT}"', "X-Xet-Hash": "../x"}),
         (200, {"Content-Type": "text/html; charset=utf-8"}),
     ):
         with pytest.raises(Nonsense):
-            check_headers(status, "/api/models/a/b", headers)
+            check_headers("HEAD", status, "/api/models/a/b", headers)
 
 
 @pytest.mark.parametrize(
@@ -199,17 +204,21 @@ def test_a_nonsense_endpoint(hub: HubServer, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_endless_pages_and_slow_bytes_end(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {"config.json": b"{}", "model.safetensors": b"x" * (1 << 16)}
-    commit = hub.add("tiny/model", files)
-    monkeypatch.setattr(asking, "LIST_S", 2.0)
-    tree = f"/api/models/tiny/model/tree/{commit}"
-    answer(hub, tree, [], Link=f'<{hub.endpoint}{tree}?cursor=x>; rel="next"')
-    with pytest.raises(ConfigError, match=r"2 s"):
-        listing(HubName("tiny/model"))
-    assert hub.asked("cursor") > 2
-    hub.faults.clear()
-    monkeypatch.setattr(asking, "LIST_S", 60.0)
-    monkeypatch.setattr(asking, "STALL_S", 1.0)
-    hub.fail("/lfs/", bytes_per_s=200)
-    with pytest.raises(ConfigError, match=r"1 s"):
-        fetched(HubName("tiny/model"))
+    commit = hub.add("tiny/model", {"config.json": b"{}", "model.safetensors": b"x" * (1 << 16)})
+    name, tree = HubName("tiny/model"), f"/api/models/tiny/model/tree/{commit}"
+    with shown("asking") as progress:
+        with asking.Client() as client:
+            files = client.ask(name, "model", progress, order="list")["files"]
+            Repository(name.repo).path.joinpath("trees", f"{commit}.json").unlink()
+            answer(hub, tree, [], Link=f'<{hub.endpoint}{tree}?cursor=x>; rel="next"')
+            monkeypatch.setattr(asking, "LIST_S", 2.0)
+            with pytest.raises(ConfigError, match=r"2 s"):
+                client.ask(name, "model", progress, order="list")
+        assert hub.asked("cursor")
+        hub.faults.clear()
+        monkeypatch.setattr(asking, "STALL_S", 1.0)
+        hub.fail("/lfs/", bytes_per_s=200)
+        start_s, slow = time.monotonic(), iter(range(0, 1 << 20, 100))
+        with asking.Client() as client, pytest.raises(ConfigError, match=r"1 s"):
+            client.ask(name.at(commit), "model", progress, order="get", files=files, done=lambda: next(slow))
+        assert time.monotonic() - start_s < 60, "as many bytes as come, they are too few"

@@ -11,7 +11,7 @@ from typing import Protocol
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
-from llamarl.cli.options import command_parser, told_of_delay
+from llamarl.cli.options import TRUST, command_parser, told_of_delay
 from llamarl.config import ConfigError, RunConfig, SftConfig, load_sft
 from llamarl.observability.formats import ABSENT
 
@@ -31,13 +31,17 @@ def main(arguments: Sequence[str]) -> int:
     parser = command_parser("sft", "Supervised training on worked solutions.", EPILOG)
     parser.add_argument("config", metavar="TOML")
     parser.add_argument("--resume", action="store_true", help="go on from the run's newest valid checkpoint")
+    parser.add_argument("--trust", action="store_true", help=f"with --resume: {TRUST}")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing run folder")
     options, overrides = parser.parse_known_args(arguments)
     config = load_sft(options.config, overrides)
     if isinstance(config, RunConfig):
+        from llamarl.run.begin import trusted
+
+        config = trusted(config, options.trust, resume=options.resume, keep=True)
         return _fine_tune(config, options.resume, options.overwrite)
-    if options.resume or options.overwrite:
-        raise ConfigError("--resume and --overwrite are for runs, with a section `model`; leave them out")
+    if options.resume or options.overwrite or options.trust:
+        raise ConfigError("--resume, --trust and --overwrite are for runs, with a section `model`; leave them out")
     return _warm_start(config)
 
 
