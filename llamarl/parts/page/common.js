@@ -64,6 +64,7 @@ function labels(ticks) {
 function seconds(value) {
   if (value == null || !isFinite(value)) return "–";
   const sign = value < 0 ? "-" : "", size = Math.abs(value);
+  if (!size) return "0 s";
   if (size < 0.1) return `${sign}${+(size * 1000).toPrecision(3)} ms`;
   if (size < 60) return `${sign}${+size.toPrecision(3)} s`;
   if (size < 3600) return `${sign}${Math.floor(size / 60)}m ${Math.round(size % 60)}s`;

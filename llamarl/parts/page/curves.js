@@ -253,22 +253,33 @@ const saveTable = (id) => download(fileName(id, "csv"), new Blob([csvOf(id)], { 
 
 // The chart with title and legend, as it is seen.
 function pictureOf(id, title) {
-  const plot = plots.get(id), source = plot.ctx.canvas, ratio = window.devicePixelRatio || 1, top = 30 * ratio, under = 30 * ratio;
-  const canvas = make("canvas", { width: source.width, height: source.height + top + under }), context = canvas.getContext("2d"), font = getComputedStyle(document.body).fontFamily;
+  const plot = plots.get(id), source = plot.ctx.canvas, ratio = window.devicePixelRatio || 1, top = 30 * ratio, font = getComputedStyle(document.body).fontFamily, edge = 10 * ratio;
+  const canvas = make("canvas", { width: source.width, height: 1 }), context = canvas.getContext("2d"), small = `${12 * ratio}px ${font}`;
+  context.font = small;
+  let left = edge, line = 0;
+  const places = plot.about.filter((one) => one.label && !one.isHidden).map((one) => {
+    const width = context.measureText(one.label).width + 36 * ratio;
+    if (left > edge && left + width > canvas.width) [left, line] = [edge, line + 1];
+    left += width;
+    return [one, left - width, top + source.height + (14 + 20 * line) * ratio];
+  });
+  canvas.height = top + source.height + (26 + 20 * line) * ratio; // which also resets the context
   context.fillStyle = theme("card");
   context.fillRect(0, 0, canvas.width, canvas.height);
   context.drawImage(source, 0, top);
   context.fillStyle = theme("text");
   context.font = `600 ${14 * ratio}px ${font}`;
-  context.fillText(title, 10 * ratio, 20 * ratio);
-  context.font = `${12 * ratio}px ${font}`;
-  let left = 10 * ratio;
-  plot.about.filter((one) => one.label && !one.isHidden).forEach((one) => {
-    context.fillStyle = one.color;
-    context.fillRect(left, canvas.height - 15 * ratio, 14 * ratio, 3 * ratio);
-    context.fillStyle = theme("text");
-    context.fillText(one.label, left + 19 * ratio, canvas.height - 10 * ratio);
-    left += context.measureText(one.label).width + 36 * ratio;
+  context.fillText(title + (plot.unit && !/^(%|bytes)$/.test(plot.unit) ? `, ${plot.unit}` : ""), edge, 20 * ratio);
+  context.font = small;
+  context.lineWidth = 2.5 * ratio;
+  places.forEach(([one, x, y]) => {
+    context.strokeStyle = one.color;
+    context.setLineDash(one.dash.map((size) => size * ratio));
+    context.beginPath();
+    context.moveTo(x, y - 4 * ratio);
+    context.lineTo(x + 16 * ratio, y - 4 * ratio);
+    context.stroke();
+    context.fillText(one.label, x + 21 * ratio, y);
   });
   return canvas;
 }

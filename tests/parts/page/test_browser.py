@@ -352,6 +352,10 @@ def test_runs_beside_each_other(visit: Any, files: dict[str, str]) -> None:
     assert one.page.locator("#reward .key .swatch").count() == 2
     rows = one.page.locator(".compare tbody tr").all_inner_texts()
     assert len(rows) == 2 and "60.0%" in rows[1] and "so they may be equal" in rows[1]
+    changed = "((run) => difference({ ...run, %s }, runs[0], '')[0])(runs[1])"
+    better = "evals: [{ ...run.evals.at(-1), accuracy: 0.9, error: 0.03 }]"
+    assert re.fullmatch(r"\+30\.0 points \(95%: \+\d.*\), so they differ", one.page.evaluate(changed % better))
+    assert "data.eval" in one.page.evaluate(changed % "settings: [['data.eval.count', 9, false]]"), "other problems"
     dashes = [str(one.page.evaluate(f"plots.get('reward').about[{at}].dash")) for at in (1, 3)]
     assert dashes == ["[]", "[6, 4]"], "colors alone do not tell them apart"
     drawn = one.page.locator("#reward .key .swatch").evaluate_all("all => all.map((one) => one.style.background)")

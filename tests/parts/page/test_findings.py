@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from llamarl.config import RunConfig
 from llamarl.config.data import EvalConfig
 from llamarl.controller.evaluation import HeldOutSet
 from llamarl.parts.page.cli import report
@@ -328,3 +329,13 @@ class TestRecordedRuns:
         rows = [step_row(step, reward_mean=chance.gauss(0.5, 0.1)) for step in range(1, 301)]
         write_rows(folder / "metrics.jsonl", rows)
         assert not any("its best" in claim["text"] for claim in findings(read(folder)))
+
+
+def test_every_option_in_an_advice_exists() -> None:
+    """An advice may not send anybody to an option that there is not."""
+    source = (PAGE / "findings.py").read_text("utf-8")
+    named = set(re.findall(r"\b(trainer|rollout|reference|generator|shaping)\.([a-z_]+)\b", source))
+    assert len(named) > 6
+    for section, option in named:
+        options = getattr(RunConfig.model_fields[section].annotation, "model_fields", ())
+        assert option in options, f"{section}.{option}"
