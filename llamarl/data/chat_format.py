@@ -86,8 +86,11 @@ def sample_prompt(data: DataConfig, tokenizer: Tokenizer) -> str:
 
 
 def sample_chat(tokenizer: Tokenizer) -> str:
-    """Sentence that shows how a user's message is asked by the tokenizer's chat template. Raises ConfigError."""
-    text = tokenizer.apply_chat_template([{"role": "user", "content": SAMPLE}])
+    """Sentence that shows how a user's message is asked by the tokenizer's chat template, or why it is refused."""
+    try:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": SAMPLE}])
+    except ConfigError as error:
+        return f"{SAMPLE!r} alone is refused: {error}"
     (token_ids_T,) = tokenizer.encode_prompts([text], is_chat=True)
     return f"{SAMPLE!r} is asked as {shortened(tokenizer.decode(token_ids_T, skip_special=False))!r}"
 

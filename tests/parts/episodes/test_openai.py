@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.data.chat_format import with_chat
+from llamarl.data.chat_format import sample_chat, with_chat
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.models.attention import causal_attend
 from llamarl.models.hf import load_model
@@ -141,3 +142,19 @@ def test_openai_package(model: Path) -> None:
                 assert chat.choices[0].message.content is not None
 
     asyncio.run(asyncio.wait_for(main(), 120))
+
+
+def test_a_refusal_names_the_model_and_no_folder(model: Path, tmp_path: Path) -> None:
+    """The folder of a run's model is one for a while."""
+    folder = Path(shutil.copytree(model, tmp_path / "while"))
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('only with tools') }}")
+
+    async def main() -> None:
+        async with served_here(folder) as app:
+            found = await ask(app, "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
+        message = found.json["error"]["message"]
+        assert found.status == 400 and "only with tools" in message
+        assert str(tmp_path) not in message and message.startswith("tiny: ")
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+    assert "only with tools" in sample_chat(Tokenizer(folder))

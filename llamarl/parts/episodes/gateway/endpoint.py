@@ -146,7 +146,8 @@ class Endpoint:
             self._check_length(text)
             return self.tokenizer.encode_prompts([text], is_chat=True)[0]
         except ConfigError as error:
-            raise CallRefused(400, str(error), param="messages") from None
+            said = str(error).replace(str(self.tokenizer.folder), self.model)  # which may be a folder for a while
+            raise CallRefused(400, said, param="messages") from None
 
     def _text_prompt(self, session: Session, prompt: str | list[int]) -> np.ndarray:
         if not isinstance(prompt, str):
