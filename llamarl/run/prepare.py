@@ -32,11 +32,11 @@ from llamarl.models.shape import ModelShape, MoeShape
 from llamarl.models.sizes import uneven_parts
 from llamarl.models.tensors import check_listed_weights, check_weights
 from llamarl.observability.usage import MIN_FILES
-from llamarl.rewards._build import build_reward
 from llamarl.run.held_out import learnt_too, load_held_out
 from llamarl.run.memory import MachineMemory, check_memory
 from llamarl.run.mixtures import check_mixture, check_mixture_layout
 from llamarl.run.placement import LocalPlacer, models_in_use
+from llamarl.run.preview import check_reward
 from llamarl.run.sources import environment_of, of_source
 from llamarl.sharding.tensor_parallel import cuts_by_expert
 from llamarl.types import Prompt
@@ -93,7 +93,7 @@ def _check_parts(config: RunConfig) -> None:
                 check_entry(source, f"data.{which}.{number}")
     for label, one in config.by_source.items():
         with of_source(label), suppress(NotRun):
-            _check_reward(one)
+            check_reward(one)
     if config.has_episodes:
         with suppress(NotRun):
             part("episodes", "check")(config)
@@ -103,16 +103,6 @@ def _check_parts(config: RunConfig) -> None:
     if config.generator.backend != "native":
         with suppress(NotRun):
             part(config.generator.backend, "check")(config)
-
-
-def _check_reward(config: RunConfig) -> None:
-    """Raises ConfigError."""
-    reward = build_reward(config.reward)
-    try:
-        reward.close()
-    except Exception as error:  # the user's class may do anything
-        names = ", ".join(repr(part.name) for part in config.reward.parts)
-        raise ConfigError(f"reward.parts = {names}: `close` raises {type(error).__name__}: {error}") from error
 
 
 def _check_advantage(config: RunConfig) -> None:

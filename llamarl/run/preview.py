@@ -47,6 +47,16 @@ def answers(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
         reward.close()
 
 
+def check_reward(config: RunConfig) -> None:
+    """Builds the rewards of a config, and closes them. Raises ConfigError: one cannot be built, or not be closed."""
+    reward = build_reward(config.reward)
+    try:
+        reward.close()
+    except Exception as error:  # the user's class may do anything
+        names = ", ".join(repr(part.name) for part in config.reward.parts)
+        raise ConfigError(f"reward.parts = {names}: `close` raises {type(error).__name__}: {error}") from error
+
+
 def check_functions(config: RunConfig, prompts: Sequence[Prompt]) -> None:
     """Tries a user's own functions on the first row that has an answer. Raises ConfigError: one fails."""
     parts = [ref for ref in map(as_part, config.reward.parts) if ref.name == "function"]

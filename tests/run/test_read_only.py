@@ -17,7 +17,7 @@ import pytest
 import tomli_w
 
 import llamarl
-from tests.end_to_end.tiny import ROOT, environment, make_model, write_toml
+from tests.end_to_end.tiny import ROOT, SOMETIME_S, environment, make_model, write_toml
 from tests.run.opened import CHANGES
 
 Settings = dict[str, Any]
@@ -106,7 +106,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         runs = [f"runs/{vector.__name__}" for vector in VECTORS]
         command = [sys.executable, "-m", "tests.run.opened", str(work / "evil_python"), "runs/tiny", *runs]
         own = environment() | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=own, timeout=100)
+        done = subprocess.run(command, capture_output=True, text=True, env=own, timeout=SOMETIME_S)
         assert done.returncode == 0, done.stderr[-3000:]
         assert [one.name for one in Path("victim").iterdir()] == ["precious"], done.stderr
         assert Path("victim/precious").read_text() == "precious"
