@@ -10,13 +10,17 @@ from collections.abc import Sequence
 
 from llamarl.cli.options import command_parser
 
+MONARCH = "torchmonarch"
+LITTLE_BYTES = 5e9
+"""Less free disk does not hold the checkpoints of a small run."""
 PACKAGES = (
-    "torch", "torchmonarch", "numpy", "pydantic", "tokenizers", "safetensors", "huggingface_hub", "math-verify",
+    "torch", MONARCH, "numpy", "pydantic", "tokenizers", "safetensors", "huggingface_hub", "math-verify",
 )  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; the exit code is 1 when something that a run needs is missing."""
+    """Runs the command: details first, one sentence of verdict last. The exit code is 1 if something that every run
+    needs is missing."""
     parser = command_parser("doctor", "Check that this machine, or the hosts of a run, can run llamarl.")
     parser.add_argument(
         "--hosts",
@@ -28,15 +32,17 @@ def main(arguments: Sequence[str]) -> int:
         return _hosts(options.hosts, overrides)
     parser.parse_args(arguments)
     print(f"python {platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores")
-    missing = False
+    lacks = list[str]()
     for name in PACKAGES:
         try:
             print(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
-            missing |= name != "torchmonarch"
-            print(f"{name} is missing" + ("; only cluster.kind = 'inline' works" if name == "torchmonarch" else ""))
-    if missing:
+            lacks.append(name)
+            print(f"{name} is missing")
+    if needed := [name for name in lacks if name != MONARCH]:
+        print(f"This machine cannot run llamarl; missing: {', '.join(needed)} (pip install llamarl)")
         return 1
+    lacks = [f"{name} (executors share one process: cluster.kind = 'inline')" for name in lacks]
 
     import torch
 
@@ -46,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         reason = attention.kernel().reason
     except ConfigError as error:
-        print(error)
+        print(f"This machine cannot run llamarl: {error}")
         return 1
     print(f"C++ kernels: {reason or 'compiled'}; {build.VARIABLE} can be {', '.join(build.offered())}")
     for kind in paths.KINDS.values():
@@ -55,8 +61,24 @@ def main(arguments: Sequence[str]) -> int:
     print(products.describe())
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     print(f"GPUs: {', '.join(gpus) or 'none, CPU only'}")
-    print(f"free disk here: {shutil.disk_usage('.').free / 1e9:.0f} GB")
+    free_bytes = shutil.disk_usage(".").free
+    print(f"free disk here: {free_bytes / 1e9:.0f} GB")
+    if reason:
+        lacks.append(f"compiled CPU kernels ({reason})")
+    if free_bytes < LITTLE_BYTES:
+        lacks.append(f"free disk ({free_bytes / 1e9:.1f} GB)")
+    print(_verdict(gpus, lacks))
     return 0
+
+
+def _verdict(gpus: Sequence[str], lacks: Sequence[str]) -> str:
+    """One sentence: what this machine can run, and what it lacks."""
+    if gpus:
+        where = f"on {len(gpus)} GPU{'s' * (len(gpus) > 1)} ({', '.join(dict.fromkeys(gpus))})"
+    else:
+        where = f"on {os.cpu_count()} CPU cores, which is enough for small models"
+        lacks = ["a GPU", *lacks]
+    return f"This machine can run llamarl {where}; missing: {', '.join(lacks) or 'nothing'}."
 
 
 def _hosts(path: str, overrides: Sequence[str]) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 from llamarl.config import ConfigError, from_home, settled
 from llamarl.config.schema import GeneratorConfig
 from llamarl.observability.files import write_atomically
+from llamarl.observability.stages import stage_here
 
 RENAMED = {
     "data.max_prompt_tokens": "prompt-tokens",
@@ -31,19 +32,15 @@ DELAY_S = 8.0
 
 
 @contextmanager
-def told_of_delay(command: str) -> Iterator[Callable[[], None]]:
-    """While a command prepares, a line on stderr says from time to time where it is; until the end of the block, or the
-    call that it gives."""
+def told_of_delay(command: str, work: str = "checking the settings") -> Iterator[Callable[[], None]]:
+    """Prints a line on stderr from time to time that names what the command is doing, until the end of the block or the
+    first call of the function that it yields. `work` is named where no stage is known."""
     thread, is_over = threading.get_ident(), threading.Event()
 
     def tell() -> None:
         while not is_over.wait(DELAY_S):
-            frame = sys._current_frames().get(thread)
-            while frame and not frame.f_globals.get("__name__", "").startswith("llamarl."):
-                frame = frame.f_back
-            if frame:
-                place = f"{frame.f_globals['__name__']}.{frame.f_code.co_name}"
-                print(f"llamarl {command}: still preparing, in {place}; Ctrl-C ends it", file=sys.stderr, flush=True)
+            doing = stage_here(thread) or work
+            print(f"llamarl {command}: still {doing}; Ctrl-C ends it", file=sys.stderr, flush=True)
 
     threading.Thread(target=tell, name="delay", daemon=True).start()
     try:

@@ -18,6 +18,7 @@ from llamarl.config import ConfigError, RunConfig, dump_toml, load_config
 from llamarl.config.ref import part
 from llamarl.observability.screen import print_to
 from llamarl.observability.spans import now_s
+from llamarl.observability.stages import stage
 
 if TYPE_CHECKING:
     from llamarl.run.memory import MachineMemory
@@ -37,8 +38,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--trust", action="store_true", help=f"with --resume: {TRUST}")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing run folder")
     parser.add_argument(
-        "--dry-run", action="store_true", help="check the settings, print who computes where and them, stop"
+        "--dry-run", action="store_true", help="check the settings, print what the run would begin with, and stop"
     )
+    parser.add_argument("--settings", action="store_true", help="with --dry-run: print all settings as TOML first")
     parser.add_argument("--gpus", metavar="NxGB", help="with --dry-run: of the machine that the run is for, as 8x80")
     parser.add_argument("--json", action="store_true", help="with --dry-run: as one JSON object, as `llamarl explain`")
     parser.add_argument(
@@ -53,6 +55,8 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--gpus is for --dry-run; a run takes the GPUs that are here")
     if options.json:
         parser.error("--json is for --dry-run; a run's numbers are in its metrics.jsonl")
+    if options.settings:
+        parser.error("--settings is for --dry-run; a run writes its settings to its config.toml")
     if options.restarts:
         return run_with_restarts(arguments, options.restarts, Path(config.output, config.name))
     return _run(config, options, started_s)
@@ -68,6 +72,7 @@ def _run(config: RunConfig, options: argparse.Namespace, started_s: float) -> in
     from llamarl.observability.report import render_summary
     from llamarl.run.begin import begin
     from llamarl.run.folder import FolderLost
+    from llamarl.run.next_steps import next_commands
     from llamarl.run.train import run
     from llamarl.training.result import NonFiniteStep
 
@@ -94,7 +99,8 @@ def _run(config: RunConfig, options: argparse.Namespace, started_s: float) -> in
         print(f"Files: {folder.path}; output of each executor: {folder.logs}", file=sys.stderr)
         lasts = options.restarts is not None and isinstance(error, (FolderLost, NonFiniteStep, TooManyInvalid))
         return WOULD_FAIL_AGAIN if lasts else FAILURE
-    _say_last(render_summary(summary), f"the summary is in {folder.summary}")
+    then = "\n".join(next_commands(begun.config, folder))
+    _say_last(f"{render_summary(summary)}\n{then}", f"the summary is in {folder.summary}")
     return 0
 
 
@@ -108,15 +114,15 @@ def _say_last(text: str, instead: str) -> None:
 
 
 def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Prints what follows from the settings and what the run would begin with, as comments, and all settings; the exit
-    code. Raises ConfigError: the run cannot start."""
+    """Prints what follows from the settings and what the run would begin with, with --settings as comments behind all
+    settings; the exit code. Raises ConfigError: the run cannot start."""
     from llamarl.run.memory import described_machine
     from llamarl.run.start_model import with_start_model
 
     machine = None if options.gpus is None else described_machine(options.gpus)
     with told_of_delay("train"):
         start = with_start_model(config, command="llamarl train", writes=False)
-        beginning = _beginning(start, options, machine)  # fetches what it needs, and the forecast finds it
+        taken, beginning = _beginning(start, options, machine)  # fetches what it needs, and the forecast finds it
         try:
             explained = part("forecast", "explained")
         except ConfigError as error:
@@ -125,30 +131,55 @@ def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence
             found: dict[str, Any] = {"consequences": {"forecast": [f"not known: {error}"]}}
         else:
             found = explained(start, options.config, overrides, machine)
-        found["consequences"] |= beginning
+        found["consequences"] |= beginning | {"start": _start_lines(start, options, taken)}
     if options.json:
         print(json.dumps(found, indent=2))
         return 0
-    lines = [line for name, said in found["consequences"].items() for line in (f"{name}:", *said)]
-    print("".join(f"# {line}\n" for line in lines), dump_toml(config), sep="\n", end="")
+    if options.settings:
+        print(dump_toml(config))
+    begin, indent = ("# ", "# ") if options.settings else ("", "  ")
+    for name, said in found["consequences"].items():
+        print(f"{begin}{name}:", *(f"{indent}{line}" for line in said), sep="\n")
     return 0
 
 
-def _beginning(config: RunConfig, options: argparse.Namespace, machine: MachineMemory | None) -> dict[str, list[str]]:
-    """First prompt and answers of each source of a run, as lines by topic. Raises ConfigError: it cannot start."""
-    from llamarl.run.begin import check_start, has_base_model, looked_ahead, trusted
+def _start_lines(config: RunConfig, options: argparse.Namespace, taken: str) -> list[str]:
+    """The last lines of a dry run: what the run does, and whether it can start now."""
+    rollout = config.rollout
+    num = rollout.prompts_per_step * rollout.group_size
+    work = f"{config.name}: {config.steps:,} steps of {num:,} rollouts ({rollout.prompts_per_step} prompts x "
+    ready = f"not yet: {taken}" if taken else "ready: the same command without --dry-run starts the run"
+    if options.gpus:
+        ready = f"the checks passed for a machine of {options.gpus}" + (f"; {taken}" if taken else "")
+    return [f"{work}{rollout.group_size})", ready]
+
+
+def _beginning(
+    config: RunConfig, options: argparse.Namespace, machine: MachineMemory | None
+) -> tuple[str, dict[str, list[str]]]:
+    """Returns why the run's folder is in the way (empty: it is not), and first prompt and answers of each source, as
+    lines by topic. Raises ConfigError: the run cannot start."""
+    from llamarl.run.begin import check_before_folder, has_base_model, looked_ahead, trusted
+    from llamarl.run.folder import FolderTaken, check_run_folder
     from llamarl.run.prepare import each_source
     from llamarl.run.preview import answers, first_prompt
     from llamarl.run.sources import of_source
 
     config = trusted(config, options.trust, resume=options.resume, keep=False)
-    run = check_start(config, resume=options.resume, overwrite=options.overwrite, is_here=machine is None)
+    check_before_folder(config, is_here=machine is None)
+    taken, path = "", Path(config.output, config.name)
+    try:
+        check_run_folder(config, resume=options.resume, overwrite=options.overwrite)
+    except FolderTaken as error:
+        taken = str(error)
+    run = path if options.resume else None
     if not has_base_model(config):
-        return {"first prompt": [f"not known before the start has made {config.model.path}"]}
+        return taken, {"first prompt": [f"not known before the start has made {config.model.path}"]}
     _, pinned, prepared = looked_ahead(config, run, command="llamarl train", weights=False, machine=machine)
     found = dict[str, list[str]]()
     for label, one, own in each_source(pinned, prepared.problems.train):
         with of_source(label):
             whose = f" of source {label!r}" if label else ""
-            found |= {f"first prompt{whose}": first_prompt(own[0]), f"answers{whose}": [*answers(one, own)]}
-    return found
+            with stage("scoring the answers of the first rows"):
+                found |= {f"first prompt{whose}": first_prompt(own[0]), f"answers{whose}": [*answers(one, own)]}
+    return taken, found

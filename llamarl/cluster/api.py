@@ -141,7 +141,7 @@ class HostStatus:
     spans: list[Span]
     """Finished stretches of work since the last status."""
     stage: str = ""
-    """Stage of what it is doing, where that takes long and says so, such as `loads the model`."""
+    """Stage of what it is doing, where that takes long and says so, such as `loading the model`."""
     usage: Usage = NOTHING
     """Memory, descriptors and threads of the process; of one that is not there, nothing."""
 

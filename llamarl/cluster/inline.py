@@ -6,6 +6,7 @@ import asyncio
 import logging
 import pickle
 import sys
+from pathlib import Path
 
 from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, Tell
 from llamarl.cluster.handle import BaseHandle, stop_all
@@ -19,9 +20,9 @@ _log = logging.getLogger(__name__)
 class InlineHandle(BaseHandle):
     """Calls cross from the event loop to the executor's thread as bytes, so nothing is shared by accident."""
 
-    def __init__(self, spec: ExecutorSpec, packed_spec: bytes) -> None:
+    def __init__(self, spec: ExecutorSpec, packed_spec: bytes, log: Path | None) -> None:
         super().__init__(spec)
-        self._host = ExecutorRank(pickle.loads(packed_spec))
+        self._host = ExecutorRank(pickle.loads(packed_spec), log)
         self._closed: asyncio.Future[Reply] | None = None
 
     def _send(
@@ -48,7 +49,9 @@ class InlineHandle(BaseHandle):
 class InlineCluster(Cluster):
     """Executors share the interpreter, its environment and its devices; one rank each."""
 
-    def __init__(self) -> None:
+    def __init__(self, log_folder: Path | None = None) -> None:
+        """`log_folder` gets a file of technical notes for each executor; None means that they go to standard output."""
+        self._log_folder = log_folder
         self._handles: list[InlineHandle] = []
 
     async def spawn(self, spec: ExecutorSpec, timeout_s: float, tell: Tell | None = None) -> ExecutorHandle:
@@ -58,7 +61,8 @@ class InlineCluster(Cluster):
                 "use cluster.kind = 'monarch'"
             )
         sys.path[:0] = [path for path in spec.code_paths if path not in sys.path]
-        handle = InlineHandle(spec, pickled(spec, spec.name, "the specification"))
+        log = self._log_folder / f"{spec.name}.log" if self._log_folder else None
+        handle = InlineHandle(spec, pickled(spec, spec.name, "the specification"), log)
         self._handles.append(handle)
         await handle.ready(timeout_s, tell)
         return handle

@@ -32,7 +32,7 @@ def open_cluster(settings: ClusterConfig, log_folder: Path | None = None) -> Clu
     if settings.kind == "inline":
         from llamarl.cluster.inline import InlineCluster
 
-        return InlineCluster()
+        return InlineCluster(log_folder)
     prepare_monarch(log_folder)
     from llamarl.cluster.monarch import MonarchCluster
 

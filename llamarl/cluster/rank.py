@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from llamarl.cluster.api import ExecutorSpec, HostStatus
 from llamarl.cluster.executor import Executor
 from llamarl.cluster.payload import Deal, Reply, error_reply, parts, pickled
+from llamarl.observability.notes import keep_notes_in
 from llamarl.observability.spans import Span, SpanLog, now_s
 from llamarl.observability.stages import stage, stage_of
 from llamarl.observability.usage import usage
@@ -77,8 +79,10 @@ class _QueuedCall:
 class ExecutorRank:
     """Builds the executor on its own thread and runs every call there, first in, first out."""
 
-    def __init__(self, spec: ExecutorSpec) -> None:
+    def __init__(self, spec: ExecutorSpec, log: Path | None = None) -> None:
+        """`log` is the file of the executor's technical notes; None means standard output."""
         self._spec = spec
+        self._log = log
         self._rank = int(os.environ.get("RANK", "0")) if spec.num_ranks > 1 else None
         """None: it is the only one."""
         self._queue: queue.SimpleQueue[_QueuedCall | None] = queue.SimpleQueue()
@@ -138,6 +142,8 @@ class ExecutorRank:
         return call.reply
 
     def _run(self) -> None:
+        if self._log is not None:
+            keep_notes_in(self._log)
         try:
             reply = self._live()
         except BaseException as error:  # no memory was left to say so where it happened

@@ -22,6 +22,7 @@ from llamarl.data.sources import ProblemRow, ProblemSource
 from llamarl.data.sources._base import ROW
 from llamarl.data.sources._table import Table
 from llamarl.data.tokenizer import Tokenizer
+from llamarl.observability.stages import stage
 from llamarl.types import Prompt
 
 SOURCES = "llamarl.data.sources"
@@ -46,6 +47,7 @@ class PromptSet:
     """Sentence on what `data.filter` leaves out; empty: nothing."""
 
 
+@stage("reading the tokenizer")
 def open_tokenizer(path: str, config: DataConfig) -> Tokenizer:
     """The tokenizer of a folder, whose chat template gets what the settings give it. Raises ConfigError."""
     return Tokenizer(path, config.template_arguments, config.date)
@@ -74,6 +76,7 @@ def settled(
     return config.model_copy(update={"template": template, "date": day} | several)
 
 
+@stage("reading the data")
 def load_prompts(
     config: DataConfig,
     tokenizer: Tokenizer,

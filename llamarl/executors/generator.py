@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +22,7 @@ from llamarl.executors.backends import open_native
 from llamarl.executors.replies import GROUPS_INTERVAL_S, LATEST_S, REPLY_INTERVAL_S, Adoption, Collected, GeneratorStats
 from llamarl.executors.rescorer import Rescorer
 from llamarl.kernels.build import keep_choices_in
+from llamarl.observability.notes import note
 from llamarl.types import CandidateSets, GenerationRequest, Rollout
 from llamarl.weight_sync.layout import Address, TensorSpec
 
@@ -96,8 +95,7 @@ class GeneratorExecutor(Executor):
         """Says in the log what computes what, once it is known."""
         if self._told != (said := self._describe()):
             self._told = said
-            with suppress(OSError):  # unless that disk is full
-                sys.stdout.write(f"{said}\n")
+            note(said)
 
     def sleep(self) -> None:
         """Gives the memory of weights, keys and values back until the next version is adopted; nothing decodes."""

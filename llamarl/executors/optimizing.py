@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,6 +30,7 @@ from llamarl.models.hf import open_model
 from llamarl.models.lora import add_adapters
 from llamarl.models.memory import MOMENTS_BYTES
 from llamarl.models.transformer import Transformer
+from llamarl.observability.notes import note
 from llamarl.training.compute import uses_halves
 from llamarl.training.optimization import Optimization
 from llamarl.training.parallel import Read
@@ -84,8 +84,7 @@ class OptimizingExecutor(Executor):
         elif said := products.describe():
             said += f"\n{fused.describe()}"
         if said:
-            with suppress(OSError):  # into the executor's log, unless that disk is full
-                sys.stdout.write(f"{said}\n")
+            note(said)
         if self._mirror:
             each = MOMENTS_BYTES[optimization.config.moments]
             held = [tensor for _, tensor in optimization.shards().values()]

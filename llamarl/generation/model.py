@@ -43,7 +43,7 @@ from llamarl.generation.torch_attention import TorchAttention
 from llamarl.kernels import gpu
 from llamarl.kernels.linear import Linear, QuantizedRows, Room, is_exact
 from llamarl.kernels.ops import rms_norm, rotate
-from llamarl.models.folder import load_shape
+from llamarl.models.folder import load_shape, loading_text
 from llamarl.models.hf import EMBEDDING, HEAD, Read, open_model
 from llamarl.models.masking import UnusedIds
 from llamarl.models.quantize import QUANTIZED_DTYPES, quantize_rows
@@ -445,7 +445,6 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@stage("loads the model")
 def load_generator_model(
     folder: str | Path,
     precision: Precision,
@@ -469,7 +468,8 @@ def load_generator_model(
             shape = dataclasses.replace(shape, unused_ids=load_shape(tokens_of).unused_ids)
         model = GeneratorModel(shape, precision, device, tensor_parallel, kv_dtype)
         if not asleep:
-            model.load(open_model(folder)[1].read)
+            with stage(loading_text(folder)):
+                model.load(open_model(folder)[1].read)
     except ValueError as error:
         raise ConfigError(f"{folder} cannot be served in {precision!r} here: {error}") from None
     return model

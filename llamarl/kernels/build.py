@@ -109,7 +109,7 @@ def source_text(name: str) -> str:
     return "\0".join(path.read_text() for path in (folder / f"{name}.cpp", *sorted(folder.glob("*.h"))))
 
 
-@stage("compiles kernels")
+@stage("compiling kernels")
 def _compiled(compiler: str, source: Path, limits: tuple[str, ...]) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=10).stdout
     flags = (*FLAGS, *limits)
@@ -182,7 +182,7 @@ def _key(parts: Iterable[str]) -> str:
     return hashlib.sha256("\0".join((processor(), *parts)).encode()).hexdigest()[:16]
 
 
-@stage("measures which kernels are quickest")
+@stage("measuring which kernels are fastest")
 def _kept(file: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The file's content; the first of several processes makes it. Where none can be written it is this process's."""
     try:

@@ -13,6 +13,7 @@ from llamarl.config import ConfigError, open_file, read_json
 from llamarl.config.hub import folder_of
 from llamarl.models.shape import ModelShape, stop_ids
 from llamarl.models.vocabulary import unused_ids
+from llamarl.observability.formats import megabytes
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -55,6 +56,12 @@ def weight_files(folder: Path) -> list[Path]:
         if not (folder / name).is_file():
             raise ConfigError(f"{folder} has no {name}, which {WEIGHTS_INDEX} names; copy the missing shard")
     return [folder / name for name in names]
+
+
+def loading_text(folder: str | Path) -> str:
+    """Returns `loading the model (269 MB)`, without the size if the folder has no weights."""
+    num_bytes = sum(path.stat().st_size for path in folder_of(folder).glob("*.safetensors"))
+    return f"loading the model ({megabytes(num_bytes)})" if num_bytes else "loading the model"
 
 
 def opened(path: Path, framework: str = "pt") -> Any:

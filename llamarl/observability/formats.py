@@ -8,6 +8,11 @@ import unicodedata
 ABSENT = "–"
 
 
+def megabytes(num_bytes: float) -> str:
+    """Text such as `269 MB` and `2.4 MB`."""
+    return f"{num_bytes / 1e6:,.0f} MB" if num_bytes >= 1e7 else f"{num_bytes / 1e6:.2g} MB"
+
+
 def duration(seconds: float | None) -> str:
     """`43ms`, `8.2s`, `1m 42s`, `2h 05m`, `3d 04h`; a dash for what is not known."""
     if seconds is None or not math.isfinite(seconds):

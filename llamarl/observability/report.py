@@ -216,5 +216,8 @@ def _short(text: str, *, from_end: bool) -> str:
 
 
 def _files(summary: RunSummary) -> list[str]:
-    width = max((len(str(file.path)) for file in summary.files), default=0)
-    return [f"{str(file.path).ljust(width)}  {file.meaning}" for file in summary.files]
+    """One line: the folder, and the names of the files in it."""
+    if not summary.files:
+        return []
+    folder = summary.files[0].path.parent
+    return [_fact("files", f"{folder}: {', '.join(file.path.name for file in summary.files)}")]

@@ -78,13 +78,18 @@ def trusted(config: RunConfig, trust: bool, *, resume: bool, keep: bool) -> RunC
     return with_trusted(config, Path(config.output) if keep else None) if trust else config
 
 
-def check_start(config: RunConfig, *, resume: bool, overwrite: bool, is_here: bool = True) -> Path | None:
-    """Checks what needs neither model nor data; the folder of a run that goes on. `is_here`: this machine is the one
-    that the run is for. Raises ConfigError."""
+def check_before_folder(config: RunConfig, *, is_here: bool = True) -> None:
+    """Checks what needs neither model, data nor the run's folder. `is_here`: this machine is the one that the run is
+    for. Raises ConfigError."""
     check_parts(config)
     if is_here and config.cluster.kind != "hosts":
         check_here(config)
     check_cluster(config.cluster)
+
+
+def check_start(config: RunConfig, *, resume: bool, overwrite: bool) -> Path | None:
+    """Checks what needs neither model nor data; the folder of a run that goes on. Raises ConfigError."""
+    check_before_folder(config)
     path = check_run_folder(config, resume=resume, overwrite=overwrite)
     return path if resume else None
 

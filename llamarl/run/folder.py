@@ -43,6 +43,10 @@ class FolderLost(RuntimeError):
     """The folder of a run has gone while the run was under way."""
 
 
+class FolderTaken(ConfigError):
+    """The folder of a run that is to start is that of a run that has begun, or of one that is under way."""
+
+
 class RunFolder:
     """`<output>/<name>`: config, metrics, rollouts, logs, checkpoints, summary. As a context manager it holds the lock
     by which only one process writes there."""
@@ -238,7 +242,7 @@ def _check_unused(path: Path) -> None:
     is_ours = lock.exists() and lock.read_text(encoding="utf-8").split()[1:] in ([], [socket.gethostname()])
     is_ours = is_ours and not any(_not_of_a_run(path)) and not RunFolder(path).has_begun()
     if not is_ours and not (path.is_dir() and not any(path.iterdir())):
-        raise ConfigError(f"{path} exists; go on with it (--resume), replace it (--overwrite) or choose another --name")
+        raise FolderTaken(f"{path} exists; go on with it (--resume), replace it (--overwrite) or choose another --name")
 
 
 def _settle_copies(config: RunConfig, path: Path, *, resume: bool, overwrite: bool) -> None:
@@ -292,7 +296,7 @@ def _locked(path: Path) -> IO[str]:
         file.close()
         if not isinstance(error, BlockingIOError):
             raise
-        raise ConfigError(
+        raise FolderTaken(
             f"{path} belongs to a run that is under way (pid {pid}); wait for its end, end it, or choose another --name"
         ) from None
     return file

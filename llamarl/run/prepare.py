@@ -31,6 +31,7 @@ from llamarl.models.memory import BLOCK_COLUMNS, trainer_bytes
 from llamarl.models.shape import ModelShape, MoeShape
 from llamarl.models.sizes import uneven_parts
 from llamarl.models.tensors import check_listed_weights, check_weights
+from llamarl.observability.stages import stage
 from llamarl.observability.usage import MIN_FILES
 from llamarl.run.held_out import learnt_too, load_held_out
 from llamarl.run.memory import MachineMemory, check_memory
@@ -61,6 +62,7 @@ class Prepared:
     out."""
 
 
+@stage("importing what the settings name")
 def check_parts(config: RunConfig) -> None:
     """Builds what the config names by `Ref`, and looks for vLLM, so that a mistake shows early. Within `nothing_run`,
     checks only what comes with the package. Raises ConfigError."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import RewardConfig
 from llamarl.executors.reward import checked
+from llamarl.observability.stages import stage
 from llamarl.rewards._base import Reward, written
 from llamarl.rewards._build import as_part, build_reward
 from llamarl.types import Outcome, Prompt, RewardItem
@@ -57,6 +58,7 @@ def check_reward(config: RunConfig) -> None:
         raise ConfigError(f"reward.parts = {names}: `close` raises {type(error).__name__}: {error}") from error
 
 
+@stage("trying the reward on a row")
 def check_functions(config: RunConfig, prompts: Sequence[Prompt]) -> None:
     """Tries a user's own functions on the first row that has an answer. Raises ConfigError: one fails."""
     parts = [ref for ref in map(as_part, config.reward.parts) if ref.name == "function"]

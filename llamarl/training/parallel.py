@@ -31,6 +31,7 @@ from llamarl.models.hf import EMBEDDING, Read
 from llamarl.models.lora import A, B
 from llamarl.models.scalar import ScalarModel
 from llamarl.models.transformer import Decoder, Transformer
+from llamarl.observability.formats import megabytes
 from llamarl.observability.stages import stage
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import stage_layers
@@ -250,7 +251,6 @@ def _shard(
             part.set_force_sum_reduction_for_comms(True)
 
 
-@stage("loads the model")
 @torch.no_grad()
 def _place(module: nn.Module, boxes: Mapping[str, Box], device: torch.device, read: Read | None) -> None:
     """Brings all weights to the device; those that are nowhere yet, trainable or not, are read."""
@@ -258,11 +258,12 @@ def _place(module: nn.Module, boxes: Mapping[str, Box], device: torch.device, re
     # As `to_empty`, which would also empty the weights that are somewhere; FSDP2 then takes the new ones.
     module._apply(lambda x: _room(x, device) if x.is_meta else x.to(device))
     placed = dict(_tensors(module))
-    for name in unread:
-        weight, box = placed[name], boxes[_short(name)]
-        assert read is not None, f"{name} has no values, and nothing to read them from"
-        if box.num_elements:
-            _local(weight).copy_(read(_short(name), box))
+    with stage(f"loading the model ({megabytes(sum(_local(placed[name]).nbytes for name in unread))})"):
+        for name in unread:
+            weight, box = placed[name], boxes[_short(name)]
+            assert read is not None, f"{name} has no values, and nothing to read them from"
+            if box.num_elements:
+                _local(weight).copy_(read(_short(name), box))
 
 
 def _room(weight: Tensor, device: torch.device) -> Tensor:

@@ -253,7 +253,7 @@ def test_a_checkpoint_after_a_failure_keeps_what_no_step_has_taken(
     else:
         author.journal.fail(full)
     with monkeypatch.context() as still:
-        still.setattr(Path, "write_bytes", raising(full))
+        still.setattr(module, "open_own", raising(full))
         whole(author, 4)
         parked(5)
         whole(author, 6)
@@ -291,7 +291,7 @@ def test_a_file_that_cannot_be_begun_costs_no_record(tmp_path: Path, monkeypatch
     whole(author, 1)
     with monkeypatch.context() as refused:
         refused.setattr(module, "SEGMENT_BYTES", 10)
-        refused.setattr(Path, "write_bytes", raising(OSError(errno.ENOSPC, "No space left on device")))
+        refused.setattr(module, "open_own", raising(OSError(errno.ENOSPC, "No space left on device")))
         author.complete_step([1])
     assert 1 in author.journal._steps and len(author.said) == 1
     author.checkpoint()

@@ -163,8 +163,8 @@ def test_commands_of_parts_say_so_and_a_dry_run_prints_the_settings(toml: Path, 
         assert (done.returncode, done.stderr) == (2, f"llamarl {command}: {lacks}\n")
     done = run("train", toml, "--dry-run")
     assert done.returncode == 0, done.stderr
-    assert re.match(r"# forecast:\n# not known: .*lacks the part `forecast`.*\n# first prompt:\n", done.stdout)
-    assert 'name = "tiny"' in done.stdout
+    assert re.match(r"forecast:\n  not known: .*lacks the part `forecast`.*\nfirst prompt:\n", done.stdout)
+    assert "tiny: 4 steps" in done.stdout
     assert run("--help").returncode == 0
 
 
@@ -181,7 +181,7 @@ def test_each_part_can_be_left_out(toml: Path, run: Alone, part: str) -> None:
     done = run("train", toml, "--dry-run", *INLINE, hidden=hidden)
     assert done.returncode == 0, done.stderr
     assert ("lacks the part `forecast`" in done.stdout) == (part == "forecast")
-    assert 'name = "tiny"' in done.stdout
+    assert "tiny: 4 steps" in done.stdout
     commands = {path.stem: path.parts[-3] for path in (ROOT / "llamarl" / "parts").glob("*/cli/[a-z]*.py")}
     assert len(commands) > 8
     for command, owner in commands.items():

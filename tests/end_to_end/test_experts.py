@@ -169,7 +169,7 @@ def test_what_a_mixture_cannot_do_is_refused(
         ('{name = "qwen3_moe", num_experts = 4}', "`num_experts_per_tok` is missing"),
         (
             '{name = "mixtral", num_local_experts = 4, num_experts_per_tok = 2, experts = 9}',
-            "`shape.family.experts` is no",
+            "`experts` = 9",
         ),
         ('{name = "olmoe"}', "shape.family = 'olmoe' is not made from scratch; use one of llama, mistral"),
         ('"gpt2"', "shape.family = 'gpt2' is not made from scratch; use one of llama, mistral, qwen2, qwen3, or {name"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from llamarl.cli import doctor
 from llamarl.cli.main import COMMANDS
 from llamarl.config import load_config
 from llamarl.data.prompts import PLAIN
@@ -95,7 +96,7 @@ def test_trace(trained: Trained) -> None:
 def test_the_config_on_record_is_the_run_s_own(trained: Trained) -> None:
     settled = load_config(trained.toml, settings={"data.template": PLAIN})  # `auto`, as the model has no chat template
     assert load_config(trained.folder / "config.toml") == settled
-    dry = llamarl_here("train", trained.toml, "--dry-run", "--seed", 7, "--name", "again")
+    dry = llamarl_here("train", trained.toml, "--dry-run", "--settings", "--seed", 7, "--name", "again")
     assert dry.returncode == 0, dry.stderr
     again = trained.toml.parent / "again.toml"
     again.write_text(dry.stdout)
@@ -194,3 +195,11 @@ def test_doctor() -> None:
     assert done.returncode == 0, done.stderr
     for part in ("python 3.", "torch 2.", "torchmonarch 0.", "bfloat16 weights: ", "GPUs: ", "free disk here: "):
         assert part in done.stdout
+    last = done.stdout.splitlines()[-1]
+    assert "can run llamarl" in last and "missing: " in last
+
+
+def test_doctor_without_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "PACKAGES", ("torch", "no-such-package"))
+    done = llamarl_here("doctor")
+    assert done.returncode == 1 and "no-such-package" in done.stdout.splitlines()[-1]

@@ -83,6 +83,6 @@ def test_it_runs_from_another_folder(packages: tuple[Path, Path], tmp_path: Path
     code = "import llamarl, sys; sys.exit(not llamarl.__file__.startswith(sys.argv[1]))"
     ran = subprocess.run([sys.executable, "-c", code, site], cwd=here, env=os.environ | {"PYTHONPATH": str(site)})
     assert ran.returncode == 0, "another installation would be tested"
-    assert 'path = "runs/base/demo"' in llamarl("train", "demo", "--dry-run")
+    assert 'path = "runs/base/demo"' in llamarl("train", "demo", "--dry-run", "--settings")
     assert "finished 1 steps" in llamarl("train", toml, "--steps=1", "--cluster.kind=inline")
     assert (here / "runs/tiny/report.html").name in llamarl("report", "runs/tiny")

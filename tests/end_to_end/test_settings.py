@@ -49,6 +49,7 @@ KL, PPO, LATE = ("--reference.kl_coefficient", 0.1), ("--recipe", "ppo"), ("--ro
 DECAY = ("--trainer.decay", "linear", "--trainer.decay_steps", 3)
 REFUSED = {
     "model.warm_start": ("nowhere.toml", "cannot read"),
+    "model.adapter": ("nowhere", "model.adapter"),
     "data.overlong_prompts": ("refuse", "max_prompt_tokens", "--data.max_prompt_tokens", 30),
     "rollout.tools": ("['tests.nowhere:tool']", "tests.nowhere"),
     "rollout.agent": ("tests.nowhere:run", "tests.nowhere"),

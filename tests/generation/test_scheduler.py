@@ -46,6 +46,7 @@ class Driver:
     def update(self) -> None:
         """New weights."""
         self.version += 1
+        self.scheduler.version = self.version
         running = list(self.scheduler.running)
         stopped = self.scheduler.outdate(self.recompute)
         assert stopped == (running if self.recompute else [])
@@ -313,3 +314,14 @@ def test_a_scheduler_that_shares_nothing_prefills_each_prompt_whole() -> None:
     for group_id in range(2):
         scheduler.add(make_group(group_id, prompt=15, size=1, limit=3, common=15))
     assert [(one.start, one.stop) for one in Driver(scheduler).step().chunks] == [(0, 14), (0, 14)]
+
+
+def test_no_prompt_begins_with_a_block_that_two_versions_have_filled() -> None:
+    scheduler = Scheduler(num_blocks=64, block_size=BLOCK, max_running=8, prefill_tokens=2)
+    driver = Driver(scheduler)
+    scheduler.add(make_group(0, prompt=9, size=1, limit=3, common=9))
+    driver.step()
+    driver.update()
+    scheduler.add(make_group(1, prompt=9, size=1, limit=3, common=9))
+    while scheduler.groups:
+        driver.step()

@@ -55,7 +55,7 @@ def test_report_says_all(make_summary):
             "generator-0 3%, trainer 42%",
             "nobody works 1.2%",
         ),
-        *("at most 1 of 2 (S 1)", "warning: 3 rows lost", "runs/metrics.jsonl  one line per step", "advantage +0.50"),
+        *("at most 1 of 2 (S 1)", "warning: 3 rows lost", "runs: metrics.jsonl", "advantage +0.50"),
     ):
         assert words in text, words
     assert "\x1b" not in text

@@ -135,8 +135,8 @@ def test_a_dry_run_for_its_machine(stocked: HubServer, tokenizer: Path, tmp_path
     there = ("--gpus", f"{CARDS[kind]}x{size_of(recipe)[0]}" if CARDS[kind] else "0")
     dry = llamarl_here("train", recipe, "--dry-run", "--output", tmp_path, *there, *options)
     assert dry.returncode == 0, dry.stderr
-    assert "# memory:" in dry.stdout and f'path = "{name}"' in dry.stdout
-    assert re.search(r"^# [\d.]+ s, if every group teaches, for prompts", dry.stdout, re.MULTILINE), (
+    assert "\nmemory:\n" in dry.stdout
+    assert re.search(r"^  [\d.]+ s, if every group teaches, for prompts", dry.stdout, re.MULTILINE), (
         "a step's time is forecast"
     )
     if CARDS[kind]:
@@ -154,7 +154,6 @@ def test_a_plan_of_a_mixture_passes_a_dry_run(stocked: HubServer, tokenizer: Pat
     there = ("--output", tmp_path, *of_controller(tmp_path))
     dry = llamarl_here("train", run, "--dry-run", *there)
     assert dry.returncode == 0, dry.stderr
-    assert f'path = "{name}"' in dry.stdout
     layout = load_config(run).trainer.parallelism
     assert layout.fsdp == 128 and layout.fsdp % layout.ep == 0 and layout.ep > 1
     each = [float(gib) for gib in re.findall(r"\d+  gpu +([\d.]+) GiB", dry.stdout)]
@@ -173,7 +172,7 @@ def check_expectation(recipe: str, said: str) -> None:
     assert measured == "", "nothing was measured"
     found = re.findall(r"cuda:\d+: ([\d.]+) GiB at least", said) or re.findall(r"\d+  gpu +([\d.]+) GiB \(", said)
     assert of_card == f"{max(map(float, found)):.0f} GiB"
-    (seconds,) = re.findall(r"# ([\d.]+) s, if every group teaches, for", said)
+    (seconds,) = re.findall(r"  ([\d.]+) s, if every group teaches, for", said)
     assert of_step == f"{float(seconds):.2g} s"
     steps, hours = load_config(recipe).steps, float(of_run.removesuffix(" h"))
     assert hours == pytest.approx(steps * float(seconds) / 3600, rel=0.06)

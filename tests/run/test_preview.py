@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,15 +122,20 @@ def test_a_dry_run(tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     done = llamarl_here("train", toml, "--dry-run", "--reward.parts", "['gsm8k']")
     assert done.returncode == 0, done.stderr
-    assert "\n# first prompt:\n# running_total-0-100, " in done.stdout
-    assert "\n# answers:\n# 64 of the first 64 rows' own answers are right" in done.stdout
+    assert "\nfirst prompt:\n  running_total-0-100, " in done.stdout
+    assert "\nanswers:\n  64 of the first 64 rows' own answers are right" in done.stdout
     follows = json.loads(llamarl_here("train", toml, "--dry-run", "--json").stdout)["consequences"]
     assert len(follows["answers"]) == 2 and "do not fit together" in follows["answers"][1], "`exact` wants no way"
     assert sorted(tmp_path.rglob("*")) == before
     (tmp_path / "runs/tiny").mkdir(parents=True)
     (tmp_path / "runs/tiny/mine").touch()
+    done = llamarl_here("train", toml, "--dry-run")
+    last = done.stdout.splitlines()[-1]
+    assert done.returncode == 0 and all(one in last for one in ("runs/tiny", "--resume", "--overwrite", "--name")), done
+    both = llamarl_here("train", toml, "--dry-run", "--settings").stdout
+    assert tomllib.loads(both)["trainer"]["threads"] >= 1 and both.splitlines()[-1] == f"# {last.strip()}"
+    assert "learning_rate" not in done.stdout
     for asked, cause in (
-        ((), "exists; go on with it (--resume)"),
         (("--name=other", "--trainer.device=cuda"), "torch sees no GPU"),
         (("--name=other", "--data.max_prompt_tokens=3"), "each of the 300 prompts has more than 3 tokens"),
     ):

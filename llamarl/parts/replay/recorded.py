@@ -19,6 +19,8 @@ from llamarl.run.rollouts import TrainedStep, TrainedSteps, file_steps
 from llamarl.training.result import PolicyStepResult
 from llamarl.types import RolloutGroup
 
+_DERIVED = ("right", "reward_parts")
+"""What files of older versions do not have, and the journal says."""
 _EXACT = ("value_loss", "critic_grad_norm", "explained_variance")
 """Metrics of steps that depend on nothing but groups and weights, beside those of the update."""
 _FIRST = ("token_ids", "behavior_logprobs", "policy_versions", "reward")
@@ -59,7 +61,9 @@ class Recorded:
             was = rows.get((now["group_id"], now["index"]), now)
             for name in (*_FIRST, *(name for name in now if name != "advantage")):
                 cause = "rollouts.jsonl or the journal was changed after the run"
-                _check(step, now, name, first_difference(was.get(name), now[name]), cause)
+                was_recorded = name in was or name not in _DERIVED
+                found = first_difference(was.get(name), now[name]) if was_recorded else None
+                _check(step, now, name, found, cause)
 
     def check(self, step: int, groups: Sequence[RolloutGroup], result: PolicyStepResult) -> None:
         """Compares a computed step. Raises Diverged: this is not what the run has on record of it; ConfigError: it has

@@ -46,12 +46,12 @@ def test_as_text_and_as_a_dry_run(tmp_path: Path) -> None:
     assert "rollout.max_staleness = 0 optimizer steps  (command line)\n    S, in optimizer steps" in done.stdout
     assert "\nstaleness:\n  tokens are at most 0 optimizer steps old" in done.stdout
     dry = llamarl_here("train", toml, "--dry-run")
-    assert dry.returncode == 0 and "# tokens are at most 2 optimizer steps old" in dry.stdout
+    assert dry.returncode == 0 and "  tokens are at most 2 optimizer steps old" in dry.stdout
     both = [llamarl_here(*one, "--json") for one in (("explain", toml), ("train", toml, "--dry-run"))]
     explained, tried = (json.loads(one.stdout) for one in both)
     for one in (explained, tried):
         assert one["consequences"].pop("memory")[-1].startswith("this host: "), "with what is free, which changes"
-    assert {"first prompt", "answers"} == tried["consequences"].keys() - explained["consequences"].keys()
+    assert {"first prompt", "answers", "start"} == tried["consequences"].keys() - explained["consequences"].keys()
     assert explained["settings"] and explained["settings"] == tried["settings"]
     assert explained["consequences"].items() <= tried["consequences"].items()
     alone = llamarl_here("train", toml, "--json")

@@ -108,7 +108,7 @@ def test_a_file_for_cores_passes_a_dry_run(tmp_path: Path, data: Path, capsys: p
     assert (config.steps, config.trainer.device, config.rollout.prompts_per_step) == (3, "cpu", 2)
     dry = llamarl_here("train", tmp_path / "run.toml", "--dry-run", "--output", tmp_path / "runs")
     assert dry.returncode == 0, dry.stderr
-    assert "# | 1+" in dry.stdout, "the column `problem` is the question"
+    assert "  | 1+" in dry.stdout, "the column `problem` is the question"
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

@@ -100,7 +100,7 @@ def test_a_dry_run_fetches_no_weights_and_explain_nothing(
     explained = llamarl_here("explain", toml)
     assert explained.returncode == 0 and not hub.requests
     assert "memory and step time are not known: model.path = 'tiny/model'" in explained.stderr
-    dry = llamarl_here("train", toml, "--dry-run", "--output", tmp_path)
+    dry = llamarl_here("train", toml, "--dry-run", "--settings", "--output", tmp_path)
     assert dry.returncode == 0, dry.stderr
     assert f"tiny/model@{commit}: 0.1 MB of weights, which a run fetches" in dry.stdout and "# memory:" in dry.stdout
     assert 'path = "tiny/model"' in dry.stdout

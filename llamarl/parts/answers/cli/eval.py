@@ -140,7 +140,7 @@ def _evaluated(options: argparse.Namespace, config: RunConfig) -> tuple[list[Eva
 
     columns = (TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns) as bar, ExitStack() as preparing:
-        preparing.enter_context(told_of_delay("eval"))
+        preparing.enter_context(told_of_delay("eval", "starting the engine"))
         task = bar.add_task("", total=None)
 
         def show(done: int, total: int) -> None:

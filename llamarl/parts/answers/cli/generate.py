@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
             answers = PromptRun(config, prompts, chat=options.chat)
         print(answers.first_prompt, file=sys.stderr)
         responses = opened.enter_context(Responses(options.output, prompts, answers.tokenizer))
-        with told_of_delay("generate"):
+        with told_of_delay("generate", "starting the engine"):
             opened.enter_context(answers)
         responses.begin()
         return _run(answers, responses, len(prompts) * config.eval.samples)

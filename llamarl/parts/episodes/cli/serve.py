@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     open_engine = part("answers", "open_engine")
     if not key and options.host not in LOOPBACK:
         raise ConfigError(f"--host {options.host} is open to others; give a key by --api-key or {API_KEY}")
-    with ExitStack() as leaving, told_of_delay("serve") as told:
+    with ExitStack() as leaving, told_of_delay("serve", "starting the engine") as told:
         asked = leaving.enter_context(asked_model(options.model, "MODEL", command="llamarl serve"))
         tokenizer, shape = _tokenizer(asked), load_shape(asked.path)
         check_vocabulary(tokenizer, shape.vocab_size)

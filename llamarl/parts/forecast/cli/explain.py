@@ -20,6 +20,7 @@ from llamarl.config.hub import HubName, nothing_fetched, open_hub, why_offline
 from llamarl.config.load import given
 from llamarl.config.ref import nothing_run, part
 from llamarl.config.section import Section
+from llamarl.observability.stages import stage
 from llamarl.parts.forecast.cli import plan
 from llamarl.parts.forecast.constants import load_profile, of_these_cores
 from llamarl.parts.forecast.costs import Costs
@@ -202,6 +203,7 @@ def computed_tokens(prompts: Sequence[np.ndarray], per_step: int) -> float:
     return fmean(map(len, prompts)) - shared * (1 - 1 / per_step)
 
 
+@stage("forecasting the time of a step")
 def _step_time(config: RunConfig, context: int, pool: tuple[int, str]) -> str:
     """Forecast of a step's seconds in a sentence: simulated, by the profile of the run that was here before, if it has
     one, else of the best layout, for prompts like the first ones of the data."""

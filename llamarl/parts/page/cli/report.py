@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     folders = shown_folders(options.runs)
     output = check_output(options.output) if options.output else folders[0] / PAGE
     described = list[dict[str, object]]()
-    with told_of_delay("report"):
+    with told_of_delay("report", "reading the runs"):
         for folder in folders:
             data = RunData(folder)
             data.read_all()

@@ -147,7 +147,7 @@ def _pinned(config: RunConfig, folder: RunFolder, command: str = "llamarl replay
 def _request(
     run: RunConfig, config: RunConfig, folder: RunFolder, first: int, last: int, tally: Tally
 ) -> ReplayRequest:
-    with told_of_delay("replay"):
+    with told_of_delay("replay", "reading the run"):
         problems = prepare(config).problems
     return ReplayRequest(
         config=config, journal=run, problems=problems, folder=folder, first=first, last=last, tally=tally

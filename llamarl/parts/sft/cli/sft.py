@@ -63,6 +63,7 @@ def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
     from llamarl.parts.sft.run import SftRun, load_documents, place_trainer
     from llamarl.run.folder import FolderLost, check_run_folder, prepare_run_folder
     from llamarl.run.names import resolved
+    from llamarl.run.next_steps import next_commands
     from llamarl.run.prepare import settle
     from llamarl.run.start_model import with_start_model
     from llamarl.training.result import NonFiniteStep
@@ -94,9 +95,7 @@ def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
         warn(f"{type(error).__name__}: {error}; {folder.way_on()}")
         warn(f"files: {folder.path}; output of each rank: {folder.logs}")
         return FAILURE
-    print(
-        f"checkpoints: {folder.checkpoints}; `llamarl export {folder.path}` makes a Hugging Face folder of the newest"
-    )
+    print(f"checkpoints: {folder.checkpoints}", *next_commands(config, folder, of_sft=True), sep="\n")
     return 0
 
 
