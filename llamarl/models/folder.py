@@ -17,6 +17,9 @@ from llamarl.observability.formats import megabytes
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+PEFT_WEIGHTS, PEFT_CONFIG, PEFT_PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
+BASE_RECORD = "llamarl_base.json"
+"""File of an adapter's folder that tells where its base model lies, relative to it, and fingerprints of its weights."""
 
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 
@@ -40,6 +43,11 @@ def fingerprints(folder: str | Path) -> dict[str, str]:
             raise ConfigError(f"cannot read {path}: {error.strerror}; copy it again") from None
         found[path.name] = f"{size} bytes, xxh3-128 {digest.hexdigest()} of samples"
     return found
+
+
+def is_adapter(folder: str | Path) -> bool:
+    """Whether a folder holds adapters and no whole model."""
+    return (Path(folder) / PEFT_CONFIG).is_file() and not (Path(folder) / CONFIG).is_file()
 
 
 def weight_files(folder: Path) -> list[Path]:

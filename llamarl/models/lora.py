@@ -22,15 +22,12 @@ from torch import Tensor, nn
 
 from llamarl.config.hub import HubName, folder_of, hub_name
 from llamarl.config.trainer import LoraConfig
-from llamarl.models.folder import fingerprints
+from llamarl.models.folder import BASE_RECORD, PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS, fingerprints
 from llamarl.models.hf import TOKENIZER_FILES, replaced_folder, small_files, write_json
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Projection, Transformer
 
 A, B = "lora_A.weight", "lora_B.weight"
-PEFT_WEIGHTS, PEFT_CONFIG, PEFT_PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
-BASE_RECORD = "llamarl_base.json"
-"""File of an adapter's folder that tells where its base model lies, relative to it, and fingerprints of its weights."""
 
 
 class LoraLinear(nn.Module):

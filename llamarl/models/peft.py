@@ -1,4 +1,7 @@
-"""Adapters in PEFT's format, of a run or of another program: found base model, checked settings, merged weights."""
+"""Adapters in PEFT's format, of a run or of another program: found base model, checked settings, merged weights.
+
+Imports torch when it merges.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,22 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from llamarl.config import ConfigError, read_json
 from llamarl.config.hub import HubName, folder_of
-from llamarl.models.folder import fingerprints, load_shape, opened
-from llamarl.models.hf import TOKENIZER_FILES, load_model, save_tensors
-from llamarl.models.lora import BASE_RECORD, PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS, A, B, merged
+from llamarl.models.folder import (
+    BASE_RECORD,
+    PEFT_CONFIG,
+    PEFT_PREFIX,
+    PEFT_WEIGHTS,
+    fingerprints,
+    load_shape,
+    opened,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FIX = "save the adapter again, or merge it with PEFT's merge_and_unload and name the merged model"
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -24,11 +33,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None, []), "trainable_token_indices": (None,), "target_parameters": (None, []),
 }  # fmt: skip
 """Settings of PEFT that change what an adapter computes, with the values that are supported."""
-
-
-def is_adapter(folder: str | Path) -> bool:
-    """Whether a folder holds adapters and no whole model."""
-    return (Path(folder) / PEFT_CONFIG).is_file() and not (Path(folder) / "config.json").is_file()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +65,8 @@ class Adapter:
         scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
         return cls(folder=folder, base=base or _base(folder, settings), scale=scale)
 
-    def merge(self, base: str, to: Path, dtype: torch.dtype = torch.float32) -> None:
-        """Writes the base model with the adapter merged in, and the adapter's tokenizer files where it has some.
+    def merge(self, base: str, to: Path) -> None:
+        """Writes the base model with the adapter merged in, in float32, and the adapter's own tokenizer files.
 
         Args:
             base: `self.base`, fetched: a folder, or a name of the Hub with a commit.
@@ -70,6 +74,11 @@ class Adapter:
         Raises:
             ConfigError: the base is another model, or a tensor does not belong to it.
         """
+        import torch
+
+        from llamarl.models.hf import TOKENIZER_FILES, load_model, save_tensors
+        from llamarl.models.lora import merged
+
         self._check_base(folder_of(base))
         shape, weights = load_shape(base), load_model(base, torch.float32, "cpu").state_dict()
         for name, (a_R_I, b_O_R) in self._pairs().items():
@@ -84,15 +93,17 @@ class Adapter:
                 )
             weights[name].copy_(merged(weights[name], a_R_I, b_O_R, self.scale))
         has_tokenizer = (self.folder / TOKENIZER_FILES[0]).is_file()
-        save_tensors(weights, shape, to, self.folder if has_tokenizer else None, base=base, dtype=dtype)
+        save_tensors(weights, shape, to, self.folder if has_tokenizer else None, base=base)
 
     def _pairs(self) -> Mapping[str, tuple[Tensor, Tensor]]:
         """A and B by the name of the matrix that they adapt. Raises ConfigError."""
+        from llamarl.models.lora import A, B
+
         if not (self.folder / PEFT_WEIGHTS).is_file():
             raise ConfigError(f"{self.folder} has no {PEFT_WEIGHTS}; {_FIX}")
         with opened(self.folder / PEFT_WEIGHTS) as file:
             tensors = {name.removeprefix(PEFT_PREFIX): file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
-        pairs = dict[str, tuple[Tensor, Tensor]]()
+        pairs: dict[str, tuple[Tensor, Tensor]] = {}
         for name in tensors:
             module, _, kind = name.rpartition(".lora_")
             if not module or f"lora_{kind}" not in (A, B) or not {f"{module}.{A}", f"{module}.{B}"} <= tensors.keys():

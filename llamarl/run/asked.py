@@ -12,6 +12,7 @@ from typing import Any
 
 from llamarl.config import RunConfig, from_home, load_recorded
 from llamarl.data.chat_format import of_run
+from llamarl.models.folder import is_adapter
 from llamarl.run.names import resolved_path
 
 OF_GENERATOR = {"device", "dtype", "kv_dtype", "threads", "max_running", "prefill_tokens", "cuda_graphs"}
@@ -65,8 +66,6 @@ def asked_model(given: str | Path, option: str, *, command: str) -> Iterator[Ask
     Raises:
         ConfigError: there is no such model, no valid checkpoint, or no base model of an adapter.
     """
-    from llamarl.models.peft import Adapter, is_adapter
-
     path = Path(from_home(given))
     if not is_run(path) and not is_adapter(path):
         yield AskedModel(path=resolved_path(str(from_home(given)), option, command=command))
@@ -81,6 +80,8 @@ def asked_model(given: str | Path, option: str, *, command: str) -> Iterator[Ask
             sys.stderr.write(f"{command}: step {step} of {given}\n")
             yield AskedModel(path=str(to), run=config, place=path / "config.toml")
             return
+        from llamarl.models.peft import Adapter
+
         adapter = Adapter.of(path)
         base = resolved_path(adapter.base, f"base_model_name_or_path of {given}", command=command)
         sys.stderr.write(f"{command}: adapters in {given}, merged into {base}\n")

@@ -11,7 +11,7 @@ import xxhash
 from llamarl.checkpoint.folder import MANIFEST, saved_steps, step_folder
 from llamarl.config import ConfigError, RunConfig, from_home
 from llamarl.config.hub import folder_of
-from llamarl.models.folder import fingerprints
+from llamarl.models.folder import PEFT_CONFIG, fingerprints, is_adapter
 from llamarl.run.asked import is_run, run_settings
 from llamarl.run.export import base_of, export
 from llamarl.run.names import resolved_path
@@ -31,8 +31,6 @@ def with_start_model(config: RunConfig, *, command: str, writes: bool = True) ->
     Raises:
         ConfigError: the adapter or the checkpoint cannot be read, or belongs to another model.
     """
-    from llamarl.models.peft import is_adapter
-
     if config.model.adapter:
         return _of_adapter(config, command, writes=writes)
     if is_adapter(config.model.path):
@@ -45,7 +43,7 @@ def with_start_model(config: RunConfig, *, command: str, writes: bool = True) ->
 
 def _of_adapter(config: RunConfig, command: str, *, writes: bool) -> RunConfig:
     """The base model with the adapter merged in. Raises ConfigError."""
-    from llamarl.models.peft import PEFT_CONFIG, Adapter
+    from llamarl.models.peft import Adapter
 
     base = resolved_path(config.model.path, "model.path", weights=writes, command=command)
     try:

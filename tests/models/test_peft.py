@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llamarl.config import ConfigError
+from llamarl.models.folder import is_adapter
 from llamarl.models.hf import load_model, save_model
 from llamarl.models.lora import adapted_weights, adapter_of, merged, save_adapters
-from llamarl.models.peft import Adapter, is_adapter
+from llamarl.models.peft import Adapter
 from tests.models.test_lora import SOME, adapted, adapters
 
 
@@ -90,3 +93,9 @@ def test_tensors_that_belong_nowhere_are_named(saved: tuple[Path, Path], tmp_pat
     save_file(weights | {name: torch.zeros(2, 2)}, folder / "adapter_model.safetensors")
     with pytest.raises(ConfigError, match=name.removeprefix("base_model.model.")):
         Adapter.of(folder).merge(str(base), tmp_path / "merged")
+
+
+def test_who_starts_a_run_needs_no_torch() -> None:
+    """The command of a run looks for adapters, and imports no torch."""
+    code = "import sys, llamarl.run.start_model, llamarl.models.peft; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=240).returncode == 0

@@ -157,7 +157,7 @@ def test_every_command_says_what_is_wrong_with_a_name(hub: HubServer, toml: Path
         "eval": ["tiny/model", prompts], "generate": ["tiny/model", "--prompts", prompts], "serve": ["tiny/model"],
     }[command]  # fmt: skip
     found = llamarl_here(command, *words)
-    option = "model.path" if command in ("train", "sft", "eval") else "MODEL"
+    option = "model.path" if command in ("train", "sft") else "MODEL"
     assert found.returncode == 2, found.stderr
     assert f"llamarl {command}: {option} = 'tiny/model': there is no such folder, and the Hub shows" in found.stderr
     assert not (tmp_path / "tiny").exists(), "nothing was begun"
