@@ -202,7 +202,7 @@ def check_listed_weights(name: str, files: Mapping[str, int], role: str = "polic
         if missing := sorted(set(places.values()) - files.keys()):
             raise ConfigError(f"{name} has no {missing[0]}, which {WEIGHTS_INDEX} names; name another revision")
     needed = _LEAST_BYTES * num_scalars({one: tuple(wanted[one]) for one in wanted if one not in optional})
-    if needed > (there := sum(files[path] for path in chosen if path.endswith(".safetensors"))):
+    if 0 < (there := sum(files[path] for path in chosen if path.endswith(".safetensors"))) < needed:  # 0: not told
         raise ConfigError(
             f"{name}: its weights have {there:,} bytes, and {CONFIG} says {needed:,} at least; name another revision"
         )
