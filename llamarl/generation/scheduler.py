@@ -254,7 +254,7 @@ class Scheduler:
             segment.num_cached += count
             if segment.num_cached >= segment.num_outdated:
                 segment.num_outdated = 0
-            # Weights may have changed within a prefix: only one that these weights computed from its first token counts.
+            # Weights may have changed within a prefix: only one that these weights computed whole counts.
             if sequence is None and self._index is not None and segment.prefills[-1][0] == 0:
                 self._index.add(group.prompt_T, segment.blocks, start, segment.num_cached)
         return count

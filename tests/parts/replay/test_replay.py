@@ -378,11 +378,12 @@ def test_parts_of_the_steps_in_processes_of_their_own(run: Path) -> None:
 def test_the_death_of_one_ends_it_while_another_works(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though nobody asks it for anything meanwhile."""
     steps, stops, ended_by_death = threading.Event(), threading.Event(), list[bool]()
-    step, shutdown = TrainerExecutor.step, InlineCluster.shutdown
+    step, shutdown, works = TrainerExecutor.step, InlineCluster.shutdown, ReplayingExecutor.work
 
     def work(self: ReplayingExecutor) -> bool:
         if steps.wait(0.01):
             raise RuntimeError("the generator is broken")
+        works(self)  # it adopts the weights
         return True
 
     def stepping(self: TrainerExecutor, *arguments: Any) -> Any:
@@ -495,7 +496,7 @@ def test_a_run_that_kept_all_later(run: Path, copy: Path) -> None:
 
 def test_a_run_of_sft_is_refused(copy: Path) -> None:
     """It has settings, metrics and checkpoints, and nothing that could differ: not as one that lost its journal."""
-    (copy / "events.jsonl").unlink()
+    (copy / "trace.json").unlink()
     assert llamarl_here("replay", copy, "--only", "reward").returncode != 2, "a journal alone is enough to begin"
     shutil.rmtree(copy / "journal")
     (copy / "journal.jsonl").unlink()
