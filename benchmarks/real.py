@@ -44,7 +44,7 @@ def train(checkout: Path, name: str, options: list[str], output: Path) -> list[d
         sys.executable, "-m", "llamarl", "train", str(ROOT / CONFIG), "--name", name, "--output", str(output),
         "--overwrite", "--screen.kind", "lines", *options,
     ]  # fmt: skip
-    env = os.environ | {"PYTHONPATH": str(checkout)}
+    env = os.environ | {"PYTHONPATH": f"{checkout}{os.pathsep}{ROOT}"}  # the reward is a file of this checkout
     subprocess.run(command, check=True, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, timeout=5400)
     return [json.loads(line) for line in (output / name / "metrics.jsonl").read_text().splitlines()]
 
