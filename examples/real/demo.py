@@ -36,10 +36,11 @@ def curve(run: Path) -> str:
 
 def answers(model: Path, run: Path) -> list[dict[str, Any]]:
     """Returns greedy answers to the first three held-out problems, asked as the run asks."""
-    data = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))["data"]
-    asked = {name: data[name] for name in ("template", "system", "examples") if data.get(name)}
+    config = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
+    format_of = {name: config["data"][name] for name in ("template", "system", "examples") if config["data"].get(name)}
+    ends = {name: config["rollout"][name] for name in ("max_new_tokens", "stop_strings")}
+    settings = {} if model == run else {"data": format_of, "rollout": ends}
     questions = [row["question"] for row in rows_of(PROBLEMS)[:3]]
-    settings = {} if model == run else {"data": asked, "rollout": {"max_new_tokens": 40}}
     return llamarl.generate(model, questions, eval={"temperature": 0.0}, **settings)
 
 

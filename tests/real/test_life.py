@@ -22,6 +22,7 @@ from tests.nightly import nightly
 CONFIG = ROOT / "examples/real/svamp.toml"
 SMALL = (
     "--rollout.prompts_per_step", 2, "--rollout.group_size", 2, "--rollout.window", 1, "--rollout.max_new_tokens", 12,
+    "--rollout.stop_strings", "[]",
     "--eval.every_steps", 0, "--eval.max_prompts", 6, "--checkpoint.every_steps", 1, "--screen.kind", "lines",
     "--reward.parts", "[{name = 'tests.executors.rewards:EvenLength'}]", "--trainer.warmup_steps", 0,
     "--weight_sync.probe_every_steps", 1,
