@@ -1,7 +1,7 @@
 """A reward for word problems: the response begins with a calculation, and its value must be the answer.
 
-The model only chooses numbers and operations; Python does the arithmetic, which a model of this size cannot. Text behind
-an equals sign or the first line does not count.
+The model only chooses numbers and operations; Python does the arithmetic, which a model of this size cannot. Text
+behind an equals sign or the first line does not count.
 """
 
 from __future__ import annotations
