@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
-from llamarl.cli.options import TRUST, command_parser, told_of_delay
+from llamarl.cli.options import TRUST, command_parser, told_of_delay, with_settings
 from llamarl.cli.restarts import WOULD_FAIL_AGAIN, run_with_restarts
 from llamarl.config import ConfigError, RunConfig, dump_toml, load_config
 from llamarl.config.ref import part
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         "--restarts", type=int, metavar="N", help="when the run dies, go on with --resume, so many times at most"
     )
     parser.add_argument("--watch", action="store_true", help="show the run in a browser meanwhile, as `llamarl watch`")
-    options, overrides = parser.parse_known_args(arguments)
+    options, overrides = with_settings(parser, arguments)
     config = load_config(options.config, overrides)
     if options.dry_run:
         return _dry_run(config, options, overrides)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.cli.options import TRUST, command_parser, told_of_delay
+from llamarl.cli.options import TRUST, command_parser, told_of_delay, with_settings
 from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.config.hub import HubName, nothing_fetched, open_hub, why_offline
 from llamarl.config.load import given
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     parser.add_argument("--gpus", metavar="NxGB", help="of the machine that the run is for; left out: it is this one")
     parser.add_argument("--trust", action="store_true", help=TRUST)
-    options, overrides = parser.parse_known_args(arguments)
+    options, overrides = with_settings(parser, arguments)
     machine = described_machine(options.gpus) if options.gpus else None
     with nullcontext([]) if options.trust else nothing_run() as left_out:
         config = load_config(options.config, overrides)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from llamarl.cli.main import FAILURE
-from llamarl.cli.options import command_parser
+from llamarl.cli.options import command_parser, with_settings
 from llamarl.config import ConfigError, RunConfig, load_config, read_json
 from llamarl.config.schema import CheckpointConfig
 from llamarl.observability.accounting import write_trace
@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
-    options, overrides = _parser().parse_known_args(arguments)
+    options, overrides = with_settings(_parser(), arguments)
     config = load_config(options.config, overrides)
 
     if options.gpu and not options.model:
