@@ -34,6 +34,7 @@ from llamarl.models.tensors import check_listed_weights, check_weights
 from llamarl.observability.stages import stage
 from llamarl.observability.usage import MIN_FILES
 from llamarl.rewards._build import build_reward
+from llamarl.run.disk import disk_need
 from llamarl.run.held_out import learnt_too, load_held_out
 from llamarl.run.memory import MachineMemory, check_memory
 from llamarl.run.mixtures import check_mixture, check_mixture_layout
@@ -217,6 +218,8 @@ def prepare(config: RunConfig, *, weights: bool = True, machine: MachineMemory |
         placer.check()
         warnings += placer.crowded()
         check_memory(config, shape, machine)
+        if machine is None and (lack := disk_need(config, shape).lack):
+            warnings.append(lack)
     tokenizer = open_tokenizer(config.model.path, config.data)
     check_vocabulary(tokenizer, shape.vocab_size)
     compiler = os.environ.get("CXX", "g++")

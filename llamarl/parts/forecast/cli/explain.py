@@ -29,6 +29,7 @@ from llamarl.parts.forecast.hardware import CPU, GPUS
 from llamarl.parts.forecast.simulator.faults import Faults
 from llamarl.parts.forecast.simulator.run import simulate
 from llamarl.parts.forecast.simulator.split import choose_split
+from llamarl.run.disk import disk_need
 from llamarl.run.folder import RunFolder
 from llamarl.run.memory import MachineMemory, described_machine, memory_lines
 from llamarl.run.names import named, resolved
@@ -145,6 +146,8 @@ def consequences(config: RunConfig, machine: MachineMemory | None = None) -> dic
         for warning in warnings:
             print(f"llamarl: {warning}", file=sys.stderr)
         found["memory"] = memory_lines(config, shape, machine)
+        if machine is None and config.cluster.kind != "hosts":  # whose trainers write to disks of their own
+            found["disk"] = disk_need(config, shape).lines()
         found["step time"] = [_step_time(config, shape.max_position_embeddings, _pool(config, machine, placer))]
     return found
 
