@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -83,3 +85,16 @@ def test_a_dry_run_of_supervised_training(toml: Path) -> None:
     last = done.stdout.splitlines()[-1]
     assert done.returncode == 0 and "--resume" in last and "--overwrite" in last, done.stderr
     assert llamarl_here("sft", "demo_sft", "--dry-run").returncode == 0
+
+
+def test_the_end_of_a_run_names_commands_that_work(toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = llamarl_here("train", toml, "--cluster.kind", "inline", "--steps", "1")
+    assert done.returncode == 0, done.stderr
+    named = re.findall(r"`llamarl ([^`]+)`", "\n".join(done.stdout.splitlines()[-2:]))
+    assert [words.split()[0] for words in named] == ["report", "eval", "generate", "serve", "export"]
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").write_text("Liv has 26 coins: a+5. How many coins now?\n")
+    for words in named:
+        if not words.startswith("serve "):  # until somebody ends it
+            done = llamarl_here(*shlex.split(words))
+            assert done.returncode == 0, (words, done.stderr)
