@@ -8,7 +8,7 @@ import platform
 import shutil
 from collections.abc import Sequence
 
-from llamarl.cli.options import command_parser
+from llamarl.cli.options import command_parser, with_settings
 
 MONARCH = "torchmonarch"
 LITTLE_BYTES = 5e9
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
         metavar="RUN.toml",
         help="wait for the hosts of this run, with settings as for `train`, and check them and the wires between them",
     )
-    options, overrides = parser.parse_known_args(arguments)
+    options, overrides = with_settings(parser, arguments)
     if options.hosts:
         return _hosts(options.hosts, overrides)
     parser.parse_args(arguments)

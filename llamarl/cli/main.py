@@ -12,10 +12,10 @@ import signal
 import sys
 from contextlib import suppress
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from llamarl import __version__
-from llamarl.config import ConfigError
+from llamarl.config import ConfigError, did_you_mean
 from llamarl.config.ref import part_module
 from llamarl.observability.usage import MIN_FILES
 
@@ -38,6 +38,8 @@ COMMANDS = {
     "certs": "make the certificates by which the hosts of a run know each other",
     "host": "lend this machine to a run on several hosts",
     "doctor": "check that this machine can run llamarl",
+    "schema": "print the JSON schema of a run file, for editors",
+    "completion": "print a script by which bash, zsh or fish completes commands and options",
 }
 PARTS_OF = {
     **dict.fromkeys(("explain", "init", "plan", "profile", "simulate"), "forecast"),
@@ -100,16 +102,14 @@ def main() -> None:
         print(f"llamarl {__version__}")
         return
     if name not in COMMANDS:
-        print(f"llamarl: unknown command `{name}`; known: {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"llamarl: unknown command `{name}`; {did_you_mean(name, COMMANDS)}", file=sys.stderr)
         sys.exit(USER_ERROR)
     for number in (signal.SIGTERM, signal.SIGHUP):  # end any command as Ctrl-C does, children included
         if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` asks for
             signal.signal(number, _interrupt)
     try:
         _check_surroundings()
-        own = PARTS_OF.get(name)
-        module = part_module(own, f"cli.{name}") if own else importlib.import_module(f"llamarl.cli.{name}")
-        code = module.main(sys.argv[2:])
+        code = command_module(name).main(sys.argv[2:])
         sys.stdout.flush()
         sys.exit(code)
     except ConfigError as error:
@@ -125,6 +125,12 @@ def main() -> None:
     except KeyboardInterrupt as error:
         print(f"llamarl {name}: ended by {str(error) or signal.SIGINT.name}", file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+def command_module(name: str) -> Any:
+    """Returns the module of a command. Raises ConfigError: its part is not installed."""
+    own = PARTS_OF.get(name)
+    return part_module(own, f"cli.{name}") if own else importlib.import_module(f"llamarl.cli.{name}")
 
 
 def _interrupt(number: int, _: FrameType | None) -> None:

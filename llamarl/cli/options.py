@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
-from llamarl.config import ConfigError, from_home, settled
+from llamarl.cli.main import USER_ERROR
+from llamarl.config import ConfigError, RunConfig, from_home, settled
+from llamarl.config.errors import near_names, one_of
+from llamarl.config.load import last_names
+from llamarl.config.path import FilePath
+from llamarl.config.ref import Ref
 from llamarl.config.schema import GeneratorConfig
+from llamarl.config.section import Section
 from llamarl.observability.files import write_atomically
 from llamarl.observability.stages import stage_here
 
@@ -27,6 +36,8 @@ MODEL_HELP = "Hugging Face folder, or a name of the Hub: owner/name, owner/name@
 ASKED_HELP = f"run folder (its newest checkpoint), export, or {MODEL_HELP}"
 ENGINE = tuple(f"generator.{name}" for name in GeneratorConfig.model_fields if name not in ("backend", "vllm"))
 """Settings of an engine alone, without a run around it."""
+MOST_LETTERS = 80
+"""Longer words are no misspelled options."""
 DELAY_S = 8.0
 """Nothing that a user has written keeps a command silent for longer."""
 
@@ -52,11 +63,85 @@ def told_of_delay(command: str, work: str = "checking the settings") -> Iterator
 TRUST = "import and run what the settings name that does not come with llamarl"
 
 
+class ParserAsked(Exception):
+    """Raised in place of reading the arguments, by the parser of a command that is asked for."""
+
+    def __init__(self, parser: argparse.ArgumentParser, *, takes_settings: bool) -> None:
+        super().__init__(parser.prog)
+        self.parser, self.takes_settings = parser, takes_settings
+
+
+_is_asked = ContextVar("_is_asked", default=False)
+
+
+@contextmanager
+def asking_for_parser() -> Iterator[None]:
+    """Until the end of the block, a command that is called raises ParserAsked as soon as it has its parser."""
+    token = _is_asked.set(True)
+    try:
+        yield
+    finally:
+        _is_asked.reset(token)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A mistake is one line; an unknown option gets the names that are near."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if _is_asked.get():
+            raise ParserAsked(self, takes_settings=False)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
+        if unknown:
+            hint = _near_option(self, unknown[1]) or f"`{self.prog} -h` lists all options"
+            message = f"unknown option `{unknown[1]}`; {hint}"
+        self.exit(USER_ERROR, f"{self.prog}: {message}\n")
+
+
+def _near_option(parser: argparse.ArgumentParser, word: str, schema: type[Section] | None = None) -> str:
+    """End of a sentence about an unknown option: those of the parser, and settings of `schema`, that it may mean."""
+    known = {name: [f"--{one}" for one in dotted] for name, dotted in last_names(schema).items()} if schema else {}
+    for action in parser._actions:
+        for option in action.option_strings if action.help != argparse.SUPPRESS else ():
+            known.setdefault(option.lstrip("-").rpartition(".")[2].replace("-", "_"), []).append(option)
+    near = near_names(word.lstrip("-"), known)
+    return one_of(dict.fromkeys(near)) if near else ""
+
+
+def with_settings(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], *others: type[Section]
+) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the command's own options, and the other words, which override settings of a run, or of one of `others`.
+    Raises ConfigError: a word is neither an option nor a setting."""
+    if _is_asked.get():
+        raise ParserAsked(parser, takes_settings=True)
+    known = {name for schema in (RunConfig, *others) for name in schema.model_fields}
+    options, overrides = parser.parse_known_args(arguments)
+    words = iter(overrides)
+    for word in words:
+        name, equals, _ = word[2:].partition("=")
+        if not word.startswith("--") or name.partition(".")[0].replace("-", "_") in known:
+            if not equals:
+                next(words, None)
+            continue
+        if len(name) < MOST_LETTERS and (hint := _near_option(parser, name, RunConfig)):
+            raise ConfigError(f"unknown option `--{name}`; {hint}")
+        raise ConfigError(f"unknown option `--{name}`; `{parser.prog} -h` and docs/commands.md list all")
+    return options, overrides
+
+
+def setting_options() -> list[str]:
+    """Returns the option of each setting of a run, such as `--trainer.learning_rate`."""
+    return [f"--{name}" for names in last_names(RunConfig).values() for name in names]
+
+
 def command_parser(command: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
     """The parser of one command. An epilog of several lines keeps them. An argument without a type may begin with `~`,
     as paths do: a shell leaves that as it is in quotes and behind `=`."""
     keeps_lines = argparse.RawDescriptionHelpFormatter if "\n" in epilog else argparse.HelpFormatter
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"llamarl {command}",
         description=description,
         epilog=epilog,
@@ -74,8 +159,28 @@ class _Renamed(argparse.Action):
         raise ConfigError(f"{option} is now --{self.dest}")
 
 
+KINDS = {bool: "BOOL", int: "INT", float: "FLOAT", str: "TEXT"}
+"""Types in help texts, by those of Python."""
+
+
+def kind_of(annotation: Any) -> str:
+    """Returns the type of a setting for a help text: `INT`, `PATH`, `{auto,cpu}`, `NAME`, `LIST` or `TABLE`."""
+    if annotation in KINDS:
+        return KINDS[annotation]
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return f"{{{','.join(map(str, inner))}}}"
+    if origin is Annotated:
+        return "PATH" if annotation == FilePath else kind_of(inner[0])
+    if origin in (list, tuple, dict):
+        return "TABLE" if origin is dict else "LIST"
+    if origin in (Union, UnionType):
+        return "|".join(dict.fromkeys(kind_of(one) for one in inner if one is not NoneType))
+    return "NAME" if annotation is Ref else "TABLE"
+
+
 def add_settings(parser: argparse.ArgumentParser, base: Mapping[str, Any], *names: str) -> None:
-    """Adds `--section.key VALUE` for these settings of a run. Those that are given are in `overrides`, as `settled`
+    """Adds `--section.key TYPE` for these settings of a run. Those that are given are in `overrides`, as `settled`
     takes them.
 
     Args:
@@ -86,9 +191,10 @@ def add_settings(parser: argparse.ArgumentParser, base: Mapping[str, Any], *name
     for name in names:
         *sections, last = name.split(".")
         section = reduce(getattr, sections, config)
-        meaning = " ".join((type(section).model_fields[last].description or "").split())
+        field = type(section).model_fields[last]
+        meaning = " ".join((field.description or "").split())
         group.add_argument(
-            f"--{name}", dest="overrides", action="append", default=[], metavar="VALUE",
+            f"--{name}", dest="overrides", action="append", default=[], metavar=kind_of(field.annotation),
             type=f"--{name}={{}}".format, help=f"{meaning} ({section.model_dump()[last]!r})".replace("%", "%%"),
         )  # fmt: skip
         for old in (last.replace("_", "-"), RENAMED.get(name)):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
-from llamarl.cli.options import TRUST, command_parser, told_of_delay
+from llamarl.cli.options import TRUST, command_parser, told_of_delay, with_settings
 from llamarl.cli.restarts import WOULD_FAIL_AGAIN, run_with_restarts
 from llamarl.config import ConfigError, RunConfig, dump_toml, load_config
 from llamarl.config.ref import part
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         "--restarts", type=int, metavar="N", help="when the run dies, go on with --resume, so many times at most"
     )
     parser.add_argument("--watch", action="store_true", help="show the run in a browser meanwhile, as `llamarl watch`")
-    options, overrides = parser.parse_known_args(arguments)
+    options, overrides = with_settings(parser, arguments)
     config = load_config(options.config, overrides)
     if options.dry_run:
         return _dry_run(config, options, overrides)
@@ -93,8 +93,10 @@ def _run(config: RunConfig, options: argparse.Namespace, started_s: float) -> in
         print(f"llamarl train: {error}; go on with --resume. Files: {folder.path}", file=sys.stderr)
         return INTERRUPTED
     except (ExecutorError, FolderLost, NonFiniteStep, NotSaved, Stalled, TooManyInvalid, WeightsWrong) as error:
+        if isinstance(error, NotSaved):  # before a summary whose numbers look like success
+            print(f"llamarl train: the model after the last step is not saved: {error}", file=sys.stderr, flush=True)
         _say_last("".join(getattr(error, "__notes__", ())), f"the summary is in {folder.summary}")
-        way_on = f"; {folder.way_on()}" if isinstance(error, MeshFailed) else ""
+        way_on = f"; {folder.way_on()}" if isinstance(error, MeshFailed | NotSaved) else ""
         print(f"llamarl train: {type(error).__name__}: {error}{way_on}", file=sys.stderr)
         print(f"Files: {folder.path}; output of each executor: {folder.logs}", file=sys.stderr)
         lasts = options.restarts is not None and isinstance(error, (FolderLost, NonFiniteStep, TooManyInvalid))
@@ -157,9 +159,10 @@ def _start_lines(config: RunConfig, options: argparse.Namespace, taken: str) -> 
 def _beginning(
     config: RunConfig, options: argparse.Namespace, machine: MachineMemory | None
 ) -> tuple[str, dict[str, list[str]]]:
-    """Returns why the run's folder is in the way (empty: it is not), and first prompt and answers of each source, as
-    lines by topic. Raises ConfigError: the run cannot start."""
+    """Returns why the run cannot start yet (empty: it can), because of its folder or the disk, and first prompt and
+    answers of each source, as lines by topic. Raises ConfigError: the run cannot start."""
     from llamarl.run.begin import check_before_folder, has_base_model, looked_ahead, trusted
+    from llamarl.run.disk import disk_need
     from llamarl.run.folder import FolderTaken, check_run_folder
     from llamarl.run.prepare import each_source
     from llamarl.run.preview import answers, first_prompt
@@ -176,6 +179,8 @@ def _beginning(
     if not has_base_model(config):
         return taken, {"first prompt": [f"not known before the start has made {config.model.path}"]}
     _, pinned, prepared = looked_ahead(config, run, command="llamarl train", weights=False, machine=machine)
+    if machine is None and pinned.cluster.kind != "hosts":
+        taken = taken or disk_need(pinned, prepared.shape).lack
     found = dict[str, list[str]]()
     for label, one, own in each_source(pinned, prepared.problems.train):
         with of_source(label):

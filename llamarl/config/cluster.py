@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from importlib import metadata, util
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, GetJsonSchemaHandler, model_validator
 
 from llamarl.config.path import FilePath
 from llamarl.config.section import Section
+
+if TYPE_CHECKING:
+    from pydantic_core import CoreSchema
 
 OF_HOSTS = ("kind", "listen", "pki", "num_hosts", "min_hosts", "host_timeout_s", "place")
 """Settings of several hosts."""
@@ -87,6 +90,11 @@ class OnFailureConfig(Section):
     learnt since then."""
     trainer: Literal["stop", "restart"] = "restart"
     """`restart`: a new one goes on as the critic does. Generators go on meanwhile; no rollout is generated again."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """A policy alone is that of all executors."""
+        return {"anyOf": [{"enum": ["stop", "respawn", "restart"]}, handler.resolve_ref_schema(handler(core))]}
 
     @model_validator(mode="before")
     @classmethod

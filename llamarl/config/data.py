@@ -7,14 +7,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, GetJsonSchemaHandler, Tag, model_validator
 
 from llamarl.config.path import FilePath
 from llamarl.config.ref import Ref
 from llamarl.config.roles import RewardParts
 from llamarl.config.section import Section
+
+if TYPE_CHECKING:
+    from pydantic_core import CoreSchema
 
 ONE, SEVERAL = "(one)", "(several)"
 """Tags of what stands for sources, a `Ref` or a list; no part of an option's name."""
@@ -105,12 +108,19 @@ class SourceConfig(Section):
     """`data.max_prompt_tokens` of this source."""
     max_new_tokens: int | None = Field(default=None, ge=1)
     """`rollout.max_new_tokens` of this source, shorter or longer."""
-    reward: Annotated[RewardParts | None, BeforeValidator(_parts)] = None
+    reward: Annotated[RewardParts | None, BeforeValidator(_parts, json_schema_input_type=Any)] = None
     """`reward.parts` of this source: a name, a part with its options, a list, or `{parts = [...], weights = [...]}`."""
     environment: Ref | None = None
     """`rollout.environment` of this source."""
     tools: list[str] = Field(default_factory=list)
     """`rollout.tools` of this source."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """An entry may be flat, or a name alone."""
+        table = handler.resolve_ref_schema(handler(core)) | {"additionalProperties": True}
+        table["required"] = [name for name in table.get("required", ()) if name != "source"]
+        return {"anyOf": [{"type": "string"}, table]}
 
     @model_validator(mode="before")
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 
@@ -26,6 +26,10 @@ def told_in_python() -> Iterator[None]:
         raise
 
 
+MOST_NAMES = 5
+"""Most names that a hint offers."""
+
+
 class RanksLost(RuntimeError):
     """Ranks of this executor died, failed or stayed silent; the message says who waited for what. It is never the first
     cause: who raises it is well."""
@@ -35,6 +39,22 @@ _LONG = {"lr": "learning_rate", "wd": "weight_decay"}
 """Full names of settings, by what people write for short."""
 _NOT_HERE = {"dpo": "there is no DPO here, which learns from pairs of answers without sampling any"}
 """Names of other things than the nearest known one."""
+
+
+def near_names(name: str, known: Mapping[str, Sequence[str]]) -> list[str]:
+    """Returns full names of settings or options, such as `trainer.learning_rate`, whose last part is `name`, or else
+    nearly that. `known` has full names by their last part."""
+    name = name.rpartition(".")[2].replace("-", "_")
+    last = name if name in known else _LONG.get(name, "")
+    if last not in known:
+        near = get_close_matches(name, known, n=1, cutoff=min(0.75 + 0.2 / max(len(name), 1), 1.0))
+        last = near[0] if near else ""
+    return list(known.get(last, ()))[:MOST_NAMES]
+
+
+def one_of(names: Iterable[str]) -> str:
+    """Text such as "did you mean `--a.b` or `--c.b`?"."""
+    return f"did you mean {' or '.join(f'`{name}`' for name in names)}?"
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from llamarl.config.data import ONE, SEVERAL
-from llamarl.config.errors import ConfigError, did_you_mean
+from llamarl.config.errors import ConfigError, did_you_mean, near_names, one_of
 from llamarl.config.files import open_file
 from llamarl.config.path import NO_TEXT, checked_path, from_home
 from llamarl.config.ref import Ref, find
@@ -30,6 +30,8 @@ MAX_ROW_BYTES = 1 << 20
 """Longest line of a data file, in bytes: a prompt that long fits no context, and rows travel in messages."""
 RECORD = "config.toml"
 """Name of the file in a run's folder that holds the resolved settings."""
+MOST_LEVELS = 4
+"""Most sections within each other, in any settings."""
 PACKAGED = Path(__file__).parents[1] / "configs"
 """Files of runs that come with the package, each of which `llamarl train` takes by its name: `demo`."""
 
@@ -75,7 +77,14 @@ def load_recorded(
 ) -> RunConfig:
     """The settings that a run has on record in a file, as they stand there: they are complete, so no recipe is applied
     to them, and nothing that they name is imported. Other arguments as for `load_config`. Raises ConfigError."""
-    return validated(_overridden(_with(_parsed(path, ()), settings), overrides), RunConfig)
+    data = _with(_parsed(path, ()), settings)
+    try:
+        return validated(_overridden(data, overrides), RunConfig)
+    except ConfigError as error:
+        own = {key for key, _ in _pairs(overrides)} | {name for name, _ in flat_settings(settings)}
+        if any(f"`{key}" in str(error) for key in own):
+            raise
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def is_record(path: str | Path | Mapping[str, Any]) -> bool:
@@ -158,13 +167,18 @@ def _place(path: str | Path) -> Path:
     return own if "/" not in str(path) and not given.is_file() and own.is_file() else given
 
 
+def packaged_names() -> list[str]:
+    """Returns the names of the files that come with the package, sorted."""
+    return sorted(one.stem for one in PACKAGED.glob("*.toml"))
+
+
 def file_of_run(path: str | Path) -> Path:
     """The file that a command reads when it is given a path, or the name of a file that comes with the package."""
     return _place(path).absolute()
 
 
 def _parsed(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
-    names = ", ".join(sorted(one.stem for one in PACKAGED.glob("*.toml")))
+    names = ", ".join(packaged_names())
     text = read_text(path := _place(path), f"give the path of a TOML file, or one of {names}")
     try:
         return _overridden(tomllib.loads(text), overrides)
@@ -339,9 +353,11 @@ def _explain(error: ValidationError, schema: type[Section], has_options: bool = 
     place = tuple(part for part in first["loc"] if part not in (ONE, SEVERAL))
     where = ".".join(map(str, place))
     if first["type"] == "extra_forbidden":
-        known = list(_section_at(schema, place[:-1]).model_fields)
-        hint = did_you_mean(str(place[-1]), known, f"known here: {', '.join(known)}")
-        return f"unknown option `{where}`; {hint}"
+        known, name = list(_section_at(schema, place[:-1]).model_fields), str(place[-1])
+        elsewhere = near_names(name, last_names(schema))
+        listed = one_of(elsewhere) if elsewhere else f"known here: {', '.join(known)}"
+        is_exact = any(one.endswith(f".{name}") for one in elsewhere)
+        return f"unknown option `{where}`; {listed if is_exact else did_you_mean(name, known, listed)}"
     if first["type"] == "missing":
         for section in _sections(schema.model_fields[where].annotation) if len(place) == 1 else ():  # no option sets it
             where += f".{next(iter(section.model_fields))}"
@@ -356,6 +372,23 @@ def _explain(error: ValidationError, schema: type[Section], has_options: bool = 
         return f"`{where} = {first['input']!r}`: it names files and curves; {fix}"
     hint = "; put quotes around it" if first["type"] == "string_type" and not isinstance(first["input"], dict) else ""
     return f"`{where} = {first['input']!r}`: {first['msg'][0].lower()}{first['msg'][1:]}{hint}"
+
+
+def last_names(schema: type[Section]) -> dict[str, list[str]]:
+    """Returns dotted names of all settings by their last part. Settings in lists are left out, as they have numbers."""
+    found = dict[str, list[str]]()
+
+    def add(section: type[Section], prefix: str, depth: int) -> None:
+        for name, field in section.model_fields.items():
+            inner = [] if get_origin(field.annotation) in (list, dict) else [*_sections(field.annotation)]
+            for one in inner if depth < MOST_LEVELS else ():
+                add(one, f"{prefix}{name}.", depth + 1)
+            names = found.setdefault(name, [])
+            if f"{prefix}{name}" not in names:
+                names.append(f"{prefix}{name}")
+
+    add(schema, "", 1)
+    return found
 
 
 def _no_table(error: Any, place: tuple[int | str, ...], schema: type[Section]) -> str:

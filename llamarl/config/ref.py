@@ -18,13 +18,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, TypeAdapter, ValidationError, model_validator
 
 from llamarl.config.errors import ConfigError, did_you_mean
 from llamarl.config.path import OPTIONS, settled_path
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+    from pydantic_core import CoreSchema
 
 PARTS = "llamarl.parts"
 MEMBERS_OF_PARTS = {"rewards.code": "episodes", "sources.hub": "hub", "transports.nixl": "cuda"}
@@ -75,6 +76,12 @@ class Ref(BaseModel):
         if isinstance(value, dict):
             return value | {name: settled_path(value[name]) for name in OPTIONS if name in value}
         return {"name": value} if isinstance(value, str) else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """A name alone is a member without options."""
+        table = handler.resolve_ref_schema(handler(core))
+        return {"description": table.pop("description", ""), "anyOf": [{"type": "string"}, table]}
 
     @property
     def options(self) -> dict[str, Any]:

@@ -66,7 +66,11 @@ class RolloutConfig(Section):
     """Python functions that the policy may call, `package.module:function` each: they are an environment, and the chat
     template tells the policy of them."""
     agent: Annotated[
-        AgentConfig | None, BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
+        AgentConfig | None,
+        BeforeValidator(
+            lambda value: {"name": value} if isinstance(value, str) else value,
+            json_schema_input_type=AgentConfig | str | None,
+        ),
     ] = None
     """A program that has the policy work over OpenAI's protocol and says what its work is worth: `package.module:run`;
     `max_new_tokens` then bounds what an episode samples, and each of its sequences after the first prompt."""
@@ -125,9 +129,10 @@ class GeneratorConfig(Section):
     """Engine that generates: this package's, or one vLLM server per replica, which cannot repeat its rollouts."""
     vllm: VllmConfig = VllmConfig()
     """Settings of vLLM, with `backend = "vllm"`."""
-    replicas: Annotated[int, BeforeValidator(lambda value: 0 if value == "auto" else value)] = Field(
-        default=1, ge=0, le=1 << 14
-    )
+    replicas: Annotated[
+        int,
+        BeforeValidator(lambda value: 0 if value == "auto" else value, json_schema_input_type=int | Literal["auto"]),
+    ] = Field(default=1, ge=0, le=1 << 14)
     """Independent generators, each with its own process and weights; 'auto' or 0 with `cluster.kind = "hosts"`: as many
     as the hosts have room for, those that come later included."""
     max_running: int = Field(default=128, ge=1, le=1 << 16)

@@ -120,10 +120,8 @@ def _headline(summary: RunSummary) -> list[str]:
     took = f"{steps} in {duration(summary.wall_s)}, after {duration(summary.start_s)} of starting up"
     if summary.end == "finished":
         return [f"{summary.name}: finished {took}"]
-    return [
-        f"{summary.name}: {summary.end.upper()} after {took}",
-        *([plain(summary.end_reason)] if summary.end_reason else []),
-    ]
+    why = f": {plain(summary.end_reason)}" if summary.end_reason else ""
+    return [f"{summary.name}: {summary.end.upper()}{why}", f"after {took}"]
 
 
 def _held_out(summary: RunSummary) -> list[str]:

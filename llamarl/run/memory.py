@@ -127,7 +127,7 @@ def _lacking(config: RunConfig, shape: ModelShape, machine: MachineMemory) -> fl
     return max((_lack(executors, machine.of(place)) for place, executors in places.items()), default=-1.0)
 
 
-def memory_lines(config: RunConfig, shape: ModelShape, machine: MachineMemory | None = None) -> list[str]:
+def memory_lines(config: RunConfig, shape: DecoderSizes, machine: MachineMemory | None = None) -> list[str]:
     """A line for each executor with what one of its ranks takes by kind, and one for each device with what is there."""
     machine, held = machine or machine_memory(config), run_holdings(config, shape)
     rows = [("executor", "ranks", "device", "each takes")]

@@ -33,6 +33,7 @@ from llamarl.models.sizes import uneven_parts
 from llamarl.models.tensors import check_listed_weights, check_weights
 from llamarl.observability.stages import stage
 from llamarl.observability.usage import MIN_FILES
+from llamarl.run.disk import disk_need
 from llamarl.run.held_out import learnt_too, load_held_out
 from llamarl.run.memory import MachineMemory, check_memory
 from llamarl.run.mixtures import check_mixture, check_mixture_layout
@@ -218,6 +219,8 @@ def prepare(config: RunConfig, *, weights: bool = True, machine: MachineMemory |
         placer.check()
         warnings += placer.crowded()
         check_memory(config, shape, machine)
+        if machine is None and (lack := disk_need(config, shape).lack):
+            warnings.append(lack)
     compiler = os.environ.get("CXX", "g++")
     if config.trainer.compile and config.trainer.device == "cpu" and shutil.which(compiler) is None:
         raise ConfigError(

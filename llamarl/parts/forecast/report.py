@@ -120,12 +120,13 @@ def _times(factor: float, what: str) -> str:
 
 
 def render_plans(request: PlanRequest, synchronous: Plan | None, asynchronous: Plan | None) -> str:
-    """Both plans side by side, in detail, and which one to use."""
+    """Which plan to use, then both side by side and in detail."""
     model, lengths = request.model, request.lengths
     pools = " + ".join(f"{pool.count} x {pool.gpu.name}" for pool in request.pools)
     lora = f", adapters of rank {request.lora.rank} trained," if request.lora else ""
     met = f", of which a token meets {size(model.matmul_parameters)}," if model.moe else ""
     head = (
+        f"{verdict(synchronous, asynchronous)}\n\n"
         f"{model.name}: {size(model.num_parameters)} parameters{met}{lora} on {pools}\n"
         f"step: {request.prompts_per_step} prompts x {request.group_size} responses, prompt {request.prompt_tokens} "
         f"tokens, response {lengths.mean_tokens:.0f} on average, {lengths.limit_tokens} at most\n\n"
@@ -139,7 +140,7 @@ def render_plans(request: PlanRequest, synchronous: Plan | None, asynchronous: P
     for name, plan in (("synchronous, colocated", synchronous), ("asynchronous, disaggregated", asynchronous)):
         lack = "left out by rollout.max_staleness = 0" if request.max_staleness == 0 else "fits in no layout"
         lines += ["", *(_details(name, plan) if plan else [f"{name}: {lack}"])]
-    return "\n".join([*lines, "", verdict(synchronous, asynchronous)])
+    return "\n".join(lines)
 
 
 def size(parameters: float) -> str:

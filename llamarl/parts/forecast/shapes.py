@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from llamarl.config import ConfigError, did_you_mean, read_json
+from llamarl.config import ConfigError, RunConfig, did_you_mean, load_sft_config, read_json
 from llamarl.config.hub import hub_name, open_hub
 from llamarl.models.refused import OTHERS, refusal
 from llamarl.models.shape import ModelShape
@@ -110,7 +110,26 @@ def config_only(files: Collection[str]) -> list[str]:
     return [path for path in files if path == "config.json"]
 
 
-def find_model(name: str) -> DecoderShape:
+def model_of_run(config: RunConfig, place: str) -> DecoderShape:
+    """The shape of a run's model; where a warm start has not made the model yet, the shape that it will have. `place`
+    is the option that names the run's file. Raises ConfigError."""
+    path, warm_start = config.model.path, config.model.warm_start
+    if warm_start and not Path(path, "config.json").is_file():
+        shape = load_sft_config(warm_start).shape
+        family, more = (
+            (shape.family, {}) if isinstance(shape.family, str) else (shape.family.name, shape.family.options)
+        )
+        table = {
+            "model_type": family, "hidden_size": shape.hidden_size, "num_hidden_layers": shape.num_layers,
+            "num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads,
+            "intermediate_size": shape.intermediate_size, "vocab_size": shape.vocab_size,
+            "max_position_embeddings": shape.max_position_embeddings, "tie_word_embeddings": True, **more,
+        }  # fmt: skip
+        return DecoderShape.from_hf(table, path)
+    return find_model(path, f"{place}: model.path =")
+
+
+def find_model(name: str, option: str = "--model") -> DecoderShape:
     """A built-in shape, or that of a Hugging Face folder or `config.json`; of a name of the Hub that in the cache, else
     what is built in. Raises ConfigError."""
     if name in MODELS:
@@ -124,11 +143,11 @@ def find_model(name: str) -> DecoderShape:
     if not path.is_file():
         if known:
             return replace(known, name=name, path=name if of_hub else known.path)
-        raise ConfigError(f"`--model {name}` {_unknown(name)}")
+        raise ConfigError(f"`{option} {name}` {_unknown(name)}")
     try:
         return DecoderShape.from_hf(read_json(path, "give the config.json of a Hugging Face model"), name)
     except ConfigError as error:
-        raise ConfigError(f"`--model {name}`: {error}") from None
+        raise ConfigError(f"`{option} {name}`: {error}") from None
 
 
 def _unknown(name: str) -> str:

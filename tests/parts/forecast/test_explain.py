@@ -51,6 +51,7 @@ def test_as_text_and_as_a_dry_run(tmp_path: Path) -> None:
     explained, tried = (json.loads(one.stdout) for one in both)
     for one in (explained, tried):
         assert one["consequences"].pop("memory")[-1].startswith("this host: "), "with what is free, which changes"
+        assert len(one["consequences"].pop("disk")) == 3, "with what is free"
     assert {"first prompt", "answers", "start"} == tried["consequences"].keys() - explained["consequences"].keys()
     assert explained["settings"] and explained["settings"] == tried["settings"]
     assert explained["consequences"].items() <= tried["consequences"].items()

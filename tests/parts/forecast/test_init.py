@@ -128,6 +128,18 @@ def test_a_file_for_gpus_passes_a_dry_run_where_they_are(
     assert gpus == 2 or (config.cluster.placement, config.rollout.max_staleness) == ("colocated", 0)
 
 
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "qwen3-0.6b"])
+def test_a_built_in_shape_needs_no_hub(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
+    config = written(tmp_path, model, data, "--gpus", 1)
+    assert config.model.path == "Qwen/Qwen3-0.6B"
+    done = llamarl_here("explain", "card24_1.7b", "--gpus", "1x24", "--json")
+    assert done.returncode == 0 and "not known" not in done.stderr, done.stderr
+    follows = json.loads(done.stdout)["consequences"]
+    assert follows["memory"] and follows["step time"][0].split()[1] == "s,"
+
+
 def test_a_file_of_the_users_stays(tmp_path: Path, data: Path) -> None:
     path, model = tmp_path / "run.toml", write_model(tmp_path / "m", "qwen3-0.6b")
     path.write_text("mine")

@@ -234,7 +234,7 @@ def test_a_folder_for_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str
     found = json.loads((folder / "forecast.json").read_text())
     said = capsys.readouterr().out
     assert said == f"{found['text']}\nllamarl report {folder} shows it\n"
-    assert json.loads((folder / "summary.json").read_text())["verdict"] == found["text"].splitlines()[-1]
+    assert json.loads((folder / "summary.json").read_text())["verdict"] == found["text"].splitlines()[0]
     assert [len(chart["rows"]) > 3 for chart in found["charts"]] == [True, True]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.cli.options import TRUST, command_parser, told_of_delay
+from llamarl.cli.options import TRUST, command_parser, told_of_delay, with_settings
 from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.config.hub import HubName, nothing_fetched, open_hub, why_offline
 from llamarl.config.load import given
@@ -26,13 +26,15 @@ from llamarl.parts.forecast.constants import load_profile, of_these_cores
 from llamarl.parts.forecast.costs import Costs
 from llamarl.parts.forecast.feasibility import plans
 from llamarl.parts.forecast.hardware import CPU, GPUS
+from llamarl.parts.forecast.shapes import DecoderShape, built_in
 from llamarl.parts.forecast.simulator.faults import Faults
 from llamarl.parts.forecast.simulator.run import simulate
 from llamarl.parts.forecast.simulator.split import choose_split
+from llamarl.run.disk import disk_need
 from llamarl.run.folder import RunFolder
 from llamarl.run.memory import MachineMemory, described_machine, memory_lines
 from llamarl.run.names import named, resolved
-from llamarl.run.placement import LocalPlacer
+from llamarl.run.placement import LocalPlacer, models_in_use
 from llamarl.run.prepare import check_layout, check_parts, train_prompts
 
 EPILOG = "Settings that do nothing beside the others are refused, as by `llamarl train`."
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     parser.add_argument("--gpus", metavar="NxGB", help="of the machine that the run is for; left out: it is this one")
     parser.add_argument("--trust", action="store_true", help=TRUST)
-    options, overrides = parser.parse_known_args(arguments)
+    options, overrides = with_settings(parser, arguments)
     machine = None if options.gpus is None else described_machine(options.gpus)
     with nullcontext([]) if options.trust else nothing_run() as left_out:
         config = load_config(options.config, overrides)
@@ -87,8 +89,15 @@ def _pinned(config: RunConfig) -> RunConfig | None:
     except ConfigError as error:
         if not why_offline():
             raise
+        if _built_in(config):
+            return None
         print(f"llamarl: memory and step time are not known: {error}", file=sys.stderr)
         return None
+
+
+def _built_in(config: RunConfig) -> DecoderShape | None:
+    """The built-in shape of the run's model. None means that there is none, or that other models count too."""
+    return None if any(one.path for one in models_in_use(config).values()) else built_in(config.model.path)
 
 
 def settings(config: Section, file: set[str], line: set[str], where: str = "", recipe: str = "") -> Iterator[Any]:
@@ -145,8 +154,21 @@ def consequences(config: RunConfig, machine: MachineMemory | None = None) -> dic
         for warning in warnings:
             print(f"llamarl: {warning}", file=sys.stderr)
         found["memory"] = memory_lines(config, shape, machine)
+        if machine is None and config.cluster.kind != "hosts":  # whose trainers write to disks of their own
+            found["disk"] = disk_need(config, shape).lines()
         found["step time"] = [_step_time(config, shape.max_position_embeddings, _pool(config, machine, placer))]
+    elif is_here and not Path(config.model.path).exists() and (known := _built_in(config)):
+        found |= _of_built_in(config, known, _pool(config, machine, placer), machine)
     return found
+
+
+def _of_built_in(config: RunConfig, shape: DecoderShape, pool: tuple[int, str], machine: MachineMemory | None) -> Any:
+    """Lines by topic on a model that is not here, by its built-in shape. Raises ConfigError."""
+    return {
+        "models": [f"{config.model.path} is not here; its built-in shape counts"],
+        "memory": memory_lines(config, shape, machine),
+        "step time": [_step_time(config, shape.max_position_embeddings, pool)],
+    }
 
 
 def _of_hub(name: HubName) -> str:
@@ -203,6 +225,20 @@ def computed_tokens(prompts: Sequence[np.ndarray], per_step: int) -> float:
     return fmean(map(len, prompts)) - shared * (1 - 1 / per_step)
 
 
+def _mean_prompt(config: RunConfig, context: int, kind: str) -> int:
+    """Mean tokens of a prompt that a step computes; of data that is not here, the most that it may have. Raises
+    ConfigError."""
+    try:
+        prompts = train_prompts(config, context, most=SAMPLED).prompts
+    except ConfigError:
+        if why_offline() and _built_in(config):
+            return max(1, min(config.data.max_prompt_tokens, context - config.rollout.max_new_tokens))
+        raise
+    if kind == CPU:  # where trainer and generators share what prompts begin with
+        return round(computed_tokens([one.token_ids_T for one in prompts], config.rollout.prompts_per_step))
+    return round(fmean(len(prompt.token_ids_T) for prompt in prompts))
+
+
 @stage("forecasting the time of a step")
 def _step_time(config: RunConfig, context: int, pool: tuple[int, str]) -> str:
     """Forecast of a step's seconds in a sentence: simulated, by the profile of the run that was here before, if it has
@@ -213,10 +249,7 @@ def _step_time(config: RunConfig, context: int, pool: tuple[int, str]) -> str:
         if profile.exists() and (said := _simulated(config, profile)):
             return said
     try:
-        prompts = train_prompts(config, context, most=SAMPLED).prompts
-        mean = round(fmean(len(prompt.token_ids_T) for prompt in prompts))
-        if kind == CPU:  # where trainer and generators share what prompts begin with
-            mean = round(computed_tokens([one.token_ids_T for one in prompts], config.rollout.prompts_per_step))
+        mean = _mean_prompt(config, context, kind)
         words = {"--gpus": count, "--gpu": kind, "--data.max_prompt_tokens": mean}
         words |= {"--profile": profile} if profile.exists() else {}
         request = plan.asked(plan.parser().parse_args([str(word) for pair in words.items() for word in pair]), config)

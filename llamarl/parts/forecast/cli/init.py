@@ -23,10 +23,11 @@ from llamarl.parts.forecast.hardware import CPU, GPUS, Pool, find_gpu
 from llamarl.parts.forecast.lengths import Lengths
 from llamarl.parts.forecast.request import PlanRequest
 from llamarl.parts.forecast.run_file import LISTEN
-from llamarl.parts.forecast.shapes import DecoderShape, config_only
+from llamarl.parts.forecast.shapes import DecoderShape, built_in, config_only, find_model
 from llamarl.run.prepare import check_parts
 
-EPILOG = """Of the model only config.json is fetched; of the data the README and, unless it is large, one file.
+EPILOG = """Nothing is fetched of a model whose shape is built in, config.json of another; of the data the README and,
+unless it is large, one file.
   llamarl init --model Qwen/Qwen3-0.6B --data openai/gsm8k --gpus 1 --gpu rtx4090-24g
   llamarl init --model Qwen/Qwen3-8B --data openai/gsm8k --gpus 8 --adapters never --output run.toml"""
 BASE: dict[str, Any] = {
@@ -84,7 +85,8 @@ def main(arguments: Sequence[str]) -> int:
     data = found_data(options.data, options.question, options.answer)
     request, work = _asked(options, shape)
     given = {
-        "name": Path(options.model.partition("@")[0]).name, "steps": work.steps, "model": {"path": options.model},
+        "name": Path(options.model.partition("@")[0]).name, "steps": work.steps,
+        "model": {"path": shape.path or options.model},
         "data": {"train": data.train} | ({"eval": data.eval} if data.eval else {}),
         "reward": {"parts": [{"name": data.reward}]},
         **({"eval": {"every_steps": 20}} if data.eval else {}),
@@ -101,8 +103,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _model(name: str) -> DecoderShape:
-    """Shape of a model; only config.json is fetched. Raises ConfigError."""
+    """Shape of a model; only config.json is fetched, and nothing where the shape is built in. Raises ConfigError."""
     of_hub = hub_name(name)
+    if built_in(name) and not Path(name).exists():
+        return find_model(name)
     try:
         folder = open_hub().fetched(of_hub, choose=config_only).folder if of_hub else Path(name)
         config = read_json(folder / "config.json", "give a Hugging Face folder, or a name of the Hub")

@@ -20,7 +20,7 @@ from llamarl.parts.forecast.lengths import Lengths
 from llamarl.parts.forecast.report import choose, plan_curves, render_plans, verdict, write_forecast
 from llamarl.parts.forecast.request import PlanRequest, uncounted
 from llamarl.parts.forecast.run_file import run_toml
-from llamarl.parts.forecast.shapes import MODELS, DecoderShape, find_model
+from llamarl.parts.forecast.shapes import MODELS, DecoderShape, find_model, model_of_run
 
 EXAMPLE = """Staleness 0, the synchronous plan, is always part of the answer.
 Without --mean-response-tokens or --rollouts, responses are 30 % of the longest on average.
@@ -97,8 +97,11 @@ def main(arguments: Sequence[str]) -> int:
 
 def asked(options: argparse.Namespace, base: RunConfig | None) -> PlanRequest:
     """Request that the options make. Raises ConfigError."""
-    model = options.model or (base.model.path if base else None)
-    if not model:
+    if options.model:
+        shape = find_model(options.model)
+    elif base:
+        shape = model_of_run(base, f"--config {options.config}")
+    else:
         raise ConfigError("no model to plan for; give --model NAME or --config RUN.toml")
     profile = load_profile(options.profile)
     kinds = [(options.gpu, options.gpus, options.price)]
@@ -113,7 +116,6 @@ def asked(options: argparse.Namespace, base: RunConfig | None) -> PlanRequest:
             raise ConfigError(f"{price} US dollars per GPU-hour is no price; use 0 or more")
         pools.append(Pool(gpu=gpu if price is None else replace(gpu, price=price), count=count))
     config = settled(BASE | (base.model_dump(include=OF_RUN) if base else {}), options.overrides)
-    shape = find_model(model)
     request = PlanRequest.of_run(
         config.data,
         config.rollout,

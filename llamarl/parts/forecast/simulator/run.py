@@ -44,7 +44,8 @@ def simulate(config: RunConfig, costs: Costs, faults: Faults, split: Split, metr
     Raises:
         ConfigError: the run has executors that are not simulated.
     """
-    if unknown := [*models_in_use(config), *(["trainer.lora"] if config.trainer.lora else [])]:
+    unknown = [*models_in_use(config), *["trainer.lora"] * bool(config.trainer.lora)]
+    if unknown := unknown + ["cluster.placement = 'colocated'"] * config.generators_sleep:
         raise ConfigError(
             f"llamarl simulate knows generators, reward and a trainer of all weights, not {', '.join(unknown)}; "
             "leave them out"

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Sequence
 
 from llamarl.cli.main import FAILURE
-from llamarl.cli.options import command_parser, write_output
+from llamarl.cli.options import command_parser, with_settings, write_output
 from llamarl.config import ConfigError
 
 EPILOG = """The run is that of `llamarl train RUN.toml` with the same overrides, on cluster.num_hosts machines;
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("scheduler", choices=("slurm", "kubernetes"))
     parser.add_argument("config", metavar="RUN.toml")
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and stop")
-    options, overrides = parser.parse_known_args(arguments)
+    options, overrides = with_settings(parser, arguments)
 
     from llamarl.parts.hosts.launch import script
 

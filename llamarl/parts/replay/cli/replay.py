@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.cli.main import FAILURE
-from llamarl.cli.options import TRUST, command_parser, told_of_delay
+from llamarl.cli.options import TRUST, command_parser, told_of_delay, with_settings
 from llamarl.cluster.api import ExecutorError
 from llamarl.config import ConfigError, RunConfig, load_recorded
 from llamarl.observability.formats import counted
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--name", help="folder of what others learn (RUN-replay)")
     parser.add_argument("--overwrite", action="store_true", help="replace that folder")
     parser.add_argument("--trust", action="store_true", help=TRUST)
-    options, overrides = parser.parse_known_args(arguments)
+    options, overrides = with_settings(parser, arguments)
     if options.jobs < 1:
         raise ConfigError(f"--jobs {options.jobs}: nothing would be replayed; give at least 1")
     if overrides and (options.against or options.only or options.jobs > 1):

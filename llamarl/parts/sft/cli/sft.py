@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
-from llamarl.cli.options import TRUST, command_parser, told_of_delay
+from llamarl.cli.options import TRUST, command_parser, told_of_delay, with_settings
 from llamarl.config import ConfigError, RunConfig, SftConfig, load_sft
 from llamarl.observability.formats import ABSENT
 
@@ -33,15 +35,21 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--resume", action="store_true", help="go on from the run's newest valid checkpoint")
     parser.add_argument("--trust", action="store_true", help=f"with --resume: {TRUST}")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing run folder")
-    options, overrides = parser.parse_known_args(arguments)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check settings, model and data, print what the run would do, and stop"
+    )
+    options, overrides = with_settings(parser, arguments, SftConfig)
     config = load_sft(options.config, overrides)
     if isinstance(config, RunConfig):
         from llamarl.run.begin import trusted
 
         config = trusted(config, options.trust, resume=options.resume, keep=True)
-        return _fine_tune(config, options.resume, options.overwrite)
+        return _fine_tune(config, options)
     if options.resume or options.overwrite or options.trust:
         raise ConfigError("--resume, --trust and --overwrite are for runs, with a section `model`; leave them out")
+    if options.dry_run:
+        print(f"start:\n  {config.steps:,} steps make a base model in {config.output}")
+        return 0
     return _warm_start(config)
 
 
@@ -54,7 +62,44 @@ def _warm_start(config: SftConfig) -> int:
     return 0
 
 
-def _fine_tune(config: RunConfig, resume: bool, overwrite: bool) -> int:
+def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
+    """Prints what the run would do, and whether it can start; the exit code. Raises ConfigError: it cannot, whatever
+    its folder is."""
+    from llamarl.cluster.open import check_cluster
+    from llamarl.parts.sft.run import load_documents, place_trainer
+    from llamarl.run.begin import has_base_model
+    from llamarl.run.folder import FolderTaken, check_run_folder
+    from llamarl.run.names import resolved
+    from llamarl.run.prepare import settle
+    from llamarl.run.start_model import with_start_model
+
+    taken = ""
+    with told_of_delay("sft"):
+        check_cluster(config.cluster)
+        config = with_start_model(config, command="llamarl sft", writes=False)
+        try:
+            check_run_folder(config, resume=options.resume, overwrite=options.overwrite)
+        except FolderTaken as error:
+            taken = str(error)
+        data = f"not known before the start has made {config.model.path}"
+        if has_base_model(config):
+            run = Path(config.output, config.name) if options.resume else None
+            pinned = resolved(config, weights=False, run=run, command="llamarl sft")
+            _, pinned = settle(config, pinned, resume=options.resume)
+            data = f"{len(load_documents(pinned, print)):,} documents"
+            if placer := place_trainer(pinned):
+                print("executors:", *(f"  {line}" for line in placer.table()), sep="\n")
+    ready = f"not yet: {taken}" if taken else "ready: the same command without --dry-run starts the run"
+    work = f"{config.name}: {config.steps:,} steps of {config.rollout.prompts_per_step:,} documents"
+    print(f"data:\n  {data}\nstart:\n  {work}\n  {ready}")
+    return 0
+
+
+def _fine_tune(config: RunConfig, options: argparse.Namespace) -> int:
+    if options.dry_run:
+        return _dry_run(config, options)
+    resume, overwrite = options.resume, options.overwrite
+
     from llamarl.cluster.api import ExecutorError
     from llamarl.cluster.open import check_cluster
     from llamarl.controller.saving import NotSaved

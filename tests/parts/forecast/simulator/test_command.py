@@ -82,6 +82,18 @@ def test_costs_of_a_planned_model(run_file: str, tmp_path: Path) -> None:
     assert 1e-5 < costs.train_token_gpu_s < 1e-2
 
 
+def test_a_runs_own_model_is_what_is_priced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The demo's: made by a warm start that has not run yet, on processors."""
+    assert main(["demo", "--steps", "2", "--output", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "70B" not in said and "on cpu-core" in said
+    costs = Costs.load(tmp_path / "demo-simulation" / "costs.json")
+    assert costs.save_bytes < 12e6 and costs.generator_gpus == 1
+    assert main(["hosts2_14b", "--steps", "2", "--output", str(tmp_path), "--gpus", "16"]) == 0
+    said = capsys.readouterr().out
+    assert "70B" not in said and "14B" in said and "h100-80g" in said, "its shape is built in"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -100,6 +112,7 @@ def test_costs_of_a_planned_model(run_file: str, tmp_path: Path) -> None:
         (["--model", "llama3-8b"], "give --gpus N"),
         (["--model", "llama3-8b", "--gpus", "8", "--data.max_prompt_tokens", "131000"], "exceed the context"),
         (["--trainer.lora.rank", "8", "--trainer.advantage", "gae"], "not critic, trainer.lora; leave them out"),
+        (["--cluster.placement", "colocated", "--rollout.max_staleness", "0"], "cluster.placement = 'colocated'"),
         (["--gpu", "8"], "--gpu chooses the kind of GPU .* give --model"),
         (["--rollout.prompt_per_step", "4"], "did you mean `prompts_per_step`"),
     ],
