@@ -1,0 +1,76 @@
+"""Plain English: constructions that make every sentence be read twice become fewer, never more."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import cache
+
+import pytest
+
+from tests.architecture.repository import ROOT, documents, python_files
+
+WORDS = re.compile(
+    r"\b(so (?:many|long|often)|hears? of|is told|goes on|what is|those that|that one|of (?:its|their) own|for good"
+    r"|learnt)\b"
+)
+"""Ten constructions: name the subject, and use the field's verb, instead."""
+MOST = {
+    "llamarl/algorithms": 3,
+    "llamarl/api.py": 4,
+    "llamarl/checkpoint": 18,
+    "llamarl/child.py": 2,
+    "llamarl/cli": 7,
+    "llamarl/cluster": 16,
+    "llamarl/config": 45,
+    "llamarl/controller": 113,
+    "llamarl/data": 17,
+    "llamarl/distributed": 23,
+    "llamarl/executors": 19,
+    "llamarl/generation": 40,
+    "llamarl/kernels": 14,
+    "llamarl/models": 38,
+    "llamarl/net": 7,
+    "llamarl/observability": 18,
+    "llamarl/parts/answers": 11,
+    "llamarl/parts/cuda": 6,
+    "llamarl/parts/episodes": 34,
+    "llamarl/parts/forecast": 49,
+    "llamarl/parts/hosts": 32,
+    "llamarl/parts/hub": 12,
+    "llamarl/parts/page": 48,
+    "llamarl/parts/replay": 16,
+    "llamarl/parts/sft": 6,
+    "llamarl/parts/vllm": 9,
+    "llamarl/recipes": 1,
+    "llamarl/rewards": 7,
+    "llamarl/run": 59,
+    "llamarl/sandbox": 1,
+    "llamarl/sharding": 1,
+    "llamarl/training": 28,
+    "llamarl/types.py": 6,
+    "llamarl/weight_sync": 19,
+    "pages": 230,
+}
+"""Occurrences by folder of the package, and in the pages. Lower a number when a rewrite makes it smaller."""
+
+
+@cache
+def counted() -> Counter[str]:
+    found = Counter[str]()
+    for path in (*python_files("llamarl"), *documents()):
+        parts = path.relative_to(ROOT).parts
+        depth = 3 if parts[:2] == ("llamarl", "parts") else 2
+        folder = "pages" if path.suffix == ".md" else "/".join(parts[:depth])
+        found[folder] += len(WORDS.findall(path.read_text(encoding="utf-8")))
+    return found
+
+
+@pytest.mark.parametrize("folder", MOST)
+def test_they_do_not_grow(folder: str) -> None:
+    found = counted()[folder]
+    assert found <= MOST[folder], f"{folder}: {found} in place of {MOST[folder]}; say it plainly (AGENTS.md, Style)"
+
+
+def test_every_folder_is_counted() -> None:
+    assert {folder for folder, number in counted().items() if number} <= MOST.keys()
