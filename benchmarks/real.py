@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from _real_picture import PICTURE, draw
 from _record import write_result
 
 ROOT = Path(__file__).parents[1]
@@ -144,6 +145,7 @@ def main() -> None:
     parser.add_argument("--more", type=Path, help="a result whose runs are taken over")
     parser.add_argument("--against", type=Path, help="another checkout, to compare the seconds of a step with, only")
     parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--picture", action="store_true", help="draw docs/pictures/real.svg from --more, only")
     parser.add_argument("--output", type=Path, default=ROOT / "runs/real")
     options = parser.parse_args()
     before = json.loads(options.more.read_text()) if options.more else {}
@@ -151,6 +153,9 @@ def main() -> None:
     kept = ("speed_pairs", "export_equals_run", "accuracy_of_run", "accuracy_of_export", "ratio_vs_trl")
     others = {key: before[key] for key in kept if key in before}
     settings = {"config": CONFIG, "ways": WAYS}
+    if options.picture:
+        PICTURE.write_text(draw(runs), encoding="utf-8")
+        return
     if options.against:
         others["speed_pairs"] = paired(options.against, options.pairs, options.output)
         print(write_result("real", settings, figures(runs, others), NOTES))
