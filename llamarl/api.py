@@ -111,7 +111,13 @@ def train(
 
 @told_in_python()
 def evaluate(
-    model: str | Path, data: Rows = None, *, reward: Rewards = None, config: Config | None = None, **settings: Any
+    model: str | Path,
+    data: Rows = None,
+    *,
+    reward: Rewards = None,
+    config: Config | None = None,
+    trust: bool = False,
+    **settings: Any,
 ) -> EvalRecord | dict[str, EvalRecord]:
     """Answers and scores problems, as `llamarl eval` does; of problems in several sets, a record for each by its name.
 
@@ -120,6 +126,7 @@ def evaluate(
         data: held-out problems, as `eval_data` of `train`; None: those of `config`.
         reward: as for `train`; None: those of `config`.
         config: of a run, whose data, reward and limits count; None: that of the run which `model` names.
+        trust: execute what the run's folder that `model` names says, whoever owns it.
         settings: as for `train`.
 
     Raises:
@@ -130,7 +137,7 @@ def evaluate(
     _note_computing()
     run = None if config is None else _settled(config, {})
     given = partial(_given, settings=settings, reward=reward, eval_data=data)
-    found = part("answers", "evaluated")(str(model), run, config, given)
+    found = part("answers", "evaluated")(str(model), run, config, given, trust=trust)
     records = {metrics.name: EvalRecord(metrics=metrics, responses=responses) for metrics, responses in found}
     return records[None] if None in records else {str(name): one for name, one in records.items()}
 

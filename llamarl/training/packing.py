@@ -244,7 +244,8 @@ def _common_beginning(groups: Sequence[SampleGroup]) -> int:
     if len(groups) < 2 or any("routes" in sample.columns for group in groups for sample in group.samples):
         return 0
     prompts = [group.prompt_token_ids_T for group in groups]
-    num = min(map(len, prompts)) - 1
+    if (num := min(map(len, prompts)) - 1) < LEAST_SHARED:  # prompts may be empty: of samples that nobody sampled
+        return 0
     differs = [np.flatnonzero(prompt[:num] != prompts[0][:num]) for prompt in prompts]
     num = min((int(places[0]) for places in differs if len(places)), default=num)
     return num if num >= LEAST_SHARED else 0

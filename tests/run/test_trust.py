@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -122,6 +123,25 @@ def test_other_owners(run: llamarl.api.RunRecord, monkeypatch: pytest.MonkeyPatc
     give_away(Path("runs/.given"), monkeypatch)
     with pytest.raises(ConfigError, match=r"runs/\.given"):
         reward_settings(reward_by_length, Path("runs"))
+
+
+def test_an_evaluation_of_a_run(run: llamarl.api.RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reward is executed, so it asks for trust as a replay does."""
+    path = run.path / "config.toml"
+    rows = [{"question": "1 + 1 = ?", "answer": "2"}]
+    asked: Any = {"data": rows, "rollout": {"max_new_tokens": 2}}
+    assert llamarl.evaluate(run.path, **asked).metrics.num_prompts == 1
+    give_away(path, monkeypatch)
+    with pytest.raises(ConfigError, match="trust=True"):
+        llamarl.evaluate(run.path, **asked)
+    assert llamarl.evaluate(run.path, reward="exact", **asked).metrics.num_prompts == 1, "nothing of it is executed"
+    give_away(Path(run.config.reward.parts[0].options["file"]), monkeypatch)
+    assert llamarl.evaluate(run.path, trust=True, **asked).metrics.num_prompts == 1
+    Path("rows.jsonl").write_text(json.dumps(rows[0]))
+    words = ("eval", run.path, "rows.jsonl", "--rollout.max_new_tokens=2")
+    done = llamarl_here(*words)
+    assert done.returncode == 2 and "--trust" in done.stderr, done.stderr
+    assert llamarl_here(*words, "--trust").returncode == 0
 
 
 def test_nothing_is_written_through_links(run: llamarl.api.RunRecord) -> None:

@@ -255,3 +255,15 @@ class TestToSampleGroup:
         group = make_group()
         with pytest.raises(ValueError, match="zip"):
             to_sample_group(group, np.zeros(3))
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_prompts_that_are_empty_share_nothing(shares: bool) -> None:
+    """A sequence of which nobody sampled a token has no prompt."""
+    (known,), others = sample_groups([(30, [3])]), sample_groups([(1, [3]), (1, [25])])
+    empty = [replace(one, prompt_token_ids_T=one.prompt_token_ids_T[:0]) for one in others]
+    for one in empty:
+        one.samples[0].columns["loss_mask"][:] = False
+    batches = pack([known, *empty], 10_000, shares=shares)
+    assert [batch.shared_tokens for batch in batches] == [0]
+    assert sum(map(len, (batch.targets_R for batch in batches))) == 3 + 3 + 25

@@ -33,7 +33,7 @@ def answered(model: str, prompts: Sequence[str], chat: bool, settings: Mapping[s
 
 
 def evaluated(
-    model: str, run: RunConfig | None, place: object, given: Callable[[Tables], tuple[Tables, Tables]]
+    model: str, run: RunConfig | None, place: object, given: Callable[[Tables], tuple[Tables, Tables]], *, trust: bool
 ) -> list[tuple[EvalMetrics, list[dict[str, Any]]]]:
     """Metrics and rows of responses of each set of problems of `llamarl.evaluate`.
 
@@ -42,21 +42,25 @@ def evaluated(
         run: that the evaluation is like.
         place: path of that run's settings; anything else: it has none.
         given: makes an evaluation's tables those of the call, with the settings that win over them.
+        trust: what the folder of a run that is the model makes this process execute, the user trusts.
 
     Raises:
         ConfigError, ExecutorError, KeyboardInterrupt, Stalled: as `llamarl.evaluate` does.
     """
     from llamarl.controller.supervision import Interrupted
     from llamarl.parts.answers.evaluate import evaluate_checkpoint, response_rows, tell_invalid
-    from llamarl.parts.answers.scored import completed, ready, settings_for
+    from llamarl.parts.answers.scored import completed, ready, settings_for, with_code_of
     from llamarl.run.asked import asked_model
 
     with asked_model(model, "model", command="llamarl") as asked:
+        is_own = run is None
         run, place = (asked.run, asked.place) if run is None else (run, place)
         base, settings = given(settings_for(asked.path, run))
         config = completed(base, lambda found: load_config(found, settings=settings))
         if config.data.eval is None:
             raise ConfigError("there are no problems: give `data`, or a `config` with data.eval")
+        if is_own and asked.run is not None and asked.place is not None:
+            config = with_code_of(asked.run, asked.place, config, "llamarl.evaluate", is_trusted=trust)
         config = ready(config, run, place, "llamarl")
         try:
             results = evaluate_checkpoint(config, lambda done, total: None, partial(print_to, sys.stderr))

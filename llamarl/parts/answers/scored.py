@@ -13,6 +13,7 @@ from llamarl.data.prompts import open_tokenizer, settled
 from llamarl.run.asked import OF_GENERATOR
 from llamarl.run.begin import Delays
 from llamarl.run.names import named, resolved
+from llamarl.run.trust import check_trust, code_of, with_trusted
 
 EVERY_PROMPT = 1 << 30
 BASE: dict[str, Any] = {"model": {"path": ""}, "data": {"train": "jsonl"}, "eval": {"max_prompts": EVERY_PROMPT}}
@@ -83,6 +84,24 @@ def ready(
         tokenizer, for_agent = open_tokenizer(pinned.model.path, pinned.data), pinned.rollout.agent is not None
     data = settled(pinned.data, tokenizer, run.data if run else None, for_agent=for_agent)
     return pinned.model_copy(update={"data": data})
+
+
+def with_code_of(
+    run: RunConfig, place: Path, config: RunConfig, command: str, *, is_trusted: bool
+) -> RunConfig:  # fmt: skip
+    """Settings of an evaluation that may execute what the settings of the run that was named as the model say.
+
+    Args:
+        place: path of the run's settings, in its folder.
+        config: of the evaluation.
+
+    Raises:
+        ConfigError: somebody else may have written what would be executed, and the user does not trust them.
+    """
+    if not set(code_of(config)) & set(code_of(run)):
+        return config
+    check_trust(place.parent, config, command=command, is_trusted=is_trusted)
+    return with_trusted(config) if is_trusted else config
 
 
 def check_names(config: RunConfig, only: Collection[str]) -> None:

@@ -17,6 +17,7 @@ from llamarl.cli.main import FAILURE, INTERRUPTED
 from llamarl.cli.options import (
     ASKED_HELP,
     ENGINE,
+    TRUST,
     add_settings,
     check_output,
     command_parser,
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         "--rates", metavar="FILE",
         help="measure DATA, or data.train of --config, and write how often each problem is solved (8 samples each)",
     )  # fmt: skip
+    parser.add_argument("--trust", action="store_true", help=f"of RUN: {TRUST}")
     add_settings(parser, BASE, *SETTINGS)
     return parser
 
@@ -124,11 +126,14 @@ def _all_ready(options: argparse.Namespace, opened: ExitStack) -> list[RunConfig
 
 def _ready(options: argparse.Namespace, model: str, run: RunConfig | None, place: object) -> RunConfig:
     """All settings of the evaluation of the model in a folder, as a run has them. Raises ConfigError."""
-    from llamarl.parts.answers.scored import check_names, ready
+    from llamarl.parts.answers.scored import check_names, ready, with_code_of
 
     which: Literal["train", "eval"] = "train" if options.rates else "eval"
     delays = partial(told_of_delay, "eval")
-    config = ready(_config(options, model, run, which), run, place, "llamarl eval", delays, which)
+    config = _config(options, model, run, which)
+    if run is not None and isinstance(place, Path):  # of a folder that was named as a model, not by --config
+        config = with_code_of(run, place, config, "llamarl eval", is_trusted=options.trust)
+    config = ready(config, run, place, "llamarl eval", delays, which)
     check_names(config, options.only)
     return config
 
