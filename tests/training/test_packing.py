@@ -267,3 +267,10 @@ def test_prompts_that_are_empty_share_nothing(shares: bool) -> None:
     batches = pack([known, *empty], 10_000, shares=shares)
     assert [batch.shared_tokens for batch in batches] == [0]
     assert sum(map(len, (batch.targets_R for batch in batches))) == 3 + 3 + 25
+
+
+def test_only_what_all_prompts_have_in_common_is_shared() -> None:
+    first, *others = sample_groups([(30, [3]), (30, [3]), (30, [3])])
+    for place, one in zip((20, 25), others, strict=True):
+        one.prompt_token_ids_T[:place] = first.prompt_token_ids_T[:place]
+    assert pack([first, *others], 10_000, shares=True)[0].shared_tokens == 20
