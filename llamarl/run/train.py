@@ -333,7 +333,8 @@ class _TrainingRun:
             async with asyncio.timeout(WIND_DOWN_S):
                 await training.wind_down()
         except (TimeoutError, ExecutorError, NotSaved) as error:
-            screen.warn(f"no checkpoint at the end, the last periodic one stands: {error!r}")
+            why = f"it took more than {WIND_DOWN_S:g} s" if isinstance(error, TimeoutError) else str(error)
+            screen.warn(f"no checkpoint was saved at the end: {why}; --resume continues from the newest one before")
 
     def _summary(self, telemetry: Telemetry, staleness_limit: int) -> RunSummary:
         outcome, folder = self._outcome, self._folder

@@ -210,7 +210,8 @@ class SftRun:
                 await asyncio.gather(*under_way)
                 await _save(trainer, "at the end")
         except (TimeoutError, ExecutorError, NotSaved) as error:
-            self.warn(f"no checkpoint at the end, the last periodic one stands: {error!r}")
+            why = f"it took more than {WIND_DOWN_S:g} s" if isinstance(error, TimeoutError) else str(error)
+            self.warn(f"no checkpoint was saved at the end: {why}; --resume continues from the newest one before")
 
 
 async def _save(trainer: SftPort, when: str) -> None:
