@@ -245,7 +245,7 @@ class Trainer(Optimization[Transformer]):
     @contextmanager
     def _rounded(self) -> Iterator[None]:
         """Rounds float32 matrices to bfloat16 values, as generators get them, and puts the masters back."""
-        # In place, as FSDP2 gathers from memory of its own and not from what a parameter's `data` is set to.
+        # In place, as FSDP2 gathers from separate memory, not from the tensor that a parameter's `data` is set to.
         named = [(name, one.detach()) for name, one in self.model.named_parameters()]
         rounded = [local(one) for name, one in named if one.ndim > 1 and not is_router(name)]
         masters = [one.clone() for one in rounded]
