@@ -136,8 +136,9 @@ class Policy(RankModel[Transformer]):
         hidden_O_D = gather_rows(output_M_D, self.mesh.tp).index_select(0, inputs.predictors_O)
         if bfloat16 and hidden_O_D.device.type == "cuda":
             hidden_O_D = hidden_O_D.bfloat16()  # sums of the head's product stay float32; its factors need not be
-        head_V_D = self.transformer.head_weight_V_D.to(hidden_O_D.dtype)
-        if bfloat16 and hidden_O_D.device.type == "cpu":
+        weight_V_D = self.transformer.head_weight_V_D
+        head_V_D = weight_V_D.to(hidden_O_D.dtype)
+        if bfloat16 and hidden_O_D.device.type == "cpu" and weight_V_D.dtype == torch.float32:
             head_V_D = Rounded.apply(head_V_D)  # generators serve it so; processors multiply it in float32
         targets = inputs.targets_O, temperature, self.mesh.tp, inputs.cutoffs_O, self.transformer.unused_ids
         logprobs_O = target_logprobs(hidden_O_D, head_V_D, *targets)

@@ -138,5 +138,5 @@ def test_conversations_are_learnt_and_answered(chatty: Path, tmp_path: Path) -> 
     done = llamarl_here(*generate, "--chat", "--data.system", "Add.", *output)
     assert done.returncode == 0, done.stderr
     assert [row["text"] for row in rows(tmp_path / "said.jsonl")] == ["2"]
-    done = llamarl_here(*generate, "--data.system", "Add.")
-    assert done.returncode == 2 and "data.system = 'Add.' is for chat templates" in done.stderr
+    done = llamarl_here(*generate, "--data.template", "{question}", "--data.system", "Add.")
+    assert done.returncode == 2 and "data.system" in done.stderr

@@ -110,7 +110,7 @@ def test_ctrl_c_and_resume(running: Running, toml: Path) -> None:
     assert last == steps[-1], "the last step was not saved"
     assert '"end": "interrupted"' in (running.folder / "summary.json").read_text()
     told = running.command.out.read_text()
-    assert "INTERRUPTED after" in told and "\nverdict " in told, "what was measured stays on the screen"
+    assert "INTERRUPTED" in told and "\nverdict " in told, "what was measured stays on the screen"
 
     goes_on = ("--steps", last + 3, "--cluster.kind", "inline", "--resume")
     done = llamarl_here("train", toml, "--output", running.folder.parent, *goes_on)
