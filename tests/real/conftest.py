@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.nightly import NIGHTLY
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _memory() -> None:
+    """Lifts the limit that other tests have: the weights of a real model in 16 slots are mapped at once."""
+    most = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 @pytest.fixture(scope="session")
