@@ -54,7 +54,7 @@ def main() -> None:
     for row, before, after in zip(rows_of(PROBLEMS), answers(base, RUN), answers(RUN, RUN), strict=False):
         print(f"question  {row['question']}\nright     {row['answer']}")
         for when, answer in (("before", before), ("after", after)):
-            print(f"{when:<9} {' ↵ '.join(answer['response'].strip().splitlines()[:4])}")
+            print(f"{when:<9} {' ↵ '.join(answer['text'].strip().splitlines()[:4])}")
         print()
     print(
         'Your own task: write rows {"question": ..., "answer": ...} to mine.jsonl, then\n'

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+pytest.importorskip("gguf", reason="the package `gguf` is not installed")
+from examples.real import demo
 from examples.real.calculation import reward, value_of
 
 
@@ -22,3 +27,10 @@ def test_a_calculation_has_a_value(text: str, value: float | None) -> None:
 def test_the_reward_is_for_the_right_value() -> None:
     assert reward("76 - 25 = 5", 51.0) == 1.0 and reward("25 - 76", 51.0) == 0.0 and reward("51", 51.0) == 0.0
     assert reward("1e300 * 1e300", 51.0) == 0.0 and reward("10 / 3", 3.3333) == 1.0
+
+
+def test_the_curve_has_a_bar_for_each_evaluation(tmp_path: Path) -> None:
+    found = [{"kind": "eval", "step": step, "accuracy": value} for step, value in ((0, 0.1), (25, 0.2))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (*found, {"kind": "step"})))
+    _, first, last = demo.curve(tmp_path).splitlines()
+    assert "10.0%" in first and "20.0%" in last and last.count("█") == 2 * first.count("█") == demo.BAR
