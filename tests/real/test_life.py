@@ -133,7 +133,9 @@ def test_an_export_answers_as_the_run_did(run: Path, export: Path, tmp_path: Pat
     found = []
     for number, model in enumerate((run, export)):
         output = tmp_path / f"{number}.jsonl"
-        done = llamarl("eval", model, "--config", run / "config.toml", "--output", output, timeout_s=600)
+        done = llamarl(
+            "eval", model, "--config", run / "config.toml", "--eval.max_prompts", 6, "--output", output, timeout_s=600
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         found.append({row["prompt_id"]: row for row in rows(output)})
     assert found[0] == found[1] and len(found[0]) == 6
