@@ -127,7 +127,8 @@ def test_supervised_training(smollm2: Path, tmp_path: Path) -> None:
 
 
 def test_an_export_answers_as_the_run_did(run: Path, export: Path, tmp_path: Path) -> None:
-    """Greedy, token by token: the run's folder, its export, and transformers, which computes the same function."""
+    """Greedy: the run's folder and its export give the same text, of which transformers finds each token the likeliest,
+    within the rounding of the cache."""
     config = json.loads((export / "config.json").read_text())
     assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
     found = []
@@ -145,10 +146,15 @@ def test_an_export_answers_as_the_run_did(run: Path, export: Path, tmp_path: Pat
     for prompt_id, row in found[0].items():
         chat = [{"role": "user", "content": questions[prompt_id]}]
         assert tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) == row["prompt"]
-        asked = tokenizer(row["prompt"], add_special_tokens=False, return_tensors="pt").input_ids
+        asked, answer = (
+            tokenizer(row[name], add_special_tokens=False, return_tensors="pt").input_ids
+            for name in ("prompt", "response")
+        )
         with torch.no_grad():
-            answer = theirs.generate(asked, max_new_tokens=12, do_sample=False)[0, asked.shape[1] :]
-        assert tokenizer.decode(answer, skip_special_tokens=True) == row["response"]
+            logits_T_V = theirs(torch.cat((asked, answer), 1)).logits[0, asked.shape[1] - 1 : -1]
+        # Keys and values are cached in bfloat16 here, so tokens that are nearly as likely may change places.
+        gaps_T = logits_T_V.max(-1).values - logits_T_V.gather(1, answer[0][:, None])[:, 0]
+        assert gaps_T.max() < 0.2
 
 
 @pytest.fixture
