@@ -42,7 +42,7 @@ NOTES = [
 def train(checkout: Path, name: str, options: list[str], output: Path) -> list[dict[str, Any]]:
     """Returns the rows of a run's metrics."""
     command = [
-        sys.executable, "-m", "llamarl", "train", str(ROOT / CONFIG), "--name", name, "--output", str(output),
+        sys.executable, "-P", "-m", "llamarl", "train", str(ROOT / CONFIG), "--name", name, "--output", str(output),
         "--overwrite", "--screen.kind", "lines", *options,
     ]  # fmt: skip
     env = os.environ | {"PYTHONPATH": f"{checkout}{os.pathsep}{ROOT}"}  # the reward is a file of this checkout
