@@ -100,10 +100,8 @@ class Trainer(Optimization[Transformer]):
         sums, maxima = taken.sums, taken.maxima
         num_inputs = sums.pop("num_input_tokens")
         num_computed = taken.num_passes * num_loss_tokens(computed)
-        ages, cost = (
-            split_by_age(sums),
-            step_cost(self.model.shape, computed, self.config.lora, num_inputs / taken.num_passes),
-        )
+        ages = split_by_age(sums)
+        cost = step_cost(self.model.shape, computed, self.config.lora, num_inputs / taken.num_passes)
         means = {name: value / num_computed for name, value in sums.items()}
         if computed is not samples and (others := recorded_kl(samples)) is not None:  # it is over all tokens
             total = sums.get("kl_to_reference", 0.0) + taken.num_passes * others
