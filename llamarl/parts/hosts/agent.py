@@ -148,6 +148,7 @@ class HostAgent:
         self._sent = dict[str, int]()
         """Bytes of each log."""
         self._line: Line | None = None
+        self._has_served = False
         self._task: asyncio.Task[Any] | None = None
         self._is_leaving = self._is_done = False
 
@@ -175,7 +176,7 @@ class HostAgent:
         """Calls one registry after the other until it is let go for good."""
         pause_s, said_s = BACK_OFF_S[0], dict[str, float]()
         while not self._is_done:
-            started_s = time.monotonic()
+            started_s, self._has_served = time.monotonic(), False
             try:
                 await self._take_part()
             except BROKEN as error:
@@ -186,7 +187,8 @@ class HostAgent:
                 self._controllers.rotate(-1)
             if self._is_leaving:
                 return
-            if time.monotonic() - started_s > 2 * BACK_OFF_S[1]:
+            # A slow refusal, such as a name server's, is no stay.
+            if self._has_served and time.monotonic() - started_s > 2 * BACK_OFF_S[1]:
                 pause_s, said_s = BACK_OFF_S[0], {}
             if not self._is_done:
                 await asyncio.sleep(pause_s)
@@ -220,7 +222,7 @@ class HostAgent:
             try:
                 url = await asyncio.wait_for(asyncio.to_thread(engine.url), ENGINE_S)
                 line.tell(url=url, keeper=keeper.place)
-                self._line = line
+                self._line, self._has_served = line, True
                 self._tell(f"{self._inventory.name} at {self._inventory.addresses} serves {self._place}")
                 await self._serve(line, engine)
             finally:

@@ -141,6 +141,7 @@ def test_why_it_calls_again_is_said_in_plain_words_and_once_more_after_a_while(
 
         async def look(host: str, *_: Any, **__: Any) -> Any:
             asked.append(host)
+            await asyncio.sleep(0.003)  # longer than two pauses
             one._is_leaving = len(asked) == 6
             if host == "nobody.invalid":
                 raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
