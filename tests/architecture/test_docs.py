@@ -237,19 +237,19 @@ def test_the_checks_can_fail() -> None:
     assert _file_exists("model.safetensors", ROOT / "README.md")
     assert not _file_exists("llamarl/no_such_file.py", ROOT / "README.md")
     assert not _file_exists("no_such_file.json", ROOT / "README.md")
-    assert "the-pages" in _anchors(ROOT / "docs" / "index.md")
+    assert "train-your-own-task" in _anchors(ROOT / "docs" / "index.md")
     with pytest.raises(AssertionError, match="no make target"):
         _check_make(["demmo"])
 
 
 def test_the_map_has_every_folder() -> None:
-    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     folders = {f"`llamarl/{path.parent.name}/`" for path in PACKAGE.glob("*/__init__.py")}
     assert folders == set(re.findall(r"^\| (`llamarl/\w+/`) \|", text, re.MULTILINE))
 
 
-def test_the_index_has_the_string_of_every_executor() -> None:
-    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+def test_the_architecture_has_the_string_of_every_executor() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     code = (PACKAGE / "run" / "executors.py").read_text(encoding="utf-8")
     strings = set(re.findall(r'"(\w+:[A-Z]\w+)"', code))
     assert strings
