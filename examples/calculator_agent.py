@@ -10,7 +10,7 @@ from functools import cache
 
 from openai import AsyncOpenAI
 
-from llamarl.parts.episodes.environments._base import Task
+from llamarl.parts.episodes.environments import Task
 
 ASKED = re.compile(r"(?:(\d{1,18})\+(\d{1,18}))?\?(=?)$")
 MAX_TURNS = 16

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llamarl.algorithms.advantages._base import GroupAdvantage
+from llamarl.algorithms.advantages import GroupAdvantage
 
 
 @dataclass(frozen=True)

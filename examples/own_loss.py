@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llamarl.algorithms.losses._base import Loss, Positions, TokenLosses
+from llamarl.algorithms.losses import Loss, Positions, TokenLosses
 
 
 @dataclass(frozen=True)

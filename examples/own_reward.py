@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llamarl.rewards._base import Reward, right, wrong
+from llamarl.rewards import Reward, right, wrong
 from llamarl.types import RewardItem, RewardResult
 
 

@@ -132,7 +132,6 @@ BAD_LINKS, FAR = "hosts-2026-11-25", "hosts-2026-11-26"
 SYNC, PLAN, DELTA = "weight_sync-2026-11-22", "weight_sync_plan-2026-11-22", "delta-2026-11-21"
 CHECKPOINT, FAULTS, DECODE = "checkpoint-2026-11-21", "faults-2026-11-23", "generation-avx512-2026-11-22"
 JUDGE = "judge_data-2026-11-23"
-MODES = tuple(f"medians/{mode}/" for mode in ("max_staleness_1", "max_staleness_0", "colocated"))
 SCALE: tuple[tuple[Value, str], ...] = (
     *(("agents_here_s", ".1f"), ("agents_core_share", ".0%"), (lambda data: 1e3 * data["placement_s"], ".0f")),
     *(("call_all_ms", ".0f"), ("sends_per_call", ".0f"), ("bytes_ratio", ".2f")),
@@ -279,15 +278,6 @@ FIGURES = (
     Figure("docs/planner.md", "and {} in another", "prediction-2026-11-22",
            (("own_machine/median_errors/planner/step_s", ".0%"),)),
     Figure(
-        "docs/first_run.md", "The asynchronous run took {} s per step (median of three seeds), the synchronous one {} "
-        "s and the colocated one, with each phase on both cores, {} s", ASYNC,
-        tuple((f"{one}step_s_median", ".2f") for one in MODES),
-    ),
-    Figure(
-        "docs/first_run.md", "right after 60 steps (medians) are {}, {} and {}", ASYNC,
-        tuple((f"{one}accuracy_after", ".1%") for one in MODES),
-    ),
-    Figure(
         "docs/measures.md", "weights read at {} of the speed of the dense kernels at least, recording experts costs {} "
         "of a forward, a sync of 235B is planned in {} s; KL over the dense demo's (AMD EPYC, 2 cores) {} in bfloat16 "
         "and {} in int8, without replay {} and {}", "moe-2026-11-24",
@@ -332,7 +322,7 @@ FIGURES = (
         (("blocked_s", ".2f"), (lambda data: data["bytes"] / 1e9, ".2f")),
     ),
     Figure(
-        "docs/code.md", "Of HumanEval's {} reference solutions {} are right, of MBPP's {} all {}",
+        "docs/episodes.md", "Of HumanEval's {} reference solutions {} are right, of MBPP's {} all {}",
         JUDGE,
         tuple((f"{name}/{key}", ".0f") for name in ("humaneval", "mbpp") for key in ("rows", "right")),
     ),
