@@ -738,12 +738,7 @@ FIGURES = (
         ((f"{P405}wall_s", ".2f"), (f"{P405}moves_of_one_rank_s", ".2f")),
     ),
     Figure(
-        "docs/reading_a_run.md", "with two pages open it took {} of a core", "watching-2026-11-23",
-        (("core_share", ".0%"),),
-    ),
-    Figure(
-        "docs/reading_a_run.md", "trained {} ± {} more tokens per second", "watching-2026-11-23",
-        ((lambda data: data["ratio"] - 1, ".1%"), ("standard_error", ".1%")),
+        "docs/reading_a_run.md", "Two open pages use {} of a core", "watching-2026-11-23", (("core_share", ".0%"),)
     ),
     Figure(
         "docs/recovery.md", "a killed generator's replacement decodes after {} s, one that was stopped for 30 s serves "
