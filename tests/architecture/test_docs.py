@@ -226,6 +226,24 @@ CHECKS |= dict.fromkeys(("squeue", "kubectl"), _accept)  # those need a cluster
 """How a shown command is checked, by its program."""
 
 
+PRIVATE = re.compile(r"^\s*(?:from|import) llamarl[\w.]*\._\w+", re.MULTILINE)
+"""Imports of modules that are not public."""
+
+
+def test_shown_code_imports_public_names() -> None:
+    """In Python of documents and in `examples/`, which readers copy."""
+    blocks = [
+        (page, text)
+        for page in documents()
+        for language, text in FENCE.findall(page.read_text("utf-8"))
+        if language == "python"
+    ]
+    shown = [*blocks, *((path, path.read_text("utf-8")) for path in (ROOT / "examples").rglob("*.py"))]
+    assert len(shown) > 5
+    assert [name_of(path) for path, text in shown if PRIVATE.search(text)] == []
+    assert PRIVATE.search("from llamarl.rewards._base import Reward")
+
+
 def test_the_checks_can_fail() -> None:
     assert _name_exists("llamarl.config.ref.Ref.options")
     assert not _name_exists("llamarl.config.ref.Ref.opinions")
