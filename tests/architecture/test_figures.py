@@ -113,6 +113,7 @@ def decoded(
 
 
 BF16 = decoded("bfloat16")
+HIGH_SHARE = decoded("bfloat16", "bandwidth_share")
 WIDE_SHARE = decoded("bfloat16", "bandwidth_share", batch=256, context=256)
 WIDE_GRAPHS = quotient(
     decoded("bfloat16", graphs=False, batch=256, context=256), decoded("bfloat16", batch=256, context=256)
@@ -167,7 +168,8 @@ FIGURES = (
         for of, words in (("", "with AMX):"), ("-avx2", "(Intel(R) Xeon(R) Processor):"))
     ),
     Figure(
-        "docs/paper.md", "{} times as fast as without graphs at 64 rows of 1,024 tokens, {} times at 256 rows of 256", GPU,
+        "docs/paper.md", "{} times as fast as without graphs at 64 rows of 1,024 tokens, {} times at 256 rows of 256",
+        GPU,
         ((quotient(decoded("bfloat16", graphs=False), BF16), ".2f"), (WIDE_GRAPHS, ".2f")),
     ),
     Figure(
@@ -179,7 +181,7 @@ FIGURES = (
         Figure("docs/gpus.md", words, GPU, numbers)
         for words, numbers in (
             ("64 rows of 1,024 tokens, time per step | {} ms |", ((decoded("bfloat16", factor=1e3), ".2f"),)),
-            ("| the same, share of the memory bandwidth | {} | 0.6 |", ((decoded("bfloat16", "bandwidth_share"), ".2f"),)),
+            ("| the same, share of the memory bandwidth | {} | 0.6 |", ((HIGH_SHARE, ".2f"),)),
             ("| the same with 256 rows of 256 tokens | {} |", ((WIDE_SHARE, ".2f"),)),
             ("| {} times as long | 1.3 |", ((quotient(decoded("bfloat16", graphs=False), BF16), ".2f"),)),
             ("| {} times as long | |", ((WIDE_GRAPHS, ".2f"),)),
@@ -206,7 +208,9 @@ FIGURES = (
         "README.md", "accuracy after 60 steps {} points from the synchronous mode's, {} to {} in {} pairs",
         LEARNING_DEFAULT, of_pairs(1),
     ),
-    Figure("docs/paper.md", "less the synchronous mode's: {} points, {} to {} in {} pairs", LEARNING_DEFAULT, of_pairs(1)),
+    Figure(
+        "docs/paper.md", "less the synchronous mode's: {} points, {} to {} in {} pairs", LEARNING_DEFAULT, of_pairs(1)
+    ),
     Figure(
         "docs/staleness.md", "takes 1 / {} of the synchronous time for its 60 steps", ASYNC,
         (("speedup_vs_max_staleness_0", ".2f"),),
@@ -284,8 +288,9 @@ FIGURES = (
     ),
     Figure("docs/planner.md", "`) | {} | | planner, four other", "prediction-seed0-2026-11-22",
            (("own_machine/median_errors/planner/step_s", ".0%"),)),
-    Figure("docs/planner.md", "planner, four other CPU settings, median (`benchmarks/results/prediction-2026-11-22.json`) "
-           "| {} |", "prediction-2026-11-22", (("own_machine/median_errors/planner/step_s", ".0%"),)),
+    Figure("docs/planner.md", "planner, four other CPU settings, median "
+           "(`benchmarks/results/prediction-2026-11-22.json`) | {} |", "prediction-2026-11-22",
+           (("own_machine/median_errors/planner/step_s", ".0%"),)),
     Figure("docs/planner.md", "`) | {} | | simulator, the same", "prediction-seed0-2026-11-22",
            ((lambda data: statistics.median(errors_of_steps(data)), ".1%"),)),
     Figure("docs/planner.md", "`) | {} | | simulator, the other", "prediction-seed0-2026-11-22",
@@ -312,8 +317,8 @@ FIGURES = (
         ),
     ),
     Figure(
-        "docs/layouts.md", "(three seeds) it solves {} of 2,048 held-out problems, compared with {} for the dense demo, "
-        "in {} times", "moe-2026-11-24",
+        "docs/layouts.md", "(three seeds) it solves {} of 2,048 held-out problems, compared with {} for the dense "
+        "demo, in {} times", "moe-2026-11-24",
         (("accuracy_after", ".1%"), ("accuracy_after_dense", ".1%"), ("demo_time_ratio", ".2f")),
     ),
     *(
@@ -347,7 +352,7 @@ FIGURES = (
     Figure("docs/hosts.md", "first reply (without torch) | {} s |", BAD_LINKS, (("attach_s", ".2f"),)),
     Figure("docs/hosts.md", "a process of the same machine | {} times as long |", BAD_LINKS, (("call_ratio", ".2f"),)),
     Figure("docs/hosts.md", "against the same processes on one | {} times |", HOSTS, (("demo_ratio", ".2f"),)),
-    Figure("docs/hosts.md", "registry and heartbeats with 64 agents | {} of a core |", HOSTS, (("registry_share", ".1%"),)),
+    Figure("docs/hosts.md", "heartbeats with 64 agents | {} of a core |", HOSTS, (("registry_share", ".1%"),)),
     Figure(
         "docs/hosts.md", "as many streams | {} ({} to {} s) | | the same with verification | {} |", WIRE,
         (
@@ -731,8 +736,9 @@ FIGURES = (
         (("speedup_vs_max_staleness_0", ".2f"),),
     ),
     Figure(
-        "docs/paper.md", "against vLLM in bfloat16, its fastest type here: {} in bfloat16, {} in int8 and {} in float32 "
-        "(10M parameters), {}, {} and {} (100M, one repeat at scale 0.15); float32 against float32: {} and {}", DECODE,
+        "docs/paper.md", "against vLLM in bfloat16, its fastest type here: {} in bfloat16, {} in int8 and {} in "
+        "float32 (10M parameters), {}, {} and {} (100M, one repeat at scale 0.15); float32 against float32: {} and {}",
+        DECODE,
         (
             *((f"ratio_vs_vllm/10m_{dtype}", ".2f") for dtype in ("bf16", "int8", "fp32")),
             *((f"ratio_vs_vllm/100m_{dtype}", ".2f") for dtype in ("bf16", "int8", "fp32")),
@@ -740,8 +746,8 @@ FIGURES = (
         ),
     ),
     Figure(
-        "docs/paper.md", "{} times as fast as a gather and broadcast by shared memory, {} times by sockets; publishing at "
-        "{} of the speed of memcpy, {} verified, {} with overlapped verification", SYNC,
+        "docs/paper.md", "{} times as fast as a gather and broadcast by shared memory, {} times by sockets; "
+        "publishing at {} of the speed of memcpy, {} verified, {} with overlapped verification", SYNC,
         (
             ("ratio_vs_gather_broadcast", ".0f"), ("p2p_ratio_vs_gather_broadcast", ".1f"), ("share_of_memcpy", ".2f"),
             ("share_of_memcpy_when_proved", ".2f"), ("share_of_memcpy_when_proved_overlapped", ".2f"),
@@ -795,7 +801,8 @@ FIGURES = (
               (("first", ".0f"), ("last", ".0f"), ("per_100_steps", ".1f"))),
     ),
     Figure(
-        "docs/recovery.md", "generator grew by {} MB, the trainer by {} and the reward executor by {}", "soak-2026-11-22",
+        "docs/recovery.md", "generator grew by {} MB, the trainer by {} and the reward executor by {}",
+        "soak-2026-11-22",
         tuple((f"processes/{one}/rss_bytes/per_100_steps", ".2f") for one in ("generator-0", "trainer", "reward")),
     ),
     Figure(
