@@ -75,6 +75,11 @@ def errors_of_steps(data: Any) -> list[float]:
     return [abs(one["simulator"]["error"]["step_s"]) for one in data["settings_predicted"].values()]
 
 
+def error_of(predictor: str, of_all: Callable[[list[float]], float], data: Any) -> float:
+    """Of the mean step, over the settings."""
+    return of_all([abs(one[predictor]["error"]["step_s"]) for one in data["settings_predicted"].values()])
+
+
 def kl_of_staleness_4(data: Any) -> float:
     return statistics.fmean(
         run["kl_to_behavior"] for run in data["runs"] if (run["task"], run["way"]) == ("demo", "S=4")
@@ -286,18 +291,17 @@ FIGURES = (
             (lambda data: max(errors_of_steps(data)), ".1%"),
         ),
     ),
-    Figure("docs/planner.md", "`) | {} | | planner, four other", "prediction-seed0-2026-11-22",
-           (("own_machine/median_errors/planner/step_s", ".0%"),)),
-    Figure("docs/planner.md", "planner, four other CPU settings, median "
-           "(`benchmarks/results/prediction-2026-11-22.json`) | {} |", "prediction-2026-11-22",
-           (("own_machine/median_errors/planner/step_s", ".0%"),)),
-    Figure("docs/planner.md", "`) | {} | | simulator, the same", "prediction-seed0-2026-11-22",
-           ((lambda data: statistics.median(errors_of_steps(data)), ".1%"),)),
-    Figure("docs/planner.md", "`) | {} | | simulator, the other", "prediction-seed0-2026-11-22",
-           ((lambda data: max(errors_of_steps(data)), ".0%"),)),
-    Figure("docs/planner.md", "simulator, the other four settings, median "
-           "(`benchmarks/results/prediction-2026-11-22.json`) | {} |", "prediction-2026-11-22",
-           ((lambda data: statistics.median(errors_of_steps(data)), ".1%"),)),
+    *(
+        Figure(
+            "docs/planner.md", f"| {words} | {{}} | {{}} | `benchmarks/results/{file}.json`", file,
+            tuple((partial(error_of, predictor, of_all), spec) for of_all in (statistics.median, max)),
+        )
+        for file in ("prediction-2026-11-26", "prediction-amx-2026-11-26")
+        for words, predictor, spec in (
+            ("eight" if file == "prediction-2026-11-26" else "eight others, a faster machine", "simulator", ".1%"),
+            ("planner | the same", "planner", ".0%"),
+        )
+    ),
     Figure(
         "docs/first_run.md", "The asynchronous run took {} s per step (median of three seeds), the synchronous one {} "
         "s and the colocated one, with each phase on both cores, {} s", ASYNC,
