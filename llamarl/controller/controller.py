@@ -10,10 +10,10 @@
                    +--- slots freed when a version is made;    [6 adopt, one per generator] <- [5 sync] <- publish
 
 Each loop is in the file of its object: 1 `admission.py`, 2 `collector.py`, 3 `scoring.py`, 4 `train_loop.py`, 5 and 6
-`weights.py`. Every loop's docstring says what it consumes, waits for, produces, and what unblocks it; docs/index.md
-lists them, and those of other files, too. `run/assembly.py` builds the objects. With S = 0 all slots are taken until
-the weights trained on them are made, and what follows waits for these at its generator, so generation and training take
-turns: the synchronous mode is this same code. Without a trainer it evaluates.
+`weights.py`. Every loop's docstring says what it consumes, waits for, produces, and what unblocks it;
+docs/architecture.md lists them, and those of other files, too. `run/assembly.py` builds the objects. With S = 0 all
+slots are taken until the weights trained on them are made, and what follows waits for these at its generator, so
+generation and training take turns: the synchronous mode is this same code. Without a trainer it evaluates.
 """
 
 from __future__ import annotations

@@ -144,7 +144,6 @@ BAD_LINKS, FAR = "hosts-2026-11-25", "hosts-2026-11-26"
 SYNC, PLAN, DELTA = "weight_sync-2026-11-22", "weight_sync_plan-2026-11-22", "delta-2026-11-21"
 CHECKPOINT, FAULTS, DECODE = "checkpoint-2026-11-21", "faults-2026-11-23", "generation-avx512-2026-11-22"
 JUDGE = "judge_data-2026-11-23"
-MODES = tuple(f"medians/{mode}/" for mode in ("max_staleness_1", "max_staleness_0", "colocated"))
 SCALE: tuple[tuple[Value, str], ...] = (
     *(("agents_here_s", ".1f"), ("agents_core_share", ".0%"), (lambda data: 1e3 * data["placement_s"], ".0f")),
     *(("call_all_ms", ".0f"), ("sends_per_call", ".0f"), ("bytes_ratio", ".2f")),
@@ -303,15 +302,6 @@ FIGURES = (
         )
     ),
     Figure(
-        "docs/first_run.md", "The asynchronous run took {} s per step (median of three seeds), the synchronous one {} "
-        "s and the colocated one, with each phase on both cores, {} s", ASYNC,
-        tuple((f"{one}step_s_median", ".2f") for one in MODES),
-    ),
-    Figure(
-        "docs/first_run.md", "right after 60 steps (medians) are {}, {} and {}", ASYNC,
-        tuple((f"{one}accuracy_after", ".1%") for one in MODES),
-    ),
-    Figure(
         "docs/measures.md", "weights read at {} of the speed of the dense kernels at least, recording experts costs {} "
         "of a forward, a sync of 235B is planned in {} s; KL over the dense demo's (AMD EPYC, 2 cores) {} in bfloat16 "
         "and {} in int8, without replay {} and {}", "moe-2026-11-24",
@@ -349,7 +339,7 @@ FIGURES = (
         (("blocked_s", ".2f"), (lambda data: data["bytes"] / 1e9, ".2f")),
     ),
     Figure(
-        "docs/code.md", "Of HumanEval's {} reference solutions {} are right, of MBPP's {} all {}",
+        "docs/episodes.md", "Of HumanEval's {} reference solutions {} are right, of MBPP's {} all {}",
         JUDGE,
         tuple((f"{name}/{key}", ".0f") for name in ("humaneval", "mbpp") for key in ("rows", "right")),
     ),
@@ -750,12 +740,7 @@ FIGURES = (
         "docs/paper.md", "Planning 405B on 512 to 512 ranks takes {} s", PLAN, ((f"{P405}wall_s", ".2f"),),
     ),
     Figure(
-        "docs/reading_a_run.md", "with two pages open it took {} of a core", "watching-2026-11-23",
-        (("core_share", ".0%"),),
-    ),
-    Figure(
-        "docs/reading_a_run.md", "trained {} ± {} more tokens per second", "watching-2026-11-23",
-        ((lambda data: data["ratio"] - 1, ".1%"), ("standard_error", ".1%")),
+        "docs/reading_a_run.md", "Two open pages use {} of a core", "watching-2026-11-23", (("core_share", ".0%"),)
     ),
     *(
         Figure("docs/recovery.md", words, FAULTS, ((key, spec),))
