@@ -191,6 +191,10 @@ FIGURES = (
             ("| {} times as long | |", ((WIDE_GRAPHS, ".2f"),)),
             ("fp8 weights, 64 rows, against bfloat16 | {} times |", ((quotient(BF16, decoded("fp8")), ".2f"),)),
             ("int8 weights, 64 rows, against bfloat16 | {} times |", ((quotient(BF16, decoded("int8")), ".2f"),)),
+            *(
+                (f"decode with {one} weights, 64 rows, share of the bandwidth | {{}} |",
+                 ((decoded(one, "bandwidth_share"), ".2f"),)) for one in ("fp8", "int8")
+            ),
             ("share of the bandwidth | {} | 0.8 |", ((of_gpu("bandwidth_share", probe="attention", context=8192,
              cached="bfloat16", stages=3), ".2f"),)),
             ("share of the peak FLOPs | {} | 0.35 |", ((of_gpu("mfu", probe="prefill", prompt=2048), ".2f"),)),
