@@ -698,13 +698,13 @@ FIGURES = (
     ),
     Figure(
         "docs/measures.md",
-        "two open pages of a run that goes on: {} of a core",
+        "two open pages of a running run: {} of a core",
         "watching-2026-11-23",
         (("core_share", ".0%"),),
     ),
     Figure(
         "docs/measures.md",
-        "code lines: {} of what is the core now, {} of what is in parts; a demo of four steps enters {} files and "
+        "code lines: {} in the core, {} in parts; a demo of four steps enters {} files and "
         "builds {} types of records",
         "house-2026-11-27",
         (
