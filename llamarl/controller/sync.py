@@ -181,7 +181,8 @@ async def probed(
         return None
     found = mismatch_of(published.probe, await replica.port.score(published.probe.sequences))
     if not found.mean <= max_mismatch:
-        own = float(np.abs(np.concatenate(published.probe.logprobs, dtype=np.float64)).mean())
+        compared_N = np.concatenate(published.probe.logprobs, dtype=np.float64)[published.probe.is_compared_N]
+        own = float(np.abs(compared_N).mean())
         if not own < RUINED_NATS:
             fix = "lower trainer.learning_rate or trainer.max_grad_norm, and go on from an earlier checkpoint"
             raise NonFiniteStep(

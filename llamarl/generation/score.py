@@ -47,7 +47,7 @@ def score(
 
 
 def _scored_pack(model: EngineModel, pack: list[np.ndarray], candidates: CandidateSets | None) -> list[np.ndarray]:
-    """Scores of sequences in one forward. The rows that they share at their beginning are computed once."""
+    """Scores sequences in one forward. Computes a common beginning of all sequences once."""
     shared = _num_shared_rows(pack, candidates)
     ends = [len(ids_T) - 1 for ids_T in pack]
     if not sum(ends):
@@ -72,8 +72,8 @@ def _scored_pack(model: EngineModel, pack: list[np.ndarray], candidates: Candida
 
 
 def _num_shared_rows(pack: list[np.ndarray], candidates: CandidateSets | None) -> int:
-    """Number of first rows whose inputs, targets and candidates are the same in all sequences, each of which keeps
-    a row of its own; 0 where too few are to be worth a group."""
+    """Returns the number of first rows that have equal inputs, targets and candidates in all sequences. Each sequence
+    keeps at least one further row. Returns 0 for fewer than `_SHARED_ROWS`."""
     most = min(map(len, pack)) - 2
     if len(pack) == 1 or most < _SHARED_ROWS:
         return 0
