@@ -2,21 +2,184 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llamarl.config import RunConfig
-from llamarl.controller.buffer import RolloutBuffer
+from llamarl.config.schema import staleness_limit
 from llamarl.controller.evaluation import HeldOutSet
-from llamarl.controller.journal import Journal
-from llamarl.controller.records import Key
 from llamarl.controller.supervision import Signal
 from llamarl.data.sampler import MixtureSampler, PromptOrder, PromptSampler, fingerprint
 from llamarl.executors.replies import ControllerState
+from llamarl.journal.records import Key
+from llamarl.journal.writer import Journal
 from llamarl.observability.events import Flow
 from llamarl.training.packing import is_flat
 from llamarl.types import RAISED, GenerationRequest, Outcome, Prompt, Rollout, RolloutGroup, SamplingParams
+
+
+class RolloutBuffer:
+    """A state machine without clock, threads or tensors: admitted -> (flat ->) ready -> consumed -> released,
+    or admitted -> flat -> dropped."""
+
+    def __init__(
+        self,
+        prompts_per_step: int,
+        max_staleness: int,
+        window: int,
+        first_group_id: int = 0,
+        max_dropped: int = 0,
+        resumed: Sequence[int] = (),
+        max_active: int = 0,
+        num_dropped: int = 0,
+    ) -> None:
+        """
+        Args:
+            max_active: groups, at most; 0: (S + 1) * P.
+            resumed: older groups that nobody has consumed yet; they are admitted again, under their numbers, first.
+            num_dropped: groups, by the run that goes on, since its last step began.
+        """
+        self.prompts_per_step = prompts_per_step
+        self.window = window
+        self.capacity = max_active or (max_staleness + 1) * prompts_per_step
+        self.staleness_limit = staleness_limit(max_staleness, prompts_per_step, window)
+        self.next_group_id = first_group_id
+        """Id of the next group to be admitted for the first time."""
+        self._resumed = list(resumed)
+        self._waiting: dict[int, RolloutGroup | None] = {}  # unconsumed groups in admission order; None: not ready
+        self._flat: dict[int, RolloutGroup] = {}  # of those, the ones that may be dropped: older groups decide
+        self._lacking, self._there = [first_group_id], list[int]()
+        """Ids of unconsumed groups, ascending: of those that are to come, or flat, with the next to be admitted behind
+        them; and of those that are as good as ready."""
+        self._max_dropped = max_dropped
+        self.num_dropped = num_dropped
+        """Flat groups that were dropped since the last step began, which sets it to 0."""
+        self._num_unreleased = 0  # consumed, their version not yet made
+        self.num_ready = 0
+
+    @property
+    def num_active(self) -> int:
+        return len(self._waiting) + self._num_unreleased
+
+    @property
+    def num_free(self) -> int:
+        """Groups that may be admitted now."""
+        return self.capacity - self.num_active
+
+    @property
+    def num_unconsumed(self) -> int:
+        """Admitted groups that no step has consumed yet."""
+        return len(self._waiting)
+
+    def describe(self) -> str:
+        """Text for a stall report: how many groups a step takes, and how many are ready."""
+        takes = f"takes {self.prompts_per_step} groups (window {self.window}, oldest first)"
+        return f"{takes}; {self.num_ready} are ready"
+
+    def admit(self, count: int) -> Sequence[int]:
+        """Ids of `count` newly admitted groups, oldest first."""
+        assert count <= self.num_free, "admission beyond the staleness bound"
+        again, self._resumed = self._resumed[:count], self._resumed[count:]
+        first, self.next_group_id = self.next_group_id, self.next_group_id + count - len(again)
+        ids = [*again, *range(first, self.next_group_id)]
+        self._waiting.update(dict.fromkeys(ids))
+        self._lacking[-1:] = [*ids, self.next_group_id]
+        return ids
+
+    def generated(self, group_id: int) -> None:
+        """All of a group is there but its scores: it is as good as ready, unless `put` finds it flat. Evaluations have
+        groups that are none of these."""
+        _move(group_id, self._lacking, self._there)
+
+    def oldest_version(self, num_active: int, newest: int) -> int:
+        """The oldest version that may serve a group, which was admitted while so many others were active and `newest`
+        was the newest that was made."""
+        latest = (num_active + self.window - 1) // self.prompts_per_step  # the step that takes it, counted from newest
+        return max(0, newest + min(0, latest - self.staleness_limit))
+
+    def put(self, group: RolloutGroup, *, is_flat: bool = False) -> tuple[list[RolloutGroup], list[int]]:
+        """`group` is generated and scored. Returns groups that are ready now, and ids of those that are dropped."""
+        is_new = self._waiting.get(group.group_id, group) is None and group.group_id not in self._flat
+        assert is_new, "unknown group, or put twice"
+        ready, dropped = list[RolloutGroup](), list[int]()
+        if is_flat:
+            self._flat[group.group_id] = group
+            _move(group.group_id, self._there, self._lacking)
+        else:
+            self._waiting[group.group_id] = group
+            ready.append(group)
+        for flat, is_kept in self._resolved():
+            del self._flat[flat.group_id]
+            if is_kept:
+                self._waiting[flat.group_id] = flat
+                ready.append(flat)
+            else:
+                del self._waiting[flat.group_id]
+                del self._lacking[bisect_left(self._lacking, flat.group_id)]
+                dropped.append(flat.group_id)
+        for one in ready:
+            self.generated(one.group_id)
+        self.num_dropped += len(dropped)
+        self.num_ready += len(ready)
+        return ready, dropped
+
+    def _resolved(self) -> list[tuple[RolloutGroup, bool]]:
+        """Flat groups whose fate no older group can change any more, and whether they are kept."""
+        settled = list[tuple[RolloutGroup, bool]]()
+        surely = possibly = self.num_dropped  # flat groups before the one looked at, and those that may turn out so
+        for group_id in self._waiting if self._flat else ():
+            flat = self._flat.get(group_id)
+            if flat is None:
+                possibly += self._waiting[group_id] is None
+                continue
+            if surely >= self._max_dropped or possibly < self._max_dropped:
+                settled.append((flat, surely >= self._max_dropped))
+            surely, possibly = surely + 1, possibly + 1
+        return settled
+
+    def take(self) -> list[RolloutGroup] | None:
+        """The P groups of the next step in admission order, or None while the window does not hold enough."""
+        if bisect_left(self._there, self._lacking[0] + self.window) < self.prompts_per_step:
+            return None
+        # The window begins with the oldest group that stays.
+        end = self.window + next((one for one, group in self._waiting.items() if group is None), self.next_group_id)
+        taken = [group for one, group in self._waiting.items() if group and one < end][: self.prompts_per_step]
+        if len(taken) < self.prompts_per_step:
+            return None
+        for group in taken:
+            del self._waiting[group.group_id]
+        self._there = [group_id for group_id in self._there if group_id in self._waiting]
+        self.num_ready -= len(taken)
+        self._num_unreleased += len(taken)
+        return taken
+
+    def lacking(self) -> tuple[int, int]:
+        """Number of groups, at least, that the first step lacks which cannot be taken yet; and an id: that step needs
+        each group below it which is neither ready nor generated."""
+        lacking, there, size = self._lacking, self._there, self.prompts_per_step
+        # Steps take what they can in its order, so the window of each begins with the same group.
+        num_taken = bisect_left(there, lacking[0] + self.window) // size * size
+
+        def num_older(place: int) -> int:
+            return place + max(0, bisect_left(there, lacking[place]) - num_taken)
+
+        # The oldest that stays has at most W - 1 behind it that are taken.
+        place = bisect_left(range(len(lacking) - 1), size - self.window + 1, key=num_older)
+        return max(1, size - len(there) + num_taken), lacking[place]
+
+    def release(self, count: int) -> None:
+        """A version was made of `count` more groups."""
+        assert 0 <= count <= self._num_unreleased, "released more groups than were consumed"
+        self._num_unreleased -= count
+
+
+def _move(group_id: int, source: list[int], target: list[int]) -> None:
+    """Moves an id, if it is there, between two lists in ascending order."""
+    place = bisect_left(source, group_id)
+    if source[place : place + 1] == [group_id]:
+        insort(target, source.pop(place))
 
 
 class StalenessViolated(AssertionError):
@@ -136,7 +299,7 @@ class Admission:
             to_ask, held = list[tuple[GenerationRequest, Prompt]](), dict[Key, Rollout]()
             scored = list[RolloutGroup]()
             for request, prompt in self.admit():  # none when the last step has what it needs
-                group, rollouts = journal.kept(request.group_id)
+                group, rollouts = journal.pop_generated(request.group_id)
                 held |= rollouts
                 if group is None:
                     to_ask.append((request, prompt))
@@ -167,7 +330,7 @@ class Admission:
         self._flow.mark("generated", [group_id])
         self.buffer.generated(group_id)
 
-    def put(self, groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup], int]:
+    def add_scored(self, groups: Sequence[RolloutGroup]) -> tuple[list[RolloutGroup], int]:
         """Takes scored groups; which groups are ready now, and how many were dropped, for others to be admitted."""
         all_ready, num_dropped = list[RolloutGroup](), 0
         self._flow.mark("scored", [group.group_id for group in groups])
@@ -207,13 +370,13 @@ class Admission:
         )
         return request, prompt
 
-    def made(self, version: int, num_groups: int) -> None:
+    def version_trained(self, version: int, num_groups: int) -> None:
         """The trainer has made `version` of so many groups, whose slots are free."""
         self._version = version
         self.buffer.release(num_groups)
         self.changed.notify()
 
-    def consumed(self, groups: Sequence[RolloutGroup], version: int) -> None:
+    def mark_consumed(self, groups: Sequence[RolloutGroup], version: int) -> None:
         """The trainer takes these groups at `version`. Raises StalenessViolated."""
         self.buffer.num_dropped = 0
         self.num_left -= len(groups)

@@ -40,7 +40,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from llamarl.algorithms.kl import MAX_LOG_RATIO
-from llamarl.controller.replicas import Replicas
+from llamarl.controller.flight import Replicas
 from llamarl.training.probe import CauseProbe
 from llamarl.training.result import CauseScores
 

@@ -22,19 +22,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llamarl.controller.admission import Admission
-from llamarl.controller.collector import Collector
+from llamarl.controller.collector import Collector, ScoreLoop
 from llamarl.controller.evaluation import EvalResult, Evaluations, HeldOutSet
-from llamarl.controller.flight import Flight
-from llamarl.controller.journal import Journal
-from llamarl.controller.ports import Executors
+from llamarl.controller.flight import Flight, Replicas
+from llamarl.controller.ports import Executors, Turns
 from llamarl.controller.recovery import Recovery
-from llamarl.controller.replicas import Replicas
-from llamarl.controller.scoring import ScoreLoop
 from llamarl.controller.supervision import StallWatch, Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.controller.train_loop import TrainLoop
-from llamarl.controller.turns import Turns
 from llamarl.controller.weights import WeightSync
+from llamarl.journal.writer import Journal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

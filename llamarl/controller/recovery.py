@@ -15,10 +15,9 @@ from typing import Any, Literal
 from llamarl.cluster.api import ExecutorError, ExecutorHandle, MeshFailed
 from llamarl.config.cluster import ClusterConfig
 from llamarl.config.errors import ConfigError
-from llamarl.controller.lives import Deaths, TooManyDeaths
+from llamarl.controller.flight import NO_VERSION, Replica, Replicas
 from llamarl.controller.ports import Executors
-from llamarl.controller.replica import NO_VERSION, Replica
-from llamarl.controller.replicas import Replicas
+from llamarl.controller.restart import RestartBudget, TooManyRestarts
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.observability.formats import counted
@@ -48,7 +47,7 @@ class Recovery:
         follow: Callable[[Replica], Coroutine[Any, Any, None]] | None,
         collect: Callable[[Replica], None],
         executors: Executors,
-        deaths: Deaths,
+        deaths: RestartBudget,
     ) -> None:
         """
         Args:
@@ -170,7 +169,7 @@ class Recovery:
         self._telemetry.left(replica.handle)
         try:
             is_replaced = self._is_replaced(error)
-        except TooManyDeaths as last:
+        except TooManyRestarts as last:
             self._supervisor.fail(last)
             return
         num_started = self.fill(1) if is_replaced else 0
@@ -189,7 +188,7 @@ class Recovery:
         return f"{work} goes to {_named(alive)} and {'a new generator starts' if num_started else left}"
 
     def _is_replaced(self, error: ExecutorError) -> bool:
-        """Whether another generator takes the place of a dead one. Raises TooManyDeaths."""
+        """Whether another generator takes the place of a dead one. Raises TooManyRestarts."""
         if self._policy == "respawn":
             self._deaths.count(error)
         return self._policy == "respawn"

@@ -14,24 +14,19 @@ from typing import Any, TypeVar
 
 from llamarl.config import ConfigError, RunConfig
 from llamarl.controller.admission import Admission, Problems
-from llamarl.controller.clock import PatientLoop
-from llamarl.controller.collector import Collector
+from llamarl.controller.collector import Collector, ScoreLoop, Scorers
 from llamarl.controller.controller import Controller
 from llamarl.controller.evaluation import Evaluations
-from llamarl.controller.flight import Flight
-from llamarl.controller.journal import Journal
-from llamarl.controller.lives import Deaths, lasting
-from llamarl.controller.optimized import OptimizedExecutors
-from llamarl.controller.ports import Executors
+from llamarl.controller.flight import Flight, Replicas
+from llamarl.controller.ports import Executors, open_turns
 from llamarl.controller.recovery import Recovery, policy_of_generators
-from llamarl.controller.replicas import Replicas
-from llamarl.controller.scoring import ScoreLoop, Scorers
-from llamarl.controller.supervision import Interrupted, StallWatch, Supervisor
+from llamarl.controller.restart import RestartBudget, with_restarts
+from llamarl.controller.supervision import Interrupted, PausableClockLoop, StallWatch, Supervisor
 from llamarl.controller.telemetry import Telemetry
-from llamarl.controller.train_loop import TrainLoop
-from llamarl.controller.turns import open_turns
+from llamarl.controller.train_loop import TrainedExecutors, TrainLoop
 from llamarl.controller.weights import WeightSync
 from llamarl.executors.replies import ControllerState
+from llamarl.journal.writer import Journal
 
 WIND_DOWN_S = 4.0
 """Longest wait for the step under way and a checkpoint when a run is asked to end."""
@@ -114,8 +109,8 @@ def controller_of(
     """Builds the objects that order the executors, each from those that it asks; `state` is a checkpoint's to go on
     from. Raises ConfigError."""
     timeout_s, watch = config.cluster.call_timeout_s, StallWatch(config.cluster.stall_timeout_s)
-    deaths = Deaths(config.cluster, len(executors.generators), telemetry.warn)
-    executors = lasting(executors, config.cluster, supervisor, deaths)
+    deaths = RestartBudget(config.cluster, len(executors.generators), telemetry.warn)
+    executors = with_restarts(executors, config.cluster, supervisor, deaths)
     policy = policy_of_generators(config.cluster, executors)
     admission = Admission(config, problems, state, telemetry.flow)
     flight = Flight(config, journal, admission.generated)
@@ -127,7 +122,7 @@ def controller_of(
     optimized = weights = training = None
     if executors.trainer:
         version = state["step"] if state else 0
-        optimized = OptimizedExecutors(config, executors, supervisor, telemetry, watch, version, journal)
+        optimized = TrainedExecutors(config, executors, supervisor, telemetry, watch, version, journal)
         weights = WeightSync(config, optimized, replicas, supervisor, telemetry, watch, journal)
         training = TrainLoop(
             config, problems.eval, admission, replicas, optimized, weights, evaluations.run, supervisor, telemetry,
@@ -161,7 +156,7 @@ def interruptible(supervisor: Supervisor, leave: Callable[[], None] = lambda: No
     ends this process at once, after `leave`, and the executors with it. Afterwards they mean what they meant before."""
     loop = asyncio.get_running_loop()
     if threading.current_thread() is not threading.main_thread():  # where signals do not come
-        if isinstance(loop, PatientLoop):
+        if isinstance(loop, PausableClockLoop):
             loop.listen(lambda: supervisor.fail(Interrupted("ended by SIGINT")))
         yield
         return

@@ -8,8 +8,8 @@ from typing import Any
 from llamarl.config import RunConfig
 from llamarl.config.load import flat_settings
 from llamarl.controller.admission import Problems, data_fingerprint
-from llamarl.controller.journal import Journal
-from llamarl.controller.journal_reader import GIVEN
+from llamarl.journal.reader import GIVEN
+from llamarl.journal.writer import Journal
 from llamarl.run.folder import RunFolder
 from llamarl.run.given import by_what_it_does
 from llamarl.run.trust import digests_of

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llamarl.config import ConfigError, load_recorded
-from llamarl.controller.journal_reader import BEGIN, JournalWalk, RecordOffset, segments, whole
-from llamarl.controller.records import ADVANTAGES, Record, decoded_group
+from llamarl.journal.reader import BEGIN, JournalWalk, RecordOffset, segments, whole
+from llamarl.journal.records import ADVANTAGES, Record, decoded_group
 from llamarl.observability.files import pieces, read_run_rows
 from llamarl.observability.metrics import finite
 from llamarl.run.folder import RunFolder

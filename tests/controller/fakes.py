@@ -20,12 +20,12 @@ from llamarl.config import RunConfig
 from llamarl.config.data import OF_EVAL
 from llamarl.controller.admission import Problems
 from llamarl.controller.evaluation import HeldOutSet
-from llamarl.controller.journal import Journal
 from llamarl.controller.ports import CriticPort, Executors, TrainerPort
-from llamarl.controller.steps import retake
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
+from llamarl.controller.train_loop import retake
 from llamarl.executors.replies import ControllerState
+from llamarl.journal.writer import Journal
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.parts.forecast.simulator.clock import run_virtual
@@ -94,8 +94,8 @@ class RecordingJournal(Journal):
         self._groups |= {group.group_id: group for group in groups}
         super().groups(groups, prompt_of)
 
-    def kept(self, group_id: int) -> Any:
-        found = super().kept(group_id)
+    def pop_generated(self, group_id: int) -> Any:
+        found = super().pop_generated(group_id)
         self._groups |= {group_id: found[0]} if found[0] else {}
         return found
 
@@ -197,7 +197,7 @@ class Run:
             self.rollouts_file, self.folder, self.warnings.append, prompts=self.problems.train, keep=keep, saved=steps,
             keeps="all",
         )  # fmt: skip
-        state, self.lost = journal.go_on(state)
+        state, self.lost = journal.resume(state)
         recorded = max((row["step"] for row in self.steps), default=0) if self.folder else 1 << 30
         critic = port(CriticPort, models["critic"], 1e6) if "critic" in models else None
         await retake(

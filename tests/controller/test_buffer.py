@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.config.schema import staleness_limit
-from llamarl.controller.buffer import RolloutBuffer
+from llamarl.controller.admission import RolloutBuffer
 from llamarl.types import Prompt, RolloutGroup
 
 

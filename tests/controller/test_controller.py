@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from llamarl.controller.admission import TooManyInvalid
-from llamarl.controller.journal import Journal
-from llamarl.controller.records import encode
-from llamarl.controller.steps import REQUESTS_FIRST_S
 from llamarl.controller.supervision import Stalled
+from llamarl.controller.train_loop import REQUESTS_FIRST_S
 from llamarl.data.sampler import PromptSampler
+from llamarl.journal.records import encode
+from llamarl.journal.writer import Journal
 from llamarl.types import RewardResult, Rollout
 from tests.controller.fakes import Run, config
 from tests.executors.ledger import RIGHT, UNJUDGED, WRONG, Generator, Reward, Trainer
@@ -98,7 +98,7 @@ def test_a_step_is_recorded_after_its_requests_and_before_its_tokens(
         return encode(header, parts, **options)
 
     monkeypatch.setattr(Journal, "step", recording)
-    monkeypatch.setattr("llamarl.controller.journal.encode", encoding)
+    monkeypatch.setattr("llamarl.journal.writer.encode", encoding)
     for later_s in (REQUESTS_FIRST_S, 1e6):
         newest, last[0] = set[int](), 0
         monkeypatch.setattr("llamarl.controller.train_loop.REQUESTS_FIRST_S", later_s)

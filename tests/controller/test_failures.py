@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from llamarl.cluster.api import CallTimeout, MeshFailed, RemoteError
-from llamarl.controller.replica import Replica
-from llamarl.controller.saving import NotSaved
+from llamarl.controller.flight import Replica
 from llamarl.controller.supervision import Interrupted, Supervisor
-from llamarl.controller.sync import Transports
+from llamarl.controller.train_loop import NotSaved
+from llamarl.controller.weights import Transports
 from llamarl.data.sampler import PromptSampler
 from llamarl.parts.forecast.simulator.clock import run_virtual
 from tests.controller.fakes import Run, config, kills

@@ -13,10 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from llamarl.controller.flight import Flight, PendingGroup, RolloutState, requests_for
-from llamarl.controller.journal import Journal
-from llamarl.controller.records import Key
-from llamarl.controller.replica import Replica
+from llamarl.controller.flight import Flight, PendingGroup, Replica, RolloutState, requests_for
+from llamarl.journal.records import Key
+from llamarl.journal.writer import Journal
 from llamarl.parts.forecast.simulator.clock import run_virtual
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
 from tests.controller.fakes import config, prompts

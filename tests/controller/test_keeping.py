@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamarl.controller.journal import Journal
+from llamarl.journal.writer import Journal
 from tests.controller.fakes import Run, Strike, config, rows
 from tests.controller.test_failures import draws
 from tests.executors.ledger import Generator, Model, Reward, Trainer
@@ -56,12 +56,12 @@ def on_record(run: Run) -> tuple[int, set[tuple[int, int, int]]]:
     """What a journal says: completed steps, and every token that need not be generated again."""
     version, state = newest(run.trainer)
     journal = Journal(run.folder, prompts=run.problems.train, saved=[step for step, _ in run.trainer.saved])
-    _, said = journal.go_on(json.loads(state))
+    _, said = journal.resume(json.loads(state))
     journal.close()
     assert said == ""
     found = [one for _, groups in journal.steps_after(version) for group in groups for one in group.rollouts]
     for group_id in range(100):
-        group, held = journal.kept(group_id)
+        group, held = journal.pop_generated(group_id)
         found += [*(group.rollouts if group else ()), *held.values()]
     return journal.version, {(one.group_id, one.index, n) for one in found for n in range(one.num_tokens)}
 

@@ -10,8 +10,8 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from llamarl.controller import parcels as module
-from llamarl.controller.parcels import group_bytes, groups_of, parcels, requests_of, routes_bytes
+from llamarl.controller import ports as module
+from llamarl.controller.ports import group_bytes, groups_of, parcels, requests_of, routes_bytes
 from llamarl.types import (
     FinishReason,
     GenerationRequest,

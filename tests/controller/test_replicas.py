@@ -14,12 +14,11 @@ import pytest
 from llamarl.cluster.api import MeshFailed
 from llamarl.cluster.port import port
 from llamarl.controller import weights
-from llamarl.controller.flight import Flight
-from llamarl.controller.journal import Journal
+from llamarl.controller.flight import Flight, Replicas
 from llamarl.controller.ports import TrainerPort
-from llamarl.controller.replicas import Replicas
 from llamarl.controller.supervision import Supervisor
-from llamarl.controller.sync import Transports
+from llamarl.controller.weights import Transports
+from llamarl.journal.writer import Journal
 from llamarl.parts.forecast.simulator.clock import run_virtual
 from llamarl.weight_sync.layout import TensorSpec
 from llamarl.weight_sync.select import Selection

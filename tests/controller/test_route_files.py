@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamarl.controller import records
-from llamarl.controller.journal import Journal
-from llamarl.controller.journal_reader import segment_path
-from llamarl.controller.route_files import named
+from llamarl.journal import records
+from llamarl.journal.reader import segment_path
+from llamarl.journal.records import named
+from llamarl.journal.writer import Journal
 from llamarl.types import FinishReason, Rollout, RolloutGroup, observed, unknown_routes
 from tests.controller.test_journal import PROMPTS, SETTINGS, SIZE, Author, read, same_group
 
@@ -135,7 +135,7 @@ def test_what_an_environment_wrote_gets_its_experts_when_it_is_prefilled(tmp_pat
     journal.rollouts([(0, replace(parked, columns=more, finish_reason=FinishReason.STOP))])
     journal.close()
     found, _, _ = read(tmp_path, {"step": 0, "sampler": {}, "next_group_id": 1, "unconsumed": [(0, 0)]})
-    _, held = found.kept(0)
+    _, held = found.pop_generated(0)
     assert SIZE
     np.testing.assert_array_equal(held[0, 0].columns["routes"], more["routes"])
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llamarl.controller.admission import Admission, Problems, TooManyInvalid
-from llamarl.controller.sources import SourceTallies
+from llamarl.controller.telemetry import SourceTallies
 from llamarl.observability.events import Flow
 from llamarl.types import FinishReason, Outcome, Prompt, RolloutGroup
 from tests.controller.fakes import config, prompts

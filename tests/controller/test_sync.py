@@ -21,8 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llamarl.cluster.api import CallTimeout, MeshFailed
-from llamarl.controller.sync import WeightsWrong, mismatch_of
-from llamarl.controller.weights import MAX_HELD_BY_ALL
+from llamarl.controller.weights import MAX_HELD_BY_ALL, WeightsWrong, mismatch_of
 from llamarl.executors.replies import GeneratorStats, Probe
 from tests.controller.fakes import Run, config
 from tests.executors.ledger import RIGHT, WRONG, Generator, Reward, Trainer, token

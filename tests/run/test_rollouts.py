@@ -14,9 +14,9 @@ import pytest
 
 from llamarl.cli.export import main
 from llamarl.config import ConfigError
-from llamarl.controller import journal_reader
-from llamarl.controller.journal import Journal
-from llamarl.controller.journal_reader import segments
+from llamarl.journal import reader as journal_reader
+from llamarl.journal.reader import segments
+from llamarl.journal.writer import Journal
 from llamarl.observability.metrics import UpdateMetrics
 from llamarl.parts.page.document import sample
 from llamarl.parts.page.rollouts import Rollouts
@@ -45,7 +45,7 @@ class Writer:
     def resume(self, version: int) -> None:
         """Another process goes on from an earlier step; nothing of this one is closed."""
         self.journal = Journal(self.folder, print, **self._options)
-        self.journal.go_on(None)
+        self.journal.resume(None)
         self.journal.begin(version)
 
     def step(self, step: int, salt: float = 0.0) -> None:

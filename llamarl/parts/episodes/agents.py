@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 
 from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import port
-from llamarl.controller.flight import Flight, FlyingRollout
-from llamarl.controller.lives import RestartableHandle
-from llamarl.controller.records import Key
-from llamarl.controller.replicas import Replicas
+from llamarl.controller.flight import Flight, InFlightRollout, Replicas
+from llamarl.controller.restart import RestartableHandle
 from llamarl.controller.supervision import Supervisor
+from llamarl.journal.records import Key
 from llamarl.parts.episodes.gateway.news import AgentTask
 from llamarl.parts.episodes.ports import GatewayPort
 from llamarl.types import GenerationRequest, Rollout
@@ -26,7 +25,7 @@ from llamarl.types import GenerationRequest, Rollout
 @dataclass(kw_only=True, slots=True)
 class _RunningEpisode:
     task: AgentTask
-    row: FlyingRollout
+    row: InFlightRollout
     since_s: float
     """Time when the agent began, or was last answered, in seconds of the event loop's clock."""
     calls: set[int] = field(default_factory=set)

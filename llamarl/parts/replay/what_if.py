@@ -7,8 +7,7 @@ from pathlib import Path
 
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.load import flat_settings
-from llamarl.controller.flight import Flight
-from llamarl.controller.replicas import Replicas
+from llamarl.controller.flight import Flight, Replicas
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.observability.events import EventLog, RecordedScreen, start_of_run

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.controller.journal import Journal
 from llamarl.executors.replies import Replied
+from llamarl.journal.writer import Journal
 from llamarl.parts.episodes.ports import OpenTurn
 from llamarl.rewards._base import invalid, right
 from llamarl.types import OBSERVED, RAISED
@@ -199,7 +199,7 @@ def test_a_controller_that_is_killed_goes_on_with_its_turns(tmp_path: Path, segm
             begun(disk).train(strike=killed(tenth / 10))
         version, state = newest(disk)
         journal = Journal(folder, prompts=prompts(1000), saved=[step for step, _ in disk.saved])
-        journal.go_on(json.loads(state))
+        journal.resume(json.loads(state))
         held = [one for group_id in range(99) for one in journal.kept(group_id)[1].values()]
         journal.close()
         states |= {f"{one.finish_reason} after {len(one.turns)}" for one in held}

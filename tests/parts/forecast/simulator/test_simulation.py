@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llamarl.controller.steps import REQUESTS_FIRST_S
+from llamarl.controller.train_loop import REQUESTS_FIRST_S
 from llamarl.observability.metrics import StepMetrics
 from llamarl.parts.forecast.costs import Costs
 from llamarl.parts.forecast.report import render_simulation, summary

@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llamarl.controller.records import Key, Record, TokenRun, decoded_group, joined, newest_version, records
 from llamarl.executors.replies import ControllerState, JournalPosition
+from llamarl.journal.records import Key, Record, TokenRun, decoded_group, joined, newest_version, records
 from llamarl.observability.files import last_lines
 from llamarl.types import Prompt, Rollout, RolloutGroup
 
@@ -88,7 +88,7 @@ class PendingGroups:
                 self.scored[group_id] = RecordedGroup(header, parts)
                 self.held.pop(group_id, None)
 
-    def settle(self, header: dict[str, Any]) -> None:
+    def resolve(self, header: dict[str, Any]) -> None:
         """A step is completed: groups that it took, or that were dropped, are not asked for again."""
         for of in (self.held, self.scored, self.firsts):
             for group_id in over(of, header["groups"], header["state"]):
@@ -167,7 +167,7 @@ class JournalWalk:
                     firsts = [self.pending.firsts[one] for one in taken if one in self.pending.firsts]
                     groups = [self.pending.scored.get(one) for one in taken]
                     if header["kind"] == "step":
-                        self.pending.settle(header)
+                        self.pending.resolve(header)
                     yield record, groups, min(firsts, default=RecordOffset(number, record.start))
 
 
@@ -197,7 +197,7 @@ class JournalReader:
         """The newest file, and how much of it there is."""
         self.version = 0
         """Completed steps."""
-        self.since = 0, ""
+        self.settings_since = 0, ""
         """The step from which on settings are what they are now, and the name of one that was another before."""
         self._steps = dict[int, RecordedStep]()
         """Completed steps since the oldest kept checkpoint, by number."""
@@ -209,12 +209,12 @@ class JournalReader:
         """Fingerprints of versions as generators served them, and of their tensors."""
         self._pending = PendingGroups()
         """When the run went on."""
-        self.other: tuple[str, Any, Any] | None = None
+        self.changed_setting: tuple[str, Any, Any] | None = None
         """A setting that is not what it was: its name, what it was, and what it is."""
-        self.lack = ""
+        self.missing = ""
         """Why there are no more steps than `go_on` has found."""
 
-    def go_on(self, state: ControllerState | None) -> tuple[ControllerState | None, str]:
+    def resume(self, state: ControllerState | None) -> tuple[ControllerState | None, str]:
         """Reads what there is since the oldest kept checkpoint: the state after the last step that can be trained again
         from a checkpoint's `state` (None: from the beginning), and what cannot be used, in a sentence. Raises
         OSError."""
@@ -222,7 +222,7 @@ class JournalReader:
         faults, was = self._read_segments(position, self._first_needed({start, *self._saved}))
         reached, last = start, max(self._steps, default=start)
         if name := _first_other(was, self._settings):
-            self.other = name, was.get(name), self._settings.get(name)
+            self.changed_setting = name, was.get(name), self._settings.get(name)
             faults.append(f"{name} is not what it was")
             self._forget_after(_NOTHING)
         while (lack := self._lack(reached + 1)) == "":
@@ -230,7 +230,7 @@ class JournalReader:
         newest = segment_path(self._folder, self._segment)
         is_torn = not faults and reached == last and newest.exists() and newest.stat().st_size > self._size
         end = f"{segment_path(self._folder, self._segment)} was cut, or is damaged after byte {self._size}"
-        self.lack = end if is_torn else "; ".join(faults) or lack
+        self.missing = end if is_torn else "; ".join(faults) or lack
         self._forget_after(reached)
         walk = self._walk(self._firsts.get(reached, 0))
         for _ in walk.new(reached):
@@ -260,7 +260,7 @@ class JournalReader:
         """Fingerprint, and those of the tensors, of a version as generators served it; empty: not on record."""
         return self._weights.get(version, ("", ""))
 
-    def kept(self, group_id: int) -> tuple[RolloutGroup | None, Mapping[Key, Rollout]]:
+    def pop_generated(self, group_id: int) -> tuple[RolloutGroup | None, Mapping[Key, Rollout]]:
         """Hands out what was generated of a group before the run went on: all of it, scored, or some rollouts."""
         held, found = self._pending.held.pop(group_id, {}), self._pending.scored.pop(group_id, None)
         return self._group(found) if found else None, {key: whole(parts) for key, parts in held.items()}
@@ -296,7 +296,7 @@ class JournalReader:
             recorded = self._defaults | header["settings"]
             before, other = header["before"], _first_other(was, recorded)
             if other and number > numbers[0]:
-                self.since = header["version"], other
+                self.settings_since = header["version"], other
             is_next = number == numbers[0] or before["segment"] == self._segment
             self._begins[number] = header["version"] if is_next and not other else _NOTHING
             was, self._segment = recorded, number

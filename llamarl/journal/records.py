@@ -14,24 +14,77 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import xxhash
 
-from llamarl.controller.route_files import Arrays, Named, RouteFile, named
 from llamarl.observability.files import open_or_unpack
 from llamarl.training.result import PolicyStepResult
-from llamarl.types import (
-    Columns,
-    FinishReason,
-    Outcome,
-    Prompt,
-    RewardResult,
-    Rollout,
-    RolloutGroup,
-    continued,
-)
+from llamarl.types import Columns, FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup, continued
+
+_FRAME = struct.Struct("<QQ")
+Arrays = dict[int, Any]
+"""Arrays by their digests."""
+Named = tuple[str, int, int]
+"""Type of an array's rows, as numpy writes it; its digest; its number of rows."""
+
+
+def named(array: np.ndarray, into: Arrays) -> Named:
+    """Name of an array, which `into` gets."""
+    digest = xxhash.xxh3_64_intdigest(array.data)
+    into[digest] = array
+    return f"({array.shape[1]},){array.dtype.str}", digest, len(array)
+
+
+def frames(arrays: Mapping[int, Any]) -> Iterator[bytes]:
+    """Pieces of a file."""
+    for digest, array in arrays.items():
+        yield _FRAME.pack(digest, array.nbytes)
+        yield array.tobytes()
+
+
+class RouteFile:
+    """Reads one; without the file, or where it is damaged, nothing is known."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[bytes] | None = None
+        self._places: dict[int, tuple[int, int]] | None = None
+        """Offset and size of each array by its digest; None: not read yet."""
+
+    def find(self, name: Named) -> np.ndarray | None:
+        """The array; None where it is not there as it was written."""
+        kind, digest, num_rows = name
+        dtype = np.dtype(kind)
+        if self._places is None:
+            self._places = dict(self._read())
+        start, size = self._places.get(digest, (0, -1))
+        if self._file is None or size != num_rows * dtype.itemsize:
+            return None
+        self._file.seek(start)
+        data = self._file.read(size)
+        if xxhash.xxh3_64_intdigest(data) != digest:
+            return None
+        width, base = dtype.shape[0], dtype.base
+        return np.frombuffer(data, base).reshape(num_rows, width).copy()  # torch takes writable ones alone
+
+    def _read(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        try:
+            self._file = open_or_unpack(self._path)
+        except OSError:
+            return
+        num_bytes, start = self._file.seek(0, os.SEEK_END), 0
+        while start + _FRAME.size <= num_bytes:
+            self._file.seek(start)
+            digest, size = _FRAME.unpack(self._file.read(_FRAME.size))
+            yield digest, (start + _FRAME.size, size)
+            start += _FRAME.size + size
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
 
 _DIGEST, _SIZES = struct.Struct("<Q"), struct.Struct("<QQ")
 _FRAME_BYTES = _DIGEST.size + _SIZES.size

@@ -26,10 +26,9 @@ from typing import IO, Any, Literal
 import numpy as np
 
 from llamarl.config import open_own
-from llamarl.controller.journal_reader import FORMAT, JournalReader, RecordedStep, over, segment_path, segments
-from llamarl.controller.records import Key, encode, encode_group, encode_step
-from llamarl.controller.route_files import Arrays, frames
 from llamarl.executors.replies import ControllerState
+from llamarl.journal.reader import FORMAT, JournalReader, RecordedStep, over, segment_path, segments
+from llamarl.journal.records import Arrays, Key, encode, encode_group, encode_step, frames
 from llamarl.observability.files import compress, remedy, sync
 from llamarl.observability.metrics import Row
 from llamarl.observability.sinks import LAST_PIECE_S, RowLog
@@ -117,7 +116,7 @@ class Journal(JournalReader):
     def rollouts(self, rollouts: Sequence[tuple[int, Rollout]]) -> None:
         """Records rollouts that were finished or parked, each with the group that it is for."""
         self.write_steps()
-        self.write_late()
+        self.write_overdue()
         new = list[tuple[int, int, Rollout]]()
         for group_id, one in rollouts if self._folder else ():
             live = self._live.get(group_id)
@@ -137,7 +136,7 @@ class Journal(JournalReader):
             self._unwritten_since_s = perf_counter()
         self._unwritten += [(group, prompt_of(group.group_id)) for group in groups] if self._folder else ()
 
-    def write_late(self) -> None:
+    def write_overdue(self) -> None:
         """Scored groups that have waited for long enough; `UNWRITTEN_S` after each somebody calls this."""
         if self._unwritten and perf_counter() - self._unwritten_since_s >= UNWRITTEN_S:
             self._write_groups()
@@ -159,7 +158,7 @@ class Journal(JournalReader):
             of.scored, of.rollouts = one, {}
         return is_there
 
-    def located(self, state: ControllerState) -> ControllerState:
+    def with_position(self, state: ControllerState) -> ControllerState:
         """`state` with what it takes to go on from there."""
         if self._folder is None:
             return state
@@ -167,7 +166,7 @@ class Journal(JournalReader):
         first = self._firsts.setdefault(state["step"], min(live, default=self._segment))
         return {**state, "journal": {"first": first, "segment": self._segment, "bytes": self._size}}
 
-    def step_soon(self, group_ids: Sequence[int], state: ControllerState, result: PolicyStepResult) -> None:
+    def queue_step(self, group_ids: Sequence[int], state: ControllerState, result: PolicyStepResult) -> None:
         """Has `step` called a bit later: before rollouts that come after it, or when somebody calls `write_steps`."""
         self._completed.append((group_ids, state, result))
 
@@ -182,7 +181,7 @@ class Journal(JournalReader):
         if self._folder and self._file is None:
             self._begin_file()
         self.version = step = state["step"]
-        row: dict[str, Any] = {"step": step, "groups": list(group_ids), "state": self.located(state)}
+        row: dict[str, Any] = {"step": step, "groups": list(group_ids), "state": self.with_position(state)}
         if self._write_groups(encode_step(row, result if self._keeps == "all" else None)):
             self._steps[step] = RecordedStep()
             self._lines.write(row)

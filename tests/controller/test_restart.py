@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostFailed, MeshFailed, RemoteError
 from llamarl.config import ConfigError
 from llamarl.config.cluster import ClusterConfig
-from llamarl.controller.lives import Deaths, RestartableHandle, TooManyDeaths
-from llamarl.controller.optimized import StepsLost
+from llamarl.controller.restart import RestartableHandle, RestartBudget, TooManyRestarts
 from llamarl.controller.supervision import Supervisor
+from llamarl.controller.train_loop import StepsLost
 from llamarl.observability.spans import AWAY, now_s
 from tests.controller.fakes import Run, Strike, config, kills
 from tests.executors.ledger import Generator, Ledgered, Model, Trainer, logprobs, values
@@ -187,7 +187,7 @@ def test_lost_ranks_are_a_death_and_a_bug_is_none(tmp_path: Path) -> None:
 def test_too_many_deaths_end_the_run_with_all_their_causes(tmp_path: Path, name: str) -> None:
     deaths = [("critic", 1.0), *((name, 2.0 + 3 * n) for n in range(4))]
     run = run_of(tmp_path, max_restarts=2)
-    with pytest.raises(TooManyDeaths) as caught:
+    with pytest.raises(TooManyRestarts) as caught:
         run.train(strike=kills(*deaths))
     text = str(caught.value)
     assert (
@@ -262,7 +262,7 @@ async def hearer(supervisor: Supervisor) -> tuple[RestartableHandle, list[Hearin
         lives.append(Hearing().start(name))
         return lives[-1]
 
-    deaths = Deaths(ClusterConfig(), 1, told.append)
+    deaths = RestartBudget(ClusterConfig(), 1, told.append)
     return RestartableHandle(lives[0], again, supervisor, deaths), lives, told
 
 
@@ -369,18 +369,18 @@ def test_a_critic_that_dies_before_it_saves_saves_the_step_that_is_due(tmp_path:
 
 def test_deaths_long_ago_and_those_of_hosts_do_not_count() -> None:
     async def main() -> None:
-        deaths = Deaths(ClusterConfig(max_restarts=1, restart_window_s=0.2), 1, lambda text: None)
+        deaths = RestartBudget(ClusterConfig(max_restarts=1, restart_window_s=0.2), 1, lambda text: None)
         for _ in range(3):
             deaths.count(MeshFailed("reward", (0,), "boom"))
             deaths.count(HostFailed("reward", (0,), "host a is lost"))
             await asyncio.sleep(0.25)
         deaths.count(MeshFailed("reward", (0,), "boom"))
-        with pytest.raises(TooManyDeaths, match=r"died 2 times within 0\.2 s"):
+        with pytest.raises(TooManyRestarts, match=r"died 2 times within 0\.2 s"):
             deaths.count(MeshFailed("reward", (0,), "boom"))
-        several = Deaths(ClusterConfig(max_restarts=1), 2, lambda text: None)
+        several = RestartBudget(ClusterConfig(max_restarts=1), 2, lambda text: None)
         for n in range(2):
             several.count(MeshFailed(f"generator-{n}", (0,), "boom"))
-        with pytest.raises(TooManyDeaths, match="generator died 3 times"):
+        with pytest.raises(TooManyRestarts, match="generator died 3 times"):
             several.count(MeshFailed("generator-7", (0,), "boom"))
 
     asyncio.run(main())

@@ -14,14 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from llamarl.cluster.api import (
-    CallTimeout,
-    ExecutorError,
-    ExecutorHandle,
-    HostFailed,
-    HostStatus,
-    MeshFailed,
-)
+from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostFailed, HostStatus, MeshFailed
 from llamarl.config.cluster import ClusterConfig
 from llamarl.config.errors import ConfigError
 from llamarl.controller.ports import Executors, SpawnAgain
@@ -38,7 +31,7 @@ FIRST_PAUSE_S = 0.5
 """Before an executor is started again that did not come up; each further one is twice as long."""
 
 
-class TooManyDeaths(MeshFailed):
+class TooManyRestarts(MeshFailed):
     """An executor would be replaced more often than `cluster.max_restarts` allows. The message lists all deaths."""
 
     def __str__(self) -> str:
@@ -49,7 +42,7 @@ class Restarted(MeshFailed):
     """A call was lost with the processes of its executor, which is up again."""
 
 
-class Deaths:
+class RestartBudget:
     """All executors of a run that died, and whether one more may be replaced."""
 
     def __init__(self, config: ClusterConfig, replicas: int, tell: Callable[[str], None]) -> None:
@@ -62,7 +55,7 @@ class Deaths:
         """When, and in which role."""
 
     def count(self, error: ExecutorError) -> None:
-        """One more has died, and is to be replaced. Raises TooManyDeaths."""
+        """One more has died, and is to be replaced. Raises TooManyRestarts."""
         now_s, role = asyncio.get_running_loop().time(), role_of(error.executor)
         self._all.append((now_s, error.executor, _cause(error)))
         if not isinstance(error, HostFailed):
@@ -74,7 +67,7 @@ class Deaths:
         if number <= allowed:
             return
         table = "\n".join(f"  {when_s - now_s:8.1f} s  {who}: {cause}" for when_s, who, cause in self._all[-20:])
-        raise TooManyDeaths(
+        raise TooManyRestarts(
             error.executor, (), f"{role} died {number} times within {self._window_s:g} s and is not replaced again "
             f"(cluster.max_restarts = {self._max}); these died, seconds before the end:\n{table}",
         )  # fmt: skip
@@ -93,7 +86,7 @@ class RestartableHandle(ExecutorHandle):
         life: ExecutorHandle,
         spawn: SpawnAgain,
         supervisor: Supervisor,
-        deaths: Deaths,
+        deaths: RestartBudget,
     ) -> None:
         """`spawn` starts the executor of a name."""
         self.name = life.name
@@ -203,7 +196,7 @@ class RestartableHandle(ExecutorHandle):
                 self._lives(life)
                 origin = f" from {await self.restore(life)}" if self.restore else ""
                 break
-            except TooManyDeaths as last:
+            except TooManyRestarts as last:
                 self._fail(last)
                 return
             except ConfigError as refused:  # there is no place for it any more
@@ -236,7 +229,9 @@ class RestartableHandle(ExecutorHandle):
         return life.failed.result() if is_of_life and _is_death(life.failed.result()) else error
 
 
-def lasting(executors: Executors, config: ClusterConfig, supervisor: Supervisor, deaths: Deaths) -> Executors:
+def with_restarts(
+    executors: Executors, config: ClusterConfig, supervisor: Supervisor, deaths: RestartBudget
+) -> Executors:
     """The executors, with a `RestartableHandle` for each, but generators, that is to be started again."""
     spawn = executors.spawn_again
     if spawn is None:

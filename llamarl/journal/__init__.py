@@ -1,0 +1,1 @@
+"""What survives the controller process: the journal of a run."""
