@@ -1,8 +1,8 @@
-"""`JournalReader`: what the journal of a run says, after the process that wrote it has ended or while it writes.
+"""Reads the journal of a run, after the process that wrote it has ended or while it writes.
 
-A group's record has what was not known of its rollouts before: rewards, values, the order. Their tokens are in records
-before it. So it is read in order, and what is in memory at a time are the groups of a step and those that no step has
-taken.
+The record of a group holds what its rollouts' earlier records lack: rewards, values, the order. Tokens are in the
+earlier records. So a journal is read in order, and memory holds only the groups that no step has taken yet and those of
+one step.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,52 +22,56 @@ from llamarl.observability.files import last_lines
 from llamarl.types import Prompt, Rollout, RolloutGroup
 
 FORMAT = 2
-"""Version of the files' format; files of another one are not read."""
+"""Version of the files' format. Files of another version are not read."""
+GIVEN = "given"
+"""Name, among the settings of a journal's file, of digests of the files that a run executes. They may change."""
 _NOTHING = -2
 """Older than a rollout without tokens."""
 _BEGIN_BYTES = 1 << 20
-"""The first record of a file is no longer."""
+"""Longest first record of a file."""
 
 
 class RecordOffset(NamedTuple):
-    """Place of the first record that something needs."""
+    """Place of a record."""
 
     segment: int
+    """Number of the file."""
     offset: int
+    """Bytes from its beginning."""
 
 
 BEGIN = RecordOffset(0, 0)
 
 
 class RecordedGroup(NamedTuple):
-    """A group, as its records say."""
+    """A group as its records hold it."""
 
     header: dict[str, Any]
     parts: list[list[TokenRun]]
-    """Parts of each of its rollouts."""
+    """Parts of each rollout."""
 
 
 class RecordedStep(NamedTuple):
-    """A completed one."""
+    """A completed step."""
 
-    lack: str = ""
-    """Why it cannot be trained again; empty: it can."""
+    missing: str = ""
+    """Why it cannot be trained again, or an empty string."""
     state: ControllerState | None = None
-    """State of the controller after the step; None: it was not read."""
+    """State of the controller after the step; None means that this process wrote the step."""
 
 
 class PendingGroups:
-    """Groups that no step has taken yet, at a place of the journal."""
+    """Groups that no step has taken yet, at some place of the journal."""
 
     def __init__(self) -> None:
         self.held = dict[int, dict[Key, list[TokenRun]]]()
         """Rollouts of groups that are not scored."""
         self.scored = dict[int, RecordedGroup]()
         self.firsts = dict[int, RecordOffset]()
-        """Place of the first record of each."""
+        """Place of the first record of each group."""
 
     def add(self, segment: int, record: Record) -> None:
-        """Takes in the next record of the journal, which this file has."""
+        """Adds the next record of the journal, from this file."""
         header = record.header
         for group_id in header.get("groups", [header["group_id"]] if "group_id" in header else []):
             self.firsts.setdefault(group_id, RecordOffset(segment, record.start))
@@ -78,63 +83,75 @@ class PendingGroups:
                     held[key] = [*before, part] if part.start else [part]
         elif header["kind"] == "group":
             group_id = header["group_id"]
-            whole, held = dict(zip(header["places"], record.parts, strict=True)), self.held.get(group_id, {})
+            complete, held = dict(zip(header["places"], record.parts, strict=True)), self.held.get(group_id, {})
             parts = [
-                [whole[place]] if place in whole else held.get((group_id, place), [])
+                [complete[place]] if place in complete else held.get((group_id, place), [])
                 for place in range(len(header["tokens"]))
             ]
             self.scored.pop(group_id, None)
-            if [of[-1].stop if of else -1 for of in parts] == header["tokens"]:
+            if [runs[-1].stop if runs else -1 for runs in parts] == header["tokens"]:
                 self.scored[group_id] = RecordedGroup(header, parts)
                 self.held.pop(group_id, None)
 
     def resolve(self, header: dict[str, Any]) -> None:
-        """A step is completed: groups that it took, or that were dropped, are not asked for again."""
-        for of in (self.held, self.scored, self.firsts):
-            for group_id in over(of, header["groups"], header["state"]):
-                del of[group_id]
+        """Removes groups that a completed step took, and groups that were dropped by then."""
+        for by_group in (self.held, self.scored, self.firsts):
+            for group_id in consumed_or_dropped(by_group, header["groups"], header["state"]):
+                del by_group[group_id]
 
     def forget_after(self, version: int) -> None:
-        """Drops what weights newer than `version` sampled: it is not part of the run."""
-        self.scored = {one: group for one, group in self.scored.items() if group.header["newest"] <= version}
+        """Removes what weights newer than `version` sampled, which is not part of the run."""
+        self.scored = {group_id: group for group_id, group in self.scored.items() if group.header["newest"] <= version}
         for held in self.held.values():
-            for key in [key for key, parts in held.items() if newest_version([one.rollout for one in parts]) > version]:
+            newer = [key for key, parts in held.items() if newest_version([run.rollout for run in parts]) > version]
+            for key in newer:
                 del held[key]
 
 
-def over(group_ids: Iterable[int], taken: Sequence[int], state: ControllerState) -> list[int]:
-    """Ids of these groups that a step has taken, or that were dropped by then; `state` is the one after it."""
-    unconsumed = {one for one, _ in state["unconsumed"]}
-    is_old = range(state["next_group_id"])
-    return [one for one in group_ids if one in taken or (one in is_old and one not in unconsumed)]
+def consumed_or_dropped(group_ids: Iterable[int], taken: Sequence[int], state: ControllerState) -> list[int]:
+    """Returns the groups that a step has taken or that were dropped by then.
 
-
-GIVEN = "given"
-"""Name, among the settings of a journal's file, of digests of the files that a run executes. They may change."""
+    Args:
+        taken: groups of the step.
+        state: state of the controller after it.
+    """
+    unconsumed = {group_id for group_id, _ in state["unconsumed"]}
+    admitted = range(state["next_group_id"])
+    return [
+        group_id for group_id in group_ids if group_id in taken or (group_id in admitted and group_id not in unconsumed)
+    ]
 
 
 class JournalWalk:
-    """The journal of a run in the order of events, those that come later too: each is had once. A step that was taken
-    back is not part of it. What is in memory are groups that no step has taken yet."""
+    """The journal of a run in the order of events, each once, including later writes.
+
+    A step that the run took back is not part of it.
+
+    Example::
+
+        walk = JournalWalk(folder, begins, BEGIN)
+        for record, groups, place in walk.new():
+            record.header["step"]
+    """
 
     def __init__(self, folder: Path | None, begins: dict[int, int], at: RecordOffset, skips: Any = ()) -> None:
         """
         Args:
             folder: of the run.
-            begins: version from which the run goes on in a file, by the file's number; others are not read.
-            at: the place of the first record.
-            skips: exceptions that cost a file and no more.
+            begins: version from which the run continues in a file, by number. Other files are not read.
+            at: place of the first record to read.
+            skips: exceptions that skip the rest of a file.
         """
         self._folder, self.begins, self.at, self._skips = folder, begins, at, skips
         self.pending = PendingGroups()
-        """Groups that no step has taken, after what was had last."""
+        """Groups that no step has taken by `at`."""
         self.ends = dict[int, int]()
-        """Bytes of each file that could be read."""
+        """Readable bytes of each file."""
         self.faults = dict[str, None]()
-        """Sentences: files that cannot be read, and why."""
+        """Sentences on files that cannot be read."""
 
     def headers(self, numbers: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The first records of files that can be read, with their numbers."""
+        """Yields numbers and first records of the files that can be read."""
         for number in numbers:
             if record := next(self._records(number, 0, _BEGIN_BYTES), None):
                 if record.header.get("format") == FORMAT:
@@ -150,8 +167,10 @@ class JournalWalk:
             self.faults[f"{error.filename}: {error.strerror}"] = None
 
     def new(self, last: int = 1 << 62) -> Iterator[tuple[Record, list[RecordedGroup | None], RecordOffset]]:
-        """Steps up to the `last`, with their groups, None for each that is not on record, and the place where these
-        begin; and between them the weights that were published, without groups."""
+        """Yields the records of steps up to `last`, and of published weights, in order.
+
+        With each step come its groups (None for each group that is not on record), and the place at which these begin.
+        """
         for number in sorted(number for number in self.begins if number >= self.at.segment):
             self.at = max(self.at, RecordOffset(number, 0))
             until = min([last, *(version for later, version in self.begins.items() if later > number)])
@@ -164,124 +183,165 @@ class JournalWalk:
                     self.pending.add(number, record)
                 elif header["step"] <= until:
                     taken = header.get("groups", [])
-                    firsts = [self.pending.firsts[one] for one in taken if one in self.pending.firsts]
-                    groups = [self.pending.scored.get(one) for one in taken]
+                    firsts = [self.pending.firsts[group_id] for group_id in taken if group_id in self.pending.firsts]
+                    groups = [self.pending.scored.get(group_id) for group_id in taken]
                     if header["kind"] == "step":
                         self.pending.resolve(header)
                     yield record, groups, min(firsts, default=RecordOffset(number, record.start))
 
 
+@dataclass(kw_only=True, slots=True)
+class JournalIndex:
+    """What the files of a journal hold. `JournalReader` fills it, and `Journal` keeps it up to date."""
+
+    version: int = 0
+    """Newest completed step that the journal knows."""
+    segment: int = 0
+    """Number of the newest file."""
+    size: int = 0
+    """Readable bytes of the newest file."""
+    steps: dict[int, RecordedStep] = field(default_factory=dict)
+    """Completed steps since the oldest kept checkpoint, by number."""
+    begins: dict[int, int] = field(default_factory=dict)
+    """Version from which the run continues in a file, by the file's number. Newer rollouts in earlier files are not
+    part of the run."""
+    firsts: dict[int, int] = field(default_factory=dict)
+    """First file that is needed to continue after a step, by step."""
+    weights: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """Fingerprints of the weights that generators served, and of their tensors, by version."""
+
+    def missing(self, step: int) -> str:
+        """Returns why a step cannot be trained again, or an empty string."""
+        return self.steps[step].missing if step in self.steps else f"step {step} is missing in the journal"
+
+    def forget_after(self, version: int) -> None:
+        """Removes later steps, which are not part of the run."""
+        self.version = max(version, 0)
+        for by_step in (self.steps, self.firsts, self.weights):
+            for step in [step for step in by_step if step > version]:
+                del by_step[step]
+
+    def forget_before(self, version: int) -> None:
+        """Removes earlier steps, from which no run continues."""
+        for by_step in (self.steps, self.firsts, self.weights):
+            for step in [step for step in by_step if step < version]:
+                del by_step[step]
+
+
 class JournalReader:
-    """Changes nothing."""
+    """Reads the journal of a run, and writes nothing.
+
+    Example::
+
+        reader = JournalReader(folder, prompts, settings)
+        state, warning = reader.resume(checkpoint_state)
+        for step, groups in reader.steps_after(checkpoint_state["step"]):
+            ...                                    # train on these groups again
+        group, rollouts = reader.pop_generated(7)  # already generated, not trained on
+    """
 
     def __init__(
         self,
         folder: Path | None,
-        prompts: Sequence[Prompt],
-        settings: Mapping[str, Any] | None,
+        prompts: Sequence[Prompt] = (),
+        settings: Mapping[str, Any] | None = None,
         defaults: Mapping[str, Any] | None = None,
+        saved: Sequence[int] = (),
     ) -> None:
         """
         Args:
-            folder: of the run; None: nothing is kept.
+            folder: of the run; None means that nothing is kept.
             prompts: that are trained on.
-            settings: what rollouts and steps depend on.
-            defaults: of settings, which they had when older code did not know them.
+            settings: settings on which rollouts and steps depend.
+            defaults: values of settings that older code did not know.
+            saved: steps of the kept checkpoints, ascending.
         """
-        self._folder, self._prompts = folder, prompts
-        self._saved: Sequence[int] = ()
-        """Steps of kept checkpoints."""
-        self._settings = json.loads(json.dumps(settings or {}))
+        self.folder, self._prompts = folder, prompts
+        self.saved: Sequence[int] = list(saved)
+        self.settings: dict[str, Any] = json.loads(json.dumps(settings or {}))
         self._defaults = json.loads(json.dumps(defaults or {}))
-        self._segment = self._size = 0
-        """The newest file, and how much of it there is."""
-        self.version = 0
-        """Completed steps."""
+        self.index = JournalIndex()
         self.settings_since = 0, ""
-        """The step from which on settings are what they are now, and the name of one that was another before."""
-        self._steps = dict[int, RecordedStep]()
-        """Completed steps since the oldest kept checkpoint, by number."""
-        self._begins = dict[int, int]()
-        """Version by file: what is newer when that file begins is not part of the run."""
-        self._firsts = dict[int, int]()
-        """The first file that it takes to go on after a step."""
-        self._weights = dict[int, tuple[str, str]]()
-        """Fingerprints of versions as generators served them, and of their tensors."""
-        self._pending = PendingGroups()
-        """When the run went on."""
+        """Step from which on the settings are the current ones, and the name of a setting that differed before."""
+        self.pending = PendingGroups()
+        """Groups that were generated when the run continued, and that no step had taken."""
         self.changed_setting: tuple[str, Any, Any] | None = None
-        """A setting that is not what it was: its name, what it was, and what it is."""
+        """Name, old value and new value of a setting that has changed; None means that none has."""
         self.missing = ""
-        """Why there are no more steps than `go_on` has found."""
+        """Why `resume` found no more steps."""
 
     def resume(self, state: ControllerState | None) -> tuple[ControllerState | None, str]:
-        """Reads what there is since the oldest kept checkpoint: the state after the last step that can be trained again
-        from a checkpoint's `state` (None: from the beginning), and what cannot be used, in a sentence. Raises
-        OSError."""
+        """Reads the journal since the oldest kept checkpoint.
+
+        Args:
+            state: of the checkpoint to resume from; None means the beginning of the run.
+
+        Returns:
+            The state after the last step that can be trained again, and a sentence on what cannot be used.
+
+        Raises OSError.
+        """
         start, position = state["step"] if state else 0, state.get("journal") if state else None
-        faults, was = self._read_segments(position, self._first_needed({start, *self._saved}))
-        reached, last = start, max(self._steps, default=start)
-        if name := _first_other(was, self._settings):
-            self.changed_setting = name, was.get(name), self._settings.get(name)
+        faults, recorded = self._read_segments(position, self._first_needed({start, *self.saved}))
+        index = self.index
+        reached, last = start, max(index.steps, default=start)
+        if name := _first_difference(recorded, self.settings):
+            self.changed_setting = name, recorded.get(name), self.settings.get(name)
             faults.append(f"{name} is not what it was")
-            self._forget_after(_NOTHING)
-        while (lack := self._lack(reached + 1)) == "":
+            index.forget_after(_NOTHING)
+        while (missing := index.missing(reached + 1)) == "":
             reached += 1
-        newest = segment_path(self._folder, self._segment)
-        is_torn = not faults and reached == last and newest.exists() and newest.stat().st_size > self._size
-        end = f"{segment_path(self._folder, self._segment)} was cut, or is damaged after byte {self._size}"
-        self.missing = end if is_torn else "; ".join(faults) or lack
-        self._forget_after(reached)
-        walk = self._walk(self._firsts.get(reached, 0))
+        newest = segment_path(self.folder, index.segment)
+        is_torn = not faults and reached == last and newest.exists() and newest.stat().st_size > index.size
+        end = f"{newest} was cut, or is damaged after byte {index.size}"
+        self.missing = end if is_torn else "; ".join(faults) or missing
+        index.forget_after(reached)
+        walk = self._walk(index.firsts.get(reached, 0))
         for _ in walk.new(reached):
             pass
-        self._pending = walk.pending
-        self._pending.forget_after(_NOTHING if name else reached)
+        self.pending = walk.pending
+        self.pending.forget_after(_NOTHING if name else reached)
         if reached < last:
-            said = f"steps {reached + 1} to {last} are done again: {'; '.join(faults) or lack}"
+            warning = f"steps {reached + 1} to {last} are done again: {'; '.join(faults) or missing}"
         else:
-            said = f"some of what was generated is generated again: {'; '.join(faults)}" if faults else ""
-        return (self._steps[reached].state if reached > start else state), said
+            warning = f"some of what was generated is generated again: {'; '.join(faults)}" if faults else ""
+        return (index.steps[reached].state if reached > start else state), warning
 
     def steps_after(self, step: int) -> Iterator[tuple[int, list[RolloutGroup]]]:
-        """The groups of each completed step after this one, in the order in which they were trained on; ends before one
-        of which something is missing. Raises OSError."""
-        if not self._lack(step + 1):
-            for record, groups, _ in self._walk(self._firsts.get(step, 0)).new(self.version):
+        """Yields the number and the groups of each completed step after this one, in order, until a step that cannot be
+        trained again. Raises OSError."""
+        if not self.index.missing(step + 1):
+            for record, groups, _ in self._walk(self.index.firsts.get(step, 0)).new(self.index.version):
                 if record.header["kind"] == "step" and record.header["step"] == step + 1:
                     step += 1
-                    if len(whole := [self._group(one) for one in groups if one]) < len(groups):
-                        raise OSError(errno.EIO, f"a group of step {step} is missing", str(self._folder))
-                    yield step, whole
-                    if self._lack(step + 1):
+                    if len(decoded := [self._decode(group) for group in groups if group]) < len(groups):
+                        raise OSError(errno.EIO, f"a group of step {step} is missing", str(self.folder))
+                    yield step, decoded
+                    if self.index.missing(step + 1):
                         return
 
     def weights(self, version: int) -> tuple[str, str]:
-        """Fingerprint, and those of the tensors, of a version as generators served it; empty: not on record."""
-        return self._weights.get(version, ("", ""))
+        """Returns the fingerprint of a version, and those of its tensors, or empty strings if it is not on record."""
+        return self.index.weights.get(version, ("", ""))
 
     def pop_generated(self, group_id: int) -> tuple[RolloutGroup | None, Mapping[Key, Rollout]]:
-        """Hands out what was generated of a group before the run went on: all of it, scored, or some rollouts."""
-        held, found = self._pending.held.pop(group_id, {}), self._pending.scored.pop(group_id, None)
-        return self._group(found) if found else None, {key: whole(parts) for key, parts in held.items()}
+        """Hands out what was generated of a group before the run continued: the scored group, or some rollouts."""
+        held, scored = self.pending.held.pop(group_id, {}), self.pending.scored.pop(group_id, None)
+        return self._decode(scored) if scored else None, {key: joined_runs(parts) for key, parts in held.items()}
 
     def _walk(self, first: int) -> JournalWalk:
-        """From a file on."""
-        return JournalWalk(self._folder, self._begins, RecordOffset(first, 0))
+        return JournalWalk(self.folder, self.index.begins, RecordOffset(first, 0))
 
-    def _group(self, one: RecordedGroup) -> RolloutGroup:
-        return decoded_group(one.header, self._prompts[one.header["prompt"]], map(whole, one.parts))
-
-    def _lack(self, number: int) -> str:
-        """Why a step cannot be trained again; empty: it can."""
-        return self._steps[number].lack if number in self._steps else f"step {number} is missing in the journal"
+    def _decode(self, group: RecordedGroup) -> RolloutGroup:
+        return decoded_group(group.header, self._prompts[group.header["prompt"]], map(joined_runs, group.parts))
 
     def _first_needed(self, steps: set[int]) -> int:
-        """The first file that it takes to go on after the first of these steps, by `journal.jsonl`; 0: not known."""
-        if self._folder is None or not min(steps):
+        """Returns the first file that is needed to continue after the first of these steps, by `journal.jsonl`, or 0 if
+        that is unknown."""
+        if self.folder is None or not min(steps):
             return 0
         with suppress(OSError):
-            for line in last_lines(self._folder / "journal.jsonl"):
+            for line in last_lines(self.folder / "journal.jsonl"):
                 with suppress(ValueError, LookupError, TypeError):
                     row = json.loads(line)
                     if row["step"] <= min(steps) and "state" in row:
@@ -289,61 +349,54 @@ class JournalReader:
         return 0
 
     def _read_segments(self, position: JournalPosition | None, first: int) -> tuple[list[str], dict[str, Any]]:
-        """From a file on, what is damaged, and the settings of the newest. Raises OSError."""
-        walk, was, expected = self._walk(0), self._settings, list[JournalPosition]()
-        numbers = [number for number in segments(self._folder) if number >= first]
+        """Reads the files from `first` on. Returns sentences on damage, and the settings of the newest file. Raises
+        OSError."""
+        index, walk, newest, expected = self.index, self._walk(0), self.settings, list[JournalPosition]()
+        numbers = [number for number in segments(self.folder) if number >= first]
         for number, header in walk.headers(numbers):
             recorded = self._defaults | header["settings"]
-            before, other = header["before"], _first_other(was, recorded)
-            if other and number > numbers[0]:
-                self.settings_since = header["version"], other
-            is_next = number == numbers[0] or before["segment"] == self._segment
-            self._begins[number] = header["version"] if is_next and not other else _NOTHING
-            was, self._segment = recorded, number
+            before, changed = header["before"], _first_difference(newest, recorded)
+            if changed and number > numbers[0]:
+                self.settings_since = header["version"], changed
+            is_next = number == numbers[0] or before["segment"] == index.segment
+            index.begins[number] = header["version"] if is_next and not changed else _NOTHING
+            newest, index.segment = recorded, number
             expected += [before] if number > (first or numbers[0]) else []
-        if position and position["segment"] > self._segment:
-            # From which version the run went on in the checkpoint's file is not known: what stands before may be of a
-            # life that was taken back.
-            self._begins.clear()
+        if position and position["segment"] > index.segment:
+            # The first record of the checkpoint's file is lost, so it is unknown which steps were taken back there.
+            index.begins.clear()
             expected.clear()
-        expected += [position] if position and position["segment"] >= self._segment else []
+        expected += [position] if position and position["segment"] >= index.segment else []
         for record, groups, _ in walk.new():
             header, step = record.header, record.header["step"]
             if header["kind"] == "published":
-                self._weights[step] = header["fingerprint"], header["tensors"]
+                index.weights[step] = header["fingerprint"], header["tensors"]
                 continue
-            lacking = [one for one, found in zip(header["groups"], groups, strict=True) if not found]
-            lack = f"group {lacking[0]} of step {step} is missing in the journal" if lacking else ""
-            self._steps[step] = RecordedStep(lack, header["state"])
-            self._firsts[step] = header["state"]["journal"]["first"]
-        self._size = walk.ends.get(self._segment, 0)
-        for said in expected:
-            if (size := walk.ends.get(said["segment"], 0)) < said["bytes"]:
-                path = segment_path(self._folder, said["segment"])
+            lost = [group_id for group_id, group in zip(header["groups"], groups, strict=True) if not group]
+            missing = f"group {lost[0]} of step {step} is missing in the journal" if lost else ""
+            index.steps[step] = RecordedStep(missing, header["state"])
+            index.firsts[step] = header["state"]["journal"]["first"]
+        index.size = walk.ends.get(index.segment, 0)
+        for place in expected:
+            if (size := walk.ends.get(place["segment"], 0)) < place["bytes"]:
+                path = segment_path(self.folder, place["segment"])
                 walk.faults[f"{path} is missing, or damaged after byte {size}"] = None
-        return [*walk.faults], was
-
-    def _forget_after(self, version: int) -> None:
-        """Later steps are not part of the run."""
-        self.version = max(version, 0)
-        for by_step in (self._steps, self._firsts, self._weights):
-            for step in [one for one in by_step if one > version]:
-                del by_step[step]
+        return [*walk.faults], newest
 
 
 def segments(folder: Path | None) -> list[int]:
-    """Numbers of the files, ascending."""
-    found = folder.glob("journal/" + "[0-9]" * 8 + ".groups*") if folder else ()
-    return sorted({int(path.name[:8]) for path in found})
+    """Returns the numbers of the files, ascending."""
+    paths = folder.glob("journal/" + "[0-9]" * 8 + ".groups*") if folder else ()
+    return sorted({int(path.name[:8]) for path in paths})
 
 
 def segment_path(folder: Path | None, number: int) -> Path:
-    """Path of a file of the journal; compressed, it has `.gz` behind it."""
+    """Returns the path of a file of the journal, without the `.gz` of a compressed one."""
     return Path(folder or "", "journal", f"{number:08d}.groups")
 
 
-def whole(parts: Sequence[TokenRun]) -> Rollout:
-    """A rollout of its parts, in their order."""
+def joined_runs(parts: Sequence[TokenRun]) -> Rollout:
+    """Joins the parts of a rollout, in order."""
     rollout = None
     for part in parts:
         rollout = joined(rollout, part.start, part.rollout)
@@ -351,7 +404,8 @@ def whole(parts: Sequence[TokenRun]) -> Rollout:
     return rollout
 
 
-def _first_other(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Name of a setting that differs; empty: none does. One that is off need not have been known to older code."""
-    names = (name for name in (*one, *other) if name != GIVEN)
-    return next((name for name in names if (one.get(name) or None) != (other.get(name) or None)), "")
+def _first_difference(settings: Mapping[str, Any], others: Mapping[str, Any]) -> str:
+    """Returns the name of a setting that differs, or an empty string. Older code need not know a setting that is
+    off."""
+    names = (name for name in (*settings, *others) if name != GIVEN)
+    return next((name for name in names if (settings.get(name) or None) != (others.get(name) or None)), "")

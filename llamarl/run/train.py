@@ -18,7 +18,7 @@ from llamarl.controller.controller import Controller
 from llamarl.controller.ports import CriticPort, Executors, TrainerPort
 from llamarl.controller.supervision import Interrupted, Stalled, rare_garbage_collections, run_pausable
 from llamarl.controller.telemetry import Telemetry
-from llamarl.controller.train_loop import NotSaved, TrainLoop, retake
+from llamarl.controller.train_loop import NotSaved, TrainLoop, train_again
 from llamarl.executors.replies import ControllerState
 from llamarl.journal.writer import Journal
 from llamarl.models.fit import beside_bytes
@@ -301,7 +301,7 @@ class _TrainingRun:
                 self._unrecorded.append((groups, result))
 
         try:
-            await retake(journal.steps_after(step), trainer, critic, told=told)
+            await train_again(journal.steps_after(step), trainer, critic, on_step=told)
         except OSError as error:
             raise ConfigError(f"--resume: cannot read {error.filename}: {error.strerror}") from None
 
@@ -345,7 +345,7 @@ class _TrainingRun:
             name=self._config.name,
             end=outcome.end,
             end_reason=str(outcome.error or "").split("\n", 1)[0],
-            steps=telemetry.num_steps,
+            steps=telemetry.progress.recorded,
             first_step=telemetry.first_step,
             start_s=started_s - self._command_started_s,
             wall_s=wall_s,
@@ -357,7 +357,7 @@ class _TrainingRun:
             staleness_limit=staleness_limit,
             max_staleness=self._config.rollout.max_staleness,
             invalid_share=telemetry.num_invalid / max(telemetry.num_samples, 1),
-            verdict=verdict(accounts, telemetry.first_step, telemetry.num_steps),
+            verdict=verdict(accounts, telemetry.first_step, telemetry.progress.recorded),
             before=outcome.before,
             after=outcome.after,
             completions=telemetry.completions,

@@ -20,6 +20,7 @@ from llamarl.journal import writer as module
 from llamarl.journal.records import newest_version
 from llamarl.journal.writer import Journal, to_disk
 from llamarl.types import FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
+from tests.journals import journal_of
 
 PROMPTS = tuple(
     Prompt(prompt_id=f"p-{n}", text=f"{n}?", token_ids_T=np.array([n], np.int32), answer=str(n)) for n in range(7)
@@ -35,7 +36,7 @@ class Author:
         self.folder, self.random = folder, random.Random(seed)
         self.said = list[str]()
         options = {"settings": SETTINGS, "keep": 1} | options
-        self.journal = Journal(folder, self.said.append, prompts=PROMPTS, **options)
+        self.journal = journal_of(folder, self.said.append, prompts=PROMPTS, **options)
         self.journal.begin(0)
         self.version = self.next_id = 0
         self.active = dict[int, dict[int, Rollout]]()
@@ -51,7 +52,7 @@ class Author:
         self.note()
 
     def note(self) -> None:
-        place = self.journal._segment, self.journal._size
+        place = self.journal.reader.index.segment, self.journal.reader.index.size
         written = set(self.scored) - self.unwritten
         parts = {one: dict(rollouts) for one, rollouts in self.active.items() if rollouts and one not in written}
         self.history[place] = self.version, parts, written, set(self.unwritten)
@@ -158,7 +159,7 @@ def same_group(one: RolloutGroup, other: RolloutGroup) -> bool:
 
 
 def read(folder: Path, state: Any = None, **options: Any) -> tuple[Journal, Any, str]:
-    journal = Journal(folder, prompts=PROMPTS, **({"settings": SETTINGS, "keep": 1} | options))
+    journal = journal_of(folder, prompts=PROMPTS, **({"settings": SETTINGS, "keep": 1} | options))
     reached, said = journal.resume(state)
     journal.close()
     return journal, reached, said
@@ -219,7 +220,7 @@ def test_what_is_read_is_what_was_written(
     author, state = written(folder, seed, 90, num_checkpoints, compresses, keeps="all" if compresses else "resume")
     assert {path.suffix for path in (folder / "journal").iterdir()} == {".gz" if compresses else ".groups"}
     assert not author.said
-    check(author, folder, (author.journal._segment, author.journal._size), state)
+    check(author, folder, (author.journal.reader.index.segment, author.journal.reader.index.size), state)
     oldest = min(int(path.name[:8]) for path in (folder / "journal").iterdir())
     assert oldest == (state["journal"]["first"] if state and not compresses else 1), "files that nobody needs any more"
 
@@ -292,7 +293,7 @@ def test_a_run_that_goes_back_leaves_nothing_of_what_it_took_back(tmp_path: Path
     """The steps are done again, otherwise: what later weights sampled before is not to be mixed with that."""
     author, state = written(tmp_path / "run", 2, 120, num_checkpoints=2)
     assert author.version > state["step"] + 1
-    journal = Journal(tmp_path / "run", prompts=PROMPTS, settings=SETTINGS)
+    journal = journal_of(tmp_path / "run", prompts=PROMPTS, settings=SETTINGS)
     reached, said = journal.resume(state)
     assert reached and reached["step"] == author.version and said == ""
     journal.begin(state["step"])  # as if they could not be trained again
@@ -341,8 +342,8 @@ def test_scored_groups_are_written_with_the_next_rollouts_after_a_second(
 def test_a_file_is_ended_when_it_is_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SEGMENT_BYTES", 3000)
     author, state = written(tmp_path / "run", 3, 80)
-    assert author.journal._segment > 4
-    check(author, tmp_path / "run", (author.journal._segment, author.journal._size), state)
+    assert author.journal.reader.index.segment > 4
+    check(author, tmp_path / "run", (author.journal.reader.index.segment, author.journal.reader.index.size), state)
 
 
 def test_a_disk_that_is_full_costs_the_steps_until_there_is_room(
@@ -381,12 +382,12 @@ def test_a_disk_that_is_full_costs_the_steps_until_there_is_room(
     assert reached["step"] == before and said == ""
     while author.version < before + 4:
         author.act()
-    missing = f"{folder}/journal goes on without steps {before + 1} to {before + 2}, which could not be written"
+    missing = f"{folder}/journal continues without steps {before + 1} to {before + 2}, which could not be written"
     assert len(author.said) == 2 and author.said[1].startswith(missing)
     assert author.journal.has(before + 4) and not author.journal.has(before + 2)
     journal, reached, said = read(folder, state)
     assert reached["step"] == before and f"step {before + 1} is missing in the journal" in said
-    assert before + 3 not in journal._steps, "it goes on before the first that is missing"
+    assert before + 3 not in journal.reader.index.steps, "it goes on before the first that is missing"
     state = author.checkpoint()
     while author.version < before + 9:
         author.act()

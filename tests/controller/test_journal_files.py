@@ -20,10 +20,10 @@ from llamarl.journal import reader as journal_reader
 from llamarl.journal import writer as module
 from llamarl.journal.reader import segment_path
 from llamarl.journal.records import records
-from llamarl.journal.writer import Journal
 from llamarl.observability.files import compress
 from llamarl.types import FinishReason, Rollout
 from tests.controller.test_journal import PROMPTS, SETTINGS, SIZE, Author, read, same, same_group, written
+from tests.journals import journal_of
 
 
 def replayed(author: Author) -> bool:
@@ -168,7 +168,7 @@ def lives(folder: Path) -> Author:
         author.complete_step([group_id])
     whole(author, 3)
     author.journal.close()
-    author.journal = Journal(folder, prompts=PROMPTS, settings=SETTINGS, keeps="all")
+    author.journal = journal_of(folder, prompts=PROMPTS, settings=SETTINGS, keeps="all")
     author.journal.resume(None)
     author.journal.begin(1)
     author.version = 1
@@ -208,7 +208,7 @@ def test_a_group_of_which_a_part_is_lost_is_none(tmp_path: Path) -> None:
         parked = {n: author.grown(5, n, None, is_final=False) for n in range(SIZE)}
     author.journal.rollouts([(5, one) for one in parked.values()])
     author.journal.next_segment()
-    size = author.journal._size
+    size = author.journal.reader.index.size
     author.active[5] = {n: author.grown(5, n, one, is_final=True) for n, one in parked.items()}
     author.journal.rollouts([(5, one) for one in author.active[5].values()])
     author.journal.next_segment()
@@ -266,7 +266,7 @@ def test_a_checkpoint_after_a_failure_keeps_what_no_step_has_taken(
     author.complete_step([2])
     author.complete_step([4])
     assert author.journal.has(3) and author.journal.has(4) and len(author.said) == 2
-    assert "journal goes on without steps 2 to 2" in author.said[1]
+    assert "journal continues without steps 2 to 2" in author.said[1]
     author.journal.close()
     journal, reached, said = read(author.folder, state)
     assert reached["step"] == 4 and said == ""
@@ -293,7 +293,7 @@ def test_a_file_that_cannot_be_begun_costs_no_record(tmp_path: Path, monkeypatch
         refused.setattr(module, "SEGMENT_BYTES", 10)
         refused.setattr(module, "open_own", raising(OSError(errno.ENOSPC, "No space left on device")))
         author.complete_step([1])
-    assert 1 in author.journal._steps and len(author.said) == 1
+    assert 1 in author.journal.reader.index.steps and len(author.said) == 1
     author.checkpoint()
     assert author.journal.has(1)
     author.journal.close()
@@ -311,7 +311,7 @@ def test_files_that_cannot_be_read_are_not_written_over(tmp_path: Path) -> None:
     for path in paths:
         path.write_bytes(b"x" + path.read_bytes()[1:])
     before = [read_anyhow(path) for path in paths]
-    author.journal = Journal(author.folder, author.said.append, prompts=PROMPTS, settings=SETTINGS, keeps="all")
+    author.journal = journal_of(author.folder, author.said.append, prompts=PROMPTS, settings=SETTINGS, keeps="all")
     reached, said = author.journal.resume(state)
     assert reached is state and "is missing, or damaged after byte 0" in said
     author.journal.begin(state["step"])
@@ -349,10 +349,10 @@ def test_groups_that_are_dropped_are_not_kept_in_mind(tmp_path: Path) -> None:
         whole(author, number)
     del author.active[2], author.scored[2]
     author.complete_step([1])
-    assert author.journal._live.keys() == {3}
+    assert author.journal._open.keys() == {3}
     author.journal.close()
     journal = read(author.folder)[0]
-    assert journal._pending.scored.keys() == {3} and not journal._pending.held
+    assert journal.reader.pending.scored.keys() == {3} and not journal.reader.pending.held
     assert [group.group_id for _, groups in journal.steps_after(0) for group in groups] == [1]
 
 

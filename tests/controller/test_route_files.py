@@ -13,9 +13,9 @@ import pytest
 from llamarl.journal import records
 from llamarl.journal.reader import segment_path
 from llamarl.journal.records import named
-from llamarl.journal.writer import Journal
 from llamarl.types import FinishReason, Rollout, RolloutGroup, observed, unknown_routes
 from tests.controller.test_journal import PROMPTS, SETTINGS, SIZE, Author, read, same_group
+from tests.journals import journal_of
 
 
 class MixtureAuthor(Author):
@@ -121,7 +121,7 @@ def test_files_go_with_those_of_the_journal(tmp_path: Path) -> None:
 
 def test_what_an_environment_wrote_gets_its_experts_when_it_is_prefilled(tmp_path: Path) -> None:
     """They come after the tokens, with those that the policy goes on with."""
-    journal = Journal(tmp_path, prompts=PROMPTS, settings=SETTINGS)
+    journal = journal_of(tmp_path, prompts=PROMPTS, settings=SETTINGS)
     journal.begin(0)
     sampled = {
         "token_ids": np.arange(3, dtype=np.int32), "behavior_logprobs": np.zeros(3, np.float32),

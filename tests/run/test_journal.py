@@ -25,7 +25,7 @@ def said(folder: Path, settings: RunConfig, num_prompts: int = 5, unknown: Seque
     _, lost = journal.resume(None)
     if not (folder / "journal").exists():
         for name in unknown:
-            del journal._settings[name]
+            del journal.reader.settings[name]
         journal.begin(0)
         journal.step([], STATE | {"step": 1})  # type: ignore[arg-type]
     journal.close()

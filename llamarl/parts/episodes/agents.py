@@ -64,7 +64,7 @@ class Agents:
             prompt = self._flight.groups[request.group_id].prompt
             for row in [self._flight[request.group_id, index] for index in request.indices]:
                 task = AgentTask(*row.key, prompt, request.sampling, 0)
-                self._flight.turn(row)
+                self._flight.begin_turn(row)
                 self._episodes[row.key] = _RunningEpisode(task=task, row=row, since_s=now_s)
                 tasks.append(task)
         await self._port.submit(tasks)

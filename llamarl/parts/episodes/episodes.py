@@ -129,18 +129,18 @@ class Episodes:
             rollout = replace(rollout, finish_reason=FinishReason.LENGTH)
             self._leave([row.key])
         self._flight.end(row, rollout, replied.result)
-        self._replicas.forget([row])
+        self._replicas.free_kv([row])
         return []
 
     async def _restore(self, life: ExecutorHandle) -> str:
         """A new environment is asked for all replies that are missing."""
-        turns = [*self._flight.rows(RolloutState.TURN)]
+        turns = [*self._flight.in_state(RolloutState.TURN)]
         await port(EnvironmentPort, life, self._timeout_s).submit([*map(self._open_turn, turns)])
         return f"the turns of {len(turns)} episodes"
 
     def describe(self) -> str:
         """Rollouts that wait for the environment, in a sentence for a stall report; empty: none waits."""
-        since_s = [row.since_s for row in self._flight.rows(RolloutState.TURN)]
+        since_s = [row.since_s for row in self._flight.in_state(RolloutState.TURN)]
         if not since_s:
             return ""
         age_s = asyncio.get_running_loop().time() - min(since_s)

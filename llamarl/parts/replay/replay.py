@@ -27,9 +27,9 @@ from llamarl.controller.collector import Scorers
 from llamarl.controller.flight import InFlightRollout, PendingGroup
 from llamarl.controller.ports import CriticPort, GeneratorPort, TrainerPort
 from llamarl.controller.supervision import run_pausable
-from llamarl.controller.train_loop import retake
+from llamarl.controller.train_loop import train_again
 from llamarl.executors.replies import ControllerState
-from llamarl.journal.writer import Journal
+from llamarl.journal.reader import JournalReader
 from llamarl.parts.replay.recorded import Diverged, first_difference, first_tensor, other_machine
 from llamarl.parts.replay.replayed import Difference, Replayed
 from llamarl.run.assembly import supervised
@@ -158,7 +158,7 @@ class _Replay:
         rollout = self._config.rollout
         self._reach = _MARGIN + staleness_limit(rollout.max_staleness, 1, rollout.window)
         self._sampling = sampling_by_source(self._config, request.problems)
-        self._journal: Journal
+        self._journal: JournalReader
         self._trainer: TrainerPort
         self._critic: CriticPort | None = None
         self._generator: ReplayPort | None = None
@@ -244,7 +244,7 @@ class _Replay:
     def _steps_after(self, begin: int) -> Iterator[tuple[int, list[RolloutGroup]]]:
         """Raises Diverged: the journal does not have all of them."""
         request, said = self._request, list[str]()
-        self._journal = open_journal(request.journal, request.problems, request.folder, said.append)
+        self._journal = open_journal(request.journal, request.problems, request.folder, said.append).reader
         try:
             state, _ = self._journal.resume(cast("ControllerState | None", {"step": begin} if begin else None))
         except OSError as error:
@@ -327,7 +327,7 @@ class _Replay:
         if self._scoring and is_wanted:
             work.append(self._judge(step, groups, self._scoring))
         if self._trains:
-            work.append(retake([(step, groups)], self._trainer, self._critic, told=told))
+            work.append(train_again([(step, groups)], self._trainer, self._critic, on_step=told))
         await asyncio.gather(*work)
         if is_wanted:
             self._tally.steps += 1
