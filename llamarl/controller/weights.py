@@ -348,7 +348,8 @@ async def probed(
         return None
     mismatch = mismatch_of(published.probe, await replica.port.score(published.probe.sequences))
     if not mismatch.mean <= max_mismatch:
-        trainer_nats = float(np.abs(np.concatenate(published.probe.logprobs, dtype=np.float64)).mean())
+        compared_N = np.concatenate(published.probe.logprobs, dtype=np.float64)[published.probe.is_compared_N]
+        trainer_nats = float(np.abs(compared_N).mean())
         if not trainer_nats < RUINED_NATS:
             fix = "lower trainer.learning_rate or trainer.max_grad_norm, and resume from an earlier checkpoint"
             raise NonFiniteStep(

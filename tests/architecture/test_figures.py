@@ -75,6 +75,11 @@ def errors_of_steps(data: Any) -> list[float]:
     return [abs(one["simulator"]["error"]["step_s"]) for one in data["settings_predicted"].values()]
 
 
+def error_of(predictor: str, of_all: Callable[[list[float]], float], data: Any) -> float:
+    """Of the mean step, over the settings."""
+    return of_all([abs(one[predictor]["error"]["step_s"]) for one in data["settings_predicted"].values()])
+
+
 def kl_of_staleness_4(data: Any) -> float:
     return statistics.fmean(
         run["kl_to_behavior"] for run in data["runs"] if (run["task"], run["way"]) == ("demo", "S=4")
@@ -106,11 +111,18 @@ def quotient(above: Callable[[Any], float], below: Callable[[Any], float]) -> Ca
 GPU = "gpu-2026-11-26"
 
 
-def decoded(dtype: str, figure: str = "step_s", graphs: bool = True, factor: float = 1.0) -> Callable[[Any], float]:
-    return of_gpu(figure, factor, model="8b", dtype=dtype, graphs=graphs, batch=64, context=1024)
+def decoded(
+    dtype: str, figure: str = "step_s", graphs: bool = True, factor: float = 1.0, batch: int = 64, context: int = 1024
+) -> Callable[[Any], float]:
+    return of_gpu(figure, factor, model="8b", dtype=dtype, graphs=graphs, batch=batch, context=context)
 
 
 BF16 = decoded("bfloat16")
+HIGH_SHARE = decoded("bfloat16", "bandwidth_share")
+WIDE_SHARE = decoded("bfloat16", "bandwidth_share", batch=256, context=256)
+WIDE_GRAPHS = quotient(
+    decoded("bfloat16", graphs=False, batch=256, context=256), decoded("bfloat16", batch=256, context=256)
+)
 MFU_8B = of_gpu("mfu", part="train-8b", model="8b")
 APART = of_gpu("mean", probe="mismatch", dtype="bfloat16")
 
@@ -132,7 +144,6 @@ BAD_LINKS, FAR = "hosts-2026-11-25", "hosts-2026-11-26"
 SYNC, PLAN, DELTA = "weight_sync-2026-11-22", "weight_sync_plan-2026-11-22", "delta-2026-11-21"
 CHECKPOINT, FAULTS, DECODE = "checkpoint-2026-11-21", "faults-2026-11-23", "generation-avx512-2026-11-22"
 JUDGE = "judge_data-2026-11-23"
-MODES = tuple(f"medians/{mode}/" for mode in ("max_staleness_1", "max_staleness_0", "colocated"))
 SCALE: tuple[tuple[Value, str], ...] = (
     *(("agents_here_s", ".1f"), ("agents_core_share", ".0%"), (lambda data: 1e3 * data["placement_s"], ".0f")),
     *(("call_all_ms", ".0f"), ("sends_per_call", ".0f"), ("bytes_ratio", ".2f")),
@@ -161,8 +172,9 @@ FIGURES = (
         for of, words in (("", "with AMX):"), ("-avx2", "(Intel(R) Xeon(R) Processor):"))
     ),
     Figure(
-        "docs/paper.md", "on an H100 8B decodes {} times as fast with them as without", GPU,
-        ((quotient(decoded("bfloat16", graphs=False), BF16), ".2f"),),
+        "docs/paper.md", "{} times as fast as without graphs at 64 rows of 1,024 tokens, and {} times at 256 rows",
+        GPU,
+        ((quotient(decoded("bfloat16", graphs=False), BF16), ".2f"), (WIDE_GRAPHS, ".2f")),
     ),
     Figure(
         "docs/measures.md",
@@ -172,20 +184,27 @@ FIGURES = (
     *(
         Figure("docs/gpus.md", words, GPU, numbers)
         for words, numbers in (
-            ("| {} ms a step, {} of the time that reading", ((decoded("bfloat16", factor=1e3), ".2f"),
-             (decoded("bfloat16", "bandwidth_share"), ".2f"))),
+            ("64 rows of 1,024 tokens, time per step | {} ms |", ((decoded("bfloat16", factor=1e3), ".2f"),)),
+            ("| the same, share of the memory bandwidth | {} | 0.6 |", ((HIGH_SHARE, ".2f"),)),
+            ("| the same with 256 rows of 256 tokens | {} |", ((WIDE_SHARE, ".2f"),)),
             ("| {} times as long | 1.3 |", ((quotient(decoded("bfloat16", graphs=False), BF16), ".2f"),)),
-            ("| {} and {} times as fast", tuple((quotient(BF16, decoded(one)), ".2f") for one in ("fp8", "int8"))),
-            ("| {} of the bandwidth | 0.8 |", ((of_gpu("bandwidth_share", probe="attention", context=8192,
+            ("| {} times as long | |", ((WIDE_GRAPHS, ".2f"),)),
+            ("fp8 weights, 64 rows, against bfloat16 | {} times |", ((quotient(BF16, decoded("fp8")), ".2f"),)),
+            ("int8 weights, 64 rows, against bfloat16 | {} times |", ((quotient(BF16, decoded("int8")), ".2f"),)),
+            *(
+                (f"decode with {one} weights, 64 rows, share of the bandwidth | {{}} |",
+                 ((decoded(one, "bandwidth_share"), ".2f"),)) for one in ("fp8", "int8")
+            ),
+            ("share of the bandwidth | {} | 0.8 |", ((of_gpu("bandwidth_share", probe="attention", context=8192,
              cached="bfloat16", stages=3), ".2f"),)),
-            ("| {} of the peak | 0.35 |", ((of_gpu("mfu", probe="prefill", prompt=2048), ".2f"),)),
-            ("| {} of the peak | 0.40: missed |", ((MFU_8B, ".3f"),)),
-            ("| {} of the peak | 0.35: missed |", ((of_gpu("mfu", part="train-1b", model="1b"), ".2f"),)),
+            ("share of the peak FLOPs | {} | 0.35 |", ((of_gpu("mfu", probe="prefill", prompt=2048), ".2f"),)),
+            ("| {} | 0.40: missed |", ((MFU_8B, ".3f"),)),
+            ("| {} | 0.35: missed |", ((of_gpu("mfu", part="train-1b", model="1b"), ".2f"),)),
             ("| {} times as long | 1.15 |", ((of_gpu("time_ratio", logprobs="8b"), ".2f"),)),
-            ("| {} of the bandwidth | 0.6: missed |", ((of_gpu("bandwidth_share", optimizer="1b"), ".2f"),)),
+            ("| {} | 0.6: missed |", ((of_gpu("bandwidth_share", optimizer="1b"), ".2f"),)),
             ("| {} s | 0.06: missed |", ((of_gpu("fetch_s", transport="nixl", model="3b"), ".3f"),)),
-            ("| {} nats apart in the mean", ((APART, ".3f"),)),
-            ("Of {} tests {} failed", ((of_gpu("tests"), ".0f"), (of_gpu("num_failed"), ".0f"))),
+            ("| {} nats | 0.02 |", ((APART, ".3f"),)),
+            ("GPU tests that failed, of {} | {} |", ((of_gpu("tests"), ".0f"), (of_gpu("num_failed"), ".0f"))),
             ("| {} points more", ((of_gpu("accuracy_after", 100.0, "accuracy_before", part="demo"), ".1f"),)),
         )
     ),
@@ -197,31 +216,32 @@ FIGURES = (
         "README.md", "accuracy after 60 steps {} points from the synchronous mode's, {} to {} in {} pairs",
         LEARNING_DEFAULT, of_pairs(1),
     ),
-    Figure("docs/paper.md", "{} points from its accuracy, {} to {} in {} pairs", LEARNING_DEFAULT, of_pairs(1)),
-    Figure("docs/staleness.md", "With the default, {} to {} points in {} pairs", LEARNING_DEFAULT, of_pairs(1)[1:]),
     Figure(
-        "docs/staleness.md", "takes its 60 steps in 1 / {} of the synchronous one's time", ASYNC,
+        "docs/paper.md", "less the synchronous mode's: {} points, {} to {} in {} pairs", LEARNING_DEFAULT, of_pairs(1)
+    ),
+    Figure(
+        "docs/staleness.md", "takes 1 / {} of the synchronous time for its 60 steps", ASYNC,
         (("speedup_vs_max_staleness_0", ".2f"),),
     ),
-    Figure("docs/staleness.md", "the KL to the policy that sampled it is {}", LEARNING, ((kl_of_staleness_4, ".3f"),)),
+    Figure("docs/staleness.md", "KL to the sampling policy is {}", LEARNING, ((kl_of_staleness_4, ".3f"),)),
     *(
         Figure("docs/staleness.md", words, LEARNING, ((half_way(way), ".1f"),))
         for way, words in {
-            "S=4": "when staleness 4 is {} points behind", "S=4 window 1": "leaves {} points",
-            "S=4 rho 1": "makes it worse, {};", "S=4 half rate": "staleness 4 is then {} points behind",
-            "S=4 beta1 0": "(`trainer.beta1 = 0`) it is {} points behind",
+            "S=4": "| defaults | {} |", "S=4 window 1": "| `rollout.window = 1` | {} |",
+            "S=4 rho 1": "| ratio capped at 1 | {} |", "S=4 half rate": "| half the learning rate, in both | {} |",
+            "S=4 beta1 0": "(`trainer.beta1 = 0`) | {} |",
         }.items()
     ),
     Figure(
-        "docs/staleness.md", "the synchronous mode itself gains {} points", LEARNING,
+        "docs/staleness.md", "the synchronous mode itself gains {} points over its default", LEARNING,
         (("gap_points/half demo S=0 beta1 0", ".1f"),),
     ),
     Figure(
-        "docs/staleness.md", "are {} points from the synchronous mode with the default, {} to {}", LEARNING,
+        "docs/staleness.md", "the difference to the default synchronous mode is {} points, {} to {} ", LEARNING,
         of_pairs(4, " beta1 0")[:3],
     ),
     Figure(
-        "docs/staleness.md", "ends at {} points, {} to {} in {} pairs", LEARNING,
+        "docs/staleness.md", "with tools, 1,024 problems | {} | {} to {} | {} |", LEARNING,
         (
             ("gap_points/calculator S=1", ".1f"),
             *((lambda data, end=end: data["interval"]["calculator S=1"][end], ".1f") for end in (0, 1)),
@@ -234,13 +254,13 @@ FIGURES = (
         (("own_machine/median_error", ".1%"), ("worst_errors_of_simulator/step_s", ".1%")),
     ),
     Figure("docs/measures.md", "the calculator {} at 1", LEARNING, (("gap_points/calculator S=1", ".1f"),)),
-    Figure("docs/staleness.md", "staleness 1 it is {} points, {} to {} in {} pairs", LEARNING, of_pairs(1, " int8")),
-    Figure("docs/staleness.md", "segments of 16 tokens {}, {} to {} in {} pairs", LEARNING, of_pairs(1, " segments")),
+    Figure("docs/staleness.md", "int8 generators | {} | {} to {} | {} |", LEARNING, of_pairs(1, " int8")),
+    Figure("docs/staleness.md", "segments of 16 tokens | {} | {} to {} | {} |", LEARNING, of_pairs(1, " segments")),
     Figure(
-        "docs/staleness.md", "computed again for new weights {}, {} to {} in {} pairs", LEARNING,
+        "docs/staleness.md", "recomputed for new weights | {} | {} to {} | {} |", LEARNING,
         of_pairs(1, " recompute"),
     ),
-    Figure("docs/paper.md", "with staleness 4 it is {} points", LEARNING, of_pairs(4)[:1]),
+    Figure("docs/paper.md", "with staleness 4 {} points", LEARNING, of_pairs(4)[:1]),
     *(
         Figure(
             "docs/staleness.md", row, LEARNING_DEFAULT if staleness == 1 else LEARNING,
@@ -274,18 +294,16 @@ FIGURES = (
             (lambda data: max(errors_of_steps(data)), ".1%"),
         ),
     ),
-    Figure("docs/planner.md", "median error of its steps is {}", "prediction-seed0-2026-11-22",
-           (("own_machine/median_errors/planner/step_s", ".0%"),)),
-    Figure("docs/planner.md", "and {} in another", "prediction-2026-11-22",
-           (("own_machine/median_errors/planner/step_s", ".0%"),)),
-    Figure(
-        "docs/first_run.md", "The asynchronous run took {} s per step (median of three seeds), the synchronous one {} "
-        "s and the colocated one, with each phase on both cores, {} s", ASYNC,
-        tuple((f"{one}step_s_median", ".2f") for one in MODES),
-    ),
-    Figure(
-        "docs/first_run.md", "right after 60 steps (medians) are {}, {} and {}", ASYNC,
-        tuple((f"{one}accuracy_after", ".1%") for one in MODES),
+    *(
+        Figure(
+            "docs/planner.md", f"| {words} | {{}} | {{}} | `benchmarks/results/{file}.json`", file,
+            tuple((partial(error_of, predictor, of_all), spec) for of_all in (statistics.median, max)),
+        )
+        for file in ("prediction-2026-11-26", "prediction-amx-2026-11-26")
+        for words, predictor, spec in (
+            ("eight" if file == "prediction-2026-11-26" else "eight others, a faster machine", "simulator", ".1%"),
+            ("planner | the same", "planner", ".0%"),
+        )
     ),
     Figure(
         "docs/measures.md", "weights read at {} of the speed of the dense kernels at least, recording experts costs {} "
@@ -297,51 +315,44 @@ FIGURES = (
         ),
     ),
     Figure(
-        "docs/moe.md", "it solves {} of 2,048 problems that nobody trained on (three seeds), the dense demo {} of the "
-        "same, in {} times", "moe-2026-11-24",
+        "docs/layouts.md", "(three seeds) it solves {} of 2,048 held-out problems, compared with {} for the dense "
+        "demo. Training takes {} times", "moe-2026-11-24",
         (("accuracy_after", ".1%"), ("accuracy_after_dense", ".1%"), ("demo_time_ratio", ".2f")),
     ),
-    Figure(
-        "docs/moe.md", "Without replay routing is {} of it in bfloat16 and {} in int8.", "moe-2026-11-24",
-        ((of_routing("bfloat16"), ".0%"), (of_routing("int8"), ".0%")),
+    *(
+        Figure(
+            "docs/layouts.md", f"{words} | {{}}{unit} | {{}}{unit} |", "moe-2026-11-24",
+            tuple((number(kind), spec) for kind in ("bfloat16", "int8")),
+        )
+        for words, unit, number, spec in (
+            ("share of the KL that routing causes, without replay", "", of_routing, ".0%"),
+            ("steps with replay, one seed", "e-6", partial(kl_of_runs, replay="on"), ".0f"),
+            ("the same without replay, one seed", "e-6", partial(kl_of_runs, replay="off"), ".0f"),
+            ("(standard error: a sixth)", " times", "kl_ratio/{}".format, ".2f"),
+            ("the same without replay", " times", "kl_ratio_live/{}".format, ".2f"),
+            ("differ after the warm start", "", "kl/demo_moe/{}/routes_differ".format, ".1%"),
+            ("of about 145,000 tokens", "", "kl/demo_moe/{}/routing_in_ten_tokens".format, ".0%"),
+        )
     ),
     Figure(
-        "docs/moe.md", "was {}e-6 with it and {}e-6 without in bfloat16, {}e-6 and {}e-6 in int8", "moe-2026-11-24",
-        tuple((kl_of_runs(kind, replay), ".0f") for kind in ("bfloat16", "int8") for replay in ("on", "off")),
-    ),
-    Figure(
-        "docs/moe.md", "{} of the choices in bfloat16 and {} in int8 are others, of which nearly all leave the next "
-        "token as likely as it was; ten of about 145,000 tokens make {} and {} of the KL by routing", "moe-2026-11-24",
-        (
-            *((f"kl/demo_moe/{kind}/routes_differ", ".1%") for kind in ("bfloat16", "int8")),
-            *((f"kl/demo_moe/{kind}/routing_in_ten_tokens", ".0%") for kind in ("bfloat16", "int8")),
-        ),
-    ),
-    Figure(
-        "docs/moe.md", "the KL from the generator to a float32 trainer is {} times that of the dense demo in bfloat16 "
-        "and {} times in int8, with standard errors of a sixth of them; without replay it is {} and {} times",
-        "moe-2026-11-24",
-        tuple((f"{key}/{kind}", ".2f") for key in ("kl_ratio", "kl_ratio_live") for kind in ("bfloat16", "int8")),
-    ),
-    Figure(
-        "docs/checkpoints.md", "stood still for {} of a save's time (median of seven; {} in the first", CHECKPOINT,
+        "docs/recovery.md", "was blocked for {} of a save's time (median of seven; {} for the first save)", CHECKPOINT,
         (("blocked_share", ".0%"), ("blocked_share_of_the_first", ".0%")),
     ),
     Figure(
-        "docs/checkpoints.md", "{} s for {} GB", CHECKPOINT,
+        "docs/recovery.md", "{} s for {} GB", CHECKPOINT,
         (("blocked_s", ".2f"), (lambda data: data["bytes"] / 1e9, ".2f")),
     ),
     Figure(
-        "docs/code.md", "Of HumanEval's {} reference solutions {} are right, of MBPP's {} all {}",
+        "docs/episodes.md", "Of HumanEval's {} reference solutions {} are right, of MBPP's {} all {}",
         JUDGE,
         tuple((f"{name}/{key}", ".0f") for name in ("humaneval", "mbpp") for key in ("rows", "right")),
     ),
-    Figure("docs/hosts.md", "first answer (without torch) | {} s |", BAD_LINKS, (("attach_s", ".2f"),)),
-    Figure("docs/hosts.md", "a process of the same machine | {} times |", BAD_LINKS, (("call_ratio", ".2f"),)),
-    Figure("docs/hosts.md", "the same processes on one | {} of the samples/s |", HOSTS, (("demo_ratio", ".2f"),)),
-    Figure("docs/hosts.md", "registry and heartbeats | {} of a core |", HOSTS, (("registry_share", ".1%"),)),
+    Figure("docs/hosts.md", "first reply (without torch) | {} s |", BAD_LINKS, (("attach_s", ".2f"),)),
+    Figure("docs/hosts.md", "a process of the same machine | {} times as long |", BAD_LINKS, (("call_ratio", ".2f"),)),
+    Figure("docs/hosts.md", "against the same processes on one | {} times |", HOSTS, (("demo_ratio", ".2f"),)),
+    Figure("docs/hosts.md", "heartbeats with 64 agents | {} of a core |", HOSTS, (("registry_share", ".1%"),)),
     Figure(
-        "docs/hosts.md", "alone, proved | {} ({} to {} s), {} |", WIRE,
+        "docs/hosts.md", "as many streams | {} ({} to {} s) | | the same with verification | {} |", WIRE,
         (
             ("share_of_wire", ".2f"),
             (lambda data: min(one["bare_s"] for one in data["rounds_s"]), ".2f"),
@@ -350,7 +361,7 @@ FIGURES = (
         ),
     ),
     Figure(
-        "docs/hosts.md", "against one replica | {} with relays, {} without |", WIRE,
+        "docs/hosts.md", "with relays | {} times as long | | the same without relays | {} times as long |", WIRE,
         (("relay_ratio", ".2f"), ("direct_ratio", ".2f")),
     ),
     Figure(
@@ -426,13 +437,17 @@ FIGURES = (
         "generation-amx-2026-11-24",
         tuple((f"ratio_vs_vllm/{size}_{kind}", ".2f") for kind in ("bf16", "int8") for size in ("10m", "100m")),
     ),
-    Figure(
-        "docs/generation.md",
-        "in bfloat16 and {} in int8 with 10M parameters, {} and {} with 35M, {} and {} with 100M",
-        "generation-amx-2026-11-24",
-        tuple(
-            (f"ratio_vs_vllm/{size}_{kind}", ".2f") for size in ("10m", "35m", "100m") for kind in ("bf16", "int8")
-        )[1:],
+    *(
+        Figure(
+            "docs/generation.md",
+            words + " | {} times | {} times | {} times |",
+            f"generation-amx{of}-2026-11-24",
+            tuple((f"ratio_vs_vllm/{size}_{kind}", ".2f") for size in ("10m", "35m", "100m")),
+        )
+        for words, of, kind in (
+            ("| bfloat16 | bfloat16", "", "bf16"), ("| int8 | bfloat16", "", "int8"),
+            ("| float32 | float32", "-fp32", "fp32"),
+        )
     ),
     Figure(
         "docs/measures.md",
@@ -442,7 +457,7 @@ FIGURES = (
     ),
     Figure(
         "docs/generation.md",
-        "two repeats in place of one, int8 with 100M was {}",
+        "two repeats instead of one | bfloat16 | | | {} times |",
         "generation-amx-int8-2026-11-24",
         (("ratio_vs_vllm/100m_int8", ".2f"),),
     ),
@@ -453,16 +468,8 @@ FIGURES = (
         tuple((f"ratio_vs_vllm/{size}_fp32", ".2f") for size in ("10m", "35m", "100m")),
     ),
     Figure(
-        "docs/generation.md",
-        "generates there {} times as much as vLLM in float32 with 10M parameters, {} with 35M and {} with 100M",
-        "generation-amx-fp32-2026-11-24",
-        tuple((f"ratio_vs_vllm/{size}_fp32", ".2f") for size in ("10m", "35m", "100m")),
-    ),
-    Figure(
         "docs/training.md",
-        "greedy answers to 2,048 fresh problems are right in {} with exact weights and moments, {} with 8-bit moments, "
-        "{} with bfloat16 weights and {} with both; at a learning rate of 2e-5 in {} exact, {} with bfloat16 weights "
-        "and {} with both",
+        "| the demo's | {} | {} | {} | {} | | 2e-5 | {} | | {} | {} |",
         "memory-2026-11-24",
         tuple(
             (f"accuracy_after/{name}", ".1%")
@@ -482,13 +489,13 @@ FIGURES = (
         ),
     ),
     Figure(
-        "docs/memory.md",
+        "docs/planner.md",
         "cache of 128 rows of 1,024 tokens | {} | {} |",
         "memory-2026-11-24",
         (("8b_140gb_peak_gb", ".1f"), ("8b_140gb_all_awake_gb", ".1f")),
     ),
     Figure(
-        "docs/memory.md",
+        "docs/planner.md",
         "cache of 32 rows of 1,024 tokens | {} | {} |",
         "memory-2026-11-24",
         (("1_7b_24gb_peak_gb", ".1f"), ("1_7b_24gb_all_awake_gb", ".1f")),
@@ -542,11 +549,11 @@ FIGURES = (
         ),
     ),
     Figure(
-        "docs/hosts.md", "longest step, where half of them take {} s | {} s |", BAD_LINKS,
+        "docs/hosts.md", "(median step {} s) | {} s | | sync at", BAD_LINKS,
         (("step_lossy_s", ".2f"), ("longest_step_lossy_s", ".2f")),
     ),
     Figure(
-        "docs/hosts.md", "beside which steps go on, each in {} s | {} s |", FAR,
+        "docs/hosts.md", "between all hosts (median step {} s) | {} s |", FAR,
         (("step_100ms_s", ".2f"), ("sync_100ms_s", ".2f")),
     ),
     Figure(
@@ -625,14 +632,6 @@ FIGURES = (
         "ranks take {} descriptors of a process and {} GiB of a host",
         "scale-2026-11-25",
         (*SCALE, ("max_descriptors", ".0f"), ("stream_gib", ".1f")),
-    ),
-    Figure(
-        "docs/hosts.md",
-        "answer are all here after {} s and take {} of a core; 128 hosts with 8 GPUs each are placed in {} ms of "
-        "processor time, which grows with hosts and executors, not with their product; a call to 32 processes on 8 "
-        "hosts takes {} ms there, and leaves the controller {} times; the groups of a step leave it {} times",
-        "scale-2026-11-25",
-        SCALE,
     ),
     Figure(
         "docs/measures.md",
@@ -714,7 +713,7 @@ FIGURES = (
         ),
     ),
     Figure(
-        "docs/paper.md", "{} ms of processor time per group at 16,384 simulated GPUs, and {} ms more of transport",
+        "docs/paper.md", "{} ms of CPU time per group at 16,384 simulated GPUs, and {} ms more of transport",
         "simulator-2026-11-21", (("controller_ms_per_group", ".2f"), ("transport_ms_per_group", ".2f")),
     ),
     Figure(
@@ -726,53 +725,47 @@ FIGURES = (
         (("speedup_vs_max_staleness_0", ".2f"),),
     ),
     Figure(
-        "docs/paper.md", "against vLLM in bfloat16, its fastest here, {} in bfloat16, {} in int8 and {} in float32 "
-        "(10M parameters), {}, {} and {} (100M); in float32 against its float32 {} and {}", DECODE,
+        "docs/paper.md", "in bfloat16: {} times with 10M parameters, {} times with 100M (one repeat at scale 0.15); "
+        "both in float32: {} and {} times", DECODE,
         (
-            *((f"ratio_vs_vllm/10m_{dtype}", ".2f") for dtype in ("bf16", "int8", "fp32")),
-            *((f"ratio_vs_vllm/100m_{dtype}", ".2f") for dtype in ("bf16", "int8", "fp32")),
-            (generation("10m"), ".2f"), (generation("100m"), ".2f"),
+            *((f"ratio_vs_vllm/{size}_bf16", ".2f") for size in ("10m", "100m")),
+            *((generation(size), ".2f") for size in ("10m", "100m")),
         ),
     ),
     Figure(
-        "docs/paper.md", "{} times a gather and broadcast by shared memory, {} times between processes by sockets; "
-        "publishing by shared memory at {} of the speed of memcpy, with proof at {}, and {} where proving "
-        "overlaps with writing", SYNC,
+        "docs/paper.md", "{} times as fast as a gather and broadcast by shared memory, {} times by sockets. Verified "
+        "publishing runs at {} of the speed of memcpy", SYNC,
         (
-            ("ratio_vs_gather_broadcast", ".0f"), ("p2p_ratio_vs_gather_broadcast", ".1f"), ("share_of_memcpy", ".2f"),
-            ("share_of_memcpy_when_proved", ".2f"), ("share_of_memcpy_when_proved_overlapped", ".2f"),
+            ("ratio_vs_gather_broadcast", ".0f"), ("p2p_ratio_vs_gather_broadcast", ".1f"),
+            ("share_of_memcpy_when_proved", ".2f"),
         ),
     ),
     Figure(
-        "docs/paper.md", "takes {} s, and the moves of one rank {} s", PLAN,
-        ((f"{P405}wall_s", ".2f"), (f"{P405}moves_of_one_rank_s", ".2f")),
+        "docs/paper.md", "Planning 405B on 512 to 512 ranks takes {} s", PLAN, ((f"{P405}wall_s", ".2f"),),
     ),
     Figure(
-        "docs/reading_a_run.md", "with two pages open it took {} of a core", "watching-2026-11-23",
-        (("core_share", ".0%"),),
+        "docs/reading_a_run.md", "Two open pages use {} of a core", "watching-2026-11-23", (("core_share", ".0%"),)
     ),
-    Figure(
-        "docs/reading_a_run.md", "trained {} ± {} more tokens per second", "watching-2026-11-23",
-        ((lambda data: data["ratio"] - 1, ".1%"), ("standard_error", ".1%")),
+    *(
+        Figure("docs/recovery.md", words, FAULTS, ((key, spec),))
+        for words, key, spec in (
+            ("until its replacement decodes | {} s |", "replacement_s", ".1f"),
+            ("until it serves again | {} s |", "continue_s", ".1f"),
+            ("from the mirror | {} s |", "trainer_mirror_s", ".1f"),
+            ("25 steps back | {} s |", "trainer_checkpoint_s", ".1f"),
+            ("mirror, share of a step | {} |", "mirror_share", ".1%"),
+            ("journal, share of a step | {} |", "record_share", ".1%"),
+        )
     ),
+    Figure("docs/recovery.md", "the replacement decodes after {} s", FAULTS, (("replacement_s", ".1f"),)),
+    Figure("docs/recovery.md", "longest step {} s", FAULTS, (("stop/longest_step_s", ".1f"),)),
     Figure(
-        "docs/recovery.md", "a killed generator's replacement decodes after {} s, one that was stopped for 30 s serves "
-        "again {} s after it goes on; the step after a trainer's death ends after {} s with the mirror and after {} s "
-        "from a checkpoint 25 steps back. The mirror takes {} of a step, the journal {}", FAULTS,
-        (
-            ("replacement_s", ".1f"), ("continue_s", ".1f"), ("trainer_mirror_s", ".1f"),
-            ("trainer_checkpoint_s", ".1f"), ("mirror_share", ".1%"), ("record_share", ".1%"),
-        ),
-    ),
-    Figure("docs/reliability.md", "the replacement decodes after {} s", FAULTS, (("replacement_s", ".1f"),)),
-    Figure("docs/reliability.md", "longest step {} s", FAULTS, (("stop/longest_step_s", ".1f"),)),
-    Figure(
-        "docs/reliability.md", "{} ms at the 99th percentile", FAULTS,
+        "docs/recovery.md", "{} ms at the 99th percentile", FAULTS,
         ((lambda data: 1e3 * data["stall_p99_s"], ".1f"),),
     ),
     Figure(
-        "docs/reliability.md", "{} GB by shared memory: {} times two memcpys, proved; {} times faster than gather and "
-        "broadcast, {} times by sockets", SYNC,
+        "docs/recovery.md", "{} GB by shared memory, verified: {} times the time of two memcpys. Against gather and "
+        "broadcast: {} times as fast, {} times by sockets", SYNC,
         (
             (lambda data: data["settings"]["weights_bytes"] / 1e9, ".2f"),
             (lambda data: 1 / data["share_of_memcpy_when_proved"], ".2f"),
@@ -780,35 +773,31 @@ FIGURES = (
         ),
     ),
     Figure(
-        "docs/reliability.md", "blocked {} of the time, {} at the first", CHECKPOINT,
+        "docs/recovery.md", "blocked for {} of a save's time, {} for the first", CHECKPOINT,
         (("blocked_share", ".0%"), ("blocked_share_of_the_first", ".0%")),
     ),
     Figure(
-        "docs/reliability.md", "the controller grew from {} to {} MB, {} MB per 100 steps", "soak-2026-11-22",
+        "docs/recovery.md", "the controller grew from {} to {} MB, {} MB per 100 steps", "soak-2026-11-22",
         tuple((f"processes/controller/rss_bytes/{one}", spec) for one, spec in
               (("first", ".0f"), ("last", ".0f"), ("per_100_steps", ".1f"))),
     ),
     Figure(
-        "docs/reliability.md", "generator {} MB, the trainer {} and the reward executor {}", "soak-2026-11-22",
+        "docs/recovery.md", "generator grew by {} MB, the trainer by {} and the reward executor by {}",
+        "soak-2026-11-22",
         tuple((f"processes/{one}/rss_bytes/per_100_steps", ".2f") for one in ("generator-0", "trainer", "reward")),
     ),
-    Figure("docs/theory.md", "median error of the mean step of {}", "prediction-2026-11-22",
-           ((lambda data: statistics.median(errors_of_steps(data)), ".1%"),)),
-    Figure("docs/theory.md", "and {}, single settings up to {}", "prediction-seed0-2026-11-22",
-           ((lambda data: statistics.median(errors_of_steps(data)), ".1%"),
-            (lambda data: max(errors_of_steps(data)), ".0%"))),
     Figure(
-        "docs/training.md", "takes {} of the memory that all logits take, gradients included, and {} times as long",
+        "docs/training.md", "takes {} of the memory of all logits including gradients, and {} times as long",
         "training-2026-11-21",
         (("head/tiles_of_2^23/memory_ratio", ".0%"), ("head/tiles_of_2^23/time_ratio", ".1f")),
     ),
     Figure(
-        "docs/weight_sync.md", "it adds {} to a sync by shared memory, and {} to one by sockets", SYNC,
+        "docs/generation.md", "it adds {} to the time of a sync by shared memory, and {} by sockets", SYNC,
         (("fingerprint_share/shared_memory/both", ".0%"), ("fingerprint_share/p2p/both", ".0%")),
     ),
     Figure(
-        "docs/weight_sync.md",
-        "changes {} of the bfloat16 values ({} of the bytes travel) and {} of the int8 codes ({},",
+        "docs/generation.md",
+        "| 1e-6 | {} | {} | {} | {}, mostly scales |",
         DELTA,
         (
             ("low/codecs/bfloat16/changed_share_values", ".2%"), ("low/codecs/bfloat16/bytes_share", ".1%"),
@@ -816,7 +805,7 @@ FIGURES = (
         ),
     ),
     Figure(
-        "docs/weight_sync.md", "at its own 1.5e-4 it is {} and {}", DELTA,
+        "docs/generation.md", "| 1.5e-4 (the demo's) | {} | | {} | |", DELTA,
         (("demo/codecs/bfloat16/changed_share_values", ".0%"), ("demo/codecs/int8/changed_share_values", ".1%")),
     ),
 )  # fmt: skip
