@@ -83,7 +83,6 @@ def sampler_of(prompts: Sequence[Prompt], config: RunConfig) -> PromptOrder:
 
 
 def _invalid_by_source(groups: Sequence[RolloutGroup]) -> str:
-    """Returns text: the number of invalid rewards of each source, or nothing if there is one source."""
     invalid = (
         group.prompt.source
         for group in groups

@@ -108,7 +108,6 @@ class Collector:
 
 
 def _columns_for_scoring(rollout: Rollout) -> Rollout:
-    """Returns the rollout with the columns that a reward reads."""
     agent_columns = ("sequence", "policy_versions") if "sequence" in rollout.columns else ()
     return rollout.with_only("token_ids", *agent_columns)
 

@@ -540,7 +540,6 @@ class Flight:
 
 
 def _state_after(row: InFlightRollout) -> RolloutState:
-    """Returns the next state of a rollout that its generator has finished."""
     has_ended_a_turn = row.request.has_turns and row.rollout.finish_reason is FinishReason.STOP
     return RolloutState.TURN if has_ended_a_turn else RolloutState.ENDED
 

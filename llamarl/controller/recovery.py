@@ -197,7 +197,6 @@ class Recovery:
         self._replicas.resume(requests)
 
     def _consequence(self, num_groups: int, num_started: int) -> str:
-        """Returns a sentence on the groups of a dead generator and on its replacement."""
         work, alive = f"its work ({counted(num_groups, 'unfinished group')})", self._replicas.alive
         if not alive:
             return f"{work} waits for {_next(self._num_starting)}"
@@ -235,5 +234,4 @@ def _named(others: Sequence[Replica]) -> str:
 
 
 def _next(num_starting: int) -> str:
-    """Returns text on what a run without generators waits for."""
     return "a new generator, which starts" if num_starting else "a host with room"

@@ -181,7 +181,6 @@ class RestartableHandle(ExecutorHandle):
             del self._waiting[number]
 
     def _waiting_calls(self) -> list[asyncio.Future[None]]:
-        """Returns the futures of waiting calls, in the order of the calls."""
         return [waiting for _, waiting in sorted(self._waiting.items()) if not waiting.done()]
 
     async def status(self, timeout_s: float) -> HostStatus:

@@ -194,7 +194,6 @@ class Telemetry:
         self._show(step=step)
 
     def end_loop(self) -> None:
-        """Notes that training has ended, so that phases show again."""
         self._in_loop = False
 
     @property
@@ -274,7 +273,6 @@ class Telemetry:
         self.stalls_s.append(stall_s)
 
     def eval_progress(self, done: int, total: int) -> None:
-        """Shows how many of `total` prompts are scored."""
         if not self._in_loop:
             self._screen.phase("evaluating on held-out problems", done, total)
 
@@ -429,7 +427,6 @@ class Telemetry:
         )
 
     def _show(self, **changes: Any) -> None:
-        """Updates the view on the screen."""
         marks = self._marks
         if len(marks) > 1:
             changes["recent_step_s"] = (marks[-1].ended_s - marks[0].ended_s) / (len(marks) - 1)
@@ -453,7 +450,6 @@ class Telemetry:
 
 
 def _episode_metrics(groups: Sequence[RolloutGroup], mark: StepMark, previous: StepMark) -> dict[str, float]:
-    """Returns metrics of turns, observed tokens and the environment in a step."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     turns = [rollout.num_turns for rollout in rollouts]
     num_tokens = sum(rollout.num_tokens for rollout in rollouts)

@@ -211,7 +211,6 @@ class TrainLoop:
             await step.critic_result()
 
     async def _record(self, step: OptimizerStep) -> None:
-        """Writes a step to the journal and the metrics."""
         sync = await step.sync if step.sync and not step.sync.cancelled() else SyncReport()
         await asyncio.sleep(0)  # requests that waited for the release leave first
         self._journal.write_steps()

@@ -156,7 +156,6 @@ def records(path: Path, start: int = 0, most: int = sys.maxsize) -> Iterator[Rec
 
 
 def _with_routes(part: TokenRun, prompt: ArrayName | None, tokens: ArrayName | None, file: RouteFile) -> TokenRun:
-    """Returns the part with its recorded experts, as far as the file has them."""
     routes = file.find(tokens) if tokens else None
     columns = part.rollout.columns | ({} if routes is None else {"routes": routes})
     prompt_routes = file.find(prompt) if prompt else None

@@ -384,7 +384,6 @@ class Journal:
 
 
 def _files(folder: Path | None, number: int) -> tuple[Path, Path]:
-    """Returns the paths of a file of the journal and of its recorded experts, which may be missing."""
     path = segment_path(folder, number)
     return path, path.with_suffix(".routes")
 

@@ -66,7 +66,7 @@ def _file_exists(span: str, page: Path) -> bool:
 
 
 def _file_defines(file: str, name: str, page: Path) -> bool:
-    """`controller/admission.py: take`: the file from the package, the repository or the page's folder; any name in it."""
+    """`controller/admission.py: take`: the file from the package, the repository or the page; any name in it."""
     places = (folder / file for folder in (PACKAGE, ROOT, page.parent))
     found = next((place for place in places if place.exists()), None)
     if found is None:
