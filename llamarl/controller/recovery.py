@@ -159,8 +159,8 @@ class Recovery:
         await self._replicas.changed.until(is_settled)
 
     async def silence_loop(self) -> None:
-        """Consumes the ages of the generators' statuses; waits for time alone; produces requests to other generators
-        when one is silent; unblocked by time alone."""
+        """Consumes the ages of the generators' statuses; waits for time; produces requests to other generators
+        when a generator is silent; unblocked by time."""
         replicas = self._replicas
         while True:
             await asyncio.sleep(SILENT_S / 4)
@@ -234,4 +234,4 @@ def _named(others: Sequence[Replica]) -> str:
 
 
 def _next(num_starting: int) -> str:
-    return "a new generator, which starts" if num_starting else "a host with room"
+    return "a new generator, which starts" if num_starting else "a host with free devices"

@@ -62,8 +62,9 @@ class _OpenGroup:
 class Journal:
     """Records rollouts, groups and steps, and gives them back when the run resumes (`JournalReader`).
 
-    If the disk refuses, the journal warns, and writes nothing until there is room. It then writes all groups again that
-    no step has taken. Its promises hold again from the next checkpoint on; steps in between are lost.
+    If a write fails, the journal warns, and writes nothing until the disk accepts a step or a checkpoint again. Then it
+    writes all groups again that no step has taken. Its promises hold from the next checkpoint on; steps in between are
+    lost.
 
     Example::
 
@@ -97,7 +98,7 @@ class Journal:
         self._lines = RowLog(None, lambda failure: warn(str(failure)))
         """Opened by `begin`, so that a journal that is only read changes nothing."""
         self._file: IO[bytes] | None = None
-        """None before `begin`, and after a failure until a step or a checkpoint finds room."""
+        """None before `begin`, and after a failure until the disk accepts a step or a checkpoint."""
         self._has_warned = False
         """Whether the user knows of a failure after which the journal has not continued yet."""
         self._recorded = 0
@@ -350,7 +351,7 @@ class Journal:
         self._unsynced += _files(self._folder, number)
 
     def fail(self, error: OSError) -> None:
-        """Stops writing until there is room, and warns once."""
+        """Stops writing until the disk accepts it again, and warns once."""
         if self._file is not None:
             with suppress(OSError):
                 self._file.truncate(self._index.size)

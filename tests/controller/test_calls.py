@@ -44,7 +44,7 @@ def test_a_prompt_that_is_shared_counts_once() -> None:
     assert routes_bytes(request(0, 5, 7).partials) == 40 + 4 * 12
 
 
-def test_parcels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_are_cut_into_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CALL_BYTES", 10)
     assert list(split_calls([3, 7, 1, 20, 4], int)) == [[3, 7], [1], [20], [4]]
     assert list(split_calls([], int)) == []
