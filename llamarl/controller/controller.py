@@ -20,8 +20,8 @@
 
 The docstring of a loop says what it consumes, what it waits for, what it produces, and what unblocks it.
 `build_controller` creates the objects, and `Controller.start` and `Controller.train` start the loops. A run with S = 0
-is synchronous: all slots are taken until the weights trained on their groups are made, and later requests wait for
-these weights, so generation and training take turns. A run without a trainer only evaluates.
+is synchronous: all slots are taken until the weights trained on their groups are made. Later requests wait for these
+weights, so generation and training take turns. A run without a trainer only evaluates.
 
 To add a loss, an advantage, a reward or a transport, write one file in `llamarl/algorithms/losses`,
 `llamarl/algorithms/advantages`, `llamarl/rewards` or `llamarl/weight_sync/transports`. Nothing here changes: the loops

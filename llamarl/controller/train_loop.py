@@ -257,8 +257,8 @@ class TrainedExecutors:
     """The trainer and, if there is one, the critic.
 
     The journal holds the groups of all steps since the newest checkpoint. New processes begin at that checkpoint, or
-    later if a copy in memory is left (`checkpoint.mirror`), and train again on the same groups in the same order, which
-    gives the same weights. So the versions of sampled tokens stay true, and generators need no message.
+    later if a copy in memory is left (`checkpoint.mirror`). They train again on the same groups in the same order,
+    which gives the same weights. So the versions of sampled tokens stay true, and generators need no message.
 
     Example::
 
@@ -302,9 +302,9 @@ class TrainedExecutors:
     def add(self, groups: Sequence[RolloutGroup]) -> None:
         """Adds scored groups for later steps.
 
-        The trainer gets them with the call of its next step, which names the groups that it takes, or ahead of it if
-        they are large. A critic gets them at once. Nothing waits for these calls, since trainer and critic may be busy;
-        calls arrive in order.
+        The trainer gets them with the call of its next step, which names the groups that it takes. Large groups are
+        sent ahead of that call. A critic gets all groups at once. Nothing waits for these calls, since trainer and
+        critic may be busy; calls arrive in order.
         """
         self._ready.update((group.group_id, group) for group in groups)
         self._unsent += groups

@@ -5,9 +5,9 @@
     trainer -> [publish] -> newest -> [adopt, one loop per generator: fetch, probe, retry] -> in service -> [released]
 
 `WeightSync.sync` handles one version, and `WeightSync.adoption_loop` one generator. No version waits for a slow
-generator longer than `weight_sync.patience_s`: it is then released without that generator. Since requests go only to
-generators that serve the released version or a newer one, no token is older than the version that was released when its
-group was admitted (`docs/staleness.md`).
+generator longer than `weight_sync.patience_s`: it is then released without that generator. Requests go only to
+generators that serve the released version or a newer one. So no token is older than the version that was released when
+its group was admitted (`docs/staleness.md`).
 """
 
 from __future__ import annotations

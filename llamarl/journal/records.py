@@ -1,7 +1,7 @@
 """The format of a journal's files: groups, rollouts and steps as records, and recorded experts as frames.
 
-A record of `journal/00000001.groups` is the xxh3-64 digest of the rest, the sizes of header and arrays, a JSON header,
-and the arrays that the header describes, end to end. A file holds nothing else. Reading a file executes nothing.
+`journal/00000001.groups` holds records only. A record is the xxh3-64 digest of the rest, the sizes of header and
+arrays, a JSON header, and the arrays that the header describes. Reading a file executes nothing.
 
 `journal/00000001.routes` holds the experts that were recorded with the rollouts of a mixture, in frames: the xxh3-64
 digest of an array, its size, its bytes. Recorded experts are most of the bytes of such a rollout, and the only part

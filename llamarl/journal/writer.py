@@ -1,13 +1,13 @@
 """Writes the journal of a run, so that a crash of the controller loses no rollout and no step.
 
-`journal/00000001.groups` and so on hold the events in order: rollouts when they are finished or parked, groups when
-they are scored, and completed steps, each with its groups, the controller's state after it and its fingerprint. Each
-checkpoint begins a file. Earlier files are kept and compressed, or deleted once no checkpoint needs them.
-`journal.jsonl` keeps all steps, for readers of the run. `records.py` has the format.
+`journal/00000001.groups` and so on hold the events in order: finished or parked rollouts, scored groups, and completed
+steps. A step has its groups, the controller's state after it and its fingerprint. Each checkpoint begins a file.
+Earlier files are kept and compressed, or deleted once no checkpoint needs them. `journal.jsonl` keeps all steps, for
+readers of the run. `records.py` has the format.
 
 Rollouts are written before anything else uses them. Groups are written with the step that takes them, or a second
 after they were scored. So killing the process loses at most some scores. Each checkpoint brings all of it to the disk.
-A step is written before any generator samples with its weights: no recorded token is newer than the recorded steps. The
+A step is written before rollouts that its weights sampled, so no recorded token is newer than the recorded steps. The
 first record of a file has the version from which the run continues there; newer rollouts in earlier files are void.
 """
 
@@ -221,7 +221,7 @@ class Journal:
             self.step(*self._completed.popleft())
 
     def step(self, group_ids: Sequence[int], state: ControllerState, result: PolicyStepResult | None = None) -> None:
-        """Writes a completed step, whose weights no generator has used yet.
+        """Writes a completed step, before any rollout that its weights sampled.
 
         Args:
             state: state of the controller after the step.
