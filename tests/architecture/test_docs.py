@@ -66,7 +66,7 @@ def _file_exists(span: str, page: Path) -> bool:
 
 
 def _file_defines(file: str, name: str, page: Path) -> bool:
-    """`controller/buffer.py: take`: the file from the package, the repository or the page's folder; any name in it."""
+    """`controller/admission.py: take`: the file from the package, the repository or the page; any name in it."""
     places = (folder / file for folder in (PACKAGE, ROOT, page.parent))
     found = next((place for place in places if place.exists()), None)
     if found is None:
@@ -250,8 +250,8 @@ def test_the_checks_can_fail() -> None:
     assert not _name_exists("llamarl.no_such_module")
     assert _setting_exists("trainer.loss.rho")
     assert not _setting_exists("trainer.los")
-    assert _file_defines("controller/buffer.py", "take", ROOT / "README.md")
-    assert not _file_defines("controller/buffer.py", "took", ROOT / "README.md")
+    assert _file_defines("controller/admission.py", "take", ROOT / "README.md")
+    assert not _file_defines("controller/admission.py", "took", ROOT / "README.md")
     assert _file_exists("model.safetensors", ROOT / "README.md")
     assert not _file_exists("llamarl/no_such_file.py", ROOT / "README.md")
     assert not _file_exists("no_such_file.json", ROOT / "README.md")

@@ -153,7 +153,7 @@ REAL = "real-2026-11-27"
 LEARNED = (("accuracy_before", ".1%"), ("accuracy_after", ".1%"))
 FIGURES = (
     Figure("README.md", "8B decodes at {} of its bandwidth", GPU, ((decoded("bfloat16", "bandwidth_share"), ".2f"),)),
-    Figure("docs/real_model.md", "Held-out accuracy went from {} to {} in 100 steps", REAL, LEARNED),
+    Figure("docs/first_run.md", "Held-out accuracy went from {} to {} in 100 steps", REAL, LEARNED),
     Figure(
         "docs/measures.md", "held-out accuracy {} to {} in 100 steps, largest mismatch after a sync {} nats", REAL,
         (*LEARNED, ("mismatch_mean_max", ".3f")),
@@ -698,13 +698,13 @@ FIGURES = (
     ),
     Figure(
         "docs/measures.md",
-        "two open pages of a run that goes on: {} of a core",
+        "two open pages of a running run: {} of a core",
         "watching-2026-11-23",
         (("core_share", ".0%"),),
     ),
     Figure(
         "docs/measures.md",
-        "code lines: {} of what is the core now, {} of what is in parts; a demo of four steps enters {} files and "
+        "code lines: {} in the core, {} in parts; a demo of four steps enters {} files and "
         "builds {} types of records",
         "house-2026-11-27",
         (

@@ -17,13 +17,13 @@ from tests.architecture.repository import PACKAGE, ROOT, functions, python_files
 WAITS = {
     "cluster/handle.py: _whole",
     "controller/admission.py: batch",
-    "controller/lives.py: _call",
-    "controller/replicas.py: drain",
-    "controller/saving.py: save",
-    "controller/steps.py: retake",
+    "controller/restart.py: _call",
+    "controller/flight.py: drain",
+    "controller/train_loop.py: save",
+    "controller/train_loop.py: train_again",
     "controller/supervision.py: until",
-    "controller/sync.py: choose",
-    "controller/train_loop.py: _report",
+    "controller/weights.py: choose",
+    "controller/train_loop.py: _record_completed",
     "controller/train_loop.py: record_completed",
     "parts/episodes/gateway/app.py: _rest",
     "parts/hosts/agent.py: _pull",
@@ -148,7 +148,7 @@ def test_the_checks_can_fail() -> None:
     path = PACKAGE / "controller" / "collector.py"
     assert "controller/collector.py: _collect_loop" in set(loops(path))
     assert "controller/collector.py: follow" not in set(loops(path))
-    assert "controller/clock.py: _beat" in set(loops(PACKAGE / "controller" / "clock.py"))
+    assert "controller/supervision.py: _beat" in set(loops(PACKAGE / "controller" / "supervision.py"))
     assert "controller/collector.py: _collect_loop" in set(tasks(path))
     assert not starts_thread(path)
     assert starts_thread(PACKAGE / "cluster" / "rank.py")
