@@ -37,7 +37,9 @@ def reward_of(settings: dict[str, Any]) -> Callable[..., list[float]]:
         return [result.value for result in Gsm8k().score(items)]
 
     def calculated(completions: list[str], answer: list[str], **_: object) -> list[float]:
-        return [float(calculation.reward(cut(text), gold)) for text, gold in zip(completions, answer, strict=True)]
+        return [
+            float(calculation.reward(cut(text), float(gold))) for text, gold in zip(completions, answer, strict=True)
+        ]
 
     return gsm8k if settings["reward"] == "gsm8k" else calculated
 
