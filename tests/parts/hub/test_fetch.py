@@ -1,4 +1,4 @@
-"""The Hub's own client, in its process, against a server on the loopback: what is fetched, what each failure says."""
+"""The Hub's own client against a server on the loopback: what is fetched, what each failure says."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 
 from llamarl.config import ConfigError
 from llamarl.config.hub import HubName, cache_folder, folder_of, hub_name, nothing_fetched
+from llamarl.parts.hub import client
 from llamarl.parts.hub import process as asking
 from llamarl.parts.hub.cache import Repository
 from llamarl.parts.hub.fetch import cached, fetched, listing, model_files, small_files
@@ -34,16 +35,13 @@ COMMAND = [
     sys.executable, "-c",
     "from llamarl.parts.hub.fetch import HubName, fetched; print(fetched(HubName('tiny/model')).folder)",
 ]  # fmt: skip
-HASTY = (
-    "import time; sleep = time.sleep; time.sleep = lambda s: sleep(s / 50)\n"
-    "from llamarl.parts.hub.client import main; main()"
-)
 
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pauses between attempts, those of the Hub's client included, are a fiftieth."""
-    monkeypatch.setattr(asking, "COMMAND", ("-c", HASTY))
+    """Pauses between attempts, including those of the Hub's client, are a fiftieth."""
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda pause_s: sleep(pause_s / 50))
 
 
 @pytest.fixture
@@ -360,11 +358,14 @@ def test_a_connection_that_is_cut_for_good(hub: HubServer, model: str, hasty: No
     assert hub.asked("/lfs/") == 1 and hub.asked("resolve") == 0, "the other files are here already"
 
 
+@pytest.mark.usefixtures("hasty")
 def test_what_the_storage_of_pieces_raises(hub: HubServer, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It knows no errors but RuntimeErrors; this server has no such storage, so one is raised in its place."""
-    raises = "def get(*_, **__): raise RuntimeError('data processing: reset by peer')\nclient.hf_hub_download = get"
-    code = f"import time; time.sleep = lambda s: None\nfrom llamarl.parts.hub import client\n{raises}\nclient.main()"
-    monkeypatch.setattr(asking, "COMMAND", ("-c", code))
+
+    def get(*_: object, **__: object) -> None:
+        raise RuntimeError("data processing: reset by peer")
+
+    monkeypatch.setattr(client, "hf_hub_download", get)
     said = refusal()
     assert "broke as its files came, three times (RuntimeError: data processing: reset by peer)" in said
 
@@ -397,6 +398,7 @@ def test_nobody_but_the_client_s_process_imports_it() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=240.0).returncode == 0
 
 
+@pytest.mark.usefixtures("own_process")
 def test_a_client_that_dies_is_no_endless_wait(hub: HubServer, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "COMMAND", ("-c", "import sys; sys.stdin.readline(); sys.exit(7)"))
     assert "the Hub's client ended with exit code 7, and says why above" in refusal()
