@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +22,18 @@ from safetensors.torch import load_file, save_file
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.training import critic
 from tests.end_to_end.learning import write_task
-from tests.end_to_end.tiny import Command, descendants, environment, gone, is_alive, llamarl, llamarl_here, rows
-from tests.nightly import NIGHTLY
+from tests.end_to_end.tiny import (
+    SOMETIME_S,
+    Command,
+    descendants,
+    environment,
+    gone,
+    is_alive,
+    llamarl,
+    llamarl_here,
+    rows,
+)
+from tests.nightly import NIGHTLY, nightly
 
 END_S = 120.0
 """A run that was asked to end, or that has lost a process, ends within this time; a call that hangs takes 600 s."""
@@ -121,25 +132,34 @@ def test_ctrl_c_and_resume(running: Running, toml: Path) -> None:
     assert not re.search(rf"step +{last}/", done.stdout), "a step was done again"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_being_asked_to_end_and_a_second_signal(tmp_path: Path, toml: Path, number: signal.Signals) -> None:
-    """One run is asked to end, or its terminal is closed, which the controller alone hears. Another, that starts beside
-    the first, is asked twice in a row."""
-    alone = ("--cluster.kind", "inline") if number == signal.SIGHUP else ()
-    polite = Running(tmp_path / "polite", toml, *alone)
-    hasty = Running(tmp_path / "hasty", toml) if number == signal.SIGTERM else None
-    polite.wait_for_steps(executors=frozenset() if alone else EXECUTORS)
+@pytest.mark.parametrize("kind", ["inline", *(["monarch"] if NIGHTLY else [])])
+def test_being_asked_to_end_and_a_second_signal(tmp_path: Path, toml: Path, kind: str) -> None:
+    """SIGTERM ends one run. A second run, which starts in parallel, receives two signals in a row."""
+    polite, hasty = (Running(tmp_path / name, toml, "--cluster.kind", kind) for name in ("polite", "hasty"))
+    end_politely(polite, signal.SIGTERM, kind)
+    end_hastily(hasty, kind)
+
+
+@nightly("SIGTERM and SIGINT have the same handler")
+def test_a_terminal_that_is_closed(tmp_path: Path, toml: Path) -> None:
+    end_politely(Running(tmp_path / "polite", toml, "--cluster.kind", "inline"), signal.SIGHUP, "inline")
+
+
+def executors_of(kind: str) -> frozenset[str]:
+    return EXECUTORS if kind == "monarch" else frozenset()
+
+
+def end_politely(polite: Running, number: signal.Signals, kind: str) -> None:
+    polite.wait_for_steps(executors=executors_of(kind))
     code, said = polite.command.end(number, END_S)
     assert code == 130 and f"ended by {number.name}; go on with --resume" in said
     assert gone(polite.pids, AT_ONCE_S) == []
     polite.check_files()
-    if hasty is not None:
-        end_hastily(hasty)
 
 
-def end_hastily(hasty: Running) -> None:
+def end_hastily(hasty: Running, kind: str) -> None:
     """Two signals, at any moment of its end."""
-    hasty.wait_for_steps()
+    hasty.wait_for_steps(executors=executors_of(kind))
     hasty.command.process.send_signal(signal.SIGINT)
     start_s = time.monotonic()
     while hasty.command.process.poll() is None:
@@ -180,10 +200,10 @@ def test_kill_of_an_executor(tmp_path: Path, toml: Path, model: Path, kill: str)
     assert f"{kill} (rank 0)" in (run.folder / "summary.json").read_text()
 
 
-@pytest.mark.parametrize("policy", ["drop", *(["respawn"] if NIGHTLY else [])])
+@nightly("a killed generator is replaced in test_restarts.py, dropped in tests/controller/test_failures.py")
+@pytest.mark.parametrize("policy", ["drop", "respawn"])
 def test_a_run_survives_the_kill_of_a_generator(tmp_path: Path, toml: Path, policy: str) -> None:
-    """Others take over its work, or another one comes (by day in `test_restarts.py`); each step and each rollout is on
-    record once."""
+    """Others take over its work, or another one comes; each step and each rollout is on record once."""
     on_failure = f"{{generator = '{policy}'}}"
     run = Running(tmp_path / "runs", toml, "--generator.replicas", 2, "--cluster.on_failure", on_failure)
     run.wait_for_steps(executors=EXECUTORS | {"generator-1"})
@@ -198,9 +218,10 @@ def test_a_run_survives_the_kill_of_a_generator(tmp_path: Path, toml: Path, poli
     run.check_files()
 
 
-@pytest.mark.parametrize("kind", ["inline", *(["monarch"] if NIGHTLY else [])])
+@nightly("half a minute of standing still; the clock that bears it is in tests/controller/test_clock.py")
+@pytest.mark.parametrize("kind", ["inline", "monarch"])
 def test_a_run_that_is_stopped_goes_on(tmp_path: Path, toml: Path, kind: str) -> None:
-    """As by Ctrl-Z: for longer than it may stall; at night for longer than Monarch waits for an answer."""
+    """As by Ctrl-Z: for longer than it may stall, and than Monarch waits for an answer."""
     stall_s, stopped_s = (10, 14.0) if kind == "inline" else (30, 50.0)
     run = Running(tmp_path / "runs", toml, "--cluster.kind", kind, "--cluster.stall_timeout_s", stall_s)
     metrics = run.folder / "metrics.jsonl"
@@ -214,6 +235,7 @@ def test_a_run_that_is_stopped_goes_on(tmp_path: Path, toml: Path, kind: str) ->
     assert code == 130 and "no checkpoint" not in said and "had no answer" not in said, said
 
 
+@nightly("test_keeping.py kills controllers with and without processes")
 def test_kill_of_the_controller(tmp_path: Path, toml: Path) -> None:
     run = Running(tmp_path / "runs", toml, *GRADERS)
     run.wait_for_steps()
@@ -295,7 +317,7 @@ def test_an_end_while_executors_start(tmp_path: Path, toml: Path, number: signal
     assert gone(pids, AT_ONCE_S) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *([signal.SIGKILL] if NIGHTLY else [])])
 def test_an_end_while_the_base_model_is_made(tmp_path: Path, number: signal.Signals) -> None:
     """At the first moment at which there is a process that makes it."""
     write_task(tmp_path)
@@ -336,11 +358,19 @@ def test_rewards_that_judge_nothing_end_the_run(tmp_path: Path, toml: Path) -> N
 
 
 def test_a_run_whose_folder_is_deleted_ends(tmp_path: Path, toml: Path) -> None:
-    run = Running(tmp_path / "runs", toml, "--cluster.kind", "inline")
-    metrics = run.folder / "metrics.jsonl"
-    run.command.until(lambda: metrics.exists() and '"step": 2,' in metrics.read_text())
-    while run.folder.exists():  # the run may write into it while it goes
-        shutil.rmtree(run.folder, ignore_errors=True)
-    code, said = run.command.wait(END_S)
-    assert code == 1 and "Traceback" not in said, said
-    assert re.search(r"^llamarl train: FolderLost: .*/tiny was deleted or replaced during the run", said, re.M), said
+    folder, begun = tmp_path / "tiny", threading.Event()
+
+    def delete() -> None:
+        metrics, deadline_s = folder / "metrics.jsonl", time.monotonic() + SOMETIME_S
+        while not (metrics.exists() and '"step": 2,' in metrics.read_text()) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        begun.set()
+        while folder.exists():  # the run may write into it while it goes
+            shutil.rmtree(folder, ignore_errors=True)
+
+    deleting = threading.Thread(target=delete)
+    deleting.start()
+    done = llamarl_here("train", toml, "--output", tmp_path, *FOR_EVER, "--cluster.kind", "inline")
+    deleting.join(SOMETIME_S)
+    assert begun.is_set() and done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert re.search(r"^llamarl train: FolderLost: \S+/tiny ", done.stderr, re.MULTILINE), done.stderr
