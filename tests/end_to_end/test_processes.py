@@ -113,8 +113,7 @@ def test_ctrl_c_and_resume(running: Running, toml: Path) -> None:
     code, said = running.command.end(signal.SIGINT, END_S)
     assert time.monotonic() - start_s < END_S
     assert code == 130
-    assert said.strip().startswith("llamarl train: ended by SIGINT; go on with --resume. Files: ")
-    assert len(said.strip().splitlines()) == 1, said
+    assert len(said.strip().splitlines()) == 1 and "SIGINT" in said and "--resume" in said, said
     assert gone(running.pids, AT_ONCE_S) == []
     last = running.check_files()
     steps = [row["step"] for row in rows(running.folder / "metrics.jsonl") if row["kind"] == "step"]
@@ -152,7 +151,7 @@ def executors_of(kind: str) -> frozenset[str]:
 def end_politely(polite: Running, number: signal.Signals, kind: str) -> None:
     polite.wait_for_steps(executors=executors_of(kind))
     code, said = polite.command.end(number, END_S)
-    assert code == 130 and f"ended by {number.name}; go on with --resume" in said
+    assert code == 130 and number.name in said and "--resume" in said, said
     assert gone(polite.pids, AT_ONCE_S) == []
     polite.check_files()
 
@@ -184,18 +183,15 @@ def test_kill_of_an_executor(tmp_path: Path, toml: Path, model: Path, kill: str)
     os.kill(pid, signal.SIGKILL)
     code, said = run.command.wait(END_S)
     assert code == 1
-    # An older kernel does not tell how a process ended that Monarch has reaped first.
-    how = "(was killed by SIGKILL|has ended)"
     lines = [line for line in said.splitlines() if "CPU threads work at once" not in line]
-    assert len(lines) == 2 and lines[1].startswith("Files: "), said
-    died = rf"llamarl train: MeshFailed: {kill} \(rank 0\): pid {pid} {how}"
-    found = re.fullmatch(rf"{died}; --resume goes on from step (\d+)", lines[0])
+    assert len(lines) == 2 and str(run.folder) in lines[1], said
+    found = re.search(rf"MeshFailed: {kill} \(rank 0\): pid {pid} .*--resume \D+(\d+)$", lines[0])
     assert found, said
     assert gone(run.pids, AT_ONCE_S) == []
     last = [row["step"] for row in rows(run.folder / "metrics.jsonl") if row["kind"] == "step"][-1]
     saved = run.check_files()
     # The journal, from which it goes on, may have a step whose weights had not arrived yet.
-    assert int(found[2]) in (last, last + (kill == "trainer"))
+    assert int(found[1]) in (last, last + (kill == "trainer"))
     assert saved == last or kill == "trainer", "if the trainer lives it saves"
     assert f"{kill} (rank 0)" in (run.folder / "summary.json").read_text()
 
@@ -214,7 +210,7 @@ def test_a_run_survives_the_kill_of_a_generator(tmp_path: Path, toml: Path, poli
     last = int(re.findall(r'"step": (\d+),', metrics.read_text())[-1])
     run.command.until(lambda: f'"step": {last + 20},' in metrics.read_text())
     code, said = run.command.end(signal.SIGINT, END_S)
-    assert code == 130 and re.search(r"its work \(.* unfinished groups?\) goes to generator-0 and ", said), said
+    assert code == 130 and re.search(r"unfinished groups?\) .*generator-0 ", said), said
     run.check_files()
 
 
@@ -270,11 +266,10 @@ def test_an_exception_in_an_executor(
     done = run("train", toml, "--output", tmp_path, "--cluster.kind", kind, *override)
     assert done.returncode == 1
     first, *trace, last, files = done.stderr.strip().splitlines()
-    assert first == f"llamarl train: RemoteError: {where}"
+    assert first.endswith(f"RemoteError: {where}")
     assert trace[0].startswith("Traceback")
     assert any("tests/end_to_end/parts.py" in line for line in trace)
-    assert last.startswith("ZeroDivisionError: the user's ")
-    assert files.startswith("Files: ")
+    assert last.startswith("ZeroDivisionError: the user's ") and str(tmp_path) in files
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
@@ -282,7 +277,7 @@ def test_an_exception_in_an_executor(
 def test_a_run_that_diverges_does_not_look_like_a_success(
     tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch, policy: str, who: str
 ) -> None:
-    """It ends with a sentence that names what was not finite: at once, or after so many skipped steps."""
+    """It ends with a sentence that names what was not finite: at once, or after some skipped steps."""
     part, rate = ("--trainer.loss", "tests.end_to_end.parts:InfiniteLoss"), "trainer.learning_rate"
     if who == "critic":
         monkeypatch.setattr(critic, "value_losses", lambda values_R, *_: values_R.exp() * float("inf"))
@@ -293,16 +288,14 @@ def test_a_run_that_diverges_does_not_look_like_a_success(
     *warnings, last, files = (line for line in done.stderr.splitlines() if "CPU threads work at once" not in line)
     name = "critic step" if who == "critic" else "step"
     count = 0 if policy == "stop" else 1
-    assert last.startswith(f"llamarl train: NonFiniteStep: {name} {count}: loss inf, gradient norm ")
-    assert "microbatch 1 of 1" in last and files.startswith("Files: ")
+    assert f"NonFiniteStep: {name} {count}: loss inf, " in last and "microbatch 1 of 1" in last
+    assert str(tmp_path) in files
     if policy == "stop":
-        assert last.endswith(f"; lower {rate}, or set trainer.on_nonfinite = 'skip'") and not warnings
+        assert rate in last and "trainer.on_nonfinite = 'skip'" in last and not warnings
     else:
-        assert last.endswith("; 2 steps in a row (trainer.max_skipped_steps)")
+        assert "trainer.max_skipped_steps" in last
         (warning,) = warnings
-        whose = "of the critic " if who == "critic" else ""
-        skipped = f"warning: step 1 {whose}was skipped (trainer.on_nonfinite = 'skip'): {name} 0: loss inf, "
-        assert warning.startswith(skipped)
+        assert f"{name} 0: loss inf, " in warning and "trainer.on_nonfinite = 'skip'" in warning
     assert last.partition("NonFiniteStep: ")[2] in (tmp_path / "tiny/summary.json").read_text()
 
 
@@ -313,7 +306,7 @@ def test_an_end_while_executors_start(tmp_path: Path, toml: Path, number: signal
     pids = descendants(command.process.pid)
     code, said = command.end(number, END_S)
     assert code == 130
-    assert said.strip().splitlines()[-1].startswith(f"llamarl train: ended by {number.name}"), said
+    assert number.name in said.strip().splitlines()[-1], said
     assert gone(pids, AT_ONCE_S) == []
 
 
@@ -353,8 +346,7 @@ def test_rewards_that_judge_nothing_end_the_run(tmp_path: Path, toml: Path) -> N
     assert done.returncode == 1
     said = done.stderr.strip().splitlines()
     assert len(said) == 2
-    assert said[0].startswith("llamarl train: TooManyInvalid: 6 of 6 rewards of step 1 are invalid")
-    assert said[0].endswith("the first says: the user's reward cannot say")
+    assert "TooManyInvalid: 6 of 6 " in said[0] and said[0].endswith("the user's reward cannot say")
 
 
 def test_a_run_whose_folder_is_deleted_ends(tmp_path: Path, toml: Path) -> None:
