@@ -41,7 +41,7 @@ CATCHES_EVERYTHING = {
     "llamarl/checkpoint/copies.py": "every file system that fsspec opens raises what it likes, and costs a copy only",
     "llamarl/cluster/rank.py": "whatever an executor raises becomes a reply",
     "llamarl/config/ref.py": "whatever a user's module raises as it is imported is a setting that cannot work",
-    "llamarl/controller/clock.py": "what a thread's run raises is raised where it is waited for",
+    "llamarl/controller/supervision.py": "what a thread's run raises is raised where it is waited for",
     "llamarl/rewards/_function_worker.py": "what a user's function raises is an answer, with its line",
     "llamarl/parts/answers/fleet.py": "what a loop in another thread raises is raised where rollouts are waited for",
     "llamarl/run/given.py": "whatever an object raises as it is pickled is a reward that cannot be sent",

@@ -77,7 +77,7 @@ def test_none_of_the_abuses_gains_or_leaves_anything(tmp_path: Path, monkeypatch
 
 
 def test_pages_count_the_abuses() -> None:
-    for page in ("code.md", "security.md"):
+    for page in ("episodes.md", "security.md"):
         text = (Path(__file__).parents[4] / "docs" / page).read_text(encoding="utf-8")
         assert f"{len(ABUSES)} abuses" in text, page
 
