@@ -1,0 +1,374 @@
+"""`fork_server`: a process that imports torch and the executors once for a run, and forks each rank of an executor.
+
+A rank that is forked differs from one that was started by itself in the time that it takes, and in its parent. It gets
+arguments, environment, standard streams and limits of the program that Monarch has started for it
+(`cluster/launcher.py`). Nothing that a rank needs is read at import from a variable that may differ: the server
+declines if one does, and the rank starts by itself. The server has one thread and no CUDA context.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from llamarl.child import kill_group
+from llamarl.cluster import start_up
+from llamarl.cluster.launcher import ORDINARY, SERVER
+from llamarl.cluster.start_up import LIFELINE
+
+SWITCH = "LLAMARL_FORK_SERVER"
+"""Environment variable; with 0 no process is forked."""
+EXECUTORS = (
+    ("llamarl.executors.reward",),
+    ("llamarl.executors.trainer", "llamarl.executors.generator"),
+)
+"""Modules that the server imports, by stage: each stage is a process, and has those of the stages before it. The first
+one has no torch, as executors that need none."""
+_LIGHT = ("llamarl.executors.reward", "llamarl.parts.episodes.executors.")
+"""Beginnings of the names of modules that need no torch."""
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_LATE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TMPDIR", "TOKENIZERS_PARALLELISM", "CUDA_VISIBLE_DEVICES")
+_LATE_PREFIXES = ("LLAMARL_", "HYPERACTOR_", "MONARCH_", "BOOTSTRAP_", "NCCL_", "GLOO_", "UCX_", "NIXL_")
+"""Variables that are read when they are used, not when a library is loaded; others must be the same as the server's."""
+_PROGRAM = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+import json
+sys.path[:] = json.loads(sys.argv[1])
+from llamarl.cluster.fork_server import serve
+serve()
+from llamarl.cluster.start_up import main
+main()
+"""
+_END_S = 0.5
+"""Longest wait in seconds for the server to end by itself, when it waits for its stages."""
+_NAME_CHARS = 4000
+"""Length of an argument that leaves room for the command line of a rank, in characters."""
+_MAX_REQUEST_BYTES = 1 << 20
+_NUM_DESCRIPTORS = 5
+
+
+class ForkServer:
+    """The server's process, as the process that has started it sees it."""
+
+    def __init__(self, stages: Sequence[Sequence[str]] = EXECUTORS) -> None:
+        """Raises OSError."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        until, self._lifeline = os.pipe()
+        held = [theirs.fileno(), until, *map(int, filter(None, [os.environ.get(LIFELINE)]))]
+        paths = json.dumps(list(dict.fromkeys(map(os.path.abspath, sys.path))))
+        own = [json.dumps(stages), str(theirs.fileno()), str(until), str(os.getpid()), " " * _NAME_CHARS]
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _PROGRAM, paths, *own],
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=held,
+                    process_group=0, env={**os.environ, **dict.fromkeys(_THREADS, "1")},
+                )  # fmt: skip
+            finally:
+                os.close(until)
+        self._control = ours
+        self._control.set_inheritable(True)  # by the processes that Monarch starts
+        self.place = f"{os.getpid()}:{ours.fileno()}"
+        """Value of `SERVER`."""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def close(self) -> None:
+        """Ends the server; ranks that it has forked go on."""
+        self._control.shutdown(socket.SHUT_RDWR)
+        self._control.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        kill_group(self._process.pid)  # it imports, and has not looked
+        self._process.wait()
+        os.close(self._lifeline)
+
+
+_lock = threading.Lock()
+_users: list[object] = []
+"""Runs of this process that share its server."""
+_shared: list[ForkServer] = []
+"""The server of this process, if there is one."""
+
+
+@contextmanager
+def fork_server(kind: str) -> Iterator[None]:
+    """Meanwhile ranks that Monarch starts are forked, where that works; simultaneous runs of a process share a server.
+
+    Args:
+        kind: of the cluster; with any other than `monarch` this process has no ranks.
+    """
+    if kind != "monarch":
+        yield
+        return
+    user = object()
+    with _lock:
+        if not _users:
+            begin()
+        _users.append(user)
+    try:
+        yield
+    finally:
+        with _lock:
+            _users.remove(user)
+            if not _users:
+                end()
+
+
+def begin() -> None:
+    """Starts the server of this process, or notes why ranks start by themselves."""
+    end()  # of the process that has started this one the place may be known
+    if os.environ.get(SWITCH) == "0":
+        return
+    if not hasattr(os, "pidfd_open") or not hasattr(fcntl, "F_SETSIG"):
+        os.environ[ORDINARY] = "this system has no fork server"
+        return
+    try:
+        _shared.append(ForkServer())
+    except OSError as error:
+        os.environ[ORDINARY] = f"no fork server can be started: {error}"
+    else:
+        os.environ[SERVER] = _shared[0].place
+
+
+def end() -> None:
+    """Ends the server of this process, if there is one."""
+    for name in (SERVER, ORDINARY):
+        os.environ.pop(name, None)
+    while _shared:
+        _shared.pop().close()
+
+
+def serve() -> None:
+    """The server's process; returns in each rank that it has forked, with `sys.argv` as the ordinary start has it."""
+    stages: list[list[str]] = json.loads(sys.argv[2])
+    control, until, starter = map(int, sys.argv[3:6])
+    _die_with(until)
+    gc.disable()  # modules stay: looking for garbage among them takes a sixth of their import
+    parent, here = os.pidfd_open(starter), dict(os.environ)
+    listener = socket.socket(fileno=control)
+    following, next_stage = None, 0
+    for number, modules in enumerate(stages):
+        for name in modules:
+            importlib.import_module(name)
+        if number + 1 < len(stages):
+            if reason := _company():
+                sys.exit(reason)
+            following, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            if next_stage := os.fork():
+                theirs.close()
+                break
+            following.close()
+            listener.close()
+            following, listener = None, theirs
+    gc.freeze()
+    server = _Server(listener, following, next_stage, parent, until, here, modules)
+    request, descriptors = server.next_request()
+    _become(request, descriptors, here)
+
+
+class _Server:
+    """One stage: forks a rank for each request about its modules, and hands the others on."""
+
+    def __init__(
+        self, listener: socket.socket, following: socket.socket | None, next_stage: int, parent: int, until: int,
+        environment: Mapping[str, str], modules: Sequence[str],
+    ) -> None:  # fmt: skip
+        self._listener, self._following, self._next_stage = listener, following, next_stage
+        self._parent, self._until, self._environment, self._modules = parent, until, environment, modules
+        self._ranks = dict[int, tuple[int, socket.socket]]()
+        """Process of each rank, and the launcher's socket, by the descriptor that tells of its end."""
+        self._poll = select.poll()
+        for descriptor in (listener.fileno(), parent):
+            self._poll.register(descriptor, select.POLLIN)
+
+    def next_request(self) -> tuple[dict[str, Any], list[int]]:
+        """In a new rank: its request, and the descriptors that came with it. The server itself never returns."""
+        while True:
+            for descriptor, _ in self._poll.poll():
+                if descriptor == self._parent:
+                    self._end()
+                if descriptor in self._ranks:
+                    self._ended(descriptor)
+                elif found := self._asked():
+                    return found
+
+    def _asked(self) -> tuple[dict[str, Any], list[int]] | None:
+        """Answers a request; in a new rank, that request."""
+        data, descriptors, _, _ = socket.recv_fds(self._listener, _MAX_REQUEST_BYTES, _NUM_DESCRIPTORS)
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        if not data:
+            self._end()
+        request: dict[str, Any] = json.loads(data)
+        if self._is_own(request["module"]):
+            reply = socket.socket(fileno=os.dup(descriptors[3]))
+            if (reason := _objection(request["environment"], self._environment)) or (reason := _company()):
+                _tell(reply, declined=reason)
+                reply.close()
+            elif not (pid := os.fork()):
+                self._leave()
+                reply.close()
+                return request, descriptors
+            else:
+                self._poll.register(watched := os.pidfd_open(pid), select.POLLIN)
+                self._ranks[watched] = pid, reply
+        elif self._following is not None:
+            with suppress(OSError):  # it has ended: the launcher is told by the end of its socket
+                socket.send_fds(self._following, [data], descriptors)
+        else:
+            with socket.socket(fileno=os.dup(descriptors[3])) as reply:
+                _tell(reply, declined=f"{request['module']} is not what the fork server has imported")
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return None
+
+    def _is_own(self, module: str) -> bool:
+        """Whether ranks of a module are forked from this stage; the last one has what all of this package needs."""
+        if module in self._modules or (self._following and module.startswith(_LIGHT)):
+            return True
+        return self._following is None and module.startswith("llamarl.")
+
+    def _end(self) -> NoReturn:
+        """Ends this stage after those that follow it."""
+        if self._next_stage:
+            os.kill(self._next_stage, signal.SIGKILL)
+            os.waitpid(self._next_stage, 0)
+        os._exit(0)
+
+    def _ended(self, descriptor: int) -> None:
+        pid, reply = self._ranks.pop(descriptor)
+        self._poll.unregister(descriptor)
+        os.close(descriptor)
+        _tell(reply, status=os.waitpid(pid, 0)[1])
+        reply.close()
+
+    def _leave(self) -> None:
+        """In a new rank: closes what is the server's."""
+        for descriptor, (_, reply) in self._ranks.items():
+            os.close(descriptor)
+            reply.close()
+        self._listener.close()
+        if self._following is not None:
+            self._following.close()
+        for descriptor in (self._parent, self._until):
+            os.close(descriptor)
+
+
+def _become(request: Mapping[str, Any], descriptors: Sequence[int], before: Mapping[str, str]) -> None:
+    """Takes the surroundings of a rank's launcher, and says so there; a process that cannot ends."""
+    *streams, reply_at, until = descriptors
+    reply = socket.socket(fileno=reply_at)
+    try:
+        os.setpgid(0, 0)
+        _die_with(until)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        os.umask(request["umask"])
+        for kind, soft, hard in request["limits"]:
+            _set_limit(kind, soft, hard)
+        os.sched_setaffinity(0, request["cores"])
+        os.setpriority(os.PRIO_PROCESS, 0, request["priority"])
+    except OSError as error:
+        _tell(reply, declined=f"a forked process cannot take its place: {error}")
+        os._exit(1)
+    own: dict[str, str] = request["environment"]
+    for name in os.environ.keys() - own.keys():
+        del os.environ[name]
+    os.environ.update(own)
+    os.environ["HYPERACTOR_MESH_BOOTSTRAP_ENABLE_PDEATHSIG"] = "false"  # its parent is the server, which may end
+    _set_threads(own)
+    tempfile.tempdir = None
+    if random := sys.modules.get("numpy.random"):
+        random.seed()  # Python's own does so by itself
+    _, _, paths, *arguments = request["arguments"]
+    sys.argv[:], sys.path[:] = ["-c", paths, *arguments], json.loads(paths)
+    importlib.invalidate_caches()
+    start_up.launcher_pid = request["launcher"]
+    _rename([sys.executable, *request["arguments"]])
+    gc.enable()
+    _tell(reply, pid=os.getpid())
+    reply.close()
+
+
+def _objection(own: Mapping[str, str], before: Mapping[str, str]) -> str:
+    """Why a rank with an environment of its own cannot be forked from a process that had another one; empty: it can."""
+    for name in sorted(own.keys() | before.keys()):
+        is_late = name in (*_LATE, *_THREADS) or name.startswith(_LATE_PREFIXES)
+        if own.get(name) != before.get(name) and not is_late:
+            return f"its environment variable {name} is another than the fork server's"
+    if not all(own.get(name, "1").isdecimal() for name in _THREADS) or "OMP_NUM_THREADS" not in own:
+        return "its number of threads is not given as one number (OMP_NUM_THREADS)"
+    if own.get("MKL_NUM_THREADS", own["OMP_NUM_THREADS"]) != own["OMP_NUM_THREADS"]:
+        return "OMP_NUM_THREADS and MKL_NUM_THREADS differ"
+    return ""
+
+
+def _set_threads(own: Mapping[str, str]) -> None:
+    """Threads of libraries that were loaded with one thread."""
+    number = int(own["OMP_NUM_THREADS"])
+    if number != 1 and (torch := sys.modules.get("torch")):
+        torch.set_num_threads(number)
+    if (number := int(own.get("OPENBLAS_NUM_THREADS", number))) != 1 and "numpy" in sys.modules:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        for path in {line.split(None, 5)[-1] for line in lines if "openblas" in line}:
+            library = ctypes.CDLL(path)
+            for name in ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads"):
+                if hasattr(library, name):
+                    getattr(library, name)(number)
+
+
+def _company() -> str:
+    """Why this process must not fork: threads beside this one, which the new process would lack; empty: it may."""
+    number = len(os.listdir("/proc/self/task"))
+    return "" if number == 1 else f"the fork server has {number} threads"
+
+
+def _set_limit(kind: int, soft: int, hard: int) -> None:
+    import resource
+
+    if resource.getrlimit(kind) != (soft, hard):
+        resource.setrlimit(kind, (soft, hard))
+
+
+def _die_with(until: int) -> None:
+    """The system kills this process's group, however it is stopped, when the other end of a pipe is closed."""
+    fcntl.fcntl(until, fcntl.F_SETOWN, -os.getpgid(0))
+    fcntl.fcntl(until, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(until, fcntl.F_SETFL, fcntl.fcntl(until, fcntl.F_GETFL) | os.O_ASYNC)
+    poll = select.poll()
+    poll.register(until, select.POLLIN)
+    if poll.poll(0):  # it was closed before
+        os._exit(1)
+
+
+def _tell(reply: socket.socket, **answer: Any) -> None:
+    with suppress(OSError):  # the launcher has ended
+        reply.send(json.dumps(answer).encode())
+
+
+def _rename(command: Sequence[str]) -> None:
+    """Puts a command line in the place of the server's, for `ps`."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    line = b"\0".join(map(os.fsencode, command))[: end - start - 1]
+    ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
