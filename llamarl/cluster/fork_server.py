@@ -42,16 +42,19 @@ one has no torch, as executors that need none."""
 _LIGHT = ("llamarl.executors.reward", "llamarl.parts.episodes.executors.")
 """Beginnings of the names of modules that need no torch."""
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_LATE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TMPDIR", "TOKENIZERS_PARALLELISM", "CUDA_VISIBLE_DEVICES")
-_LATE_PREFIXES = ("LLAMARL_", "HYPERACTOR_", "MONARCH_", "BOOTSTRAP_", "NCCL_", "GLOO_", "UCX_", "NIXL_")
-"""Variables that are read when they are used, not when a library is loaded; others must be the same as the server's."""
+_EARLY = (
+    "ACC_", "ATEN_", "COMPILE_STROBELIGHT_", "DNNL_", "FX_", "GFORTRAN_", "GLIBC_", "GOMP_", "GOTO_", "HF_", "HOME",
+    "INTEL_", "I_MPI_", "KINETO_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL", "MPI_", "NPY_", "NUMPY_", "NVPL_",
+    "OMP", "ONEDNN_", "OPENBLAS_", "OPENSSL_", "PYDANTIC_", "PYTHON", "PYTORCH_", "RUST_", "TOKENIZERS_LOG", "TORCH",
+    "TRITON_", "TZ",
+)  # fmt: skip
+"""Beginnings of the names of variables that Python, and libraries that the server imports, read as they are loaded."""
 _PROGRAM = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 import json
 sys.path[:] = json.loads(sys.argv[1])
-from llamarl.cluster.fork_server import serve
-serve()
+__import__("llamarl.cluster.fork_server", fromlist=["serve"]).serve()
 from llamarl.cluster.start_up import main
 main()
 """
@@ -313,8 +316,7 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int], before: Mapp
 def _objection(own: Mapping[str, str], before: Mapping[str, str]) -> str:
     """Why a rank with an environment of its own cannot be forked from a process that had another one; empty: it can."""
     for name in sorted(own.keys() | before.keys()):
-        is_late = name in (*_LATE, *_THREADS) or name.startswith(_LATE_PREFIXES)
-        if own.get(name) != before.get(name) and not is_late:
+        if name.startswith(_EARLY) and name not in _THREADS and own.get(name) != before.get(name):
             return f"its environment variable {name} is another than the fork server's"
     if not all(own.get(name, "1").isdecimal() for name in _THREADS) or "OMP_NUM_THREADS" not in own:
         return "its number of threads is not given as one number (OMP_NUM_THREADS)"

@@ -54,7 +54,10 @@ def _run(place: str, module: str, arguments: list[str]) -> str:
     until, lifeline = os.pipe()  # the rank is killed when the last one that holds `lifeline` ends: this process
     with socket.socket(fileno=control) as server, theirs:
         request = json.dumps(_request(module, arguments)).encode()
-        socket.send_fds(server, [request], [0, 1, 2, theirs.fileno(), until])
+        try:
+            socket.send_fds(server, [request], [0, 1, 2, theirs.fileno(), until])
+        except (BrokenPipeError, ConnectionError):
+            return SERVER_ENDED
     os.close(until)
     answer = _answer(answers, parent)
     if "pid" not in answer:

@@ -1,0 +1,189 @@
+"""Ranks that a server forks: what is killed, what differs from an ordinary start, what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamarl.cluster import launcher
+from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, MeshFailed
+from tests.cluster.harness import CALL_S, HERE, SPAWN_S, echo, forking, is_alive, run, until
+
+NUMBER = "OMP_NUM_THREADS"
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def is_forked(handle: ExecutorHandle) -> bool:
+    """Whether its ranks have come from a server."""
+    return all(parent(pid) != os.getpid() for pid in handle.pids)
+
+
+def launchers() -> list[int]:
+    """Processes of this one that stand for a forked rank."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if parent(int(folder.name)) == os.getpid() and b"launcher" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_rank_that_is_killed_is_named_as_one_that_started_by_itself(number: signal.Signals) -> None:
+    async def main(cluster: Cluster) -> None:
+        handle = await cluster.spawn(echo(), SPAWN_S)
+        (stands,) = launchers()
+        assert is_forked(handle)
+        child = await handle.call("start_child", timeout_s=CALL_S)
+        os.kill(handle.pids[0], number)
+        error = await asyncio.wait_for(handle.failed, CALL_S)
+        assert isinstance(error, MeshFailed)
+        assert error.cause == f"pid {handle.pids[0]} was killed by {number.name}"
+        await until(lambda: not is_alive(child) and not is_alive(stands), CALL_S)
+
+    run(main, "forked")
+
+
+def test_exit_codes_are_told() -> None:
+    async def main(cluster: Cluster) -> None:
+        for code in (0, 3):
+            handle = await cluster.spawn(echo(f"exit-{code}"), SPAWN_S)
+            with pytest.raises(MeshFailed, match=rf"pid {handle.pids[0]} ended with exit code {code}"):
+                await handle.call("exit", code, timeout_s=CALL_S)
+
+    run(main, "forked")
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_rank_ends_with_its_launcher(stopped: bool) -> None:
+    """However that is killed, and whatever the rank is at; also what the rank has started."""
+
+    async def main(cluster: Cluster) -> None:
+        handle = await cluster.spawn(echo(), SPAWN_S)
+        child = await handle.call("start_child", timeout_s=CALL_S)
+        if stopped:
+            os.kill(handle.pids[0], signal.SIGSTOP)
+        (stands,) = launchers()
+        os.kill(stands, signal.SIGKILL)
+        await asyncio.wait_for(handle.failed, CALL_S)
+        await until(lambda: not is_alive(handle.pids[0]) and not is_alive(child), CALL_S)
+
+    run(main, "forked")
+
+
+def test_a_signal_to_end_reaches_the_rank() -> None:
+    """Monarch sends it to the process that it knows."""
+
+    async def main(cluster: Cluster) -> None:
+        handle = await cluster.spawn(echo(), SPAWN_S)
+        (stands,) = launchers()
+        os.kill(stands, signal.SIGTERM)
+        await asyncio.wait_for(handle.failed, CALL_S)
+        await until(lambda: not is_alive(handle.pids[0]) and not is_alive(stands), CALL_S)
+
+    run(main, "forked")
+
+
+def test_without_its_server_a_rank_goes_on_and_the_next_starts_by_itself(tmp_path: Path) -> None:
+    async def main(cluster: Cluster) -> None:
+        handle = await cluster.spawn(echo("first"), SPAWN_S)
+        assert is_forked(handle)
+        os.killpg(server.pid, signal.SIGKILL)
+        again = await cluster.spawn(echo("again"), SPAWN_S)
+        assert not is_forked(again)
+        assert await handle.call("echo", 1, timeout_s=CALL_S) == 1
+        assert await again.call("echo", 2, timeout_s=CALL_S) == 2
+        os.kill(handle.pids[0], signal.SIGKILL)  # its parent is another one by now
+        error = await asyncio.wait_for(handle.failed, CALL_S)
+        assert isinstance(error, MeshFailed) and f"pid {handle.pids[0]}" in error.cause
+
+    with forking() as server:
+        run(main, "monarch", tmp_path)
+    assert launcher.SERVER_ENDED in (tmp_path / "again.log").read_text()
+    assert launcher.SERVER_ENDED not in (tmp_path / "first.log").read_text()
+
+
+def test_a_server_that_is_killed_while_it_is_asked_costs_a_start_only(tmp_path: Path) -> None:
+    """Stopped, so that it has the request and does not answer."""
+
+    async def main(cluster: Cluster) -> None:
+        os.killpg(server.pid, signal.SIGSTOP)
+        spawning = asyncio.ensure_future(cluster.spawn(echo(), SPAWN_S))
+        await until(lambda: bool(launchers()), CALL_S)
+        await asyncio.sleep(0.3)
+        os.killpg(server.pid, signal.SIGKILL)
+        assert not is_forked(handle := await spawning)
+        assert await handle.call("echo", 1, timeout_s=CALL_S) == 1
+
+    with forking() as server:
+        run(main, "monarch", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"MALLOC_ARENA_MAX": "1"}, "MALLOC_ARENA_MAX"),
+        ({"PYTHONHASHSEED": "7"}, "PYTHONHASHSEED"),
+        ({NUMBER: "2", "MKL_NUM_THREADS": "1"}, "MKL_NUM_THREADS"),
+        ({NUMBER: "2,1"}, NUMBER),
+    ],
+)
+def test_what_libraries_read_as_they_are_loaded_is_never_another(
+    env: Mapping[str, str], said: str, tmp_path: Path
+) -> None:
+    async def main(cluster: Cluster) -> None:
+        handle = await cluster.spawn(replace(echo(), env={**env}), SPAWN_S)
+        assert not is_forked(handle)
+        assert await handle.call("environ", *env, timeout_s=CALL_S) == list(env.values())
+
+    with forking():
+        run(main, "monarch", tmp_path)
+    (line,) = (tmp_path / "echo.log").read_text().splitlines()
+    assert said in line
+
+
+def test_an_executor_of_somebody_else_starts_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "others.py").write_text("from executors import Echo as Other\n")
+
+    async def main(cluster: Cluster) -> None:
+        paths = (str(tmp_path), str(HERE))
+        spec = ExecutorSpec(name="other", target="others:Other", code_paths=paths)
+        assert not is_forked(await cluster.spawn(spec, SPAWN_S))
+
+    run(main, "forked")
+
+
+def test_a_forked_rank_finds_what_one_finds_that_starts_by_itself() -> None:
+    found = list[dict[str, Any]]()
+
+    async def main(cluster: Cluster) -> None:
+        handle = await cluster.spawn(
+            replace(echo(), env={"LLAMARL_TEST": "1", "TOKENIZERS_PARALLELISM": "no"}), SPAWN_S
+        )
+        found.append(await handle.call("surroundings", timeout_s=CALL_S))
+
+    run(main, "monarch")
+    run(main, "forked")
+    ordinary, forked = found
+    assert forked["environment"].pop("HYPERACTOR_MESH_BOOTSTRAP_ENABLE_PDEATHSIG") == "false"
+    changing = {name for name in ordinary["environment"] if name.startswith(("HYPERACTOR_", "BOOTSTRAP_"))}
+    for one in found:
+        for name in changing:
+            del one["environment"][name]
+    # An ordinary start inherits what its parent lets it; a forked one holds the pipe by which it is killed.
+    more = Counter(forked.pop("descriptors")) - Counter(ordinary.pop("descriptors"))
+    assert not more - Counter({"pipe:[N]": 1})
+    for name, value in ordinary.items():
+        assert forked[name] == value, (name, forked[name], value)
