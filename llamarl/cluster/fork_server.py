@@ -1,9 +1,9 @@
 """`fork_server`: a process that imports torch and the executors once for a run, and forks each rank of an executor.
 
-A rank that is forked differs from one that was started by itself in the time that it takes, and in its parent. It gets
-arguments, environment, standard streams and limits of the program that Monarch has started for it
-(`cluster/launcher.py`). Nothing that a rank needs is read at import from a variable that may differ: the server
-declines if one does, and the rank starts by itself. The server has one thread and no CUDA context.
+A forked rank differs from an ordinary one in its parent and in the time that its start takes. The rank takes arguments,
+environment, standard streams and limits from the program that Monarch starts for it (`cluster/launcher.py`). The server
+declines a request if a variable differs that libraries read at import; the rank then starts by itself. The server has
+one thread and no CUDA context.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -37,10 +38,10 @@ EXECUTORS = (
     ("llamarl.executors.reward",),
     ("llamarl.executors.trainer", "llamarl.executors.generator"),
 )
-"""Modules that the server imports, by stage: each stage is a process, and has those of the stages before it. The first
-one has no torch, as executors that need none."""
-_LIGHT = ("llamarl.executors.reward", "llamarl.parts.episodes.executors.")
-"""Beginnings of the names of modules that need no torch."""
+"""Modules that the server imports, by stage. Each stage is a process that also has the modules of the stages before it.
+The first stage has no torch, like the executors that are forked from it."""
+_LIGHT = "llamarl.parts.episodes.executors."
+"""Beginning of the names of other modules that need no torch."""
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _EARLY = (
     "ACC_", "ATEN_", "COMPILE_STROBELIGHT_", "DNNL_", "FX_", "GFORTRAN_", "GLIBC_", "GOMP_", "GOTO_", "HF_", "HOME",
@@ -59,15 +60,16 @@ from llamarl.cluster.start_up import main
 main()
 """
 _END_S = 0.5
-"""Longest wait in seconds for the server to end by itself, when it waits for its stages."""
+"""Longest wait in seconds for the server to end its stages and itself."""
 _NAME_CHARS = 4000
-"""Length of an argument that leaves room for the command line of a rank, in characters."""
+"""Length in characters of an argument that reserves memory for the command line of a rank."""
 _MAX_REQUEST_BYTES = 1 << 20
-_NUM_DESCRIPTORS = 5
+_NUM_DESCRIPTORS, _REPLY = 5, 3
+"""Descriptors of a request: standard streams, the socket for answers, the pipe that ends the rank."""
 
 
 class ForkServer:
-    """The server's process, as the process that has started it sees it."""
+    """Starts and ends the server's process."""
 
     def __init__(self, stages: Sequence[Sequence[str]] = EXECUTORS) -> None:
         """Raises OSError."""
@@ -88,36 +90,36 @@ class ForkServer:
         self._control = ours
         self._control.set_inheritable(True)  # by the processes that Monarch starts
         self.place = f"{os.getpid()}:{ours.fileno()}"
-        """Value of `SERVER`."""
+        """Value of the variable `SERVER` by which launchers find the server."""
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def close(self) -> None:
-        """Ends the server; ranks that it has forked go on."""
+        """Ends the server. Forked ranks continue."""
         self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
-        kill_group(self._process.pid)  # it imports, and has not looked
+        kill_group(self._process.pid)  # a server that still imports does not look at its socket
         self._process.wait()
         os.close(self._lifeline)
 
 
 _lock = threading.Lock()
 _users: list[object] = []
-"""Runs of this process that share its server."""
+"""Runs of this process that share the server."""
 _shared: list[ForkServer] = []
 """The server of this process, if there is one."""
 
 
 @contextmanager
 def fork_server(kind: str) -> Iterator[None]:
-    """Meanwhile ranks that Monarch starts are forked, where that works; simultaneous runs of a process share a server.
+    """Has ranks forked, where possible, that Monarch starts within it. Simultaneous runs of a process share one server.
 
     Args:
-        kind: of the cluster; with any other than `monarch` this process has no ranks.
+        kind: `cluster.kind`. With another kind than `monarch` this process starts no ranks, and no server.
     """
     if kind != "monarch":
         yield
@@ -138,7 +140,7 @@ def fork_server(kind: str) -> Iterator[None]:
 
 def begin() -> None:
     """Starts the server of this process, or notes why ranks start by themselves."""
-    end()  # of the process that has started this one the place may be known
+    end()  # this process may have inherited the place of another process's server
     if os.environ.get(SWITCH) == "0":
         return
     if not hasattr(os, "pidfd_open") or not hasattr(fcntl, "F_SETSIG"):
@@ -161,11 +163,12 @@ def end() -> None:
 
 
 def serve() -> None:
-    """The server's process; returns in each rank that it has forked, with `sys.argv` as the ordinary start has it."""
+    """Runs the server. Returns only in each forked rank, with the `sys.argv` of the ordinary start."""
     stages: list[list[str]] = json.loads(sys.argv[2])
     control, until, starter = map(int, sys.argv[3:6])
     _die_with(until)
-    gc.disable()  # modules stay: looking for garbage among them takes a sixth of their import
+    _rename([sys.executable, "-m", "llamarl.cluster.fork_server"])
+    gc.disable()  # a search for garbage among modules takes a sixth of their import
     parent, here = os.pidfd_open(starter), dict(os.environ)
     listener = socket.socket(fileno=control)
     following, next_stage = None, 0
@@ -185,11 +188,11 @@ def serve() -> None:
     gc.freeze()
     server = _Server(listener, following, next_stage, parent, until, here, modules)
     request, descriptors = server.next_request()
-    _become(request, descriptors, here)
+    _become(request, descriptors)
 
 
 class _Server:
-    """One stage: forks a rank for each request about its modules, and hands the others on."""
+    """One stage: forks a rank for each request about its modules, and sends other requests to the next stage."""
 
     def __init__(
         self, listener: socket.socket, following: socket.socket | None, next_stage: int, parent: int, until: int,
@@ -198,13 +201,13 @@ class _Server:
         self._listener, self._following, self._next_stage = listener, following, next_stage
         self._parent, self._until, self._environment, self._modules = parent, until, environment, modules
         self._ranks = dict[int, tuple[int, socket.socket]]()
-        """Process of each rank, and the launcher's socket, by the descriptor that tells of its end."""
+        """Process of each rank and its launcher's socket, by the rank's pidfd."""
         self._poll = select.poll()
         for descriptor in (listener.fileno(), parent):
             self._poll.register(descriptor, select.POLLIN)
 
     def next_request(self) -> tuple[dict[str, Any], list[int]]:
-        """In a new rank: its request, and the descriptors that came with it. The server itself never returns."""
+        """Serves. Returns only in a new rank, with its request and the descriptors that came with it."""
         while True:
             for descriptor, _ in self._poll.poll():
                 if descriptor == self._parent:
@@ -215,43 +218,48 @@ class _Server:
                     return found
 
     def _asked(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Answers a request; in a new rank, that request."""
+        """Answers a request. Returns it, with its descriptors, in a new rank; None in the server."""
         data, descriptors, _, _ = socket.recv_fds(self._listener, _MAX_REQUEST_BYTES, _NUM_DESCRIPTORS)
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
         if not data:
             self._end()
         request: dict[str, Any] = json.loads(data)
-        if self._is_own(request["module"]):
-            reply = socket.socket(fileno=os.dup(descriptors[3]))
-            if (reason := _objection(request["environment"], self._environment)) or (reason := _company()):
-                _tell(reply, declined=reason)
-                reply.close()
-            elif not (pid := os.fork()):
-                self._leave()
-                reply.close()
-                return request, descriptors
-            else:
-                self._poll.register(watched := os.pidfd_open(pid), select.POLLIN)
-                self._ranks[watched] = pid, reply
-        elif self._following is not None:
-            with suppress(OSError):  # it has ended: the launcher is told by the end of its socket
+        if self._following is not None and not self._is_own(request["module"]):
+            with suppress(OSError):  # the next stage has ended, and the launcher reads the end of its socket
                 socket.send_fds(self._following, [data], descriptors)
-        else:
-            with socket.socket(fileno=os.dup(descriptors[3])) as reply:
-                _tell(reply, declined=f"{request['module']} is not what the fork server has imported")
+        elif self._forked(request, socket.socket(fileno=os.dup(descriptors[_REPLY]))):
+            return request, descriptors
         for descriptor in descriptors:
             os.close(descriptor)
         return None
 
     def _is_own(self, module: str) -> bool:
-        """Whether ranks of a module are forked from this stage; the last one has what all of this package needs."""
-        if module in self._modules or (self._following and module.startswith(_LIGHT)):
-            return True
-        return self._following is None and module.startswith("llamarl.")
+        """Returns whether ranks of a module are forked from this stage, and not from one that follows it."""
+        return module in self._modules or (self._following is not None and module.startswith(_LIGHT))
+
+    def _forked(self, request: Mapping[str, Any], reply: socket.socket) -> bool:
+        """Forks a rank or declines. Returns True in the rank."""
+        reason = _objection(request["environment"], self._environment) or _company()
+        if not (self._is_own(request["module"]) or request["module"].startswith("llamarl.")):
+            reason = f"the fork server does not know {request['module']}"
+        try:
+            if not reason and not (pid := os.fork()):
+                reply.close()
+                self._leave()
+                return True
+        except OSError as error:
+            reason = f"no process can be forked: {error}"
+        if reason:
+            _tell(reply, declined=reason)
+            reply.close()
+        else:
+            self._poll.register(watched := os.pidfd_open(pid), select.POLLIN)
+            self._ranks[watched] = pid, reply
+        return False
 
     def _end(self) -> NoReturn:
-        """Ends this stage after those that follow it."""
+        """Ends the following stage, then this one."""
         if self._next_stage:
             os.kill(self._next_stage, signal.SIGKILL)
             os.waitpid(self._next_stage, 0)
@@ -265,7 +273,7 @@ class _Server:
         reply.close()
 
     def _leave(self) -> None:
-        """In a new rank: closes what is the server's."""
+        """Closes the server's descriptors in a new rank."""
         for descriptor, (_, reply) in self._ranks.items():
             os.close(descriptor)
             reply.close()
@@ -276,8 +284,9 @@ class _Server:
             os.close(descriptor)
 
 
-def _become(request: Mapping[str, Any], descriptors: Sequence[int], before: Mapping[str, str]) -> None:
-    """Takes the surroundings of a rank's launcher, and says so there; a process that cannot ends."""
+def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+    """Makes this process the rank that a launcher asks for, and reports it to the launcher. Ends the process if a limit
+    cannot be set."""
     *streams, reply_at, until = descriptors
     reply = socket.socket(fileno=reply_at)
     try:
@@ -287,22 +296,22 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int], before: Mapp
             os.dup2(stream, number)
             os.close(stream)
         os.umask(request["umask"])
-        for kind, soft, hard in request["limits"]:
-            _set_limit(kind, soft, hard)
+        for kind, *limits in request["limits"]:
+            resource.setrlimit(kind, limits)
         os.sched_setaffinity(0, request["cores"])
         os.setpriority(os.PRIO_PROCESS, 0, request["priority"])
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a limit is higher than this process may set
         _tell(reply, declined=f"a forked process cannot take its place: {error}")
         os._exit(1)
     own: dict[str, str] = request["environment"]
     for name in os.environ.keys() - own.keys():
         del os.environ[name]
     os.environ.update(own)
-    os.environ["HYPERACTOR_MESH_BOOTSTRAP_ENABLE_PDEATHSIG"] = "false"  # its parent is the server, which may end
+    os.environ["HYPERACTOR_MESH_BOOTSTRAP_ENABLE_PDEATHSIG"] = "false"  # the rank survives the server, its parent
     _set_threads(own)
     tempfile.tempdir = None
     if random := sys.modules.get("numpy.random"):
-        random.seed()  # Python's own does so by itself
+        random.seed()  # Python's module `random` does so after each fork
     _, _, paths, *arguments = request["arguments"]
     sys.argv[:], sys.path[:] = ["-c", paths, *arguments], json.loads(paths)
     importlib.invalidate_caches()
@@ -314,7 +323,8 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int], before: Mapp
 
 
 def _objection(own: Mapping[str, str], before: Mapping[str, str]) -> str:
-    """Why a rank with an environment of its own cannot be forked from a process that had another one; empty: it can."""
+    """Returns why a rank with the environment `own` cannot be forked from a process that started with `before`. Empty
+    means that it can."""
     for name in sorted(own.keys() | before.keys()):
         if name.startswith(_EARLY) and name not in _THREADS and own.get(name) != before.get(name):
             return f"its environment variable {name} is another than the fork server's"
@@ -326,7 +336,7 @@ def _objection(own: Mapping[str, str], before: Mapping[str, str]) -> str:
 
 
 def _set_threads(own: Mapping[str, str]) -> None:
-    """Threads of libraries that were loaded with one thread."""
+    """Sets the number of threads of libraries that were loaded with one thread."""
     number = int(own["OMP_NUM_THREADS"])
     if number != 1 and (torch := sys.modules.get("torch")):
         torch.set_num_threads(number)
@@ -340,26 +350,20 @@ def _set_threads(own: Mapping[str, str]) -> None:
 
 
 def _company() -> str:
-    """Why this process must not fork: threads beside this one, which the new process would lack; empty: it may."""
+    """Returns why this process must not fork: it has other threads, which the new process would lack. Empty means that
+    it may fork."""
     number = len(os.listdir("/proc/self/task"))
     return "" if number == 1 else f"the fork server has {number} threads"
 
 
-def _set_limit(kind: int, soft: int, hard: int) -> None:
-    import resource
-
-    if resource.getrlimit(kind) != (soft, hard):
-        resource.setrlimit(kind, (soft, hard))
-
-
 def _die_with(until: int) -> None:
-    """The system kills this process's group, however it is stopped, when the other end of a pipe is closed."""
+    """Has the kernel kill this process's group, even while it is stopped, when the other end of a pipe closes."""
     fcntl.fcntl(until, fcntl.F_SETOWN, -os.getpgid(0))
     fcntl.fcntl(until, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(until, fcntl.F_SETFL, fcntl.fcntl(until, fcntl.F_GETFL) | os.O_ASYNC)
     poll = select.poll()
     poll.register(until, select.POLLIN)
-    if poll.poll(0):  # it was closed before
+    if poll.poll(0):  # it closed before
         os._exit(1)
 
 
@@ -369,7 +373,7 @@ def _tell(reply: socket.socket, **answer: Any) -> None:
 
 
 def _rename(command: Sequence[str]) -> None:
-    """Puts a command line in the place of the server's, for `ps`."""
+    """Replaces the command line that `ps` shows."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
     line = b"\0".join(map(os.fsencode, command))[: end - start - 1]

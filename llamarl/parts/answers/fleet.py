@@ -9,11 +9,12 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from llamarl.cluster.api import ExecutorHandle
+from llamarl.cluster.fork_server import fork_server
 from llamarl.cluster.open import check_cluster, open_cluster
 from llamarl.cluster.port import port
 from llamarl.config import RunConfig
@@ -62,6 +63,8 @@ class Fleet:
         self._news = queue.SimpleQueue[tuple[_Member, list[Rollout]] | Exception]()
         self._members: list[_Member] = []
         self._logs = tempfile.TemporaryDirectory(prefix="llamarl-", ignore_cleanup_errors=True)
+        self._leaving = ExitStack()
+        self._leaving.enter_context(fork_server(config.cluster.kind))
         self._cluster = open_cluster(config.cluster, Path(self._logs.name))
         self._loop, self._tasks = PatientLoop(), list[asyncio.Task[None]]()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fleet", daemon=True)
@@ -84,6 +87,7 @@ class Fleet:
         self._now(self._end(limit_s), 2 * limit_s + 1)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=1)
+        self._leaving.close()
         self._logs.cleanup()
 
     @property
