@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import re
@@ -162,6 +163,32 @@ class Echo(Executor):
             "main": list(vars(sys.modules["__main__"])),
             "folder of its own": tempfile.gettempdir(),
         }
+
+    def thread_counts(self) -> dict[str, int]:
+        """Threads of torch and numpy here, and those that the process has after both have worked."""
+        import numpy
+        import torch
+
+        before = len(os.listdir("/proc/self/task"))
+        for dtype in (torch.float32, torch.bfloat16):
+            whole = torch.ones(512, 512, dtype=dtype)
+            (whole @ whole).exp().sum()
+        with_torch = len(os.listdir("/proc/self/task"))
+        numpy.ones((512, 512)) @ numpy.ones((512, 512))
+        return {
+            "torch": torch.get_num_threads(),
+            "between operations": torch.get_num_interop_threads(),
+            "OpenMP": ctypes.CDLL("libgomp.so.1").omp_get_max_threads(),
+            "of torch": with_torch - before,
+            "of numpy": openblas_threads(),
+        }
+
+
+def openblas_threads() -> int:
+    """Threads that numpy's library for products of matrices uses."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    (path,) = {line.split(None, 5)[-1] for line in lines if "openblas" in line}
+    return ctypes.CDLL(path).scipy_openblas_get_num_threads64_()
 
 
 def _kind(descriptor: str) -> str:

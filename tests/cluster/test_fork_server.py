@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -187,3 +189,57 @@ def test_a_forked_rank_finds_what_one_finds_that_starts_by_itself() -> None:
     assert not more - Counter({"pipe:[N]": 1})
     for name, value in ordinary.items():
         assert forked[name] == value, (name, forked[name], value)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_threads_are_as_many_as_in_one_that_starts_by_itself(number: int) -> None:
+    """Libraries read their number as they are loaded, which was with one thread."""
+    found = list[dict[str, int]]()
+
+    async def main(cluster: Cluster) -> None:
+        env = {name: str(number) for name in (NUMBER, "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+        handle = await cluster.spawn(replace(echo(), env=env), SPAWN_S)
+        assert is_forked(handle) == (launcher.SERVER in os.environ)
+        found.append(await handle.call("thread_counts", timeout_s=CALL_S))
+
+    run(main, "monarch")
+    with forking("torch"):
+        run(main, "monarch")
+    ordinary, forked = found
+    assert forked == ordinary
+    assert ordinary["torch"] == ordinary["of numpy"] == number
+
+
+CONTROLLER = """
+import asyncio, sys
+from tests.cluster.harness import SPAWN_S, echo, forking, run
+from tests.cluster.test_fork_server import launchers
+
+async def main(cluster):
+    handle = await cluster.spawn(echo(), SPAWN_S)
+    print(server.pid, *launchers(), *handle.pids, await handle.call("start_child", timeout_s=SPAWN_S), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+
+with forking() as server:
+    run(main, "monarch")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, None])
+def test_nothing_outlives_the_controller(number: signal.Signals | None) -> None:
+    """Killed, interrupted, or ended by itself; a rank may be stopped when the controller is killed."""
+    command = [sys.executable, "-c", CONTROLLER]
+    with subprocess.Popen(
+        command, cwd=HERE.parents[1], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(pids) == 4 and all(map(is_alive, pids))
+        if number == signal.SIGKILL:
+            os.kill(pids[2], signal.SIGSTOP)
+            process.kill()
+        elif number:
+            os.killpg(process.pid, number)
+        process.communicate("", timeout=CALL_S)
+    asyncio.run(until(lambda: not any(map(is_alive, pids)), CALL_S))

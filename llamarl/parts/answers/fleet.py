@@ -63,12 +63,12 @@ class Fleet:
         self._news = queue.SimpleQueue[tuple[_Member, list[Rollout]] | Exception]()
         self._members: list[_Member] = []
         self._logs = tempfile.TemporaryDirectory(prefix="llamarl-", ignore_cleanup_errors=True)
-        self._leaving = ExitStack()
-        self._leaving.enter_context(fork_server(config.cluster.kind))
         self._cluster = open_cluster(config.cluster, Path(self._logs.name))
         self._loop, self._tasks = PatientLoop(), list[asyncio.Task[None]]()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fleet", daemon=True)
         self._thread.start()
+        self._leaving = ExitStack()
+        self._leaving.enter_context(fork_server(config.cluster.kind))
         try:
             self._now(self._start(), math.inf)
         except BaseException:
