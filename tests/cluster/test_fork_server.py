@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from llamarl.cluster import launcher
+from llamarl.cluster import fork_server, launcher
 from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, MeshFailed
 from tests.cluster.harness import CALL_S, HERE, SPAWN_S, echo, forking, is_alive, run, until
 
@@ -208,6 +208,58 @@ def test_threads_are_as_many_as_in_one_that_starts_by_itself(number: int) -> Non
     ordinary, forked = found
     assert forked == ordinary
     assert ordinary["torch"] == ordinary["of numpy"] == number
+
+
+class Pretended:
+    """A server that starts nothing."""
+
+    begun, ended = 0, 0
+    place = "1:2"
+
+    def __init__(self) -> None:
+        Pretended.begun += 1
+
+    def close(self) -> None:
+        Pretended.ended += 1
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> type[Pretended]:
+    monkeypatch.setattr(fork_server, "ForkServer", Pretended)
+    monkeypatch.setattr(Pretended, "begun", 0)
+    monkeypatch.setattr(Pretended, "ended", 0)
+    monkeypatch.delenv(fork_server.SWITCH, raising=False)
+    return Pretended
+
+
+def test_simultaneous_runs_of_a_process_share_a_server(pretended: type[Pretended]) -> None:
+    with fork_server.fork_server("monarch"):
+        with fork_server.fork_server("monarch"):
+            assert os.environ[launcher.SERVER] == pretended.place
+        assert os.environ[launcher.SERVER] == pretended.place and (pretended.begun, pretended.ended) == (1, 0)
+    assert launcher.SERVER not in os.environ and pretended.ended == 1
+    with fork_server.fork_server("monarch"):
+        pass
+    assert (pretended.begun, pretended.ended) == (2, 2)
+
+
+@pytest.mark.parametrize(("kind", "switch"), [("inline", "1"), ("hosts", "1"), ("monarch", "0")])
+def test_no_server_without_ranks_or_with_the_switch(
+    kind: str, switch: str, pretended: type[Pretended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(fork_server.SWITCH, switch)
+    with fork_server.fork_server(kind):
+        assert launcher.SERVER not in os.environ and launcher.ORDINARY not in os.environ
+    assert not pretended.begun
+
+
+def test_a_system_that_lacks_what_the_server_needs_has_none_and_says_so(
+    pretended: type[Pretended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    with fork_server.fork_server("monarch"):
+        assert launcher.SERVER not in os.environ and os.environ[launcher.ORDINARY]
+    assert launcher.ORDINARY not in os.environ and not pretended.begun
 
 
 CONTROLLER = """
