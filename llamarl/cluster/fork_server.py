@@ -50,6 +50,8 @@ _EARLY = (
     "TRITON_", "TZ",
 )  # fmt: skip
 """Beginnings of the names of variables that Python, and libraries that the server imports, read as they are loaded."""
+DEVICES = ("/dev/nvidia", "/dev/kfd")
+"""Beginnings of the names of devices that a driver opens as it is initialized."""
 _PROGRAM = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -176,7 +178,7 @@ def serve() -> None:
         for name in modules:
             importlib.import_module(name)
         if number + 1 < len(stages):
-            if reason := _company():
+            if reason := unfit():
                 sys.exit(reason)
             following, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             if next_stage := os.fork():
@@ -240,7 +242,7 @@ class _Server:
 
     def _forked(self, request: Mapping[str, Any], reply: socket.socket) -> bool:
         """Forks a rank or declines. Returns True in the rank."""
-        reason = _objection(request["environment"], self._environment) or _company()
+        reason = _objection(request["environment"], self._environment) or unfit()
         if not (self._is_own(request["module"]) or request["module"].startswith("llamarl.")):
             reason = f"the fork server does not know {request['module']}"
         try:
@@ -349,11 +351,16 @@ def _set_threads(own: Mapping[str, str]) -> None:
                     getattr(library, name)(number)
 
 
-def _company() -> str:
-    """Returns why this process must not fork: it has other threads, which the new process would lack. Empty means that
-    it may fork."""
-    number = len(os.listdir("/proc/self/task"))
-    return "" if number == 1 else f"the fork server has {number} threads"
+def unfit() -> str:
+    """Returns why this process must not fork: a new process lacks its other threads, and cannot use its devices. Empty
+    means that it may fork."""
+    if (number := len(os.listdir("/proc/self/task"))) != 1:
+        return f"the fork server has {number} threads"
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the descriptor of the listing
+            if (path := os.readlink(f"/proc/self/fd/{name}")).startswith(DEVICES):
+                return f"the fork server has opened {path}"
+    return ""
 
 
 def _die_with(until: int) -> None:

@@ -262,6 +262,17 @@ def test_a_system_that_lacks_what_the_server_needs_has_none_and_says_so(
     assert launcher.ORDINARY not in os.environ and not pretended.begun
 
 
+def test_a_process_with_threads_or_a_device_does_not_fork() -> None:
+    code = "from llamarl.cluster import fork_server; print(fork_server.unfit())"
+    opens = "import os\nos.open('/dev/zero', os.O_RDONLY)\n"
+    starts = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    devices = "fork_server.DEVICES = ('/dev/zero',)"
+    for before, said in (("", ""), (opens, "/dev/zero"), (starts, "2 threads")):
+        program = f"from llamarl.cluster import fork_server\n{devices}\n{before}{code}"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=CALL_S)
+        assert done.returncode == 0 and said in done.stdout and bool(done.stdout.strip()) == bool(said)
+
+
 CONTROLLER = """
 import asyncio, sys
 from tests.cluster.harness import SPAWN_S, echo, forking, run
