@@ -15,6 +15,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` takes as long as everything else here
@@ -25,8 +26,8 @@ SERVER = "LLAMARL_FORK_SERVER_AT"
 ORDINARY = "LLAMARL_ORDINARY_START"
 """Environment variable: why a rank that could have been forked imports everything itself."""
 SERVER_ENDED = "the fork server has ended"
-UNKNOWN = 1 << 8
-"""Wait status of exit code 1."""
+REAPED_S = 0.5
+"""Longest wait in seconds for the system to reap a process that has ended: before, it does not tell how."""
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3
 """Request and flag of linux/pidfd.h."""
 
@@ -124,18 +125,20 @@ def _wait(descriptor: int, parent: int) -> None:
 
 
 def _status(rank: int | None) -> int:
-    """Wait status of a process that somebody else has waited for; that of exit code 1 on Linux before 6.15."""
-    if rank is None:
-        return UNKNOWN
+    """Wait status of a process that is not a child. That of exit code 1 if the process ended long ago, and on Linux
+    before 6.15."""
     info = bytearray(64)  # struct pidfd_info: a mask first, the wait status last
-    struct.pack_into("Q", info, 0, _PIDFD_INFO_EXIT)
-    try:
-        fcntl.ioctl(rank, _PIDFD_GET_INFO, info)
-    except OSError:
-        return UNKNOWN
-    if not struct.unpack_from("Q", info)[0] & _PIDFD_INFO_EXIT:
-        return UNKNOWN
-    return struct.unpack_from("i", info, 60)[0]
+    until_s = time.monotonic() + REAPED_S
+    while rank is not None and time.monotonic() < until_s:
+        struct.pack_into("Q", info, 0, _PIDFD_INFO_EXIT)
+        try:
+            fcntl.ioctl(rank, _PIDFD_GET_INFO, info)
+        except OSError:
+            break
+        if struct.unpack_from("Q", info)[0] & _PIDFD_INFO_EXIT:
+            return struct.unpack_from("i", info, 60)[0]
+        time.sleep(0.01)
+    return 1 << 8
 
 
 def _end_as(status: int) -> NoReturn:
