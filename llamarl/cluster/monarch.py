@@ -70,8 +70,12 @@ _SETTINGS = {
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "60s",
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "30s",
     "HYPERACTOR_MESH_MAX_CAST_FANOUT": f"{MAX_SENDS - 1}",
+    "HYPERACTOR_HOST_SPAWN_READY_TIMEOUT": "1h",
+    "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "1h",
+    "HYPERACTOR_MESH_ACTOR_SPAWN_MAX_IDLE": "1h",
 }
-"""Environment variables of Monarch: with its defaults the death of a process may take 9 s to be noticed."""
+"""Environment variables of Monarch. With its defaults the death of a process may take 9 s to be noticed, and a start
+fails if torch, which a fork server imports before it forks a rank, takes 30 s: `cluster.start_timeout_s` is the limit."""
 _WAITS = "MESH_ORPHAN MESH_SUPERVISION_WATCHDOG MESSAGE_DELIVERY CHANNEL_RECONNECT"
 _PATIENT = {f"HYPERACTOR_{name}_TIMEOUT": "1h" for name in _WAITS.split()}
 """Timeouts where pidfds tell who is dead, on one machine: with less, a controller stopped for 30 s hears of nobody."""
