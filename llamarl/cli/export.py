@@ -10,6 +10,7 @@ from pathlib import Path
 from llamarl.cli.options import check_output, command_parser, write_into_run, write_output
 from llamarl.config import ConfigError, RunConfig, load_recorded
 from llamarl.config.hub import HubName, open_hub
+from llamarl.config.path import not_a_run
 from llamarl.config.ref import nothing_run
 
 
@@ -49,7 +50,7 @@ def _export(options: argparse.Namespace) -> int:
     """Writes what the options ask for; the exit code. Raises ConfigError."""
     run, name = Path(options.run), _name(options)
     if not (run / "config.toml").exists():
-        raise ConfigError(f"RUN = {options.run!r} is no run folder (no config.toml in it); name one, such as runs/demo")
+        raise not_a_run(run)
     if options.rollouts:
         return _export_rollouts(run, options)
     if options.output:

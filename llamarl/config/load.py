@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from llamarl.config.data import ONE, SEVERAL
 from llamarl.config.errors import ConfigError, did_you_mean, near_names, one_of
 from llamarl.config.files import open_file
-from llamarl.config.path import NO_TEXT, checked_path, from_home
+from llamarl.config.path import NO_TEXT, checked_path, from_home, near_path
 from llamarl.config.ref import Ref, find
 from llamarl.config.schema import RunConfig
 from llamarl.config.section import Section
@@ -178,8 +178,7 @@ def file_of_run(path: str | Path) -> Path:
 
 
 def _parsed(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
-    names = ", ".join(packaged_names())
-    text = read_text(path := _place(path), f"give the path of a TOML file, or one of {names}")
+    text = read_text(path := _place(path), _meant(path))
     try:
         return _overridden(tomllib.loads(text), overrides)
     except RecursionError:
@@ -188,6 +187,18 @@ def _parsed(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def _meant(path: Path) -> str:
+    """Returns the fix for a path that may be no file: the one that it may mean, or all names of packaged files."""
+    if path.is_file():
+        return "give the path of a TOML file"
+    for found in (path, Path(near_path(path))):
+        if found.name and (near := found / RECORD if found.is_dir() else found).is_file():
+            return one_of([str(near)])
+    names = packaged_names()
+    known = f"give the path of a TOML file, or one of {', '.join(names)}"
+    return did_you_mean(path.stem, names, known) if path.name == str(path) else known
 
 
 def _overridden(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

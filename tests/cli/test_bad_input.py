@@ -342,7 +342,7 @@ def test_unknown_commands() -> None:
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
-    check(llamarl_here("export", tmp_path), "no run folder", command="export")
+    check(llamarl_here("export", tmp_path), str(tmp_path), "config.toml", command="export")
 
 
 def test_what_takes_long_says_where_it_is(toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

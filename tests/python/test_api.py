@@ -360,7 +360,7 @@ def test_prompts_of_any_kind(model: Path) -> None:
     limits: dict[str, Any] = {"rollout": {"max_new_tokens": 2}}
     for prompts in (Series(), (text for text in ("one", "two"))):
         assert [row["prompt"] for row in llamarl.generate(model, prompts, **limits)] == ["one", "two"]
-    with pytest.raises(llamarl.ConfigError, match="there is no folder None"):
+    with pytest.raises(llamarl.ConfigError, match=r"model = 'None'"):
         llamarl.generate(None, ["Hello"], **limits)  # pyrefly: ignore[bad-argument-type]
     for prompts in ("Hello", None, [], ["a hole of a table:", None]):
         with pytest.raises(llamarl.ConfigError, match="give a list of texts, at least one"):

@@ -197,7 +197,7 @@ def _break(run: Path, file: str, text: str | None) -> None:
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("config.toml", None, "is no run folder"),
+        ("config.toml", None, "config.toml"),
         ("metrics.jsonl", None, "cannot read .*metrics.jsonl"),
         ("metrics.jsonl", '{"kind": "step", "step": 1}\n', "1 steps, too few to measure; a profile needs 9"),
         ("metrics.jsonl", "".join(f'{{"kind": "step", "step": {n}}}\n' for n in range(12)), "run it again"),

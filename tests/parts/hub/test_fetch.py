@@ -163,8 +163,10 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert hub_name(path) is None, path
     (tmp_path / "a/b").mkdir(parents=True)
     assert hub_name("a/b") is None and folder_of("a/b") == Path("a/b"), "an existing folder wins"
-    with pytest.raises(ConfigError, match="no folder 'a/c', and nothing was fetched from the Hub by that name"):
-        folder_of("a/c")
+    assert hub_name("a/c") is None and folder_of("a/c") == Path("a/c"), "it begins with a local folder"
+    assert hub_name("a/c@main") == HubName("a/c", "main") and hub_name("runs/c") is None
+    with pytest.raises(ConfigError, match="no folder 'c/d', and nothing was fetched from the Hub by that name"):
+        folder_of("c/d")
     with pytest.raises(ConfigError, match=f"hf download a/c --revision {'0' * 40}, or point HF_HOME"):
         folder_of(f"a/c@{'0' * 40}")
 

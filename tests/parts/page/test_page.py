@@ -119,8 +119,9 @@ class TestFolders:
             (other / "config.json").write_text("{}")
         before = sorted(tmp_path.rglob("*"))
         done = llamarl_here(command, run, other)
-        said = f"llamarl {command}: {other} is no folder of a run; it has no config.toml\n"
-        assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+        (said,) = done.stderr.splitlines()
+        assert (done.returncode, done.stdout) == (2, "") and str(other) in said
+        assert ("config.toml" in said) == (kind != "missing") and (f"`{run}`" in said) == (kind == "runs")
         assert sorted(tmp_path.rglob("*")) == before
 
     def test_runs_and_one_that_has_just_begun_are_shown(self, tmp_path: Path) -> None:

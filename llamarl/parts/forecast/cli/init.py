@@ -13,7 +13,7 @@ import tomli_w
 
 from llamarl.cli.options import MODEL_HELP, add_settings, command_parser, write_output
 from llamarl.config import ConfigError, RunConfig, read_json, settled, validated
-from llamarl.config.hub import hub_name, open_hub
+from llamarl.config.hub import hub_name, missing_folder, open_hub
 from llamarl.models.fit import taken
 from llamarl.observability.formats import duration
 from llamarl.parts.forecast.columns import FoundData, found_data
@@ -109,6 +109,8 @@ def _model(name: str) -> DecoderShape:
         return find_model(name)
     try:
         folder = open_hub().fetched(of_hub, choose=config_only).folder if of_hub else Path(name)
+        if not folder.is_dir():
+            raise ConfigError(missing_folder(name))
         config = read_json(folder / "config.json", "give a Hugging Face folder, or a name of the Hub")
         return DecoderShape.from_hf(config, name)
     except ConfigError as error:

@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llamarl.cli.options import check_output, command_parser, told_of_delay, write_into_run, write_output
-from llamarl.config import ConfigError, read_text
+from llamarl.config import read_text
+from llamarl.config.path import not_a_run
 from llamarl.parts.page.document import document, whole
 from llamarl.parts.page.rollouts import Decode
 from llamarl.parts.page.run_data import RunData
 
 PAGE = "report.html"
+OF_PAGES = ("config.toml", "forecast.json")
+"""Files of which a folder that is shown has at least one: a run's, or a forecast's."""
 EPILOG = "The page needs no network. Of a running, failed or torn run it shows what is there, and says so."
 
 
@@ -42,8 +45,8 @@ def main(arguments: Sequence[str]) -> int:
 def shown_folders(names: Sequence[str]) -> list[Path]:
     """The folders that a command is asked to show. Raises ConfigError: one is neither a run's nor a forecast's."""
     for folder in (folders := [Path(name) for name in names]):
-        if not any((folder / file).exists() for file in ("config.toml", "forecast.json")):
-            raise ConfigError(f"{folder} is no folder of a run; it has no config.toml")
+        if not any((folder / file).exists() for file in OF_PAGES):
+            raise not_a_run(folder, OF_PAGES)
     return folders
 
 

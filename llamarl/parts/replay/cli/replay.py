@@ -22,6 +22,7 @@ from llamarl.cli.main import FAILURE
 from llamarl.cli.options import TRUST, command_parser, told_of_delay, with_settings
 from llamarl.cluster.api import ExecutorError
 from llamarl.config import ConfigError, RunConfig, load_recorded
+from llamarl.config.path import not_a_run
 from llamarl.observability.formats import counted
 from llamarl.parts.replay.against import first_divergence
 from llamarl.parts.replay.recorded import Diverged, Recorded, other_code
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _folder(path: str) -> RunFolder:
     if not (folder := RunFolder(Path(path))).config.exists():
-        raise ConfigError(f"{path} has no config.toml; give the folder of a run, such as runs/demo")
+        raise not_a_run(path)
     if not folder.journal.exists() and not folder.trace.exists():
         raise ConfigError(f"{path} has no journal, as runs of `llamarl sft`; give one of `llamarl train`")
     return folder
