@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 
 from llamarl.cli.main import USER_ERROR
 from llamarl.config import ConfigError, RunConfig, from_home, settled
-from llamarl.config.errors import near_names, one_of
+from llamarl.config.errors import known_hint, near_hint
 from llamarl.config.load import last_names
 from llamarl.config.path import FilePath
 from llamarl.config.ref import Ref
@@ -106,8 +106,8 @@ def _near_option(parser: argparse.ArgumentParser, word: str, schema: type[Sectio
     for action in parser._actions:
         for option in action.option_strings if action.help != argparse.SUPPRESS else ():
             known.setdefault(option.lstrip("-").rpartition(".")[2].replace("-", "_"), []).append(option)
-    near = near_names(word.lstrip("-"), known)
-    return one_of(dict.fromkeys(near)) if near else ""
+    name, full = word.lstrip("-"), {last: [*dict.fromkeys(names)] for last, names in known.items()}
+    return known_hint(name, full) or near_hint(name, full)
 
 
 def with_settings(
