@@ -44,7 +44,7 @@ def _note_computing() -> None:
     if _computed_in not in ([], [os.getpid()]):
         raise ConfigError(
             f"process {_computed_in[-1]} has trained or answered and was forked afterwards, and threads that it "
-            "started are missing in this process, so a run would wait without end; start processes with "
+            "started are missing in this process, so a run would hang; start processes with "
             "multiprocessing.get_context('spawn'), or fork before the first call"
         )
     for name in ("stdout", "stderr"):
@@ -105,7 +105,7 @@ def train(
                 begun.config, begun.prepared, begun.folder, resume=resume, command_started_s=started_s, watch=address
             )  # fmt: skip
     except Interrupted as error:
-        raise KeyboardInterrupt(f"{error}; go on with resume=True. Files: {begun.folder.path}") from None
+        raise KeyboardInterrupt(f"{error}; continue with resume=True. Files: {begun.folder.path}") from None
     return RunRecord(begun.folder.path)
 
 
@@ -187,14 +187,14 @@ def _given(
     """Tables, and the settings that win over them; rows and functions are written below the folder of runs. Raises
     ConfigError."""
     if not isinstance(config, str | os.PathLike | Mapping | RunConfig):
-        raise ConfigError(f"config = {config!r:.60} is no run; give the path of a TOML file, or its tables")
+        raise ConfigError(f"config = {config!r:.60} is not a run; give the path of a TOML file, or its tables")
     if isinstance(config, RunConfig):  # what nobody has set is left to recipes
         base = config.model_dump(mode="json", exclude_none=True, exclude_unset=True)
     else:
         base = dict(config) if isinstance(config, Mapping) else tables(config)
     given, output = dict(settings), settings.get("output", base.get("output", "runs"))
     if not isinstance(output, str | os.PathLike):
-        raise ConfigError(f"output = {output!r:.60} is no path; give the folder of runs as text")
+        raise ConfigError(f"output = {output!r:.60} is not a path; give the folder of runs as text")
     output = checked_path(output, "output")
     if reward is not None:
         if isinstance(held := base.get("reward"), Mapping):

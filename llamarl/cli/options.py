@@ -32,7 +32,7 @@ RENAMED = {
     "rollout.stop_strings": "stop",
 }
 """Options of before that were not called as the setting is."""
-MODEL_HELP = "Hugging Face folder, or a name of the Hub: owner/name, owner/name@revision"
+MODEL_HELP = "Hugging Face folder, or a model on the Hub: owner/name or owner/name@revision"
 ASKED_HELP = f"run folder (its newest checkpoint), export, or {MODEL_HELP}"
 ENGINE = tuple(f"generator.{name}" for name in GeneratorConfig.model_fields if name not in ("backend", "vllm"))
 """Settings of an engine alone, without a run around it."""
@@ -60,7 +60,7 @@ def told_of_delay(command: str, work: str = "checking the settings") -> Iterator
         is_over.set()
 
 
-TRUST = "import and run what the settings name that does not come with llamarl"
+TRUST = "run the code that the settings name, even if it does not come with llamarl"
 
 
 class ParserAsked(Exception):
@@ -187,7 +187,7 @@ def add_settings(parser: argparse.ArgumentParser, base: Mapping[str, Any], *name
         base: settings of the command itself, as parsed TOML.
         names: dotted.
     """
-    config, group = settled(base), parser.add_argument_group("settings, as in the TOML of a run")
+    config, group = settled(base), parser.add_argument_group("settings, named as in a run file")
     for name in names:
         *sections, last = name.split(".")
         section = reduce(getattr, sections, config)
@@ -209,7 +209,7 @@ def check_output(path: str | Path, *read: str | None, option: str = "--output") 
 
     path = Path(path)
     if run := run_of_record(path):
-        raise ConfigError(f"{option} {path} is what the run {run} has on record; give {option} another path")
+        raise ConfigError(f"{option} {path} belongs to the record of run {run}; give {option} another path")
     if any(one and Path(one).exists() and path.exists() and path.samefile(one) for one in read):
         raise ConfigError(f"{option} {path} is a file that this command reads; give {option} another path")
     if not path.parent.is_dir():
@@ -223,7 +223,7 @@ def write_into_run(path: Path, text: str | Iterable[str]) -> None:
     try:
         write_atomically(path, text)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; give --output a path of your own") from None
+        raise ConfigError(f"cannot write {path}: {error.strerror}; give --output another path") from None
 
 
 def write_output(path: Path, text: str | Iterable[str], option: str = "--output") -> None:

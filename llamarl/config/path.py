@@ -32,7 +32,7 @@ def checked_path(path: Any, option: str) -> Path:
     """The path that a user gave, with the home folder in the place of `~`. Raises ConfigError: it is none."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
-        raise ConfigError(f"{option} = {path!r:.60} is no path; give it as text")
+        raise ConfigError(f"{option} = {path!r:.60} is not a path; give it as text")
     try:
         longest = max(len(os.fsencode(name)) for name in text.split("/"))  # names of files may be no UTF-8
     except UnicodeEncodeError:

@@ -283,7 +283,7 @@ class Tokenizer:
             if token is not None:  # written plainly or as a serialized AddedToken
                 tokens[name] = token["content"] if isinstance(token, dict) and "content" in token else token
                 if not isinstance(tokens[name], str):
-                    raise ConfigError(f"{self.folder / CONFIG_FILE}: {name} = {token!r} is no text; {_FIX}")
+                    raise ConfigError(f"{self.folder / CONFIG_FILE}: {name} = {token!r} is not text; {_FIX}")
         return tokens
 
     @property

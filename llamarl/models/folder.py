@@ -77,7 +77,7 @@ def opened(path: Path, framework: str = "pt") -> Any:
     try:
         return safe_open(path, framework=framework)
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path} is no whole safetensors file ({error}); copy it again") from None
+        raise ConfigError(f"{path} is not a whole safetensors file ({error}); copy it again") from None
 
 
 def load_shape(folder: str | Path) -> ModelShape:

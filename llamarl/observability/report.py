@@ -117,7 +117,7 @@ def render_summary(summary: RunSummary) -> str:
 def _headline(summary: RunSummary) -> list[str]:
     first, last = summary.first_step, summary.steps
     steps = f"{last:,} steps" if first == 1 else f"steps {first:,} to {last:,}" if last >= first else "no new step"
-    took = f"{steps} in {duration(summary.wall_s)}, after {duration(summary.start_s)} of starting up"
+    took = f"{steps} in {duration(summary.wall_s)}, after a start-up of {duration(summary.start_s)}"
     if summary.end == "finished":
         return [f"{summary.name}: finished {took}"]
     why = f": {plain(summary.end_reason)}" if summary.end_reason else ""
@@ -173,7 +173,7 @@ def _time(summary: RunSummary) -> list[str]:
         _fact("idle", idle or ABSENT),
         _fact(
             "overlap",
-            f"{percent(summary.overlap_share)} of the time; nobody works {percent(summary.unaccounted_share, 1)}",
+            f"{percent(summary.overlap_share)} of the time; all idle {percent(summary.unaccounted_share, 1)}",
         ),
         _fact("speed", f"{number(summary.samples_per_s)} rollouts/s"),
         _fact("staleness", f"at most {summary.staleness_max} of {summary.staleness_limit} (S {summary.max_staleness})"),

@@ -79,7 +79,7 @@ def check_functions(config: RunConfig, prompts: Sequence[Prompt]) -> None:
 
 def _scored(config: RunConfig, reward: Reward, prompts: Sequence[Prompt]) -> Iterator[str]:
     if getattr(reward, "asks_others", False):
-        yield "not scored: the reward asks another model, which a look should not cost"
+        yield "not scored: the reward asks another model, which a preview does not do"
         return
     field, items = config.data.solution, list[RewardItem]()
     for prompt in prompts[:NUM_SCORED]:
@@ -97,13 +97,13 @@ def _scored(config: RunConfig, reward: Reward, prompts: Sequence[Prompt]) -> Ite
     except Exception as error:  # a user's own may do anything
         where = traceback.extract_tb(error.__traceback__)[-1]
         cause = f"{type(error).__name__}: {error} ({where.filename}, line {where.lineno})"
-        raise ConfigError(f"reward.parts: scoring the rows' own answers raised {cause}; mend it") from error
+        raise ConfigError(f"reward.parts: scoring the rows' own answers raised {cause}; fix it") from error
     faults = [(item, result) for item, result in zip(items, results, strict=True) if not result.is_right]
     num_right = len(items) - len(faults)
     yield f"{num_right} of the first {len(items)} rows' own answers are right by the reward"
     if num_right < ENOUGH_RIGHT * len(items):
         item, result = faults[0]
         yield (
-            f"warning: reward and data do not fit together. For example {item.response[-200:]!r} to the answer "
+            f"warning: reward and data do not match. For example {item.response[-200:]!r} to the answer "
             f"{item.answer[-100:]!r} is {result.outcome.value}: {result.reason or 'no reason given'}"
         )

@@ -55,7 +55,7 @@ def test_a_runs_model_is_found_from_any_folder(tmp_path: Path, monkeypatch: pyte
 
 def test_a_report_says_why_tokens_are_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert decoder(tmp_path) is None
-    assert "tokens are shown by their numbers, as no tokenizer was read: " in capsys.readouterr().err
+    assert "tokens are shown as numbers because the tokenizer cannot be read: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_defaults_fill_in(minimal: Path) -> None:
         ("[trainer]\nlearning_rate = nan", "`trainer.learning_rate = nan`"),
         (
             "[cluster]\nkind = 'hosts'\nlisten = '[::1]:1'",
-            "cluster.listen = '[::1]:1' is no address:port; give an IPv4",
+            "cluster.listen = '[::1]:1' is not address:port; give an IPv4",
         ),
         ("[cluster]\ncall_timeout_s = inf", "`cluster.call_timeout_s = inf`: input should be a finite number"),
         ("[trainer]\non_nonfinite = 'ignore'", "`trainer.on_nonfinite = 'ignore'`: input should be 'stop' or 'skip'"),
@@ -348,7 +348,7 @@ def test_a_setting_that_is_no_more(minimal: Path, value: str) -> None:
     """Where it was off, as in the settings of older runs, nothing is lost."""
     override = f"--weight_sync.power_of_two_scales={value}"
     if value == "true":
-        assert "power_of_two_scales = true is no setting any more; leave it out" in _message(minimal, override)
+        assert "power_of_two_scales = true is not a setting any more; leave it out" in _message(minimal, override)
     else:
         assert load_config(minimal, [override]) == load_config(minimal)
 

@@ -53,7 +53,7 @@ def test_report_says_all(make_summary):
             "pass@4",
             "generator-bound over steps 1 to 100, 1m 52s: the trainer waits",
             "generator-0 3%, trainer 42%",
-            "nobody works 1.2%",
+            "all idle 1.2%",
         ),
         *("at most 1 of 2 (S 1)", "warning: 3 rows lost", "runs: metrics.jsonl", "advantage +0.50"),
     ):

@@ -230,7 +230,7 @@ def test_functions_that_cannot_be_used(toml: Path) -> None:
 
     for reward, cause in (
         (locked, "the reward locked cannot go to another process: TypeError"),
-        (3, "reward = 3 is no function"),
+        (3, "reward = 3 is not a function"),
         (broken, r"tried on row .* ZeroDivisionError: division by zero \(line \d+ of .*test_api.py: `return 1 / 0`\)"),
         ("no_such", "`reward.parts = 'no_such'` is unknown"),
     ):
@@ -390,9 +390,9 @@ def test_settings_of_python(toml: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "given", "says"),
     [
-        (None, {}, "config = None is no run; give the path of a TOML file, or its tables"),
+        (None, {}, "config = None is not a run; give the path of a TOML file, or its tables"),
         ("demo", {"output": "/proc/x", "data": ROWS}, "cannot write to /proc/x/.given: No such file or"),
-        ("demo", {"output": 3}, "output = 3 is no path; give the folder of runs as text"),
+        ("demo", {"output": 3}, "output = 3 is not a path; give the folder of runs as text"),
         ("demo", {"trainer": {"learning_rate": 1e-5}, "trainer.learning_rate": 1e-4},
          "`trainer.learning_rate` is given twice, by 'trainer' and by 'trainer.learning_rate'; give one of them"),
         ("demo", {"data": ROWS, "data.train": "running_total"}, "`data.train` and data= are both given"),

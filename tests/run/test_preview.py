@@ -56,9 +56,7 @@ def test_worked_solutions_come_first_and_64_are_enough() -> None:
     data = {"train": "jsonl", "solution": "way"}
     share, warning = said(settings("gsm8k", data=data), prompts)
     assert share.startswith("0 of the first 64 ")
-    assert warning.startswith(
-        "warning: reward and data do not fit together. For example '#### 8' to the answer '7' is "
-    )
+    assert warning.startswith("warning: reward and data do not match. For example '#### 8' to the answer '7' is ")
     assert warning.endswith("wrong: 8 is not 7")
 
 
@@ -91,13 +89,13 @@ def test_what_cannot_be_scored_is_said() -> None:
     judge = {"name": "judge", "base_url": "http://127.0.0.1:9/v1", "model": "m"}
     for parts in ((judge,), ("gsm8k", judge)):
         assert said(settings(*parts), prompts) == [
-            "not scored: the reward asks another model, which a look should not cost"
+            "not scored: the reward asks another model, which a preview does not do"
         ]
     assert "an episode has turns" in said(settings("gsm8k", rollout={"environment": "calculator"}), prompts)[0]
     share, warning = said(settings({"name": odd, "mode": "few"}), prompts)
     assert share.startswith("0 of the first 1 ") and "0 results" in warning
     with pytest.raises(
-        ConfigError, match=r"raised ZeroDivisionError: of their own \(.*test_preview.py, line \d+\); mend"
+        ConfigError, match=r"raised ZeroDivisionError: of their own \(.*test_preview.py, line \d+\); fix"
     ):
         said(settings({"name": odd, "mode": "raise"}), prompts)
 

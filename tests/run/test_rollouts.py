@@ -184,7 +184,7 @@ def test_what_is_lost_is_named(run: Writer, capsys: pytest.CaptureFixture[str]) 
     lacks = list[str]()
     lines = [*rollout_lines(run.folder, lacks.append)]
     assert lines == run.expected[1] + run.expected[2] + run.expected[5] + run.expected[6]
-    assert lacks == [f"{run.folder}: rollouts of steps 3-4 cannot be derived: the journal has nothing of them"]
+    assert lacks == [f"{run.folder}: rollouts of steps 3-4 cannot be derived: the journal does not have them"]
     assert main([str(run.folder), "--rollouts"]) == 0
     assert lacks[0] in capsys.readouterr().err
     assert (run.folder / "rollouts.jsonl").read_text().splitlines() == lines

@@ -105,7 +105,7 @@ def _groups(folder: Path) -> list[list[tuple[int, float]]]:
         for row in rollout_rows(folder):
             groups[row["group_id"]][row["index"]] = (len(row["token_ids"]), float(row["reward"]))
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"{folder}: a row is no rollout ({error!r}); give the folder of a finished run") from None
+        raise ConfigError(f"{folder}: a row is not a rollout ({error!r}); give the folder of a finished run") from None
     return [[groups[number][index] for index in sorted(groups[number])] for number in sorted(groups)]
 
 

@@ -253,7 +253,7 @@ class _Replay:
         if begin < since:
             raise ConfigError(
                 f"--steps {request.first}:{request.last}: the run went on after step {since} with another {name}, and "
-                f"what came before is no part of it any more; give --steps {since + 1}:{request.last} --only train"
+                f"what came before is not part of it any more; give --steps {since + 1}:{request.last} --only train"
             )
         if (reached := state["step"] if state else 0) < request.last:
             if other := self._journal.other:

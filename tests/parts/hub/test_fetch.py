@@ -118,7 +118,7 @@ def test_a_data_set_is_listed_and_its_files_are_chosen(hub: HubServer) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"README.md"}, "has no config.json, so it is no whole model"),
+        ({"README.md"}, "has no config.json, so it is not a whole model"),
         ({"config.json", "pytorch_model.bin"}, "weights are pickles only (pytorch_model.bin), which can run code"),
         (
             {"config.json", "model.gguf", "x/model.safetensors"},

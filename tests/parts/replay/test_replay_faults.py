@@ -259,6 +259,8 @@ def test_a_setting_as_it_was_and_one_step(run: Path) -> None:
     other = Path(shutil.copytree(run, run.with_name("other")))
     rewrite(other / "rollouts.jsonl", lambda found: found[7].update(reward=0.125))
     untrained(other, range(1, 7))
-    assert llamarl_here("replay", run, "--against", other).stdout.startswith("1 step is equal; the runs part at step 2")
+    assert llamarl_here("replay", run, "--against", other).stdout.startswith(
+        "1 step is equal; the first difference: step 2"
+    )
     shutil.rmtree(other)
     shutil.rmtree(run.with_name("tiny-replay"))

@@ -17,12 +17,12 @@ from llamarl.parts.page.run_data import RunData
 PAGE = "report.html"
 OF_PAGES = ("config.toml", "forecast.json")
 """Files of which a folder that is shown has at least one: a run's, or a forecast's."""
-EPILOG = "The page needs no network. Of a running, failed or torn run it shows what is there, and says so."
+EPILOG = "The page needs no network. Running, failed and incomplete runs are shown as far as they are recorded."
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
-    parser = command_parser("report", "One HTML file that shows runs or forecasts, several beside each other.", EPILOG)
+    parser = command_parser("report", "Write one HTML file about runs or forecasts, several side by side.", EPILOG)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, such as runs/demo, or of a forecast")
     parser.add_argument("--output", metavar="FILE", help="where to write it (RUN/report.html)")
     options = parser.parse_args(arguments)
@@ -67,6 +67,7 @@ def decoder(folder: Path) -> Decode | None:
         return lambda token: tokenizer.decode([anchor, token], skip_special=False).removeprefix(before)
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         print(
-            f"llamarl: {folder}: tokens are shown by their numbers, as no tokenizer was read: {error}", file=sys.stderr
+            f"llamarl: {folder}: tokens are shown as numbers because the tokenizer cannot be read: {error}",
+            file=sys.stderr,
         )
         return None

@@ -17,8 +17,8 @@ from llamarl.cli.options import TRUST, command_parser, told_of_delay, with_setti
 from llamarl.config import ConfigError, RunConfig, SftConfig, load_sft
 from llamarl.observability.formats import ABSENT
 
-EPILOG = """RUN.toml, as of `llamarl train`: fine-tunes model.path on data.train, by the field data.solution, with the
-settings of trainer, checkpoint and cluster; a step learns rollout.prompts_per_step documents. `llamarl export` writes
+EPILOG = """RUN.toml, as for `llamarl train`: trains model.path on the field data.solution of data.train, with the
+settings of trainer, checkpoint and cluster; a step takes rollout.prompts_per_step documents. `llamarl export` writes
 the model.
 SFT.toml, without a section `model`: makes a small base model from scratch, tokenizer included.
 Every setting of the file can be overridden: --steps 500 --trainer.learning_rate 1e-5."""
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
     parser = command_parser("sft", "Supervised training on worked solutions.", EPILOG)
     parser.add_argument("config", metavar="TOML")
-    parser.add_argument("--resume", action="store_true", help="go on from the run's newest valid checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the run's newest valid checkpoint")
     parser.add_argument("--trust", action="store_true", help=f"with --resume: {TRUST}")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing run folder")
     parser.add_argument(
@@ -46,7 +46,9 @@ def main(arguments: Sequence[str]) -> int:
         config = trusted(config, options.trust, resume=options.resume, keep=True)
         return _fine_tune(config, options)
     if options.resume or options.overwrite or options.trust:
-        raise ConfigError("--resume, --trust and --overwrite are for runs, with a section `model`; leave them out")
+        raise ConfigError(
+            "--resume, --trust and --overwrite are for run files, which have a section `model`; leave them out"
+        )
     if options.dry_run:
         print(f"start:\n  {config.steps:,} steps make a base model in {config.output}")
         return 0
@@ -81,7 +83,7 @@ def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
             check_run_folder(config, resume=options.resume, overwrite=options.overwrite)
         except FolderTaken as error:
             taken = str(error)
-        data = f"not known before the start has made {config.model.path}"
+        data = f"not known until the start has made {config.model.path}"
         if has_base_model(config):
             run = Path(config.output, config.name) if options.resume else None
             pinned = resolved(config, weights=False, run=run, command="llamarl sft")
@@ -134,7 +136,7 @@ def _fine_tune(config: RunConfig, options: argparse.Namespace) -> int:
                 warn=warn,
             ).run()  # fmt: skip
     except Interrupted as error:
-        warn(f"{error}; go on with --resume. Files: {folder.path}")
+        warn(f"{error}; continue with --resume. Files: {folder.path}")
         return INTERRUPTED
     except (ExecutorError, FolderLost, NonFiniteStep, NotSaved) as error:
         warn(f"{type(error).__name__}: {error}; {folder.way_on()}")

@@ -249,7 +249,7 @@ def test_pods_train_what_was_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["--name", "My_Run", *POD], "name = 'My_Run' is no name for Kubernetes"),
+        (["--name", "My_Run", *POD], "name = 'My_Run' is not a name for Kubernetes"),
         (["--name", "a" * 46, *POD], "no name for Kubernetes"),
         (["--name", "1a", *POD], "no name for Kubernetes"),
         (POD[:2], "launch.kubernetes.claim is missing"),
