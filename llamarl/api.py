@@ -62,7 +62,7 @@ class EvalRecord:
     """A row for each: prompt_id, prompt, response, answer, outcome, reward, right, reason."""
 
 
-@told_in_python()
+@told_in_python
 def train(
     config: Config, *, reward: Rewards = None, data: Rows = None, eval_data: Rows = None, resume: bool = False,
     overwrite: bool = False, watch: bool = False, trust: bool = False, **settings: Any,
@@ -96,7 +96,11 @@ def train(
 
     _note_computing()
     started_s, settled = now_s(), _settled(config, settings, reward=reward, data=data, eval_data=eval_data)
-    begun = begin(settled, resume=resume, overwrite=overwrite, command="llamarl", tell=_tell, trust=trust)
+    try:
+        begun = begin(settled, resume=resume, overwrite=overwrite, command="llamarl", tell=_tell, trust=trust)
+    except KeyboardInterrupt:
+        again = " with resume=True" * resume
+        raise KeyboardInterrupt(f"interrupted before the run started; start it again{again}") from None
     try:
         with begun.folder, part("page", "watching")(begun.folder.path) if watch else nullcontext("") as address:
             if address:
@@ -104,12 +108,13 @@ def train(
             run(
                 begun.config, begun.prepared, begun.folder, resume=resume, command_started_s=started_s, watch=address
             )  # fmt: skip
-    except Interrupted as error:
-        raise KeyboardInterrupt(f"{error}; continue with resume=True. Files: {begun.folder.path}") from None
+    except (Interrupted, KeyboardInterrupt) as error:
+        cause = str(error) or "interrupted"
+        raise KeyboardInterrupt(f"{cause}; continue with resume=True. Files: {begun.folder.path}") from None
     return RunRecord(begun.folder.path)
 
 
-@told_in_python()
+@told_in_python
 def evaluate(
     model: str | Path,
     data: Rows = None,
@@ -142,7 +147,7 @@ def evaluate(
     return records[None] if None in records else {str(name): one for name, one in records.items()}
 
 
-@told_in_python()
+@told_in_python
 def generate(model: str | Path, prompts: Iterable[str], *, chat: bool = False, **settings: Any) -> list[dict[str, Any]]:
     """Answers prompts by the engine alone, as `llamarl generate` does: rows in the order of the prompts.
 
@@ -166,6 +171,7 @@ def generate(model: str | Path, prompts: Iterable[str], *, chat: bool = False, *
     return sorted(rows, key=lambda row: (row["number"], row["index"]))
 
 
+@told_in_python
 def open_run(path: str | Path) -> RunRecord:
     """The record of a run, under way or not. Raises ConfigError: there is none."""
     return RunRecord(checked_path(path, "path"))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 from llamarl.config.elsewhere import ELSEWHERE, PARTS
 
@@ -18,14 +19,30 @@ _OPTION = re.compile(r"(?<![\w/.-])--(?:(resume|overwrite|merge|trust)|(name|out
 """Options that functions of Python have as keywords: flags, and those with a value."""
 
 
-@contextmanager
-def told_in_python() -> Iterator[None]:
-    """Names what a ConfigError calls by the option of a command, `--resume`, as Python does: `resume=True`."""
-    try:
-        yield
-    except ConfigError as error:
-        error.args = (_OPTION.sub(lambda found: f"{found[1]}=True" if found[1] else f"`{found[2]}`", str(error)),)
-        raise
+_GIVEN = re.compile(r"(?:[^\s:]*/)?\.given/[0-9a-f]{32}\.jsonl:(\d+)")
+"""Line of a file that holds rows from Python."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def told_in_python(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a function that users call from Python. Its ConfigError names arguments as Python does, `resume=True`
+    for `--resume`, and rows by their number. ConfigError and KeyboardInterrupt end with one sentence and without the
+    frames below the call: they report what the user gave or did. What a user's own code raised stays as the cause."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        __tracebackhide__ = True
+        try:
+            return function(*args, **kwargs)
+        except ConfigError as error:
+            text = _OPTION.sub(lambda found: f"{found[1]}=True" if found[1] else f"`{found[2]}`", str(error))
+            error.args = (_GIVEN.sub(lambda found: f"row {int(found[1]) - 1}", text),)
+            raise error.with_traceback(None) from error.__cause__
+        except KeyboardInterrupt as error:
+            raise KeyboardInterrupt(*(error.args or ("interrupted",))) from None
+
+    return called
 
 
 MOST_NAMES = 5

@@ -53,7 +53,7 @@ class RunRecord:
         ConfigError: there are none."""
         return rollout_rows(self.path)
 
-    @told_in_python()
+    @told_in_python
     def export(
         self,
         folder: str | Path | None = None,

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import traceback
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -237,6 +238,50 @@ def test_functions_that_cannot_be_used(toml: Path) -> None:
         with pytest.raises(llamarl.ConfigError, match=cause):
             llamarl.train(toml, reward=reward, data=ROWS, **INLINE)
     assert not Path("runs/tiny").exists()
+
+
+def test_a_mistake_is_one_sentence_without_frames_of_the_package(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row is named by its number, and no digest of a file. What a user's module raised stays as the cause."""
+    monkeypatch.syspath_prepend(".")
+    Path("raises.py").write_text("raise OSError('no disk')\n")
+    rows = [*ROWS, {"question": 3, "answer": "1"}]
+    for settings, cause in (
+        ({"data": rows}, rf"row {len(ROWS)}: .*question"),
+        ({"reward": lambda response: 1 / 0, "data": ROWS}, r"reward.parts: tried on row 0 "),
+        ({"reward": "raises:reward"}, "no disk"),
+        ({"trainer.learning_rate": -1}, "trainer.learning_rate = -1"),
+    ):
+        with pytest.raises(llamarl.ConfigError, match=cause) as raised:
+            llamarl.train(toml, **(INLINE | settings))
+        assert not re.search(r"[0-9a-f]{32}", str(raised.value)), raised.value
+        assert len(traceback.extract_tb(raised.value.__traceback__)) == 2, "the caller's frame, and the decorator's"
+        shown = "".join(traceback.format_exception(raised.value))
+        assert ("another exception" in shown) is False and ("raises.py" in shown) == (cause == "no disk")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_an_interrupt_at_the_start_ends_in_one_sentence(
+    toml: Path, monkeypatch: pytest.MonkeyPatch, resume: bool
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("llamarl.run.begin.looked_ahead", interrupted)
+    monkeypatch.setattr("llamarl.run.begin.check_start", lambda *_, **__: None)
+    with pytest.raises(KeyboardInterrupt, match="before the run started") as raised:
+        llamarl.train(toml, resume=resume, **INLINE)
+    assert ("resume=True" in str(raised.value)) == resume
+    assert len(traceback.extract_tb(raised.value.__traceback__)) == 2 and raised.value.__cause__ is None
+
+
+def test_an_interrupt_in_a_run_says_how_to_go_on(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(coroutine: Any) -> None:
+        coroutine.close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("llamarl.run.train.run_patiently", interrupted)
+    with pytest.raises(KeyboardInterrupt, match=r"resume=True.*runs/tiny"):
+        llamarl.train(toml, **INLINE)
 
 
 def test_an_evaluation_and_answers(toml: Path, model: Path) -> None:

@@ -102,13 +102,13 @@ def test_what_cannot_be_scored_is_said() -> None:
 
 def test_a_long_prompt_loses_its_middle() -> None:
     heading, *lines = first_prompt(prompt(3, "7"))
-    assert (heading, lines) == ("p3, 4 tokens: 0 1 2 3", ["| How many?"])
+    assert (heading, lines) == ("row 'p3', 4 tokens: 0 1 2 3", ["| How many?"])
     long = Prompt(
         prompt_id="p", text="a" * MOST_CHARS + "\nmiddle\n" + "z" * MOST_CHARS,
         token_ids_T=np.arange(5000, dtype=np.int32), answer="", metadata={},
     )  # fmt: skip
     heading, line = first_prompt(long)
-    assert heading.startswith("p, 5000 tokens: 0 1 2 ") and " 11 ... 4988 " in heading
+    assert heading.startswith("row 'p', 5000 tokens: 0 1 2 ") and " 11 ... 4988 " in heading
     assert len(line) < MOST_CHARS + 60 and line.startswith("| aaa") and line.endswith("zzz") and "middle" not in line
     assert "[... 1,208 characters ...]" in line
 
