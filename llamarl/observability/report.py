@@ -12,7 +12,7 @@ from typing import Literal
 
 from llamarl.observability.accounting import SpeedVerdict
 from llamarl.observability.files import write_atomically
-from llamarl.observability.formats import ABSENT, duration, number, percent, plain
+from llamarl.observability.formats import ABSENT, duration, last_question, number, percent, plain
 from llamarl.observability.metrics import EvalMetrics, Row, flat, held_out, of_sources
 from llamarl.observability.view import CompletionView
 
@@ -202,7 +202,9 @@ def _fact(label: str, text: str) -> str:
 def _completions(summary: RunSummary) -> list[str]:
     lines = []
     for entry in summary.completions:
-        lines.append(_fact(f"reward {number(entry.reward)}", "> " + _short(plain(entry.prompt), from_end=False)))
+        lines.append(
+            _fact(f"reward {number(entry.reward)}", "> " + _short(plain(last_question(entry.prompt)), from_end=False))
+        )
         lines.append(_fact(f"advantage {entry.advantage:+.2f}", "  " + _short(plain(entry.response), from_end=True)))
     return lines
 
