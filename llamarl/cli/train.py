@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from llamarl.cli.main import FAILURE, INTERRUPTED
 from llamarl.cli.options import TRUST, command_parser, told_of_delay, with_settings
 from llamarl.cli.restarts import WOULD_FAIL_AGAIN, run_with_restarts
 from llamarl.config import ConfigError, RunConfig, dump_toml, load_config
+from llamarl.config.hub import NotFetched, nothing_fetched
 from llamarl.config.ref import part
 from llamarl.observability.screen import print_to
 from llamarl.observability.spans import now_s
@@ -122,9 +123,14 @@ def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence
     from llamarl.run.start_model import with_start_model
 
     machine = None if options.gpus is None else described_machine(options.gpus)
-    with told_of_delay("train"):
+    with told_of_delay("train"), ExitStack() as opened:
         start = with_start_model(config, command="llamarl train", writes=False)
-        taken, beginning = _beginning(start, options, machine)  # fetches what it needs, and the forecast finds it
+        try:
+            taken, beginning = _beginning(start, options, machine)  # fetches what it needs, and the forecast finds it
+        except NotFetched as error:
+            _check_built_in(start, machine, error)
+            taken, beginning = str(error), {"first prompt": ["not known: the model or the data are not here"]}
+            opened.enter_context(nothing_fetched(str(error)))
         try:
             explained = part("forecast", "explained")
         except ConfigError as error:
@@ -143,6 +149,20 @@ def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence
     for name, said in found["consequences"].items():
         print(f"{begin}{name}:", *(f"{indent}{line}" for line in said), sep="\n")
     return 0
+
+
+def _check_built_in(config: RunConfig, machine: MachineMemory | None, error: NotFetched) -> None:
+    """Checks a run whose files cannot be fetched by the built-in shape of its model. Raises ConfigError: there is no
+    such shape, or the model does not fit."""
+    from llamarl.run.memory import check_memory
+
+    try:
+        shape = part("forecast", "built_in_model")(config)
+    except ConfigError:
+        shape = None
+    if shape is None:
+        raise ConfigError(f"{error}; a dry run of a model without a built-in shape needs the Hub, or a folder")
+    check_memory(config, shape, machine)
 
 
 def _start_lines(config: RunConfig, options: argparse.Namespace, taken: str) -> list[str]:

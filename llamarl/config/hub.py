@@ -33,6 +33,10 @@ OF_MODELS = ("config.json", "config.toml", "adapter_config.json")
 """Files of which the folder of a model, of a run or of an adapter has at least one."""
 
 
+class NotFetched(ConfigError):
+    """Files that a setting names by a name of the Hub are not on this machine and cannot be fetched."""
+
+
 @dataclass(frozen=True, slots=True)
 class HubName:
     """A repository of the Hub, at a revision."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import ConfigError, RunConfig, read_json
-from llamarl.config.hub import HubName, Kind, hub_name, missing_folder, open_hub
+from llamarl.config.hub import HubName, Kind, NotFetched, hub_name, missing_folder, open_hub
 from llamarl.config.ref import NotRun, Ref, class_of
 from llamarl.models.folder import fingerprints
 from llamarl.run.placement import models_in_use
@@ -93,7 +93,7 @@ def resolved(
         only: options whose names are meant, such as `model.path`; empty: all.
 
     Raises:
-        ConfigError: a name means nothing, or cannot be fetched.
+        NotFetched: a name means nothing, or cannot be fetched.
     """
     known, pinned = commits_of(run) if run else {}, config
     for one in named(config):
@@ -143,7 +143,7 @@ def resolved_data(ref: Ref, option: str, *, command: str = "") -> Ref:
 
 
 def _pinned(name: HubName, option: str, source: Any, weights: bool, command: str) -> HubName:
-    """Raises ConfigError."""
+    """Raises NotFetched."""
     note = ""
     try:
         if source is None:
@@ -153,7 +153,7 @@ def _pinned(name: HubName, option: str, source: Any, weights: bool, command: str
         else:
             found = source.pinned(name)
     except ConfigError as error:
-        raise ConfigError(f"{option} = {str(name)!r}: {error}") from None
+        raise NotFetched(f"{option} = {str(name)!r}: {error}") from None
     if command:
         sys.stderr.write(f"{command}: {option}: {name.repo} at commit {found.revision}{f' ({note})' if note else ''}\n")
     return found

@@ -91,13 +91,13 @@ def _pinned(config: RunConfig) -> RunConfig | None:
     except ConfigError as error:
         if not why_offline():
             raise
-        if _built_in(config):
+        if built_in_model(config):
             return None
         print(f"llamarl: memory and step time are not known: {error}", file=sys.stderr)
         return None
 
 
-def _built_in(config: RunConfig) -> DecoderShape | None:
+def built_in_model(config: RunConfig) -> DecoderShape | None:
     """The built-in shape of the run's model. None means that there is none, or that other models count too."""
     return None if any(one.path for one in models_in_use(config).values()) else built_in(config.model.path)
 
@@ -161,7 +161,7 @@ def consequences(config: RunConfig, machine: MachineMemory | None = None) -> dic
         if machine is None and config.cluster.kind != "hosts":  # whose trainers write to disks of their own
             found["disk"] = disk_need(config, shape).lines()
         found["step time"] = [_step_time(config, shape.max_position_embeddings, _pool(config, machine, placer))]
-    elif is_here and not Path(config.model.path).exists() and (known := _built_in(config)):
+    elif is_here and not Path(config.model.path).exists() and (known := built_in_model(config)):
         found |= _of_built_in(config, known, _pool(config, machine, placer), machine)
     return found
 
@@ -235,7 +235,7 @@ def _mean_prompt(config: RunConfig, context: int, kind: str) -> int:
     try:
         prompts = train_prompts(config, context, most=SAMPLED).prompts
     except ConfigError:
-        if why_offline() and _built_in(config):
+        if why_offline() and built_in_model(config):
             return max(1, min(config.data.max_prompt_tokens, context - config.rollout.max_new_tokens))
         raise
     if kind == CPU:  # where trainer and generators share what prompts begin with
