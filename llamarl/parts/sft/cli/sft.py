@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from llamarl.cli.main import FAILURE, INTERRUPTED
 from llamarl.cli.options import TRUST, command_parser, told_of_delay, with_settings
 from llamarl.config import ConfigError, RunConfig, SftConfig, load_sft
-from llamarl.observability.formats import ABSENT
+from llamarl.observability.formats import ABSENT, duration, remaining_s
 
 EPILOG = """RUN.toml, as for `llamarl train`: trains model.path on the field data.solution of data.train, with the
 settings of trainer, checkpoint and cluster; a step takes rollout.prompts_per_step documents. `llamarl export` writes
@@ -150,7 +150,7 @@ def _fine_tune(config: RunConfig, options: argparse.Namespace) -> int:
 def _bar(name: str, steps: int) -> Iterator[Show]:
     """Progress, drawn on a terminal; elsewhere, as in a notebook or a log, a line for each tenth of the steps."""
     if not sys.stdout.isatty():
-        yield partial(_line, name, steps)
+        yield Lines(name, steps)
         return
     columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"))
     with Progress(*columns, TimeRemainingColumn()) as bar:
@@ -162,6 +162,18 @@ def _bar(name: str, steps: int) -> Iterator[Show]:
         yield show
 
 
-def _line(name: str, steps: int, step: int, metrics: Mapping[str, float]) -> None:
-    if step == steps or step % max(1, steps // 10) == 0:
-        print(f"{name}: {step} of {steps} steps, loss {metrics['loss']:.3f}", flush=True)
+class Lines:
+    """Prints a line for each tenth of the steps, with the time left as the steps so far tell it."""
+
+    def __init__(self, name: str, steps: int) -> None:
+        self._name, self._steps = name, steps
+        self._first: tuple[int, float] | None = None
+        """The first step that was reported, and when: a start, or a resumed run's steps, have another speed."""
+
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        now_s, steps = time.monotonic(), self._steps
+        first, first_s = self._first = self._first or (step, now_s)
+        if step == steps or step % max(1, steps // 10) == 0:
+            left_s = remaining_s(steps - step, (now_s - first_s) / (step - first)) if step > first else None
+            left = f", about {duration(left_s)} left" if left_s else ""
+            print(f"{self._name}: {step} of {steps} steps, loss {metrics['loss']:.3f}{left}", flush=True)
