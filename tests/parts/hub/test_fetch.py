@@ -213,9 +213,9 @@ def test_a_bad_token(hub: HubServer, model: str, monkeypatch: pytest.MonkeyPatch
 
 def test_a_forbidden_model(hub: HubServer, model: str) -> None:
     hub.fail("/api/models/tiny/model", status=401, times=1)
-    assert f"the Hub wants to know who asks for this; set HF_TOKEN to a token of {hub.endpoint}/settings" in refusal()
+    assert f"the Hub requires a login for this; set HF_TOKEN to a token of {hub.endpoint}/settings" in refusal()
     hub.fail("/api/models/tiny/model", status=403)
-    assert "the Hub forbids this to anybody without a token" in refusal()
+    assert "the Hub does not allow this for anybody without a token" in refusal()
 
 
 def test_a_closed_model(hub: HubServer, model: str) -> None:
@@ -251,7 +251,7 @@ def test_a_rate_limit_is_waited_for_and_a_long_one_is_said(hub: HubServer, model
     assert fetched(NAME).commit == model
     fault = hub.fail("/api/models/tiny/model", status=429, headers={"Retry-After": "3000"})
     said = refusal("tiny/model@v2")
-    assert "the Hub has no time for this now (429) and asks to wait 3000 s; try later, or set HF_TOKEN" in said
+    assert "the Hub is busy (429) and asks to wait 3000 s; try later, or set HF_TOKEN" in said
     assert fault.seen == 1
 
 
@@ -263,7 +263,7 @@ def test_nobody_answers(hub: HubServer, model: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("status", "cause"), [(401, "wants to know who asks"), (403, "forbids"), (500, "answered 500")]
+    ("status", "cause"), [(401, "requires a login"), (403, "does not allow"), (500, "answered 500")]
 )
 @pytest.mark.usefixtures("hasty")
 def test_what_is_cached_serves_where_the_hub_refuses_and_that_is_said(
@@ -355,7 +355,7 @@ def test_a_connection_that_is_cut_for_good(hub: HubServer, model: str, hasty: No
     hub.fail("/lfs/", cut_at=0)
     said = refusal()
     assert f"the connection to {hub.endpoint} broke as its files came, three times" in said
-    assert "the next start goes on from there" in said and not left()
+    assert "the next start continues from there" in said and not left()
     hub.faults[:] = []
     hub.requests.clear()
     assert fetched(NAME).commit == model
@@ -374,7 +374,7 @@ def test_what_the_storage_of_pieces_raises(hub: HubServer, model: str, monkeypat
 def test_a_full_disk(hub: HubServer, model: str, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setenv("HF_HOME", str(disk))
     said = refusal()
-    assert f"no room in {disk}/hub as its files came; make room on that disk, or set HF_HOME" in said
+    assert f"no room in {disk}/hub as its files came; free space on that disk, or set HF_HOME" in said
     assert hub.asked("/lfs/") == 1, "the same would happen again"
 
 

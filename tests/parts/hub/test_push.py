@@ -90,7 +90,7 @@ def test_adapters_are_said_to_be_adapters(hub: HubServer, run: Path, tmp_path: P
     [
         ("", NAME, "the Hub takes a model from those it knows; set HF_TOKEN to one of"),
         ("hf_bad", NAME, "the Hub does not know your token (HF_TOKEN)"),
-        ("hf_good", "other/trained", "forbids this to the account of your token (HF_TOKEN) (you may not"),
+        ("hf_good", "other/trained", "does not allow this for the account of your token (HF_TOKEN) (you may not"),
     ],
 )
 def test_who_may_not_push_hears_why(
