@@ -28,6 +28,7 @@ from llamarl.config.path import checked_path
 from llamarl.config.ref import part
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.screen import print_to
+from llamarl.observability.stages import told_of_delay
 from llamarl.run.given import Rewards, Rows, reward_settings, sources_of
 from llamarl.run.record import RunRecord
 
@@ -97,7 +98,10 @@ def train(
     _note_computing()
     started_s, settled = now_s(), _settled(config, settings, reward=reward, data=data, eval_data=eval_data)
     try:
-        begun = begin(settled, resume=resume, overwrite=overwrite, command="llamarl", tell=_tell, trust=trust)
+        begun = begin(
+            settled, resume=resume, overwrite=overwrite, command="llamarl", tell=_tell, trust=trust,
+            delays=lambda: told_of_delay(""),
+        )  # fmt: skip
     except KeyboardInterrupt:
         again = " with resume=True" * resume
         raise KeyboardInterrupt(f"interrupted before the run started; start it again{again}") from None

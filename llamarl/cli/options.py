@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import reduce
@@ -23,7 +21,7 @@ from llamarl.config.ref import Ref
 from llamarl.config.schema import GeneratorConfig
 from llamarl.config.section import Section
 from llamarl.observability.files import write_atomically
-from llamarl.observability.stages import stage_here
+from llamarl.observability.stages import told_of_delay
 
 RENAMED = {
     "data.max_prompt_tokens": "prompt-tokens",
@@ -36,30 +34,9 @@ MODEL_HELP = "Hugging Face folder, or a model on the Hub: owner/name or owner/na
 ASKED_HELP = f"run folder (its newest checkpoint), export, or {MODEL_HELP}"
 ENGINE = tuple(f"generator.{name}" for name in GeneratorConfig.model_fields if name not in ("backend", "vllm"))
 """Settings of an engine alone, without a run around it."""
+__all__ = ["told_of_delay"]  # which all commands have from here, with the others of this file
 MOST_LETTERS = 80
 """Longer words are no misspelled options."""
-DELAY_S = 8.0
-"""Nothing that a user has written keeps a command silent for longer."""
-
-
-@contextmanager
-def told_of_delay(command: str, work: str = "checking the settings") -> Iterator[Callable[[], None]]:
-    """Prints a line on stderr from time to time that names what the command is doing, until the end of the block or the
-    first call of the function that it yields. `work` is named where no stage is known."""
-    thread, is_over = threading.get_ident(), threading.Event()
-
-    def tell() -> None:
-        while not is_over.wait(DELAY_S):
-            doing = stage_here(thread) or work
-            print(f"llamarl {command}: still {doing}; Ctrl-C ends it", file=sys.stderr, flush=True)
-
-    threading.Thread(target=tell, name="delay", daemon=True).start()
-    try:
-        yield is_over.set
-    finally:
-        is_over.set()
-
-
 TRUST = "run the code that the settings name, even if it does not come with llamarl"
 
 

@@ -46,9 +46,7 @@ ELSEWHERE: dict[str, tuple[str, ...] | str] = {
     **dict.fromkeys(("eval_steps", "test_freq", "eval_interval"), _EVAL),
     "interval": (*_SAVE, *_EVAL),
     "save_total_limit": ("checkpoint.keep",),
-    **dict.fromkeys(
-        ("resume_from_checkpoint", "resume_mode"), "give --resume, which continues the run from where it ended"
-    ),
+    **dict.fromkeys(("resume_from_checkpoint", "resume_mode"), "give --resume, which continues the run"),
     **dict.fromkeys(("output_dir", "default_local_dir", "save_path"), ("output",)),
     **dict.fromkeys(("run_name", "experiment_name", "project_name"), ("name",)),
     **dict.fromkeys(("logging_steps", "log_interval"), _LOGS),

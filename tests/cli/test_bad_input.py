@@ -346,7 +346,7 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
 
 
 def test_what_takes_long_says_where_it_is(toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llamarl.cli.options.DELAY_S", 0.2)
+    monkeypatch.setattr("llamarl.observability.stages.DELAY_S", 0.2)
     (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(0.7)\n")
     monkeypatch.syspath_prepend(tmp_path)
     done = llamarl_here("train", toml, "--reward.parts", "['sleeps:Mine']")

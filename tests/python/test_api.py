@@ -8,8 +8,10 @@ import json
 import re
 import subprocess
 import sys
+import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,8 @@ import llamarl
 from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.config.data import DataConfig
 from llamarl.controller.clock import PatientLoop, run_patiently
+from llamarl.data.tokenizer import Tokenizer
+from llamarl.observability import stages
 from llamarl.run.given import sources_of
 from llamarl.run.preview import check_functions
 from tests.end_to_end.tiny import ROOT, SOMETIME_S, environment, llamarl_here, make_model, write_toml
@@ -257,6 +261,25 @@ def test_a_mistake_is_one_sentence_without_frames_of_the_package(toml: Path, mon
         assert len(traceback.extract_tb(raised.value.__traceback__)) == 2, "the caller's frame, and the decorator's"
         shown = "".join(traceback.format_exception(raised.value))
         assert ("another exception" in shown) is False and ("raises.py" in shown) == (cause == "no disk")
+
+
+def test_a_slow_start_says_where_it_is(
+    toml: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def read_slowly(*_: object) -> None:
+        time.sleep(0.3)
+        raise ConfigError("that is all")
+
+    monkeypatch.setattr(stages, "DELAY_S", 0.05)
+    monkeypatch.setattr(Tokenizer, "__init__", read_slowly)
+    calls: list[Callable[[], object]] = [
+        lambda: llamarl.train(toml, **INLINE), lambda: llamarl.evaluate(model, ROWS, reward=ends_right),
+        lambda: llamarl.generate(model, ["one"]),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(llamarl.ConfigError, match="that is all"):
+            call()
+        assert "llamarl: still reading the tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("resume", [False, True])
