@@ -229,7 +229,7 @@ def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool, pinned
     elif others := list(_not_of_a_run(path)):
         cause = f"also holds {others[0]!r}" if (path / "config.toml").exists() else "has no config.toml"
         raise ConfigError(
-            f"{path} {cause}, so it is not only a run folder and is not deleted; "
+            f"{path} {cause}: it is not only a run folder and is not deleted; "
             "move your files elsewhere or choose another --name"
         )
     return path

@@ -309,7 +309,7 @@ def test_overwrite_deletes_nothing_but_runs(toml: Path, is_file: bool) -> None:
     else:
         folder.mkdir(parents=True)
         (folder / "thesis.tex").write_text("precious")
-    check(llamarl_here("train", toml, "--overwrite"), str(folder), "not a run folder")
+    check(llamarl_here("train", toml, "--overwrite"), str(folder), "not only a run folder")
     assert folder.read_text() == "precious" if is_file else (folder / "thesis.tex").exists()
 
 
@@ -371,7 +371,7 @@ def test_a_finished_run_is_one_on_a_full_disk(toml: Path) -> None:
 
 
 def test_surroundings_that_nothing_can_work_in(toml: Path, tmp_path: Path) -> None:
-    for start, part in (("ulimit -n 40", "40 files at once"), ("cd $(mktemp -d); rmdir $PWD", "has been deleted")):
+    for start, part in (("ulimit -n 40", "allows 40 open files"), ("cd $(mktemp -d); rmdir $PWD", "has been deleted")):
         command = f"{start}; {shlex.join(map(str, LLAMARL))} train {toml}"
         env = environment() | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env, cwd=tmp_path)

@@ -24,7 +24,7 @@ def test_truncated_weights(toml: Path, model: Path, tmp_path: Path, kind: str) -
     folder = damaged(model, tmp_path, lambda copy: halve(copy / "model.safetensors"))
     run = llamarl if kind == "monarch" else llamarl_here
     done = run("train", toml, "--model.path", folder, "--cluster.kind", kind)
-    check(done, "model.safetensors", "no whole safetensors file", "copy it again")
+    check(done, "model.safetensors", "not a whole safetensors file", "copy it again")
     assert not (toml.parent / "runs").exists()
 
 

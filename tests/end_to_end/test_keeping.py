@@ -90,7 +90,7 @@ def test_whoever_starts_it_again_passes_signals_on(tmp_path: Path, toml: Path) -
     command = Command.start(tmp_path, *train)
     command.until(lambda: num_steps(run) >= 2)
     code, said = command.end(signal.SIGTERM)
-    assert code == 130 and "restart " not in said and "ended by SIGTERM; go on with --resume" in said
+    assert code == 130 and "restart " not in said and "ended by SIGTERM; continue with --resume" in said
     done = num_steps(run)
     command = Command.start(tmp_path, *train, "--resume")
     command.until(lambda: num_steps(run) > done)

@@ -130,7 +130,7 @@ def test_being_asked_to_end_and_a_second_signal(tmp_path: Path, toml: Path, numb
     hasty = Running(tmp_path / "hasty", toml) if number == signal.SIGTERM else None
     polite.wait_for_steps(executors=frozenset() if alone else EXECUTORS)
     code, said = polite.command.end(number, END_S)
-    assert code == 130 and f"ended by {number.name}; go on with --resume" in said
+    assert code == 130 and f"ended by {number.name}; continue with --resume" in said
     assert gone(polite.pids, AT_ONCE_S) == []
     polite.check_files()
     if hasty is not None:

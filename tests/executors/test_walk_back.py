@@ -93,5 +93,5 @@ def test_without_a_step_that_both_have_it_does_not_go_on(
     config, folder = copied(saved_run, tmp_path)
     damage(step_folder(folder, "trainer", 4), "bit")
     damage(step_folder(folder, "critic", 3), "truncated")
-    with pytest.raises(ConfigError, match=r"no checkpoint is whole: .*00000004.*put its files back"):
+    with pytest.raises(ConfigError, match=r"no checkpoint is complete: .*00000004"):
         train(config, resume=True)

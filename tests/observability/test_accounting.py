@@ -92,7 +92,7 @@ def accounts_of(*, overlap: float = 0.5, unaccounted: float = 0.01, away: float 
         (
             accounts_of(generator=0.5, trainer=0.1, unaccounted=0.5, away=0.4),
             "generator-bound",
-            " nobody worked until ",
+            " when all were idle until ",
         ),
     ],
 )

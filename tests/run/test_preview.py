@@ -120,10 +120,10 @@ def test_a_dry_run(tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     done = llamarl_here("train", toml, "--dry-run", "--reward.parts", "['gsm8k']")
     assert done.returncode == 0, done.stderr
-    assert "\nfirst prompt:\n  running_total-0-100, " in done.stdout
+    assert "\nfirst prompt:\n  row 'running_total-0-100', " in done.stdout
     assert "\nanswers:\n  64 of the first 64 rows' own answers are right" in done.stdout
     follows = json.loads(llamarl_here("train", toml, "--dry-run", "--json").stdout)["consequences"]
-    assert len(follows["answers"]) == 2 and "do not fit together" in follows["answers"][1], "`exact` wants no way"
+    assert len(follows["answers"]) == 2 and "do not match" in follows["answers"][1], "`exact` wants no way"
     assert sorted(tmp_path.rglob("*")) == before
     (tmp_path / "runs/tiny").mkdir(parents=True)
     (tmp_path / "runs/tiny/mine").touch()
@@ -141,7 +141,7 @@ def test_a_dry_run(tmp_path: Path) -> None:
         assert done.returncode == 2 and cause in done.stderr, done
     (model / "model.safetensors").write_bytes(b"no weights")
     done = llamarl_here("train", toml, "--dry-run", "--name=other")
-    assert done.returncode == 2 and "no whole safetensors file" in done.stderr
+    assert done.returncode == 2 and "not a whole safetensors file" in done.stderr
 
 
 @pytest.mark.parametrize("has_model", [True, False])

@@ -427,7 +427,7 @@ def test_others_learn_from_what_is_on_record(copy: Path) -> None:
     for more, said in (
         (("--rollout.top_k", 3), "--rollout.top_k: rollouts are as they were recorded"),
         (("--trainer.advantage", "gae"), "needs a critic, of which the run has nothing on record"),
-        (("--trainer.loss", "grpo", "--only", "train"), "not with --against, --only or --jobs"),
+        (("--trainer.loss", "grpo", "--only", "train"), "--against, --only or --jobs"),
         (("--trainer.loss", "grpo", "--steps", "4:6"), "where there is a checkpoint: 1, 3, 5, 7"),
         (("--trainer.loss", "grpo", "--name", copy.name), f"--name {copy.name} is the run that is replayed"),
     ):
