@@ -88,7 +88,7 @@ def accounts_of(*, overlap: float = 0.5, unaccounted: float = 0.01, away: float 
         (accounts_of(generator=0.4, trainer=0.2, unaccounted=0.4), "controller-bound", "40%"),
         (accounts_of(generator=0.0, trainer=0.0, unaccounted=1.0), "unknown", "yet"),
         (accounts_of(generator=0.5, trainer=0.1, unaccounted=0.5, away=0.4), "generator-bound", "rollouts 83% of the"),
-        (accounts_of(generator=0.5, trainer=0.1, unaccounted=0.5, away=0.2), "controller-bound", "works 38% of the"),
+        (accounts_of(generator=0.5, trainer=0.1, unaccounted=0.5, away=0.2), "controller-bound", "idle 38% of the"),
         (
             accounts_of(generator=0.5, trainer=0.1, unaccounted=0.5, away=0.4),
             "generator-bound",

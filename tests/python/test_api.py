@@ -66,7 +66,7 @@ def test_a_run_of_own_rows_and_functions(toml: Path, capsys: pytest.CaptureFixtu
     assert [row["step"] for row in done.evals()[num_evals:]] == [3], "once is enough of the same weights"
     assert "the run is finished, all 3 steps are done" in capsys.readouterr().err
     assert done.metrics() == longer.metrics()
-    with pytest.raises(llamarl.ConfigError, match="config.toml"):
+    with pytest.raises(llamarl.ConfigError, match=r"config\.toml"):
         llamarl.open_run("runs")
 
 

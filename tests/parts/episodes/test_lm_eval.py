@@ -41,6 +41,15 @@ doc_to_target: 0
 metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 metadata: {{version: 1}}
 """
+RUN = """
+import json, sys
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+
+manager = TaskManager(include_path=sys.argv[1], include_defaults=False)
+found = simple_evaluate(task_manager=manager, **json.loads(sys.argv[2]))
+json.dump(found["samples"], open(sys.argv[3], "w"), default=str)
+"""
 QUESTIONS = ("Ann has 3 books: a+3. How many", "Liv has 4 books: a+4. How many")
 pytestmark = [
     nightly("a server and a client that others wrote"),
@@ -59,51 +68,38 @@ def tasks(tmp_path: Path) -> Path:
     return folder
 
 
-def scored(kind: str, url: str, model: Path, tasks: Path, *words: str, **arguments: object) -> dict[str, list[Any]]:
-    """Samples of each task, as `lm_eval` has written them; nothing but the server is asked."""
-    given = {"model": "tiny", "base_url": url, "num_concurrent": 2, "max_retries": 1, "tokenizer": model} | arguments
-    out = tasks.parent / f"out-{kind}"
-    home = {
-        "HF_HOME": str(tasks.parent / "hf"),
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "OPENAI_API_KEY": "k",
-    }
-    command = [
-        *(PYTHON, "-m", "lm_eval", "--model", kind, "--model_args", ",".join(f"{n}={v}" for n, v in given.items())),
-        *("--include_path", tasks, "--output_path", out, "--log_samples", *words),
-    ]
-    done = subprocess.run(command, env=os.environ | home, cwd=tasks, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-    found = dict[str, list[Any]]()
-    for path in out.rglob("samples_*.jsonl"):
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        found[path.name.split("_2")[0].removeprefix("samples_")] = sorted(rows, key=lambda row: row["doc_id"])
-    return found
+def scored(kind: str, url: str, model: Path, folder: Path, names: list[str], **options: Any) -> dict[str, list[Any]]:
+    """Samples of each task; nothing but the server is asked. The thousands of tasks that come with it are not read."""
+    given = {"model": "tiny", "base_url": url, "num_concurrent": 2, "max_retries": 1, "tokenizer": str(model)}
+    request = {"model": kind, "model_args": given, "tasks": names, "log_samples": True, "bootstrap_iters": 0} | options
+    offline = {"HF_HOME": str(folder.parent / "hf"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    found = folder / f"{kind}.json"
+    command = [PYTHON, "-c", RUN, folder, json.dumps(request), found]
+    own = os.environ | offline | {"OPENAI_API_KEY": "k"}
+    done = subprocess.run(command, env=own, cwd=folder, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-4000:]
+    samples: dict[str, list[Any]] = json.loads(found.read_text())
+    return {name: sorted(rows, key=lambda row: row["doc_id"]) for name, rows in samples.items()}
 
 
 def answers(model: Path, prompts: list[str], folder: Path, template: str) -> list[str]:
     """Greedy answers of `llamarl generate`."""
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": one}) + "\n" for one in prompts))
     words = ("--rollout.max_new_tokens", "12", "--eval.temperature", "0", "--data.template", template)
-    done = llamarl_here("generate", model, "--prompts", folder / "prompts.jsonl", *words)
+    to = folder / "answers.jsonl"
+    done = llamarl_here("generate", model, "--prompts", folder / "prompts.jsonl", "--output", to, *words)
     assert done.returncode == 0, done.stderr
-    rows = sorted(map(json.loads, done.stdout.splitlines()), key=lambda row: row["number"])
+    rows = sorted(map(json.loads, to.read_text().splitlines()), key=lambda row: row["number"])
     return [row["text"].split("\n\n")[0] for row in rows]
 
 
 def test_local_completions(model: Path, tasks: Path, tmp_path: Path) -> None:
     """Scores of given answers are the model's own, and greedy answers those of `llamarl generate`."""
     with served(model, "--api-key", "k", "--name", "tiny") as url:
-        words = ("--tasks", "llamarl_sums,llamarl_choices")
-        found = scored("local-completions", f"{url}/completions", model, tasks, *words)
+        found = scored("local-completions", f"{url}/completions", model, tasks, ["llamarl_sums", "llamarl_choices"])
     tokenizer = Tokenizer(model)
     for row in found["llamarl_choices"]:
-        for (text, end), said in zip(
-            row["arguments"].values() if isinstance(row["arguments"], dict) else row["arguments"],
-            row["filtered_resps"],
-            strict=True,
-        ):
+        for (text, end), said in zip(row["arguments"], row["filtered_resps"], strict=True):
             head, whole = tokenizer.encode(text), tokenizer.encode(text + end)
             logprobs = exact(model, whole.tolist())
             own = sum(float(logprobs[at - 1, token]) for at, token in enumerate(whole) if at >= len(head))
@@ -116,8 +112,8 @@ def test_local_chat_completions(model: Path, tasks: Path, tmp_path: Path) -> Non
     (model / "chat_template.jinja").write_text(TEMPLATE)
     try:
         with served(model, "--api-key", "k", "--name", "tiny") as url:
-            words = ("--tasks", "llamarl_sums", "--apply_chat_template")
-            found = scored("local-chat-completions", f"{url}/chat/completions", model, tasks, *words)
+            place = f"{url}/chat/completions"
+            found = scored("local-chat-completions", place, model, tasks, ["llamarl_sums"], apply_chat_template=True)
         said = [row["resps"][0][0] for row in found["llamarl_sums"]]
         assert said == answers(model, [*QUESTIONS], tmp_path, "chat")
     finally:

@@ -47,10 +47,11 @@ def test_vllm_answers_an_export_as_the_run_does(tmp_path: Path) -> None:
     assert llamarl_here("train", toml, *words).returncode == 0
     assert llamarl_here("export", run).returncode == 0
     (prompts := tmp_path / "prompts.txt").write_text("".join(f"{one}\n" for one in PROMPTS))
-    options = ("--rollout.max_new_tokens", "16", "--eval.temperature", "0")
+    options = ("--rollout.max_new_tokens", "16", "--eval.temperature", "0", "--output", tmp_path / "answers.jsonl")
     done = llamarl_here("generate", run, "--prompts", prompts, *options)
     assert done.returncode == 0, done.stderr
-    rows = sorted(map(json.loads, done.stdout.splitlines()), key=lambda row: row["number"])
+    lines = (tmp_path / "answers.jsonl").read_text().splitlines()
+    rows = sorted(map(json.loads, lines), key=lambda row: row["number"])
     found = tmp_path / "found.json"
     command = [PYTHON, "-c", ASK, run / "export", json.dumps(PROMPTS), found]
     asked = subprocess.run(command, env=os.environ | OF_CPU, cwd=tmp_path, capture_output=True, text=True, timeout=400)
