@@ -60,16 +60,19 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--settings is for --dry-run; a run writes its settings to its config.toml")
     if options.restarts:
         return run_with_restarts(arguments, options.restarts, Path(config.output, config.name))
-    return _run(config, options, started_s)
+    from llamarl.cluster.fork_server import fork_server
+
+    with fork_server(config.cluster.kind):  # imports torch while this process imports what a controller needs
+        return _run(config, options, started_s)
 
 
 def _run(config: RunConfig, options: argparse.Namespace, started_s: float) -> int:
     """Runs the training in this process; the exit code."""
     from llamarl.cluster.api import ExecutorError, MeshFailed
     from llamarl.controller.admission import TooManyInvalid
-    from llamarl.controller.saving import NotSaved
     from llamarl.controller.supervision import Interrupted, Stalled
-    from llamarl.controller.sync import WeightsWrong
+    from llamarl.controller.train_loop import NotSaved
+    from llamarl.controller.weights import WeightsWrong
     from llamarl.observability.report import render_summary
     from llamarl.run.begin import begin
     from llamarl.run.folder import FolderLost

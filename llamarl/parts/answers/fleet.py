@@ -9,16 +9,17 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from llamarl.cluster.api import ExecutorHandle
+from llamarl.cluster.fork_server import fork_server
 from llamarl.cluster.open import check_cluster, open_cluster
 from llamarl.cluster.port import port
 from llamarl.config import RunConfig
-from llamarl.controller.clock import PatientLoop
 from llamarl.controller.ports import GeneratorPort
+from llamarl.controller.supervision import PausableClockLoop
 from llamarl.executors.replies import GeneratorStats
 from llamarl.generation.backend import EngineStats
 from llamarl.run.executors import GeneratorSpecs, spawn_all
@@ -63,9 +64,11 @@ class Fleet:
         self._members: list[_Member] = []
         self._logs = tempfile.TemporaryDirectory(prefix="llamarl-", ignore_cleanup_errors=True)
         self._cluster = open_cluster(config.cluster, Path(self._logs.name))
-        self._loop, self._tasks = PatientLoop(), list[asyncio.Task[None]]()
+        self._loop, self._tasks = PausableClockLoop(), list[asyncio.Task[None]]()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fleet", daemon=True)
         self._thread.start()
+        self._leaving = ExitStack()
+        self._leaving.enter_context(fork_server(config.cluster.kind))
         try:
             self._now(self._start(), math.inf)
         except BaseException:
@@ -84,6 +87,7 @@ class Fleet:
         self._now(self._end(limit_s), 2 * limit_s + 1)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=1)
+        self._leaving.close()
         self._logs.cleanup()
 
     @property

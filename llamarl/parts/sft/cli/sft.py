@@ -100,12 +100,19 @@ def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
 def _fine_tune(config: RunConfig, options: argparse.Namespace) -> int:
     if options.dry_run:
         return _dry_run(config, options)
+    from llamarl.cluster.fork_server import fork_server
+
+    with fork_server(config.cluster.kind):  # imports torch while this process reads the documents
+        return _train(config, options)
+
+
+def _train(config: RunConfig, options: argparse.Namespace) -> int:
     resume, overwrite = options.resume, options.overwrite
 
     from llamarl.cluster.api import ExecutorError
     from llamarl.cluster.open import check_cluster
-    from llamarl.controller.saving import NotSaved
     from llamarl.controller.supervision import Interrupted
+    from llamarl.controller.train_loop import NotSaved
     from llamarl.parts.sft.base_model import ensure_base_model
     from llamarl.parts.sft.run import SftRun, load_documents, place_trainer
     from llamarl.run.folder import FolderLost, check_run_folder, prepare_run_folder
