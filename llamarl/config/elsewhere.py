@@ -39,7 +39,7 @@ ELSEWHERE: dict[str, tuple[str, ...] | str] = {
     **dict.fromkeys(("max_off_policy_steps", "max_async_level", "async_level", "staleness_threshold"), _STALENESS),
     **dict.fromkeys(("stop", "stop_words"), ("rollout.stop_strings",)),
     "tool_config_path": ("rollout.tools",),
-    # how long a run is, what is saved and evaluated
+    # length of a run, checkpoints, evaluation
     **dict.fromkeys(("max_steps", "total_training_steps", "num_steps", "train_steps", "iterations"), ("steps",)),
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "total_epochs", "max_epochs"), _EPOCHS),
     **dict.fromkeys(("save_steps", "save_freq", "save_interval"), _SAVE),

@@ -84,7 +84,7 @@ def _last(name: str) -> str:
 
 
 def _named(dotted: str, known: Mapping[str, Sequence[str]]) -> list[str]:
-    """The full name that a setting has among those that are `known`, where it may be an option: `--steps`."""
+    """Returns the full names of a setting among the `known` ones, which may be options: `--steps`."""
     return [one for one in known.get(_last(dotted), ()) if one.lstrip("-") == dotted]
 
 

@@ -321,8 +321,8 @@ def _parse_row(line: bytes, place: str) -> dict[str, Any]:
 
 
 def _pairs(overrides: Sequence[str]) -> list[tuple[str, Any]]:
-    """`--a.b 1` and `--a.b=1` -> [("a.b", 1)]. Values are TOML; what is no TOML is a string. The name of a part is
-    before its options, which it would replace."""
+    """`--a.b 1` and `--a.b=1` -> [("a.b", 1)]. Values are TOML, or else strings. The name of a part comes before
+    its options, which it would replace."""
     pairs, rest = [], list(overrides)
     while rest:
         word = rest.pop(0)

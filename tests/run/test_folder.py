@@ -95,7 +95,7 @@ def test_overwrite_deletes_what_commands_have_written(config: RunConfig, name: s
     prepare_run_folder(config, resume=False, overwrite=True).__exit__()
     assert not folder.saved_steps() and not [*folder.path.glob("profile.json"), *folder.path.glob("*-0*")]
     (folder.path / name).touch()
-    with pytest.raises(ConfigError, match=rf"also holds '{name}', .*--name"):
+    with pytest.raises(ConfigError, match=rf"also holds '{name}'.*--name"):
         prepare_run_folder(config, resume=False, overwrite=True)
     assert folder.config.exists()
 
