@@ -12,7 +12,7 @@ from llamarl.config import ConfigError
 from llamarl.config.load import packaged_names
 
 EPILOG = """bash: eval "$(llamarl completion bash)" in ~/.bashrc
-zsh:  eval "$(llamarl completion zsh)" in ~/.zshrc, behind compinit
+zsh:  eval "$(llamarl completion zsh)" in ~/.zshrc, after compinit
 fish: llamarl completion fish > ~/.config/fish/completions/llamarl.fish"""
 
 
@@ -27,7 +27,7 @@ class Completed:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
-    parser = command_parser("completion", "Print a script by which a shell completes commands and options.", EPILOG)
+    parser = command_parser("completion", "Print the script with which a shell completes commands and options.", EPILOG)
     parser.add_argument("shell", choices=[*SHELLS])
     shell = parser.parse_args(arguments).shell
     print(SHELLS[shell]({name: completed(name) for name in COMMANDS}), end="")

@@ -10,6 +10,7 @@ from pathlib import Path
 from llamarl.cli.options import check_output, command_parser, write_into_run, write_output
 from llamarl.config import ConfigError, RunConfig, load_recorded
 from llamarl.config.hub import HubName, open_hub
+from llamarl.config.path import not_a_run
 from llamarl.config.ref import nothing_run
 
 
@@ -29,16 +30,18 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--step", type=int, help="checkpoint of this step (the newest)")
     parser.add_argument(
-        "--rollouts", action="store_true", help="write instead every rollout that was trained on, a line of JSON each"
+        "--rollouts",
+        action="store_true",
+        help="instead of the model, write every rollout that was trained on, as JSON Lines",
     )
-    parser.add_argument("--output", metavar="FILE", help="of --rollouts (RUN/rollouts.jsonl)")
+    parser.add_argument("--output", metavar="FILE", help="with --rollouts: file to write (RUN/rollouts.jsonl)")
     parser.add_argument(
         "--push",
         metavar="OWNER/NAME",
-        help="put what was written on the Hugging Face Hub, with a model card (HF_TOKEN)",
+        help="upload the result to the Hugging Face Hub, with a model card (needs HF_TOKEN)",
     )
     parser.add_argument(
-        "--public", action="store_true", help="--push makes a public repository, if it makes one (private)"
+        "--public", action="store_true", help="with --push: a repository that is created is public (private)"
     )
     options = parser.parse_args(arguments)
     with nothing_run():
@@ -49,11 +52,11 @@ def _export(options: argparse.Namespace) -> int:
     """Writes what the options ask for; the exit code. Raises ConfigError."""
     run, name = Path(options.run), _name(options)
     if not (run / "config.toml").exists():
-        raise ConfigError(f"RUN = {options.run!r} is no run folder (no config.toml in it); name one, such as runs/demo")
+        raise not_a_run(run)
     if options.rollouts:
         return _export_rollouts(run, options)
     if options.output:
-        raise ConfigError("--output is for --rollouts; name the folder of the model behind RUN")
+        raise ConfigError("--output is for --rollouts; give the model's folder after RUN")
 
     from llamarl.run.export import export
 
@@ -71,11 +74,11 @@ def _name(options: argparse.Namespace) -> HubName | None:
     """Repository for --push; None: nothing is pushed. Raises ConfigError."""
     if options.push is None:
         if options.public:
-            raise ConfigError("--public is for --push; leave it out, or say where to push")
+            raise ConfigError("--public is for --push; leave it out, or add --push OWNER/NAME")
         return None
     name = HubName.of(options.push)
     if name is None or name.revision or options.rollouts:
-        why = "rollouts are no model" if options.rollouts else "it names no repository"
+        why = "rollouts are not a model" if options.rollouts else "it is not the name of a repository"
         raise ConfigError(f"--push {options.push}: {why}; give OWNER/NAME, and a model to push")
     return name
 
@@ -94,7 +97,7 @@ def _export_rollouts(run: Path, options: argparse.Namespace) -> int:
 
     for name in ("folder", "merge", "step", "dtype"):
         if getattr(options, name) not in (None, False):
-            raise ConfigError(f"--rollouts writes rows and no model, so {name} means nothing; leave one of them out")
+            raise ConfigError(f"--rollouts writes rows and not a model, so {name} has no effect; leave one of them out")
     output = check_output(options.output or run / "rollouts.jsonl")
     lacks = list[str]()
     write = write_output if options.output else write_into_run

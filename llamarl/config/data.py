@@ -33,7 +33,7 @@ MAX_RATIO = 1e9
 def _day(value: object) -> object:
     """Text of a day, which TOML knows without quotes too."""
     if isinstance(value, str) and value and date.fromisoformat(value).isoformat() != value:
-        raise ValueError(f"{value!r} is no day as in 2026-07-26")
+        raise ValueError(f"{value!r} is not a day as in 2026-07-26")
     return value.isoformat() if type(value) is date else value
 
 
@@ -79,7 +79,7 @@ class FilterConfig(Section):
     @model_validator(mode="after")
     def _order(self) -> FilterConfig:
         if self.min > self.max:
-            raise ValueError(f"min = {self.min:g} is above max = {self.max:g}, which keeps nothing; exchange them")
+            raise ValueError(f"min = {self.min:g} is above max = {self.max:g}, which keeps nothing; swap them")
         return self
 
 

@@ -28,7 +28,7 @@ def _checked(text: str) -> str:
     fits = re.fullmatch(r"cpu|cuda(:\d+(-\d+)?(,\d+(-\d+)?)*)?", text, re.ASCII)
     devices = named_devices(text) if fits else ()
     if not fits or len(set(devices)) < len(devices) or (":" in text and not devices):
-        raise ValueError(f"{text!r} is no device; use 'cpu', 'cuda', or 'cuda:0,2-3' to name some, each once")
+        raise ValueError(f"{text!r} is not a device; use 'cpu', 'cuda', or 'cuda:0,2-3' to name some, each once")
     return text
 
 

@@ -14,7 +14,7 @@ def open_file(path: str | Path) -> IO[bytes]:
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return file
 
 
@@ -31,7 +31,7 @@ def open_own(path: str | Path, mode: str, buffering: int = -1) -> IO[Any]:
             raise OSError(errno.ELOOP, "it is a link, and nothing is written through it", name) from None
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise OSError(errno.EINVAL, "it is no regular file", name)
+            raise OSError(errno.EINVAL, "it is not a regular file", name)
         return descriptor
 
     return open(path, mode, buffering, None if "b" in mode else "utf-8", opener=opener)

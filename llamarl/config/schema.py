@@ -185,7 +185,7 @@ class WeightSyncConfig(Section):
         if not isinstance(values, dict) or "power_of_two_scales" not in values:
             return values
         if values["power_of_two_scales"]:
-            raise ValueError("weight_sync.power_of_two_scales = true is no setting any more; leave it out")
+            raise ValueError("weight_sync.power_of_two_scales = true is not a setting any more; leave it out")
         return {name: value for name, value in values.items() if name != "power_of_two_scales"}  # of an older run
 
 

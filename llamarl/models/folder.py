@@ -10,7 +10,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from llamarl.config import ConfigError, open_file, read_json
-from llamarl.config.hub import folder_of
+from llamarl.config.hub import folder_of, missing_folder
 from llamarl.models.shape import ModelShape, stop_ids
 from llamarl.models.vocabulary import unused_ids
 from llamarl.observability.formats import megabytes
@@ -77,7 +77,7 @@ def opened(path: Path, framework: str = "pt") -> Any:
     try:
         return safe_open(path, framework=framework)
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path} is no whole safetensors file ({error}); copy it again") from None
+        raise ConfigError(f"{path} is not a whole safetensors file ({error}); copy it again") from None
 
 
 def load_shape(folder: str | Path) -> ModelShape:
@@ -105,7 +105,7 @@ def load_shape(folder: str | Path) -> ModelShape:
 def read_model_file(folder: Path, name: str) -> dict[str, Any]:
     """The JSON object in `folder`/`name`. Raises ConfigError when there is none."""
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}; name a Hugging Face model folder, or OWNER/NAME of the Hub")
+        raise ConfigError(missing_folder(folder))
     if not (folder / name).is_file():
         raise ConfigError(f"{folder} has no {name}; name a Hugging Face model folder")
     return read_json(folder / name, "copy the file again")

@@ -107,7 +107,7 @@ class Adapter:
         for name in tensors:
             module, _, kind = name.rpartition(".lora_")
             if not module or f"lora_{kind}" not in (A, B) or not {f"{module}.{A}", f"{module}.{B}"} <= tensors.keys():
-                raise ConfigError(f"{self.folder / PEFT_WEIGHTS}: `{name}` is no half of a LoRA pair; {_FIX}")
+                raise ConfigError(f"{self.folder / PEFT_WEIGHTS}: `{name}` is not half of a LoRA pair; {_FIX}")
             pairs[f"{module}.weight"] = tensors[f"{module}.{A}"], tensors[f"{module}.{B}"]
         if not pairs:
             raise ConfigError(f"{self.folder / PEFT_WEIGHTS} holds no adapter; {_FIX}")

@@ -122,7 +122,7 @@ def verdict(accounts: Accounts, first_step: int, last_step: int) -> SpeedVerdict
     bound, reason = _bound(_present(accounts))
     if (share := accounts.away_share) >= 0.01:
         reason += (
-            f"; {share:.0%} of the time, which is left out, nobody worked until {', '.join(accounts.away)} came back"
+            f"; not counted: {share:.0%} of the time, when all were idle until {', '.join(accounts.away)} was back"
         )
     return SpeedVerdict(bound=bound, reason=reason, window=f"{steps}, {duration(accounts.window_s)}")
 
@@ -143,10 +143,10 @@ def _bound(accounts: Accounts) -> tuple[str, str]:
     roles = accounts.role_share
     generator, trainer = roles.get("generator", 0.0), roles.get("trainer", 0.0)
     if not any(roles.values()):
-        return "unknown", "no executor has worked yet"
+        return "unknown", "no executor has done any work yet"
     if accounts.unaccounted_share > LOST_SHARE:
-        lost = f"no executor works {accounts.unaccounted_share:.0%} of the time"
-        return "controller-bound", f"{lost}, all wait for the controller"
+        lost = f"all executors are idle {accounts.unaccounted_share:.0%} of the time"
+        return "controller-bound", f"{lost} and wait for the controller"
     top = max(roles, key=lambda role: roles[role])
     if top not in ("generator", "trainer") and roles[top] > max(generator, trainer) + TIE_SHARE:
         return f"{top}-bound", f"trainer and generator wait for the {top}, which is busy {roles[top]:.0%} of the time"

@@ -50,10 +50,10 @@ def remedy(error: OSError) -> str:
     """Returns what the user can do about a file that cannot be written."""
     name = f"{error.filename}" if error.filename else "its place"
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
-        return f"move {name}, or what stands in the place of its folder, away"
+        return f"move {name}, or the file in place of its folder, away"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"allow this user to write {name}"
-    return "make room on the disk"
+    return "free space on the disk"
 
 
 def sync(path: Path) -> None:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 
 ABSENT = "–"
+_OF_USER = re.compile(
+    r"(?:<[|｜][^<>|｜\s]{1,40}[|｜]>|<start_of_turn>)\s*user\b\s*(?:<[|｜][^<>|｜\s]{1,40}[|｜]>)?\s*"
+    r"|<[|｜][Uu]ser[|｜]>\s*|\[INST\]\s*"
+)
+"""Begins a user's message in the chat templates of common models: ChatML, Llama 3, Gemma, GLM, DeepSeek, Mistral."""
+_MARK = re.compile(r"<[|｜][^<>|｜\s]{1,40}[|｜]>|<end_of_turn>|</s>|\[/INST\]")
+"""Ends a message."""
 
 
 def megabytes(num_bytes: float) -> str:
@@ -43,6 +51,13 @@ def percent(share: float | None, digits: int = 0) -> str:
     if share is None:
         return ABSENT
     return f"{share:.{digits}%}" if math.isfinite(share) else str(share)
+
+
+def last_question(prompt: str) -> str:
+    """Returns the user's last message in a prompt that a chat template has written, and another prompt as it is."""
+    begins = [found.end() for found in _OF_USER.finditer(prompt)]
+    text = _MARK.split(prompt[begins[-1] :], maxsplit=1)[0].strip() if begins else ""
+    return text or prompt
 
 
 def counted(many: int, noun: str) -> str:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from llamarl.observability.accounting import SpeedVerdict
 from llamarl.observability.files import write_atomically
-from llamarl.observability.formats import ABSENT, duration, number, percent, plain
+from llamarl.observability.formats import ABSENT, duration, last_question, number, percent, plain
 from llamarl.observability.metrics import EvalMetrics, Row, flat, held_out, of_sources
 from llamarl.observability.view import CompletionView
 
@@ -117,7 +117,7 @@ def render_summary(summary: RunSummary) -> str:
 def _headline(summary: RunSummary) -> list[str]:
     first, last = summary.first_step, summary.steps
     steps = f"{last:,} steps" if first == 1 else f"steps {first:,} to {last:,}" if last >= first else "no new step"
-    took = f"{steps} in {duration(summary.wall_s)}, after {duration(summary.start_s)} of starting up"
+    took = f"{steps} in {duration(summary.wall_s)}, after a start-up of {duration(summary.start_s)}"
     if summary.end == "finished":
         return [f"{summary.name}: finished {took}"]
     why = f": {plain(summary.end_reason)}" if summary.end_reason else ""
@@ -173,7 +173,7 @@ def _time(summary: RunSummary) -> list[str]:
         _fact("idle", idle or ABSENT),
         _fact(
             "overlap",
-            f"{percent(summary.overlap_share)} of the time; nobody works {percent(summary.unaccounted_share, 1)}",
+            f"{percent(summary.overlap_share)} of the time; all idle {percent(summary.unaccounted_share, 1)}",
         ),
         _fact("speed", f"{number(summary.samples_per_s)} rollouts/s"),
         _fact("staleness", f"at most {summary.staleness_max} of {summary.staleness_limit} (S {summary.max_staleness})"),
@@ -202,7 +202,9 @@ def _fact(label: str, text: str) -> str:
 def _completions(summary: RunSummary) -> list[str]:
     lines = []
     for entry in summary.completions:
-        lines.append(_fact(f"reward {number(entry.reward)}", "> " + _short(plain(entry.prompt), from_end=False)))
+        lines.append(
+            _fact(f"reward {number(entry.reward)}", "> " + _short(plain(last_question(entry.prompt)), from_end=False))
+        )
         lines.append(_fact(f"advantage {entry.advantage:+.2f}", "  " + _short(plain(entry.response), from_end=True)))
     return lines
 

@@ -41,7 +41,7 @@ class SinkFailure:
 
     def __str__(self) -> str:
         rows = "1 row" if self.rows_lost == 1 else f"{self.rows_lost} rows"
-        return f"metrics: {rows} lost at {self.sink} ({self.reason}); the run goes on"
+        return f"metrics: {rows} lost at {self.sink} ({self.reason}); the run continues"
 
 
 class JsonlSink:
@@ -189,7 +189,7 @@ def _unpack(file: Path, target: IO[bytes]) -> None:
     try:
         target.writelines(lines(file))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ConfigError(f"{file} is damaged ({error}); move it away, which costs its rows and no more") from None
+        raise ConfigError(f"{file} is damaged ({error}); move it away; only its rows are lost") from None
 
 
 def _size_of_whole_lines(file: IO[bytes]) -> int:
@@ -215,7 +215,7 @@ def _tail(plain: Path, step: int, file: Path) -> tuple[int, list[bytes], bool]:
             is_kept = int(begins[1] if begins and row.endswith(b"}") else json.loads(row)["step"]) <= step
         except (ValueError, TypeError, LookupError, RecursionError):
             place = f"{file}:{sum(1 for _ in lines(plain)) - number}"
-            raise ConfigError(f"{place} is no row that a run wrote; remove this line") from None
+            raise ConfigError(f"{place} is not a row of a run; remove this line") from None
         looked += len(row) + 1
         kept += [row + b"\n"] if is_kept else []
         if not is_kept:

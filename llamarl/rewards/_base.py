@@ -70,7 +70,7 @@ def sound(result: Any) -> RewardResult:
     if is_result and isinstance(value, Real) and abs(value) <= MAX_REWARD:  # type: ignore[operator]  # NaN is not
         return result
     said = _shown(value)
-    return invalid(f"the reward gave {said}, which is no result with a finite value of at most {MAX_REWARD:g}")
+    return invalid(f"the reward gave {said}, which is not a result with a finite value of at most {MAX_REWARD:g}")
 
 
 def _shown(value: Any) -> str:

@@ -127,7 +127,7 @@ def _value(said: Any) -> Said:
     said = item() if callable(item) else said
     if isinstance(said, bool | int | float):
         return {"value": float(said)}
-    return {"error": f"it gave {said!r:.100}, which is no number"}
+    return {"error": f"it gave {said!r:.100}, which is not a number"}
 
 
 def _sentence(error: BaseException) -> str:

@@ -32,7 +32,7 @@ def given_bytes(path: str | Path, digest: str, *, trusted: bool = False) -> byte
     except OSError as error:
         raise ValueError(f"file = {str(path)!r} cannot be read ({error.strerror}); {_AGAIN}") from None
     if not stat.S_ISREG(found.st_mode) or len(data) > MAX_FILE_BYTES:
-        raise ValueError(f"file = {str(path)!r} is no file that a run has written; {_AGAIN}")
+        raise ValueError(f"file = {str(path)!r} is not a file that a run has written; {_AGAIN}")
     if trusted:
         return data
     if found.st_uid not in (os.getuid(), 0):

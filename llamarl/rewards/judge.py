@@ -76,7 +76,7 @@ class Judge(Reward):
         try:
             groups = re.compile(self.pattern).groups
         except re.error as error:
-            raise ValueError(f"pattern = {self.pattern!r} is no regular expression: {error}") from None
+            raise ValueError(f"pattern = {self.pattern!r} is not a regular expression: {error}") from None
         if groups != 1:
             raise ValueError(f"pattern = {self.pattern!r} has {groups} groups; one of them is to be the grade")
         if not self.base_url.startswith(("http://", "https://")):

@@ -40,7 +40,7 @@ class RegexFormat(Reward):
         try:
             re.compile(self.pattern, re.DOTALL)
         except re.error as error:
-            raise ConfigError(f"regex_format.pattern = {self.pattern!r} is no regular expression: {error}") from None
+            raise ConfigError(f"regex_format.pattern = {self.pattern!r} is not a regular expression: {error}") from None
         self._pool = WorkerPool(
             "llamarl.rewards.regex_format:match", num_workers=1, cpu_s=self.cpu_s, wall_s=self.wall_s
         )

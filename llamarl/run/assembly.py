@@ -103,8 +103,8 @@ def nothing_to_resume(resume: bool, damaged: Sequence[str], warn: Callable[[str]
     """Says that there is no checkpoint to go on from. Raises ConfigError: there are, and all are `damaged`."""
     if damaged:
         raise ConfigError(
-            f"--resume: no checkpoint is whole: {damaged[0]}; put its files back, or start another run with another "
-            "--name"
+            f"--resume: no checkpoint is complete: {damaged[0]}; restore its files, or start a new run with "
+            "another --name"
         )
     if resume:
         warn("--resume: no checkpoint was saved yet; the run starts from the beginning")
@@ -135,7 +135,7 @@ def interruptible(supervisor: Supervisor, leave: Callable[[], None] = lambda: No
             signal.signal(other, signal.SIG_DFL)
         with suppress(OSError, RuntimeError):  # the terminal has gone, or something is being written to it
             leave()
-            text = f"llamarl: ended at once by a second {signal.Signals(number).name}; the last checkpoint stands\n"
+            text = f"llamarl: ended at once by a second {signal.Signals(number).name}; the last checkpoint is kept\n"
             os.write(2, text.encode())
         os.kill(os.getpid(), number)
 

@@ -12,7 +12,7 @@ from llamarl.config import ConfigError, RunConfig, load_sft_config
 from llamarl.config.ref import part
 from llamarl.run.folder import RunFolder, check_run_folder, prepare_run_folder
 from llamarl.run.memory import MachineMemory
-from llamarl.run.names import resolved
+from llamarl.run.names import check_folder, named, resolved
 from llamarl.run.prepare import Prepared, check_here, check_parts, each_source, prepare, settle
 from llamarl.run.preview import check_functions
 from llamarl.run.sources import of_source
@@ -117,6 +117,9 @@ def looked_ahead(
         ConfigError: the run cannot start.
     """
     pinned = resolved(config, weights=weights and config.cluster.kind != "hosts", run=run, command=command)
+    for one in named(pinned):
+        if one.name is None:
+            check_folder(one.path, one.option)
     with delays():
         written, pinned = settle(config, pinned, resume=run is not None, for_agent=config.rollout.agent is not None)
         prepared = prepare(pinned, weights=weights, machine=machine)

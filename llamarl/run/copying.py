@@ -41,7 +41,7 @@ class CheckpointCopier:
                 except CopyFailed as error:
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                     if not self._fault and self._next() == found:  # else its folder went as a newer one came
-                        self._warn(f"the checkpoint of step {step} is not copied to {copies.name} yet: {error}")
+                        self._warn(f"the checkpoint of step {step} has not been copied to {copies.name} yet: {error}")
                         self._fault = str(error)
                 else:
                     self._copied[step], pause_s = committed_ns, LOOK_S

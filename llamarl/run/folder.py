@@ -75,13 +75,13 @@ class RunFolder:
         """Files that a run writes, and what each is, for people."""
         return {
             self.metrics: "one line per step and evaluation",
-            self.summary: "the numbers at the end",
-            self.events: "phases, warnings, who worked when; `llamarl report` shows them",
-            self.trace: "who worked when; open it in ui.perfetto.dev",
+            self.summary: "final numbers",
+            self.events: "phases, warnings and work of each executor; `llamarl report` shows them",
+            self.trace: "timeline of all executors; open it in ui.perfetto.dev",
             self.journals: "every rollout that was trained on (`llamarl export --rollouts`); `--resume` and `replay` "
             "need it",
             self.config: "the fully resolved settings",
-            self.checkpoints: "weights and optimizer; `llamarl export` makes a Hugging Face folder of them",
+            self.checkpoints: "weights and optimizer; `llamarl export` writes them as a Hugging Face folder",
             self.logs: "output of each executor",
         }
 
@@ -106,7 +106,7 @@ class RunFolder:
         with suppress(OSError):
             if os.path.samestat(os.fstat(self._lock.fileno()), (self.path / _LOCK).stat()):
                 return
-        raise FolderLost(f"{self.path} was deleted or replaced during the run, and what it held is gone; start again")
+        raise FolderLost(f"{self.path} was deleted or replaced during the run, and its files are lost; start again")
 
     async def check_loop(self) -> None:
         """Waits for time alone; ends with FolderLost."""
@@ -195,8 +195,8 @@ class RunFolder:
     def way_on(self) -> str:
         """Text: how a run goes on that an executor has left."""
         if done := self.done_steps():
-            return f"--resume goes on from step {done}"
-        return "no step was completed yet, so --resume begins again"
+            return f"--resume continues from step {done}"
+        return "no step was completed yet, so --resume starts from the beginning"
 
 
 def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool, pinned: RunConfig | None = None) -> Path:
@@ -225,12 +225,12 @@ def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool, pinned
     if resume:
         _check_resumable(RunFolder(path), config, pinned or config)
         for other in _not_of_a_run(path):
-            sys.stderr.write(f"--resume: {path} also holds {other!r}, which no run wrote; it stays as it is\n")
+            sys.stderr.write(f"--resume: {path} also holds {other!r}, which no run wrote; it is kept\n")
     elif others := list(_not_of_a_run(path)):
         cause = f"also holds {others[0]!r}" if (path / "config.toml").exists() else "has no config.toml"
         raise ConfigError(
-            f"{path} is not a run folder and nothing else, as it {cause}, so it is not deleted; "
-            "move what is yours elsewhere or choose another --name"
+            f"{path} {cause}: it is not only a run folder and is not deleted; "
+            "move your files elsewhere or choose another --name"
         )
     return path
 
@@ -242,7 +242,7 @@ def _check_unused(path: Path) -> None:
     is_ours = lock.exists() and lock.read_text(encoding="utf-8").split()[1:] in ([], [socket.gethostname()])
     is_ours = is_ours and not any(_not_of_a_run(path)) and not RunFolder(path).has_begun()
     if not is_ours and not (path.is_dir() and not any(path.iterdir())):
-        raise FolderTaken(f"{path} exists; go on with it (--resume), replace it (--overwrite) or choose another --name")
+        raise FolderTaken(f"{path} exists; resume it (--resume), replace it (--overwrite) or choose another --name")
 
 
 def _settle_copies(config: RunConfig, path: Path, *, resume: bool, overwrite: bool) -> None:
@@ -251,7 +251,7 @@ def _settle_copies(config: RunConfig, path: Path, *, resume: bool, overwrite: bo
     try:
         if not resume and not overwrite and copies.steps():
             raise ConfigError(
-                f"{copies.name} holds checkpoints of a run; go on with it (--resume), replace it (--overwrite) or "
+                f"{copies.name} holds checkpoints of a run; resume it (--resume), replace it (--overwrite) or "
                 "choose another --name"
             )
         if resume and not RunFolder(path).saved_steps():
@@ -260,7 +260,7 @@ def _settle_copies(config: RunConfig, path: Path, *, resume: bool, overwrite: bo
             if (step := copies.bring_back(path)) is not None:
                 sys.stderr.write(f"--resume: the checkpoint of step {step} was brought back from {copies.name}\n")
     except CopyFailed as error:
-        raise ConfigError(f"checkpoint.copy_to: {copies.name}: {error}; mend that, or leave it out") from None
+        raise ConfigError(f"checkpoint.copy_to: {copies.name}: {error}; fix that, or leave it out") from None
 
 
 def runner(path: Path) -> tuple[int, str] | None:
@@ -297,7 +297,7 @@ def _locked(path: Path) -> IO[str]:
         if not isinstance(error, BlockingIOError):
             raise
         raise FolderTaken(
-            f"{path} belongs to a run that is under way (pid {pid}); wait for its end, end it, or choose another --name"
+            f"{path} belongs to a running run (pid {pid}); wait for its end, end it, or choose another --name"
         ) from None
     return file
 
@@ -325,7 +325,7 @@ def _check_resumable(folder: RunFolder, config: RunConfig, pinned: RunConfig) ->
     if file := folder.other_file(config, pinned):
         raise ConfigError(
             f"--resume: {file} is not what it was when the run began, so its checkpoints and this model do not belong "
-            "together; put it back, or start another run with another --name"
+            "together; restore it, or start a new run with another --name"
         )
     if (done := folder.done_steps()) > config.steps:
         raise ConfigError(
@@ -369,7 +369,7 @@ def _check_same_weights(before: RunConfig, now: RunConfig) -> None:
         if old != new:
             raise ConfigError(
                 f"--resume: {name} was {old!r} when the run began and is {new!r} now, which its checkpoints do "
-                "not fit; use what it was, or start another run with another --name"
+                "not fit; use the old value, or start a new run with another --name"
             )
 
 

@@ -61,7 +61,7 @@ def _of_set(key: str, text: str) -> str:
 def learnt_too(sets: Sequence[HeldOutSet], train: Sequence[Prompt]) -> list[str]:
     """Warnings about sets of which every prompt is trained on."""
     learnt = {prompt.token_ids_T.tobytes() for prompt in train}
-    said = "data.eval: all of its prompts are in data.train too, so it does not tell learning from memory"
+    said = "data.eval: all of its prompts are in data.train too, so it cannot tell learning from memorizing"
     return [
         _of_set(one.prompts[0].source, said)
         for one in sets

@@ -16,7 +16,7 @@ def check_mixture(config: RunConfig, shape: ModelShape) -> None:
             ("generator.router_replay", generator.router_replay), ("trainer.train_router", trainer.train_router)
         ):  # fmt: skip
             if not is_set:
-                raise ConfigError(f"{name} = false, but {path} is no mixture of experts; leave it out")
+                raise ConfigError(f"{name} = false, but {path} is not a mixture of experts; leave it out")
         return
     if generator.backend != "native":
         raise ConfigError(
@@ -48,7 +48,7 @@ def check_mixture_layout(shape: DecoderSizes, parallelism: ParallelismConfig, pa
     moe, ep, tp, option = shape.moe, parallelism.ep, parallelism.tp, f"{executor}.parallelism"
     if moe is None:
         if ep > 1:
-            raise ConfigError(f"{option}.ep = {ep}, but {path} is no mixture of experts; leave it out")
+            raise ConfigError(f"{option}.ep = {ep}, but {path} is not a mixture of experts; leave it out")
         return
     if moe.num_experts % ep:
         raise ConfigError(

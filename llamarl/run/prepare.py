@@ -63,7 +63,7 @@ class Prepared:
     out."""
 
 
-@stage("importing what the settings name")
+@stage("importing the modules that the settings name")
 def check_parts(config: RunConfig) -> None:
     """Builds what the config names by `Ref`, and looks for vLLM, so that a mistake shows early. Within `nothing_run`,
     checks only what comes with the package. Raises ConfigError."""
@@ -170,7 +170,7 @@ def check_entry(source: SourceConfig, option: str) -> None:
     options = {field.name for field in fields(found)} if is_dataclass(found) else source.source.options.keys()
     for name in source.source.options.keys() - options:
         hint = did_you_mean(name, sorted({*options, *type(source).model_fields}))
-        raise ConfigError(f"`{option}.{name}` is no setting, and `{source.source.name}` has none; {hint}")
+        raise ConfigError(f"`{option}.{name}` is not a setting, and `{source.source.name}` has none; {hint}")
 
 
 def train_prompts(config: RunConfig, context_tokens: int, most: int | None = None) -> TrainPrompts:
@@ -277,7 +277,7 @@ def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:
     if cut and config.generator.backend != "native":
         warnings.append(
             f"{', '.join(cut)} with generator.backend = {config.generator.backend!r}: rollouts come from a cut "
-            "distribution, and the trainer is not told which tokens it leaves out and counts with all, so importance "
+            "distribution, and the trainer is not told which tokens were left out, so importance "
             "ratios are too small; leave it out, or use generator.backend = 'native'"
         )
     if (fsdp := config.trainer.parallelism.fsdp) > config.rollout.prompts_per_step:

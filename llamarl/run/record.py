@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from llamarl.config import ConfigError, RunConfig, from_home, load_recorded, read_json
+from llamarl.config import RunConfig, from_home, load_recorded, read_json
 from llamarl.config.errors import told_in_python
 from llamarl.config.load import flat_settings
+from llamarl.config.path import not_a_run
 from llamarl.observability.files import pieces, read_run_rows
 from llamarl.run.folder import RunFolder
 from llamarl.run.rollouts import rollout_rows
@@ -23,7 +24,7 @@ class RunRecord:
         self.path = path.resolve()
         self._folder = RunFolder(self.path)
         if not self._folder.config.exists():
-            raise ConfigError(f"{path} is no folder of a run; it has no config.toml")
+            raise not_a_run(path)
 
     def __repr__(self) -> str:
         return f"RunRecord({str(self.path)!r}, {self._folder.recorded_steps()} steps)"
@@ -52,7 +53,7 @@ class RunRecord:
         ConfigError: there are none."""
         return rollout_rows(self.path)
 
-    @told_in_python()
+    @told_in_python
     def export(
         self,
         folder: str | Path | None = None,

@@ -25,8 +25,8 @@ from llamarl.run.folder import RunFolder
 from llamarl.run.placement import ranges
 from llamarl.types import COLUMNS, Prompt, RolloutGroup
 
-_FIX = "it may be the only record of its rollouts: put back what it was, or take the damaged row out"
-_RESUME = "record.kind = 'resume' keeps what --resume needs and no more; record the next run with 'all'"
+_FIX = "it may be the only record of its rollouts: restore it, or remove the damaged row"
+_RESUME = "record.kind = 'resume' keeps only what --resume needs; record the next run with 'all'"
 
 
 class TrainedStep(NamedTuple):
@@ -180,7 +180,7 @@ def file_steps(folder: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
 
     def step_of(found: tuple[str, dict[str, Any]]) -> int:
         if not isinstance(step := found[1].get("step"), int):
-            raise ConfigError(f"{found[0]} is no rollout, as it has no step; {_FIX}")
+            raise ConfigError(f"{found[0]} is not a rollout: it has no step; {_FIX}")
         return step
 
     has_rows = any(path.exists() for path in pieces(file))
@@ -243,7 +243,7 @@ def what_lacks(folder: Path, done: int, found: Collection[int], faults: Iterable
     lacking = tuple(step for step in range(1, done + 1) if step not in found)
     if not lacking and found:
         return ""
-    why = next(iter(faults), "the journal has nothing of them")
+    why = next(iter(faults), "the journal does not have them")
     with suppress(ConfigError):
         why = _RESUME if load_recorded(folder / "config.toml").record.kind == "resume" else why
     what = f"rollouts of steps {ranges(lacking)} cannot be derived" if done else "no rollout is on record"

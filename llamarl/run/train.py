@@ -206,9 +206,11 @@ class _TrainingRun:
             for groups, result in self._unrecorded:
                 telemetry.trained_again(groups, result)
             if lack := self._folder.unrecorded(step, self._config.checkpoint.keep):
-                telemetry.warn(f"--resume: {lack}; curves and reports go without them")
+                telemetry.warn(f"--resume: {lack}; curves and reports lack them")
             if step >= self._config.steps:
-                telemetry.warn(f"--resume: the run is finished, all {step} steps are done; --steps with more goes on")
+                telemetry.warn(
+                    f"--resume: the run is finished, all {step} steps are done; give more --steps to continue"
+                )
             self._folder.write_config()
         except OSError as error:
             raise ConfigError(
@@ -249,7 +251,7 @@ class _TrainingRun:
             """Starts another executor once more, where there is room."""
             spec = others.again(name)
             if layout := places.layout(name):
-                screen.warn(f"{name} starts in another layout, as too few devices are left: {layout}")
+                screen.warn(f"{name} starts in another layout, because too few devices are left: {layout}")
             await fleet.make_way(name)
             return await cluster.spawn(spec, timeout_s)
 
@@ -279,7 +281,9 @@ class _TrainingRun:
             raise ConfigError(f"--resume: cannot read {error.filename}: {error.strerror}") from None
         if state is None or (saved is None and damaged):
             nothing_to_resume(True, damaged, screen.warn)
-        said = [f"--resume goes on from step {saved['step']}, as {'; '.join(damaged)}"] if saved and damaged else []
+        said = (
+            [f"--resume continues from step {saved['step']}, because {'; '.join(damaged)}"] if saved and damaged else []
+        )
         said += [f"--resume: {lost}"] if lost else []
         self._outcome.warnings += said
         for text in said:
@@ -296,7 +300,7 @@ class _TrainingRun:
         recorded, first = self._folder.recorded_steps(), step
 
         def told(step: int, groups: list[RolloutGroup], result: PolicyStepResult | None) -> None:
-            screen.phase("training again what came after the checkpoint", step - first, journal.version - first)
+            screen.phase("repeating the steps after the checkpoint", step - first, journal.version - first)
             if result is not None and step > recorded:
                 self._unrecorded.append((groups, result))
 

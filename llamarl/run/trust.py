@@ -61,7 +61,7 @@ def check_trust(folder: Path, config: RunConfig, *, command: str, is_trusted: bo
         with suppress(FileNotFoundError):
             if (owner := path.lstat().st_uid) not in (os.getuid(), 0):
                 named = ", ".join(code[:5]) + ", ..." * (len(code) > 5)
-                raise ConfigError(f"{command}: {path} is user {owner}'s, and the run executes {named}; {fix}")
+                raise ConfigError(f"{command}: {path} belongs to user {owner}, and the run executes {named}; {fix}")
     on_record = recorded_digests(folder)
     for file, digest in digests_of(config).items():
         if on_record.get(file, digest) != digest:

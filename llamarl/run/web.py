@@ -102,7 +102,7 @@ def _own_pages_only(app: ASGIApp, hosts: Sequence[str]) -> ASGIApp:
 def listening(host: str, port: int) -> socket.socket:
     """Raises ConfigError."""
     if not 0 <= port < 1 << 16:
-        raise ConfigError(f"port {port} cannot be; choose one up to 65535, or 0 for any that is free")
+        raise ConfigError(f"port {port} is not valid; choose one up to 65535, or 0 for any free one")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         opened = socket.socket(family, kind, protocol)  # without it asyncio leaves Nagle on: 40 ms an answer

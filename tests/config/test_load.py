@@ -37,7 +37,7 @@ def test_defaults_fill_in(minimal: Path) -> None:
         ("stepz = 3", "unknown option `stepz`; did you mean `steps`?"),
         ("zzz = 3", "unknown option `zzz`; known here: name, output, seed, steps, recipe, model, data"),
         ("[trainer]\nlearning_rat = 1.0", "unknown option `trainer.learning_rat`; did you mean `learning_rate`?"),
-        ("[trainer]\nlr = 1.0", "unknown option `trainer.lr`; did you mean `learning_rate`?"),
+        ("[trainer]\nlr = 1.0", "unknown option `trainer.lr`; did you mean `trainer.learning_rate`?"),
         ("[rollout]\nxy = 1.0", "unknown option `rollout.xy`; known here: "),
         ("x = 1.0", "unknown option `x`; known here: "),
         (
@@ -60,7 +60,7 @@ def test_defaults_fill_in(minimal: Path) -> None:
         ("[trainer]\nlearning_rate = nan", "`trainer.learning_rate = nan`"),
         (
             "[cluster]\nkind = 'hosts'\nlisten = '[::1]:1'",
-            "cluster.listen = '[::1]:1' is no address:port; give an IPv4",
+            "cluster.listen = '[::1]:1' is not address:port; give an IPv4",
         ),
         ("[cluster]\ncall_timeout_s = inf", "`cluster.call_timeout_s = inf`: input should be a finite number"),
         ("[trainer]\non_nonfinite = 'ignore'", "`trainer.on_nonfinite = 'ignore'`: input should be 'stop' or 'skip'"),
@@ -228,6 +228,17 @@ def test_part_by_name_and_an_option(write: Write) -> None:
     assert (both.name, both.options) == ("other", {"beta": 0.1})
 
 
+def test_options_of_a_part_may_stand_before_its_name(minimal: Path) -> None:
+    """The name would replace them, and the run would train with the defaults."""
+    words = ["--trainer.loss.clip", "0.1", "--trainer.loss", "ppo_clip"]
+    assert load_config(minimal, words).trainer.loss.options == {"clip": 0.1}
+    for settings in (
+        {"trainer.loss.clip": 0.1, "trainer.loss": "ppo_clip"},
+        {"trainer.loss.clip": 0.1, "trainer": {"loss": "ppo_clip", "passes": 2}},
+    ):
+        assert load_config(minimal, settings=settings).trainer.loss.options == {"clip": 0.1}, settings
+
+
 def test_what_was_renamed_is_told_by_both_names() -> None:
     """Also after the next change of many names at once."""
     texts = [path.read_text() for path in Path(config.__file__).parent.glob("*.py")]
@@ -337,7 +348,7 @@ def test_a_setting_that_is_no_more(minimal: Path, value: str) -> None:
     """Where it was off, as in the settings of older runs, nothing is lost."""
     override = f"--weight_sync.power_of_two_scales={value}"
     if value == "true":
-        assert "power_of_two_scales = true is no setting any more; leave it out" in _message(minimal, override)
+        assert "power_of_two_scales = true is not a setting any more; leave it out" in _message(minimal, override)
     else:
         assert load_config(minimal, [override]) == load_config(minimal)
 

@@ -57,14 +57,14 @@ REFUSED = {
     "generator.vllm.python": ("python", "generator.vllm is set and not used"),
     "generator.vllm.arguments": ("['--x']", "generator.vllm is set and not used"),
     "generator.tensor_parallel": (2, "needs a process for each rank"),
-    "generator.router_replay": ("false", "is no mixture of experts"),
+    "generator.router_replay": ("false", "is not a mixture of experts"),
     "generator.kv_cache_bytes": (100, "does not hold one prompt and response"),
     "generator.device": ("cuda", "no GPU"),
     "weight_sync.delta": ("true", "saves nothing"),
     "weight_sync.max_mismatch": (1e-30, "WeightsWrong"),
     "trainer.microbatch_tokens": (20, "can have together"),
     "trainer.moments_on": ("host", "they are there"),
-    "trainer.train_router": ("false", "is no mixture of experts"),
+    "trainer.train_router": ("false", "is not a mixture of experts"),
     "trainer.device": ("cuda", "no GPU"),
     **{
         f"{who}.parallelism.{one}": (2, "asks for 2 processes")

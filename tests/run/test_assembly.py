@@ -132,4 +132,4 @@ def test_a_second_signal_says_so_and_gives_the_terminal_back() -> None:
     done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=240)
     assert done.returncode == -signal.SIGTERM
     assert done.stdout == "the terminal is given back"
-    assert done.stderr == "llamarl: ended at once by a second SIGTERM; the last checkpoint stands\n"
+    assert done.stderr == "llamarl: ended at once by a second SIGTERM; the last checkpoint is kept\n"

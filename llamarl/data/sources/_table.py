@@ -142,7 +142,7 @@ class _Fields(NamedTuple):
 
     def error(self, said: str) -> ConfigError:
         """Sentence about this row, with what it has instead."""
-        lost = "".join(f"; `{name}` holds {kind}, which is no JSON value" for name, kind in self.left_out.items())
+        lost = "".join(f"; `{name}` holds {kind}, which is not a JSON value" for name, kind in self.left_out.items())
         return ConfigError(f"{self.place}: {said}; its columns are {', '.join(self.columns) or 'none'}{lost}")
 
     def named(self, option: str, column: str) -> Any:
@@ -162,7 +162,7 @@ class _Fields(NamedTuple):
             except (ValueError, RecursionError):
                 given = None
         if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
-            raise self.error("the messages are no list of objects with `role` and `content`")
+            raise self.error("the messages are not a list of objects with `role` and `content`")
         messages = [_message(one) for one in given]
         for number, one in enumerate(messages):
             one.setdefault("content", "" if one.get("tool_calls") else None)

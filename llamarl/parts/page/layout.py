@@ -14,7 +14,7 @@ from textwrap import wrap
 from rich.cells import cell_len, chop_cells
 from rich.text import Text
 
-from llamarl.observability.formats import duration, number, percent, plain, remaining_s
+from llamarl.observability.formats import duration, last_question, number, percent, plain, remaining_s
 from llamarl.observability.metrics import EvalMetrics, StepMetrics, of_sources
 from llamarl.observability.view import CompletionView, ExecutorView, RunInfo, RunView
 from llamarl.parts.page.chart import chart
@@ -358,7 +358,9 @@ def _completions(completions: Sequence[CompletionView], inner: int, room: int) -
     lines = []
     for entry in completions:
         advantage = f"adv {entry.advantage:+.2f}"
-        lines.append(_row(f"reward {number(entry.reward, 2)}", Text(_first_line(plain(entry.prompt), width), DIM)))
+        lines.append(
+            _row(f"reward {number(entry.reward, 2)}", Text(_first_line(plain(last_question(entry.prompt)), width), DIM))
+        )
         pieces = chop_cells(plain(entry.response), width) or [""]
         if len(pieces) > each - 1:
             pieces = chop_cells("…" + "".join(pieces[1 - each :])[1:], width)

@@ -81,7 +81,7 @@ def _documents(config: DataConfig, loaded: PromptSet, tokenizer: Tokenizer) -> l
     documents = list[SampleGroup]()
     for row, reply in zip(loaded.rows, replies, strict=True):
         head, own = conversation(row, config)
-        documents.append(to_conversation([*head, *own, reply], len(head), tokenizer, row.problem_id))
+        documents.append(to_conversation([*head, *own, reply], len(head), tokenizer, row.name))
     return documents
 
 

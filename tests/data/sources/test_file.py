@@ -154,8 +154,8 @@ def test_calls_have_no_arguments_of_those_in_other_rows(tmp_path: Path) -> None:
         ({"messages": [USER], "answer": [1]}, {}, ":1: `answer` is missing .* its columns are messages, answer$"),
         ({"question": "x", "b": "1"}, {"answer": "b", "id": "n"}, ":1: id = 'n' is not among the columns"),
         ({"question": "x", "b": [1]}, {"answer": "b"}, ":1: `answer` is missing or not text or a number"),
-        ({"m": "no JSON"}, {"messages": "m"}, ":1: the messages are no list of objects"),
-        ({"m": ["a"]}, {"messages": "m"}, ":1: the messages are no list of objects"),
+        ({"m": "no JSON"}, {"messages": "m"}, ":1: the messages are not a list of objects"),
+        ({"m": ["a"]}, {"messages": "m"}, ":1: the messages are not a list of objects"),
         ({"m": []}, {"messages": "m"}, ":1: the messages hold nothing to answer"),
         ({"m": [ANSWER]}, {"messages": "m"}, ":1: the messages hold nothing to answer"),
         ({"m": [USER, ANSWER, ANSWER]}, {"messages": "m"}, ":1: the messages hold nothing to answer"),
@@ -180,7 +180,7 @@ def test_columns_that_are_no_json_are_left_out_of_all_rows_and_told(tmp_path: Pa
     assert [row.metadata for row in source] == [{}, {}]
     assert source.left_out == {"image": "bytes", "score": "nan", "when": "date"}
     assert File(path=path, limit=1).left_out == {"image": "bytes"}
-    with pytest.raises(ConfigError, match=r"id = 'image' is not among .*; `image` holds bytes, which is no JSON value"):
+    with pytest.raises(ConfigError, match=r"id = 'image' is not among .*; `image` holds bytes"):
         len(File(path=path, id="image"))
 
 

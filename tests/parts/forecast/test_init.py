@@ -143,7 +143,7 @@ def test_a_built_in_shape_needs_no_hub(tmp_path: Path, data: Path, monkeypatch: 
 def test_a_file_of_the_users_stays(tmp_path: Path, data: Path) -> None:
     path, model = tmp_path / "run.toml", write_model(tmp_path / "m", "qwen3-0.6b")
     path.write_text("mine")
-    with pytest.raises(ConfigError, match="is there already; give another --output, or --force"):
+    with pytest.raises(ConfigError, match="already exists; give another --output, or --force"):
         written(tmp_path, model, data, "--gpus", 1)
     assert path.read_text() == "mine"
     written(tmp_path, model, data, "--gpus", 1, "--force")

@@ -216,7 +216,7 @@ def test_files_that_cannot_work_are_named(pki: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "a/b", "../b", ".b", "b c", "b\n", "b$(x)", "x" * 64])
 def test_bad_names_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="is no name of a host"):
+    with pytest.raises(ConfigError, match="is not the name of a host"):
         check_member(name, "10.0.0.2")
 
 

@@ -41,7 +41,7 @@ def test_a_folder_and_later_another_host(tmp_path: Path, capsys: pytest.CaptureF
         (["--hosts", ","], "--hosts is missing"),
         (["--hosts", "b"], "write NAME=ADDRESS"),
         (["--hosts", "b=10.0.0"], "neither an IP address nor a DNS name"),
-        (["--hosts", "x/b=10.0.0.2"], "is no name of a host"),
+        (["--hosts", "x/b=10.0.0.2"], "is not the name of a host"),
         (["--hosts", "b=10.0.0.2,b=10.0.0.3"], "'b' is named twice"),
         (["--hosts", "ca=10.0.0.2"], "a file of another's"),
         (["--hosts", "controller=10.0.0.2"], "a file of another's"),
