@@ -1,4 +1,4 @@
-"""The picture of docs/moe.md: KL of generators to the policy that learns, by cause, with router replay and without."""
+"""The picture of docs/layouts.md: KL of generators to the trained policy, by cause, with router replay and without."""
 
 from __future__ import annotations
 

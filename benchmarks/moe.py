@@ -4,8 +4,8 @@ generator is from the trainer with router replay and without, of what causes, an
 
     python benchmarks/moe.py [--only speed|kl|causes|learning] [--add-to FILE]
 
-writes `benchmarks/results/moe-DATE.json`, and with `causes` the picture of docs/moe.md. Speed: one thread, CPU time of
-this thread, kernels in turns, medians. The others run the demo and its dense twin (`_moe_runs.py`).
+writes `benchmarks/results/moe-DATE.json`, and with `causes` the picture of docs/layouts.md. Speed: one thread, CPU
+time of this thread, kernels in turns, medians. The others run the demo and its dense twin (`_moe_runs.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The calculator of `configs/calculator.toml` as an outside program: it asks the policy over OpenAI's protocol.
+"""The calculator of `configs/calculator.toml` as an agent: a program that calls the policy over OpenAI's protocol.
 
 llamarl train configs/calculator_agent.toml
 """
@@ -10,7 +10,7 @@ from functools import cache
 
 from openai import AsyncOpenAI
 
-from llamarl.parts.episodes.environments._base import Task
+from llamarl.parts.episodes.environments import Task
 
 ASKED = re.compile(r"(?:(\d{1,18})\+(\d{1,18}))?\?(=?)$")
 MAX_TURNS = 16
@@ -18,12 +18,12 @@ MAX_TURNS = 16
 
 @cache
 def client(base_url: str) -> AsyncOpenAI:
-    """One for all episodes of a worker."""
+    """Returns the client that all episodes of a worker share."""
     return AsyncOpenAI(base_url=base_url, api_key="of the episode")
 
 
 async def run(task: Task, base_url: str, api_key: str) -> None:
-    """An episode. What it is worth is for the run's `[reward]` to say, as nothing is returned."""
+    """Runs an episode. Returns None, so the run's `[reward]` scores it."""
     policy = client(base_url).with_options(api_key=api_key).completions
     text = task.prompt
     for _ in range(MAX_TURNS):

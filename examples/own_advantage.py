@@ -1,4 +1,4 @@
-"""An advantage of your own: how many of its group a response beats.
+"""Example of an advantage: how many responses of its group a response beats.
 
 llamarl train configs/demo.toml --overwrite --trainer.advantage examples.own_advantage:Rank
 """
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llamarl.algorithms.advantages._base import GroupAdvantage
+from llamarl.algorithms.advantages import GroupAdvantage
 
 
 @dataclass(frozen=True)
 class Rank(GroupAdvantage):
-    """A_i = (number of responses that i beats - number that beat i) / number of the others; whatever the scale."""
+    """A_i = (responses with a lower reward - responses with a higher reward) / (valid responses - 1)."""
 
     def __call__(self, rewards_G: np.ndarray, valid_G: np.ndarray) -> np.ndarray:
         both_G_G = valid_G[:, None] & valid_G[None, :]

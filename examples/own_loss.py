@@ -1,15 +1,15 @@
-"""A loss of your own: the policy gradient with weights that fade smoothly in place of a cap.
+"""Example of a loss: the policy gradient with a smooth limit of the importance weights.
 
     llamarl train configs/demo.toml --overwrite --trainer.loss "{name = 'examples.own_loss:Faded', scale = 4.0}"
 
-A loss says what each token costs; masks, sums, staleness and metrics are the base class's work.
+`token_losses` returns the loss of each token. The base class masks, sums and reports metrics.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llamarl.algorithms.losses._base import Loss, Positions, TokenLosses
+from llamarl.algorithms.losses import Loss, Positions, TokenLosses
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Faded(Loss):
     """gradient = sum_t w(r) * A * grad log pi with r = pi / mu and w(r) = scale * tanh(r / scale)."""
 
     scale: float = 4.0
-    """Weights stay below it; near r for ratios far below it."""
+    """Upper limit of the weights. A ratio far below `scale` is its own weight."""
 
     def token_losses(self, positions: Positions) -> TokenLosses:
         ratio_N = positions.log_ratio_N.exp().detach()

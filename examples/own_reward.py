@@ -1,4 +1,4 @@
-"""A reward of your own: short responses earn more.
+"""Example of a reward: shorter responses earn more.
 
     llamarl train configs/demo.toml --overwrite \
         --reward.parts "['gsm8k', {name = 'examples.own_reward:Brevity', limit = 200}]" --reward.weights "[1.0, 0.1]"
@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llamarl.rewards._base import Reward, right, wrong
+from llamarl.rewards import Reward, right, wrong
 from llamarl.types import RewardItem, RewardResult
 
 
 @dataclass
 class Brevity(Reward):
-    """1 for an empty response, falling to 0 at `limit` characters."""
+    """Falls from 1 for an empty response to 0 at `limit` characters."""
 
     limit: int = 200
-    """Characters from which on nothing is earned."""
+    """Length in characters at which the reward is 0."""
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         shares = [1 - len(item.response) / self.limit for item in items]

@@ -69,9 +69,9 @@ def _run(config: RunConfig, options: argparse.Namespace, started_s: float) -> in
     """Runs the training in this process; the exit code."""
     from llamarl.cluster.api import ExecutorError, MeshFailed
     from llamarl.controller.admission import TooManyInvalid
-    from llamarl.controller.saving import NotSaved
     from llamarl.controller.supervision import Interrupted, Stalled
-    from llamarl.controller.sync import WeightsWrong
+    from llamarl.controller.train_loop import NotSaved
+    from llamarl.controller.weights import WeightsWrong
     from llamarl.observability.report import render_summary
     from llamarl.run.begin import begin
     from llamarl.run.folder import FolderLost

@@ -1,1 +1,1 @@
-"""The controller: one asyncio process that orders all executors. It never touches a tensor."""
+"""The controller: one asyncio process with all loops of a run. It touches no tensor. Begin with `controller.py`."""

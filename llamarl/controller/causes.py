@@ -1,11 +1,17 @@
-"""Why a sampled token is as likely as it is under the policy that learns from it: the importance ratio, and the KL to
-the behavior policy, split by cause.
+"""Splits the importance ratio of sampled tokens, and the KL to the behavior policy, by cause.
 
-A token of a step that begins with version c was drawn by a generator with version v. Let b be its recorded probability,
-mu_v that of a forward which reads no cache, by the generator as it let the token go, and mu_c the same by a generator
-that serves c while the step is taken. Generator (g) and trainer (pi) score it by the weights of version c, among all
-tokens and, primed, among those from which the sampler drew; * means float32 arithmetic. rho is pi* by weights that are
-rounded to bfloat16, where the generator gets those, else pi* itself. With these,
+A step that begins with version c trains on a token that a generator sampled with version v. These probabilities of the
+token are known:
+
+- b: recorded when it was sampled.
+- mu_v: by the generator that sampled it, shortly before it replaced version v, in a forward without a cache.
+- mu_c: the same by a generator that serves version c while the step is taken.
+- pi and g: by trainer and generator with the weights of version c, over the whole vocabulary. pi' is the trainer's
+  probability among the tokens that the sampler drew from.
+- pi* and g*: the same in float32 arithmetic.
+- rho: pi* with weights rounded to bfloat16 if generators receive bfloat16, else pi* itself.
+
+Then
 
     log(pi'_c / b) = [log mu_c - log mu_v]                                          staleness
                    + [log pi*_c - log rho_c]                                        rounding: of weights to bfloat16
@@ -14,20 +20,20 @@ rounded to bfloat16, where the generator gets those, else pi* itself. With these
                    + [log g_c - log mu_c] + [log pi'_c - log pi_c]                  truncation: the mass that was kept
                    + [log mu_v - log b]                                             kept, or cache
 
-is an identity, token by token, of what the step learns from. A trainer in bfloat16 computes with rounded weights
-itself, so its pi* is rho. How far its float32 master weights are ahead of the rounded ones is no cause of the ratio;
-`unserved` measures it. The last part is `kept` where keys and values were read
-that older weights had computed (`generator.kv_on_update = "keep"`), else `cache`: the type of the cache, and kernels
-that read it. A function f of the sum L of such parts a_i is divided by a_i f(L) / L, which is the
-Aumann-Shapley price (Billera and Heath, "Allocation of shared costs", 1982) and the path integral of Sundararajan et
-al., "Axiomatic attribution for deep networks" (2017), equation 1, from no cause to all: parts add up to f(L) exactly.
-f(L) = e^L - 1 is the ratio's excess, f(L) = e^L - 1 - L the estimate of the KL; f(L) = |L|, of L without its staleness,
-is the mismatch: tokens of version c have nothing else. A part is negative where it makes up for others.
+is an identity for each token. A trainer in bfloat16 computes with rounded weights itself, so its pi* equals rho. The
+distance of its float32 master weights from the rounded ones is no cause of the ratio; `unserved` measures it. The last
+part is called `kept` if the token read keys and values that older weights had computed
+(`generator.kv_on_update = "keep"`), else `cache`: the type of the cache, and the kernels that read it.
 
-A mixture's routers choose for themselves in all of these. Where experts were recorded, training computes with those,
-and `kl_from_routing` is what that takes away: the KL to the behavior policy with the trainer's own choice minus the KL
-with the recorded one, of the same sequences, by the weights with which the step began to learn from them. It is no
-further part of the sum.
+A function f of the sum L of these parts a_i is split into a_i f(L) / L. This is the Aumann-Shapley price (Billera and
+Heath, "Allocation of shared costs", 1982) and the path integral of Sundararajan et al., "Axiomatic attribution for deep
+networks" (2017), equation 1. The shares add up to f(L) exactly. f(L) = e^L - 1 is the ratio's excess over 1, and f(L) =
+e^L - 1 - L the estimate of the KL. f(L) = |L| of L without its staleness is the mismatch, which tokens of version c
+have too. A negative share offsets other causes.
+
+In all of these the routers of a mixture choose experts for themselves. If experts were recorded, training uses the
+recorded ones, and `kl_from_routing` is the difference: the KL to the behavior policy with the trainer's own choice
+minus the KL with the recorded one, of the same sequences and weights. It is not part of the sum.
 
 Shape suffix: N tokens but the first of each of several sequences.
 """
@@ -40,17 +46,20 @@ from collections.abc import Mapping
 import numpy as np
 
 from llamarl.algorithms.kl import MAX_LOG_RATIO
-from llamarl.controller.replicas import Replicas
+from llamarl.controller.flight import Replicas
 from llamarl.training.probe import CauseProbe
 from llamarl.training.result import CauseScores
 
 
 async def scored_by_generator(probe: CauseProbe, replicas: Replicas, version: int) -> tuple[np.ndarray, float] | None:
-    """Has a generator score `probe` by the weights of `version`, with which a step begins: [3, N], as
-    `GenerationBackend.score` with candidates, and the seconds that it took. Waits until one serves them, which the
-    adoption loops unblock. None: all that are left have gone on."""
+    """Has a generator that serves `version` score `probe`. Waits until one serves it, or a newer one.
+
+    Returns:
+        [3, N], as `GenerationBackend.score` with candidates, and the seconds it took. None means that all generators
+        serve newer versions.
+    """
     clock = asyncio.get_running_loop()
-    await replicas.changed.until(lambda: any(one.version >= version for one in replicas.alive))
+    await replicas.changed.until(lambda: any(replica.version >= version for replica in replicas.alive))
     for replica in replicas.alive:
         if max(replica.version, replica.fetching) == version == replica.version:
             start_s = clock.time()
@@ -59,19 +68,23 @@ async def scored_by_generator(probe: CauseProbe, replicas: Replicas, version: in
     return None
 
 
-def by_cause(probe: CauseProbe, said: CauseScores, scored: tuple[np.ndarray, float] | None) -> dict[str, float]:
-    """Metrics of the step; `scored` is what a generator says."""
-    found = {"causes_s": said.seconds + (scored[1] if scored else 0.0), "unserved": said.unserved}
-    if of := said.routing:
-        found |= {"routes_agreement": of.agreement, "kl_live_routes": of.live_kl, "kl_replayed_routes": of.replayed_kl}
-        found["kl_from_routing"] = of.live_kl - of.replayed_kl
-    return found | (divided(log_ratios(probe, said.logprobs_4_N, scored[0])) if scored else {})
+def by_cause(probe: CauseProbe, trainer: CauseScores, scored: tuple[np.ndarray, float] | None) -> dict[str, float]:
+    """Returns metrics of a step. `scored` is the result of `scored_by_generator`."""
+    metrics = {"causes_s": trainer.seconds + (scored[1] if scored else 0.0), "unserved": trainer.unserved}
+    if routing := trainer.routing:
+        metrics |= {
+            "routes_agreement": routing.agreement,
+            "kl_live_routes": routing.live_kl,
+            "kl_replayed_routes": routing.replayed_kl,
+            "kl_from_routing": routing.live_kl - routing.replayed_kl,
+        }
+    return metrics | (divided(log_ratios(probe, trainer.logprobs_4_N, scored[0])) if scored else {})
 
 
 def log_ratios(probe: CauseProbe, trainer_4_N: np.ndarray, generator_3_N: np.ndarray) -> dict[str, np.ndarray]:
-    """log(pi'_c / b) by cause, float64, of the tokens of which all is known.
+    """Returns log(pi'_c / b) by cause, in float64, of the tokens with all probabilities.
 
-    Where the generator knows no second arithmetic, quantization and kernels are one: `precision`.
+    If the generator has no float32 arithmetic, `precision` stands for both quantization and kernels.
 
     Args:
         trainer_4_N: log pi_c, log pi*_c, log rho_c, log pi'_c.
@@ -79,34 +92,33 @@ def log_ratios(probe: CauseProbe, trainer_4_N: np.ndarray, generator_3_N: np.nda
     """
     is_known_N = ~np.isnan(probe.fresh_N)
     table_9_N = np.stack([*trainer_4_N, *generator_3_N, probe.fresh_N, probe.behavior_N]).astype(np.float64)
-    own_N, exact_N, rounded_N, among_N, *generator, fresh_N, behavior_N = table_9_N[:, is_known_N]
-    of_exact_N, of_own_N, of_among_N = generator
-    is_over_kept_N, cached_N = probe.is_over_kept_N[is_known_N], fresh_N - behavior_N
+    pi_N, pi_exact_N, rho_N, pi_among_N, g_exact_N, g_N, mu_c_N, mu_v_N, behavior_N = table_9_N[:, is_known_N]
+    is_over_kept_N, cached_N = probe.is_over_kept_N[is_known_N], mu_v_N - behavior_N
     parts = {
-        "staleness": of_among_N - fresh_N,
-        "rounding": exact_N - rounded_N,
-        "truncation": of_own_N - of_among_N + among_N - own_N,
+        "staleness": mu_c_N - mu_v_N,
+        "rounding": pi_exact_N - rho_N,
+        "truncation": g_N - mu_c_N + pi_among_N - pi_N,
         "kept": np.where(is_over_kept_N, cached_N, 0.0),
         "cache": np.where(is_over_kept_N, 0.0, cached_N),
     }
-    if np.isnan(of_exact_N).any():
-        return parts | {"precision": own_N - of_own_N - parts["rounding"]}
-    return parts | {"quantization": rounded_N - of_exact_N, "kernels": own_N - exact_N + of_exact_N - of_own_N}
+    if np.isnan(g_exact_N).any():
+        return parts | {"precision": pi_N - g_N - parts["rounding"]}
+    return parts | {"quantization": rho_N - g_exact_N, "kernels": pi_N - pi_exact_N + g_exact_N - g_N}
 
 
 def divided(parts: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Each cause's part of the mean KL, of the mean ratio's excess over 1, and of the mean mismatch; nothing without
-    tokens."""
+    """Returns each cause's share of the mean KL, of the mean ratio's excess over 1, and of the mean mismatch. Returns
+    nothing if there are no tokens."""
     total_N = np.sum(list(parts.values()), axis=0)
     if not total_N.size:
         return {}
     is_none_N, clamped_N = total_N == 0, np.clip(total_N, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     excess_N, divisor_N = np.expm1(clamped_N), np.where(is_none_N, 1.0, total_N)
     kl_N, ratio_N = (excess_N - clamped_N) / divisor_N, np.where(is_none_N, 1.0, excess_N / divisor_N)
-    sign_N, found = np.sign(total_N - parts["staleness"]), dict[str, float]()
+    sign_N, metrics = np.sign(total_N - parts["staleness"]), dict[str, float]()
     for cause, part_N in parts.items():
-        found[f"kl_from_{cause}"] = float(np.mean(part_N * kl_N))
-        found[f"ratio_from_{cause}"] = float(np.mean(part_N * ratio_N))
+        metrics[f"kl_from_{cause}"] = float(np.mean(part_N * kl_N))
+        metrics[f"ratio_from_{cause}"] = float(np.mean(part_N * ratio_N))
         if cause != "staleness":
-            found[f"mismatch_from_{cause}"] = float(np.mean(part_N * sign_N))
-    return found
+            metrics[f"mismatch_from_{cause}"] = float(np.mean(part_N * sign_N))
+    return metrics

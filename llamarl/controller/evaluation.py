@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts, by the same generators and the same rewards as training."""
+"""Evaluation on held-out prompts, with the generators and rewards of the training."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import numpy as np
 
 from llamarl.config.data import EvalConfig
 from llamarl.controller.flight import FIRST_EVAL_ID, FIRST_GREEDY_ID
+from llamarl.controller.telemetry import Telemetry
 from llamarl.observability.intervals import chances, effective_num, pass_at_k, wilson
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.types import FinishReason, GenerationRequest, Outcome, Prompt, RolloutGroup, SamplingParams
 
 IDS_PER_SET = 1 << 30
-"""Group ids of one set; those of the next one begin there."""
+"""Group ids that are reserved for each set."""
 MAX_SETS = (FIRST_GREEDY_ID - FIRST_EVAL_ID) // IDS_PER_SET
-"""Sets that have ids of their own."""
+"""Number of sets with reserved ids."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOutSet:
-    """Prompts that a run is evaluated on, and how."""
+    """Prompts that a run is evaluated on, and the settings of the evaluation."""
 
     name: str | None = None
-    """Name among several sets; None: it is the only one."""
+    """None means that it is the only set."""
     number: int = 0
     """Place among all sets of the run, which keys its sampling noise."""
     settings: EvalConfig
-    """Settings of this set."""
     prompts: Sequence[Prompt]
-    """Prompts of the set, `settings.max_prompts` at most; at least one."""
+    """At least one, and at most `settings.max_prompts`."""
 
     @property
     def first_id(self) -> int:
@@ -42,14 +42,14 @@ class HeldOutSet:
 
 
 def due(sets: Iterable[HeldOutSet], version: int, steps: int) -> list[HeldOutSet]:
-    """Sets to evaluate beside training after `version` of all steps; after the last one the run does it itself."""
-    every = ((one, one.settings.every_steps) for one in sets)
-    return [one for one, steps_between in every if steps_between and version % steps_between == 0 and version < steps]
+    """Returns the sets to evaluate after `version` of `steps`. The run itself evaluates after the last step."""
+    every = ((held_out, held_out.settings.every_steps) for held_out in sets)
+    return [held_out for held_out, interval in every if interval and version % interval == 0 and version < steps]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalResult:
-    """One finished evaluation."""
+    """A finished evaluation."""
 
     metrics: EvalMetrics
     groups: tuple[RolloutGroup, ...]
@@ -57,9 +57,16 @@ class EvalResult:
 
 
 class Evaluation:
-    """Collects the answers to one set of held-out prompts.
+    """One evaluation of one held-out set.
 
-    Group ids start at the same number each time, so two evaluations draw the same sampling noise.
+    Its group ids begin at the same number each time, so two evaluations draw the same sampling noise.
+
+    Example::
+
+        evaluation = Evaluation(held_out, sampling, version=8, first_group_id=held_out.first_id)
+        await collector.ask(evaluation.requests)
+        evaluation.add(group)                # for each scored group
+        result = await evaluation.result()
     """
 
     def __init__(
@@ -69,10 +76,13 @@ class Evaluation:
         version: int,
         first_group_id: int,
     ) -> None:
-        """`sampling` has the parameters of training by the prompts' source; the temperature is the set's."""
+        """
+        Args:
+            sampling: parameters of the training by `Prompt.source`; the temperature is that of the set.
+        """
         self._set, self._version = held_out, version
-        self.progress: Callable[[], None] = lambda: None
-        """Hears of each prompt that is answered."""
+        self.on_progress: Callable[[], None] = lambda: None
+        """Called after each scored prompt."""
         self._clock = asyncio.get_running_loop()
         self._start_s = self._end_s = self._clock.time()
         self._groups = dict[int, RolloutGroup]()
@@ -94,28 +104,28 @@ class Evaluation:
 
     @property
     def num_done(self) -> int:
-        """Prompts that are answered."""
+        """Scored prompts."""
         return len(self._groups)
 
     def add(self, group: RolloutGroup) -> None:
-        """One prompt is answered and scored."""
+        """Adds the scored group of a prompt."""
         self._groups[group.group_id] = group
-        self.progress()
+        self.on_progress()
         if self.num_done == len(self.requests):
             self._end_s = self._clock.time()
             self._done.set()
 
     async def result(self) -> EvalResult:
-        """Waits until all prompts are answered."""
+        """Waits until all prompts are scored. Returns the result."""
         await self._done.wait()
         groups = tuple(self._groups[group_id] for group_id in sorted(self._groups))
         return EvalResult(metrics=self._metrics(groups), groups=groups)
 
     def _metrics(self, groups: Sequence[RolloutGroup]) -> EvalMetrics:
         results = [result.first_part or result for group in groups for result in group.results]
-        invalid = [one.reason for one in results if one.outcome is Outcome.INVALID]
-        counts = [found for found in map(judged, groups) if found[1]]
-        right, nums = [one for one, _ in counts], [num for _, num in counts]
+        invalid = [result.reason for result in results if result.outcome is Outcome.INVALID]
+        counts = [(num_right, num_judged) for num_right, num_judged in map(judged, groups) if num_judged]
+        right, nums = [num_right for num_right, _ in counts], [num_judged for _, num_judged in counts]
         accuracy, num_effective = sum(right) / sum(nums) if nums else math.nan, effective_num(right, nums)
         low, high = wilson(accuracy, num_effective)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -138,68 +148,81 @@ class Evaluation:
             accuracy_low=low,
             accuracy_high=high,
             num_effective=num_effective,
-            pass_at={str(num): one for num, one in pass_at.items()} if k > 1 else {},
-            truncated_share=float(np.mean([one.finish_reason is FinishReason.LENGTH for one in rollouts])),
+            pass_at={str(num): chance for num, chance in pass_at.items()} if k > 1 else {},
+            truncated_share=float(np.mean([rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts])),
         )
 
 
 class Evaluations:
-    """Evaluations under way, which share generators and reward with the training."""
+    """The held-out sets of a run, and the evaluations under way. They share generators and reward with the training.
+
+    Example::
+
+        evaluations = Evaluations(problems.eval, admission.sampling, collector.ask, telemetry)
+        results = await evaluations.run(evaluations.sets, version=0)
+    """
 
     def __init__(
         self,
+        sets: Sequence[HeldOutSet],
         sampling: Mapping[str, SamplingParams],
         ask: Callable[[Sequence[tuple[GenerationRequest, Prompt]]], Awaitable[None]],
-        progress: Callable[[int, int], None],
-        evaluated: Callable[[EvalResult], None],
+        telemetry: Telemetry,
     ) -> None:
         """
         Args:
-            sampling: by the prompts' source.
-            ask: has groups generated and scored, each of which `add` gets.
-            progress: hears how many prompts of how many are answered.
-            evaluated: hears of each set that is done.
+            sampling: by `Prompt.source`.
+            ask: has groups generated and scored, and passes each to `add`.
         """
-        self._sampling, self._ask, self._progress, self._evaluated = sampling, ask, progress, evaluated
-        self._of_group = dict[int, Evaluation]()
-        """Evaluations by the ids of their groups that are to come."""
+        self.sets, self._sampling, self._ask, self._telemetry = sets, sampling, ask, telemetry
+        self._by_group = dict[int, Evaluation]()
+        """Evaluations by the ids of their groups that are not scored yet."""
+
+    def due(self, version: int, steps: int) -> list[HeldOutSet]:
+        """Returns the sets to evaluate after `version` of `steps`."""
+        return due(self.sets, version, steps)
 
     async def run(self, sets: Sequence[HeldOutSet], version: int) -> list[EvalResult]:
-        """Answers the prompts of these sets together, with the generators' current weights, while the trainer is at
-        `version` or goes on. Results in the order of the sets."""
-        evaluations = [self._begin(one, version) for one in sets]
-        total = sum(len(one.requests) for one in evaluations)
-        for one in evaluations:
-            one.progress = lambda: self._progress(sum(each.num_done for each in evaluations), total)
-        await self._ask([request for one in evaluations for request in one.requests])
+        """Evaluates these sets in parallel with the generators' current weights. Returns results in the order of the
+        sets.
+
+        Args:
+            version: completed optimizer steps. The trainer may continue meanwhile.
+        """
+        evaluations = [self._begin(held_out, version) for held_out in sets]
+        total = sum(len(evaluation.requests) for evaluation in evaluations)
+        for evaluation in evaluations:
+            evaluation.on_progress = lambda: self._telemetry.eval_progress(sum(e.num_done for e in evaluations), total)
+        await self._ask([request for evaluation in evaluations for request in evaluation.requests])
         results = list[EvalResult]()
-        for one in evaluations:
-            results.append(await one.result())
-            self._evaluated(results[-1])
+        for evaluation in evaluations:
+            results.append(await evaluation.result())
+            self._telemetry.evaluated(results[-1].metrics)
         return results
 
     def add(self, group: RolloutGroup) -> None:
-        """One prompt is answered and scored."""
-        self._of_group.pop(group.group_id).add(group)
+        """Adds a scored group to its evaluation."""
+        self._by_group.pop(group.group_id).add(group)
 
     def _begin(self, held_out: HeldOutSet, version: int) -> Evaluation:
         first_id = held_out.first_id
-        # A later evaluation that overlaps an earlier one needs ids of its own.
-        under_way = (one for one in self._of_group if first_id <= one < first_id + IDS_PER_SET)
+        # An evaluation that overlaps an earlier one of the same set needs other ids.
+        under_way = (group_id for group_id in self._by_group if first_id <= group_id < first_id + IDS_PER_SET)
         first_id = max(under_way, default=first_id - 1) + 1
         evaluation = Evaluation(held_out, self._sampling, version, first_id)
-        self._of_group.update((request.group_id, evaluation) for request, _ in evaluation.requests)
+        self._by_group.update((request.group_id, evaluation) for request, _ in evaluation.requests)
         return evaluation
 
 
 def judged(group: RolloutGroup) -> tuple[int, int]:
-    """Right responses of a prompt, and those that the reward could judge."""
+    """Returns the number of right responses to a prompt, and the number of responses that the reward could judge."""
     outcomes = [(result.first_part or result).outcome for result in group.results]
     num_judged = sum(outcome is not Outcome.INVALID for outcome in outcomes)
     return sum(result.is_right for result in group.results), num_judged
 
 
 def _pass_at(counts: Sequence[tuple[int, int]], k: int) -> float:
-    """Mean of pass@k over prompts, by right and judged samples of each; of one with fewer judged, all of them."""
-    chance = [pass_at_k(judged, right, min(k, judged)) for right, judged in counts]
+    """Returns the mean of pass@k over prompts, given the right and the judged samples of each. A prompt with fewer than
+    k judged samples counts with all of them."""
+    chance = [pass_at_k(num_judged, right, min(k, num_judged)) for right, num_judged in counts]
     return float(np.mean(chance)) if chance else math.nan

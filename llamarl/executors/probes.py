@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llamarl.config import RunConfig
-from llamarl.training.probe import NUM_SEQUENCES, CauseProbe, is_probed, probe_sequences
+from llamarl.training.probe import NUM_SEQUENCES, CauseProbe, contexts_of, is_probed, probe_sequences
 from llamarl.training.result import CauseScores, RoutingEffect
 from llamarl.types import RolloutGroup
 
@@ -28,7 +28,8 @@ class Probe:
     sequences: list[np.ndarray]
     """Token ids, int32 [T] each."""
     logprobs: list[np.ndarray]
-    """Log-probabilities of all tokens but the first at temperature 1, float32 [T - 1] each."""
+    """Log-probabilities of all tokens but the first at temperature 1, float32 [T - 1] each; NaN before the first one
+    that is compared."""
     is_compared_N: np.ndarray
     """bool; False for prompts and what environments wrote, which are context."""
 
@@ -69,7 +70,8 @@ class Probes:
             rounded_N = self._scored(probe, rounded=True) if self._serves_bfloat16 else exact_N
         else:
             exact_N = rounded_N = self._scored(probe, rounded=True)
-            unserved = float(np.abs(self._scored(probe) - exact_N).mean())
+            distance_N = np.abs(self._scored(probe) - exact_N)[~np.isnan(probe.fresh_N)]
+            unserved = float(distance_N.mean()) if distance_N.size else 0.0
         is_whole = np.isneginf(cutoffs_N).all()
         among_N = own_N if is_whole else self._scored(probe, half=True, cutoffs_N=cutoffs_N)
         return CauseScores(
@@ -84,7 +86,7 @@ class Probes:
             return None
         sequences, is_sampled_N = probe_sequences(self._groups)
         # Generators serve what the trainer computes with, and float32 masters run ahead of their rounding.
-        logprobs = self._trainer.score(sequences, half=True)
+        logprobs = self._trainer.score(sequences, half=True, contexts=contexts_of(sequences, is_sampled_N))
         return Probe(sequences=sequences, logprobs=logprobs, is_compared_N=is_sampled_N)
 
     def _routing(self, probe: CauseProbe) -> RoutingEffect | None:
@@ -97,4 +99,8 @@ class Probes:
     def _scored(
         self, probe: CauseProbe, half: bool = False, cutoffs_N: np.ndarray | None = None, rounded: bool = False
     ) -> np.ndarray:
-        return np.concatenate(self._trainer.score(probe.sequences, self._temperature, half, cutoffs_N, rounded))
+        """Returns the log-probabilities of the tokens whose `fresh_N` is known, and NaN before the first of them."""
+        contexts = contexts_of(probe.sequences, ~np.isnan(probe.fresh_N))
+        return np.concatenate(
+            self._trainer.score(probe.sequences, self._temperature, half, cutoffs_N, rounded, contexts)
+        )

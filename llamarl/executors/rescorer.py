@@ -6,7 +6,8 @@ Shape suffix: T tokens of one sequence.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
@@ -33,36 +34,74 @@ class Rescorer:
         self._asked.update((request.group_id, request) for request in asked)
 
     def update(self, version: int) -> None:
-        """The weights of this version, which are in use, are about to go."""
-        for one in self._engine.so_far([*self._asked]) if self._asked else ():
-            if one.index == 0:
-                self._known[one.group_id] = self._filled(one, version)
+        """Scores what the weights of `version` sampled. They are in use and about to be replaced."""
+        if not self._asked:
+            return
+        decoding = [one for one in self._engine.so_far([*self._asked]) if one.index == 0]
+        self._known.update(zip([one.group_id for one in decoding], self._filled(decoding, version), strict=True))
 
     def left(self, rollouts: Sequence[Rollout], version: int) -> Sequence[Rollout]:
-        """These leave while the weights of this version are in use; the same with what is to be told."""
-        return [self._told(one, version) for one in rollouts] if self._asked else rollouts
+        """Returns finished rollouts with the column of those that are asked. The weights of `version` are in use."""
+        asked = [one for one in rollouts if one.index == 0 and one.group_id in self._asked]
+        columns = dict(zip([one.group_id for one in asked], self._filled(asked, version), strict=True))
+        for one in asked:
+            del self._asked[one.group_id]
+            self._known.pop(one.group_id, None)
+        return [
+            replace(one, columns=one.columns | {_NAME: columns[one.group_id]})
+            if one.index == 0 and one.group_id in columns and one.num_tokens
+            else one
+            for one in rollouts
+        ]
 
-    def _told(self, one: Rollout, version: int) -> Rollout:
-        if one.index or one.group_id not in self._asked:
-            return one
-        columns = one.columns | ({_NAME: self._filled(one, version)} if one.num_tokens else {})
-        del self._asked[one.group_id]
-        self._known.pop(one.group_id, None)
-        return replace(one, columns=columns)
+    def _filled(self, rollouts: Sequence[Rollout], version: int) -> list[np.ndarray]:
+        """Returns the column of each rollout, scored in one call: what prompts share at their beginning is computed
+        once."""
+        found = [self._so_far(one) for one in rollouts]
+        scored = [
+            _Scored.of(self._asked[one.group_id], one, column_T, version)
+            for one, column_T in zip(rollouts, found, strict=True)
+        ]
+        for temperature in {one.temperature for one in scored if len(one.places)}:
+            same = [one for one in scored if one.temperature == temperature and len(one.places)]
+            candidates = CandidateSets(temperature=temperature, cutoffs=[one.cutoffs_T for one in same])
+            results = self._engine.score([one.ids_T for one in same], candidates)
+            for one, (_, _, own_T) in zip(same, results, strict=True):
+                one.column_T[one.places] = own_T[one.prompt_tokens - 1 + one.places]
+        return found
 
-    def _filled(self, one: Rollout, version: int) -> np.ndarray:
-        request, column_T = self._asked[one.group_id], np.full(one.num_tokens, np.nan, np.float32)
+    def _so_far(self, one: Rollout) -> np.ndarray:
+        """What is known of the column, NaN elsewhere, float32 [T]."""
+        column_T = np.full(one.num_tokens, np.nan, np.float32)
         for part_T in (one.columns.get(_NAME), self._known.get(one.group_id)):
             if part_T is not None:
                 column_T[: len(part_T)] = np.where(np.isnan(part_T), column_T[: len(part_T)], part_T)
+        return column_T
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Scored:
+    """A rollout whose new tokens are to be scored."""
+
+    ids_T: np.ndarray
+    """Prompt and response."""
+    cutoffs_T: np.ndarray
+    """Of all tokens but the first."""
+    temperature: float
+    prompt_tokens: int
+    places: np.ndarray
+    """Response tokens that are new."""
+    column_T: np.ndarray
+    """Receives the scores."""
+
+    @classmethod
+    def of(cls, request: GenerationRequest, one: Rollout, column_T: np.ndarray, version: int) -> Self:
         prompt_T = request.prompt_token_ids_T
         ids_T = np.concatenate((prompt_T, one.token_ids_T))[:WHOLE_TOKENS]
         is_new_T = (np.isnan(column_T) & (one.policy_versions_T == version))[: max(0, len(ids_T) - len(prompt_T))]
-        if is_new_T.any():
-            of_prompt_T = np.full(len(prompt_T), -np.inf, np.float32)
-            cutoffs_T = np.concatenate((of_prompt_T, filled(one.columns, "cutoffs", one.num_tokens)))[1 : len(ids_T)]
-            candidates = CandidateSets(temperature=request.sampling.temperature, cutoffs=[cutoffs_T])
-            _, _, own_T = self._engine.score([ids_T], candidates)[0]
-            places = np.flatnonzero(is_new_T)
-            column_T[places] = own_T[len(prompt_T) - 1 + places]
-        return column_T
+        of_prompt_T = np.full(len(prompt_T), -np.inf, np.float32)
+        cutoffs_T = np.concatenate((of_prompt_T, filled(one.columns, "cutoffs", one.num_tokens)))[1 : len(ids_T)]
+        return cls(
+            ids_T=ids_T, cutoffs_T=cutoffs_T, temperature=request.sampling.temperature, prompt_tokens=len(prompt_T),
+            places=np.flatnonzero(is_new_T), column_T=column_T,
+        )  # fmt: skip

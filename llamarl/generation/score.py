@@ -15,12 +15,14 @@ from torch import Tensor
 from llamarl.generation.backend import EngineModel
 from llamarl.generation.requests import unknown_id
 from llamarl.kernels.linear import exactly
-from llamarl.models.attention import causal_attend
+from llamarl.models.attention import causal_attend, packed_attend
 from llamarl.models.transformer import Attend
 from llamarl.types import CandidateSets
 
 _PACK_TOKENS = 2048
 """Tokens of one forward; a longer sequence is one by itself."""
+_SHARED_ROWS = 16
+"""Fewest common first tokens that are computed once."""
 _LOGITS = 2**22
 """Logits at once: 16 MiB in float32."""
 
@@ -40,17 +42,47 @@ def score(
     for pack in packs(sequences, _PACK_TOKENS):
         own = candidates and replace(candidates, cutoffs=candidates.cutoffs[start : start + len(pack)])
         start += len(pack)
-        lengths = [len(token_ids_T) - 1 for token_ids_T in pack]
-        fed, positions, targets = (
-            torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(model.device, non_blocking=True)
-            for parts in ([ids[:-1] for ids in pack], [np.arange(n) for n in lengths], [ids[1:] for ids in pack])
-        )
-        if not sum(lengths):
-            scores += [np.empty((3, 0) if candidates else 0, np.float32) for _ in pack]
-            continue
-        feed = fed, positions, causal_attend(lengths)
-        scores += [part.numpy() for part in _scored(model, feed, targets, own).cpu().split(lengths, -1)]
+        scores += _scored_pack(model, pack, own)
     return scores
+
+
+def _scored_pack(model: EngineModel, pack: list[np.ndarray], candidates: CandidateSets | None) -> list[np.ndarray]:
+    """Scores sequences in one forward. Computes a common beginning of all sequences once."""
+    shared = _num_shared_rows(pack, candidates)
+    ends = [len(ids_T) - 1 for ids_T in pack]
+    if not sum(ends):
+        return [np.empty((3, 0) if candidates else 0, np.float32) for _ in pack]
+    spans = [slice(shared), *(slice(shared, end) for end in ends)]
+    owners = [pack[0], *pack]
+    fed, positions, targets = (
+        torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(model.device, non_blocking=True)
+        for parts in (
+            [ids_T[:-1][span] for ids_T, span in zip(owners, spans, strict=True)],
+            [np.arange(len(ids_T) - 1)[span] for ids_T, span in zip(owners, spans, strict=True)],
+            [ids_T[1:][span] for ids_T, span in zip(owners, spans, strict=True)],
+        )
+    )
+    if candidates:
+        cutoffs = [one[span] for one, span in zip((candidates.cutoffs[0], *candidates.cutoffs), spans, strict=True)]
+        candidates = replace(candidates, cutoffs=cutoffs)
+    rests = tuple(end - shared for end in ends)
+    attend = packed_attend([shared], [rests], model.device) if shared else causal_attend(ends)
+    first, *parts = _scored(model, (fed, positions, attend), targets, candidates).cpu().split([shared, *rests], -1)
+    return [torch.cat((first, part), -1).numpy() for part in parts]
+
+
+def _num_shared_rows(pack: list[np.ndarray], candidates: CandidateSets | None) -> int:
+    """Returns the number of first rows that have equal inputs, targets and candidates in all sequences. Each sequence
+    keeps at least one further row. Returns 0 for fewer than `_SHARED_ROWS`."""
+    most = min(map(len, pack)) - 2
+    if len(pack) == 1 or most < _SHARED_ROWS:
+        return 0
+    is_same_T = np.all([ids_T[: most + 1] == pack[0][: most + 1] for ids_T in pack], axis=0)
+    is_same_N = is_same_T[1:] & is_same_T[:-1]
+    if candidates:
+        is_same_N &= np.all([one[:most] == candidates.cutoffs[0][:most] for one in candidates.cutoffs], axis=0)
+    shared = int(np.cumprod(is_same_N).sum())
+    return shared if shared >= _SHARED_ROWS else 0
 
 
 def _scored(

@@ -1,7 +1,7 @@
-// y[M, N] = x[M, K] w[N, K]^T (+ bias, + y) on one core, with float32 around it: in bfloat16 by AMX tiles, in int8 by
-// these or the dot products of AVX-512. The weights are packed once, in an order that both read. Without tiles
-// `panels.cpp` multiplies bfloat16 in float32, which is faster than rounding x for dot products, and exact in x. No
-// header of torch or Python.
+// y[M, N] = x[M, K] w[N, K]^T (+ bias, + y) on one core, with float32 around it, in bfloat16 or int8, by AMX tiles or by
+// the dot products of AVX-512. The weights are packed once, in an order that both read. Some processors do a bfloat16
+// dot product no faster than float32 multiply-adds; there `panels.cpp` multiplies, which is exact in x. No header of
+// torch or Python.
 //
 // Packed weights: panels of 32 rows of w, each contiguous along K in steps of 64 bytes per row:
 //   [N/32][K/depth][2][16 words of k][16 rows][one word: 2 bfloat16 or 4 int8], depth = 32 or 64.
@@ -17,9 +17,11 @@
 #else
 #include <immintrin.h>
 #endif
+#include <type_traits>
+
 #include "rows.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#if defined(__AVX512BF16__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define LLAMARL_TILES
 #endif
 #if defined(LLAMARL_TILES) && !defined(LLAMARL_EMULATED)
@@ -59,12 +61,16 @@ inline void fetch(const char*& ahead, int64_t bytes) {
 struct Avx512 {
     static constexpr int64_t kRows = 8;
 
-    template <int MR>
-    static void rows(
-        const char* a, int64_t steps, const char* b, const char*& ahead, int64_t fetch_bytes, int32_t* c) {
-        __m512i sum[MR][2];
-#pragma GCC unroll 8
-        for (int m = 0; m < MR; ++m) sum[m][0] = sum[m][1] = _mm512_setzero_si512();
+    static __m512i product(__m512i sum, __m512i w, __m512i x) { return _mm512_dpbusd_epi32(sum, w, x); }
+#if defined(__AVX512BF16__)
+    static __m512 product(__m512 sum, __m512i w, __m512i x) {
+        return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w);
+    }
+#endif
+
+    template <int MR, class Sum>
+    static void rows(const char* a, int64_t steps, const char* b, const char*& ahead, int64_t fetch_bytes, Sum* c) {
+        std::conditional_t<std::is_same_v<Sum, float>, __m512, __m512i> sum[MR][2] = {};
         for (int64_t s = 0; s < steps; ++s, a += kTileBytes, b += 2 * kTileBytes) {
             fetch(ahead, fetch_bytes);
             for (int64_t word = 0; word < 16; ++word) {
@@ -74,8 +80,8 @@ struct Avx512 {
                     int32_t pair;
                     std::memcpy(&pair, a + 64 * m + 4 * word, 4);
                     const __m512i x = _mm512_set1_epi32(pair);
-                    sum[m][0] = _mm512_dpbusd_epi32(sum[m][0], w0, x);
-                    sum[m][1] = _mm512_dpbusd_epi32(sum[m][1], w1, x);
+                    sum[m][0] = product(sum[m][0], w0, x);
+                    sum[m][1] = product(sum[m][1], w1, x);
                 }
             }
         }
@@ -83,10 +89,10 @@ struct Avx512 {
         for (int m = 0; m < MR; ++m) std::memcpy(c + kPanel * m, &sum[m], sizeof(sum[m]));
     }
 
-    template <class>  // Int8
+    template <class T>
     static void block(
         const char* a, int64_t steps, int64_t num_rows, const char* b, const char* ahead, int64_t fetch_bytes,
-        int32_t* c) {
+        typename T::Sum* c) {
         fetch_bytes = round_up(fetch_bytes / (steps * ((num_rows + kRows - 1) / kRows)), 64);
         for (int64_t m = 0; m < num_rows; m += kRows, c += kRows * kPanel) {
             const char* x = a + m / 16 * steps * kTileBytes + m % 16 * 64;
@@ -238,7 +244,7 @@ void pack_w(const typename T::Element* w, int64_t num_n, int64_t k, char* out, u
     }
 }
 
-#if defined(LLAMARL_TILES)
+#if defined(__AVX512BF16__)
 // Nearest even; NaN stays NaN, denormals become zeros.
 inline void to_bfloat16(const float* from, int64_t count, uint16_t* to) {
     const auto mask = [&](int64_t first) { return __mmask16(count - first >= 16 ? 0xffff : count <= first ? 0 : (1 << (count - first)) - 1); };
@@ -246,6 +252,7 @@ inline void to_bfloat16(const float* from, int64_t count, uint16_t* to) {
     _mm512_store_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
 }
 
+template <class Way>
 void linear_bfloat16(
     const float* x, const char* w, const float* bias, float* y, int64_t num_m, int64_t num_n, int64_t k,
     int accumulate) {
@@ -254,7 +261,7 @@ void linear_bfloat16(
         const char* packed = pack_x<Bf16>(chunk, k, [&](int64_t m, int64_t start, int64_t count, uint16_t* to) {
             to_bfloat16(x + m * k + start, count, to);
         });
-        run<Amx, Bf16>(packed, w, chunk, num_n, k, [&](int64_t m, int64_t n, const float* sums) __attribute__((always_inline)) {
+        run<Way, Bf16>(packed, w, chunk, num_n, k, [&](int64_t m, int64_t n, const float* sums) __attribute__((always_inline)) {
             write_panel<kPanel>(y + m * num_n + n, bias ? bias + n : nullptr, num_n - n, accumulate, sums);
         });
     }
@@ -325,18 +332,26 @@ extern "C" {
         linear_int8<Way>(x, w, scales, bias, y, m, n, k, accumulate);                                                  \
     }
 
+#define LLAMARL_LINEAR_BFLOAT16(name, Way)                                                                             \
+    int64_t name##_peak(int64_t count) { return peak<Way, Bf16>(count); }                                              \
+    void name(                                                                                                        \
+        const float* x, const char* w, const float* bias, float* y, int64_t m, int64_t n, int64_t k, int accumulate) { \
+        linear_bfloat16<Way>(x, w, bias, y, m, n, k, accumulate);                                                      \
+    }
+
 #if defined(__AVX512VNNI__)
 LLAMARL_PACK(int8, Int8, int8_t, 0x80808080)
 LLAMARL_LINEAR_INT8(avx512_int8, Avx512)
 #endif
+#if defined(__AVX512BF16__)
+LLAMARL_PACK(bfloat16, Bf16, uint16_t, 0)
+#if defined(__AVX512VNNI__)
+LLAMARL_LINEAR_BFLOAT16(avx512_bfloat16, Avx512)
+#endif
+#endif
 #if defined(LLAMARL_TILES)
 LLAMARL_LINEAR_INT8(amx_int8, Amx)
-LLAMARL_PACK(bfloat16, Bf16, uint16_t, 0)
-int64_t amx_bfloat16_peak(int64_t count) { return peak<Amx, Bf16>(count); }
-void amx_bfloat16(
-    const float* x, const char* w, const float* bias, float* y, int64_t m, int64_t n, int64_t k, int accumulate) {
-    linear_bfloat16(x, w, bias, y, m, n, k, accumulate);
-}
+LLAMARL_LINEAR_BFLOAT16(amx_bfloat16, Amx)
 
 // Once per process, before the first tile: asks Linux for their state. 0, or -1 where it refuses.
 int amx_enable() {

@@ -32,6 +32,8 @@ _TIMED_ELEMENTS = 1 << 22
 """Most elements of weights that are timed: more than the caches next to the core hold."""
 _MARGIN = 1.2
 """The path with the widest instructions serves unless another is this much faster: near ties fall alike everywhere."""
+_DOT_MARGIN = 1.5
+"""Dot products of bfloat16 serve where their peak is that many times the peak of float32 multiply-adds: 2 on Zen 4."""
 _TOLERANCES = {"float32": 1e-5, "bfloat16": 4e-3, "int8": 1.2e-2}
 """Error of a product that is allowed, relative to float64. bfloat16 rounds x by 2^-9 at most, int8 by half a step of a
 127th of the row's largest, 0.7 % of its norm where that is three times the root mean square; sums in float32 add
@@ -97,10 +99,21 @@ def offered(kind: str) -> tuple[Path, ...]:
     tiles = [path for path in found if path.name.startswith("amx") and pin != "avx512"]
     if pin == "amx" and kind != "float32" and not tiles:
         raise ConfigError(f"{build.VARIABLE}=amx: Linux or a check refuses its tiles; unset it, or use avx512")
-    # Tiles round x to bfloat16, vectors do not: all shapes have one arithmetic, so that ranks compute as one does.
     if tiles and (pin == "amx" or kind == "bfloat16"):
         return tuple(tiles)
-    return tuple(path for path in found if path in tiles or not path.name.startswith("amx"))
+    found = [path for path in found if path in tiles or not path.name.startswith("amx")]
+    return tuple(_of_one_arithmetic(found) if kind == "bfloat16" else found)
+
+
+def _of_one_arithmetic(found: list[Path]) -> list[Path]:
+    """Paths for bfloat16 weights that treat activations alike, so that ranks with other shapes compute alike. The dot
+    products of AVX-512 round activations to bfloat16, and serve where they are clearly faster; panels do not round."""
+    dots, panels = ([path for path in found if path.name.endswith("-bf16") is rounds] for rounds in (True, False))
+    if not (dots and panels):
+        return found
+    parts = (*map(build.source_text, ("packed", "panels")), *(path.name for path in found))
+    peaks = build.remembered("bfloat16-peaks", parts, lambda: {path.name: peak_gflops(path) for path in found})
+    return dots if peaks[dots[0].name] > _DOT_MARGIN * peaks[panels[0].name] else panels
 
 
 def _file(kind: str) -> str:
@@ -163,8 +176,8 @@ def packed_paths(loaded: Kernel, kind: str) -> list[Path]:
         return []
     has_tiles = hasattr(library, "amx_enable") and library.amx_enable() == 0
     names = {f"amx_{kind}": "amx-bf16" if kind == "bfloat16" else "amx-int8"} if has_tiles else {}
-    if kind == "int8":
-        names["avx512_int8"] = "avx512-vnni"
+    if hasattr(library, f"avx512_{kind}"):
+        names[f"avx512_{kind}"] = "avx512-bf16" if kind == "bfloat16" else "avx512-vnni"
     return [Path(name=name, **_functions(library, symbol, kind)) for symbol, name in names.items()]
 
 

@@ -1,5 +1,5 @@
 """Memory that models take of a device, per rank and by kind: the one sum behind what `plan` lays out, what a start
-refuses, and what `--dry-run` shows. docs/memory.md has the formulas as a table. Imports no torch.
+refuses, and what `--dry-run` shows (docs/planner.md). Imports no torch.
 
 It is plain arithmetic, so a layout's sizes may be numbers or arrays of many layouts. D model dim, Q and V query and
 key/value widths, F feed-forward dim, N tokens.

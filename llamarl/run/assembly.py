@@ -13,25 +13,15 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from llamarl.config import ConfigError, RunConfig
-from llamarl.controller.admission import Admission, Problems
-from llamarl.controller.clock import PatientLoop
-from llamarl.controller.collector import Collector
-from llamarl.controller.controller import Controller
-from llamarl.controller.evaluation import Evaluations
-from llamarl.controller.flight import Flight
-from llamarl.controller.journal import Journal
-from llamarl.controller.lives import Deaths, lasting
-from llamarl.controller.optimized import OptimizedExecutors
+from llamarl.controller.admission import Problems
+from llamarl.controller.controller import Controller, build_controller
 from llamarl.controller.ports import Executors
-from llamarl.controller.recovery import Recovery, policy_of_generators
-from llamarl.controller.replicas import Replicas
-from llamarl.controller.scoring import ScoreLoop, Scorers
-from llamarl.controller.supervision import Interrupted, StallWatch, Supervisor
+from llamarl.controller.progress import Progress
+from llamarl.controller.services import Services
+from llamarl.controller.supervision import Interrupted, PausableClockLoop, StallWatch, Supervisor
 from llamarl.controller.telemetry import Telemetry
-from llamarl.controller.train_loop import TrainLoop
-from llamarl.controller.turns import open_turns
-from llamarl.controller.weights import WeightSync
 from llamarl.executors.replies import ControllerState
+from llamarl.journal.writer import Journal
 
 WIND_DOWN_S = 4.0
 """Longest wait for the step under way and a checkpoint when a run is asked to end."""
@@ -94,54 +84,19 @@ async def assembled(
     spawned = supervised(spawn, shutdown, limit_s, on_stop=on_stop, leave=leave, handles_signals=handles_signals)
     async with spawned as (executors, supervisor):
         state = await supervisor.run(resumed(executors)) if resumed else None
-        controller = controller_of(config, problems, executors, supervisor, telemetry, state, journal or Journal())
+        services = Services(
+            supervisor=supervisor,
+            telemetry=telemetry,
+            watch=StallWatch(config.cluster.stall_timeout_s),
+            journal=journal or Journal(),
+            progress=Progress.resumed_at(state["step"] if state else 0),
+        )
+        controller = build_controller(config, problems, executors, services, state)
         for handle in controller.executors.irreplaceable:  # generators have a policy of their own
             supervisor.watch(handle)
-        telemetry.attach(list(controller.executors), controller.replicas)
+        telemetry.attach(list(controller.executors), controller.replicas, services.progress)
         supervisor.start(telemetry.poll_loop(), "status")
         yield controller, supervisor
-
-
-def controller_of(
-    config: RunConfig,
-    problems: Problems,
-    executors: Executors,
-    supervisor: Supervisor,
-    telemetry: Telemetry,
-    state: ControllerState | None,
-    journal: Journal,
-) -> Controller:
-    """Builds the objects that order the executors, each from those that it asks; `state` is a checkpoint's to go on
-    from. Raises ConfigError."""
-    timeout_s, watch = config.cluster.call_timeout_s, StallWatch(config.cluster.stall_timeout_s)
-    deaths = Deaths(config.cluster, len(executors.generators), telemetry.warn)
-    executors = lasting(executors, config.cluster, supervisor, deaths)
-    policy = policy_of_generators(config.cluster, executors)
-    admission = Admission(config, problems, state, telemetry.flow)
-    flight = Flight(config, journal, admission.generated)
-    replicas = Replicas(executors.generators, flight, supervisor, timeout_s, survives_deaths=policy != "stop")
-    turns = open_turns(config, executors, supervisor, flight, replicas, telemetry.waited)
-    needed = admission.buffer if executors.trainer else None
-    collector = Collector(flight, replicas, turns, needed, supervisor, watch)
-    evaluations = Evaluations(admission.sampling, collector.ask, telemetry.eval_progress, telemetry.evaluated)
-    optimized = weights = training = None
-    if executors.trainer:
-        version = state["step"] if state else 0
-        optimized = OptimizedExecutors(config, executors, supervisor, telemetry, watch, version, journal)
-        weights = WeightSync(config, optimized, replicas, supervisor, telemetry, watch, journal)
-        training = TrainLoop(
-            config, problems.eval, admission, replicas, optimized, weights, evaluations.run, supervisor, telemetry,
-            watch, journal,
-        )  # fmt: skip
-    scorers = Scorers(executors.reward, executors.models, config.reward.model, timeout_s)
-    scoring = ScoreLoop(scorers, flight, admission, optimized, evaluations.add, journal, telemetry, watch)
-    follow = weights.adoption_loop if weights else None
-    recovery = Recovery(policy, replicas, supervisor, telemetry, follow, collector.follow, executors, deaths)
-    return Controller(
-        executors=executors, admission=admission, flight=flight, replicas=replicas, turns=turns, collector=collector,
-        scoring=scoring, evaluations=evaluations, held_out=problems.eval, weights=weights, training=training,
-        recovery=recovery, supervisor=supervisor, watch=watch, telemetry=telemetry, journal=journal,
-    )  # fmt: skip
 
 
 def nothing_to_resume(resume: bool, damaged: Sequence[str], warn: Callable[[str], None]) -> None:
@@ -161,7 +116,7 @@ def interruptible(supervisor: Supervisor, leave: Callable[[], None] = lambda: No
     ends this process at once, after `leave`, and the executors with it. Afterwards they mean what they meant before."""
     loop = asyncio.get_running_loop()
     if threading.current_thread() is not threading.main_thread():  # where signals do not come
-        if isinstance(loop, PatientLoop):
+        if isinstance(loop, PausableClockLoop):
             loop.listen(lambda: supervisor.fail(Interrupted("ended by SIGINT")))
         yield
         return

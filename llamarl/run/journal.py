@@ -8,8 +8,8 @@ from typing import Any
 from llamarl.config import RunConfig
 from llamarl.config.load import flat_settings
 from llamarl.controller.admission import Problems, data_fingerprint
-from llamarl.controller.journal import Journal
-from llamarl.controller.journal_reader import GIVEN
+from llamarl.journal.reader import GIVEN, JournalReader
+from llamarl.journal.writer import Journal
 from llamarl.run.folder import RunFolder
 from llamarl.run.given import by_what_it_does
 from llamarl.run.trust import digests_of
@@ -28,16 +28,15 @@ def open_journal(config: RunConfig, problems: Problems, folder: RunFolder, warn:
     """Nothing is read or written yet. Raises OSError: it cannot be written."""
     settings, usual = _of_record(config), _of_record(RunConfig.model_validate(_LEAST))
     settings |= {"data": data_fingerprint(problems.train), GIVEN: digests_of(config)}
-    return Journal(
+    keep = config.checkpoint.keep
+    reader = JournalReader(
         folder.path,
-        warn,
-        prompts=problems.train,
-        settings=settings,
+        problems.train,
+        settings,
         defaults={name: usual[name] for name in settings if name in usual},
-        keep=config.checkpoint.keep,
-        saved=folder.saved_steps(),
-        keeps=config.record.kind,
+        saved=folder.saved_steps()[-keep:],
     )
+    return Journal(reader, warn, keep=keep, keeps=config.record.kind)
 
 
 def _of_record(config: RunConfig) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llamarl.config import ConfigError, load_recorded
-from llamarl.controller.journal_reader import BEGIN, JournalWalk, RecordOffset, segments, whole
-from llamarl.controller.records import ADVANTAGES, Record, decoded_group
+from llamarl.journal.reader import BEGIN, JournalWalk, RecordOffset, joined_runs, segments
+from llamarl.journal.records import ADVANTAGES, Record, decoded_group
 from llamarl.observability.files import pieces, read_run_rows
 from llamarl.observability.metrics import finite
 from llamarl.run.folder import RunFolder
@@ -170,7 +170,7 @@ def _group(one: Any) -> RolloutGroup:
         prompt_id=header["prompt_id"], text=header["text"], token_ids_T=nothing, answer=header["answer"],
         source=header.get("source", ""),
     )  # fmt: skip
-    return decoded_group(header, prompt, map(whole, one.parts))
+    return decoded_group(header, prompt, map(joined_runs, one.parts))
 
 
 def file_steps(folder: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:

@@ -14,16 +14,13 @@ from llamarl.config import ConfigError, RunConfig
 from llamarl.config.load import flat_settings
 from llamarl.config.ref import part
 from llamarl.controller.admission import TooManyInvalid
-from llamarl.controller.clock import run_patiently
 from llamarl.controller.controller import Controller
-from llamarl.controller.journal import Journal
 from llamarl.controller.ports import CriticPort, Executors, TrainerPort
-from llamarl.controller.saving import NotSaved
-from llamarl.controller.steps import retake
-from llamarl.controller.supervision import Interrupted, Stalled, rare_garbage_collections
+from llamarl.controller.supervision import Interrupted, Stalled, rare_garbage_collections, run_pausable
 from llamarl.controller.telemetry import Telemetry
-from llamarl.controller.train_loop import TrainLoop
+from llamarl.controller.train_loop import NotSaved, TrainLoop, train_again
 from llamarl.executors.replies import ControllerState
+from llamarl.journal.writer import Journal
 from llamarl.models.fit import beside_bytes
 from llamarl.observability.accounting import verdict, write_trace
 from llamarl.observability.events import EventLog, RecordedScreen, start_of_run
@@ -77,7 +74,7 @@ def run(
         All have the summary of what was done as a note.
     """
     with rare_garbage_collections(), folder:
-        return run_patiently(_TrainingRun(config, prepared, folder, resume, command_started_s, watch).run())
+        return run_pausable(_TrainingRun(config, prepared, folder, resume, command_started_s, watch).run())
 
 
 class _TrainingRun:
@@ -277,7 +274,7 @@ class _TrainingRun:
         critic = port(CriticPort, executors.models["critic"], timeout_s) if "critic" in executors.models else None
         saved, damaged = await trainer.resumed()
         try:
-            state, lost = journal.go_on(saved)
+            state, lost = journal.resume(saved)
         except OSError as error:
             raise ConfigError(f"--resume: cannot read {error.filename}: {error.strerror}") from None
         if state is None or (saved is None and damaged):
@@ -304,7 +301,7 @@ class _TrainingRun:
                 self._unrecorded.append((groups, result))
 
         try:
-            await retake(journal.steps_after(step), trainer, critic, told=told)
+            await train_again(journal.steps_after(step), trainer, critic, on_step=told)
         except OSError as error:
             raise ConfigError(f"--resume: cannot read {error.filename}: {error.strerror}") from None
 
@@ -348,7 +345,7 @@ class _TrainingRun:
             name=self._config.name,
             end=outcome.end,
             end_reason=str(outcome.error or "").split("\n", 1)[0],
-            steps=telemetry.num_steps,
+            steps=telemetry.progress.recorded,
             first_step=telemetry.first_step,
             start_s=started_s - self._command_started_s,
             wall_s=wall_s,
@@ -360,7 +357,7 @@ class _TrainingRun:
             staleness_limit=staleness_limit,
             max_staleness=self._config.rollout.max_staleness,
             invalid_share=telemetry.num_invalid / max(telemetry.num_samples, 1),
-            verdict=verdict(accounts, telemetry.first_step, telemetry.num_steps),
+            verdict=verdict(accounts, telemetry.first_step, telemetry.progress.recorded),
             before=outcome.before,
             after=outcome.after,
             completions=telemetry.completions,

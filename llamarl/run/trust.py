@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import ConfigError, Ref, RunConfig
-from llamarl.controller.journal_reader import BEGIN, GIVEN, JournalWalk, segments
+from llamarl.journal.reader import BEGIN, GIVEN, JournalWalk, segments
 from llamarl.rewards._given import given_bytes
 from llamarl.run.given import kept_function
 

@@ -89,6 +89,16 @@ class CauseProbe:
         )
 
 
+def contexts_of(sequences: Sequence[np.ndarray], is_needed_N: np.ndarray) -> list[int]:
+    """Returns for each sequence the number of tokens before the first one that is needed.
+
+    Args:
+        is_needed_N: bool, of all tokens but the first, one sequence after the other.
+    """
+    parts = np.split(is_needed_N, np.cumsum([len(ids_T) - 1 for ids_T in sequences])[:-1])
+    return [1 + (int(part_T.argmax()) if part_T.any() else len(part_T)) for part_T in parts]
+
+
 def over_kept(rollout: Rollout) -> np.ndarray:
     """Which tokens of a rollout were sampled over keys and values that older weights had computed, bool [T]: their
     version is not that with which the cache began."""

@@ -211,6 +211,7 @@ class Trainer(Optimization[Transformer]):
         half: bool = False,
         cutoffs_N: np.ndarray | None = None,
         rounded: bool = False,
+        contexts: Sequence[int] | None = None,
     ) -> list[np.ndarray]:
         """Log-probabilities of all tokens but the first, float32 [T - 1] each; on every rank. Computed in float32, but
         where weights are gathered, or kept, in bfloat16; with `half` as in steps, which `trainer.dtype` may round; with
@@ -218,16 +219,19 @@ class Trainer(Optimization[Transformer]):
 
         Args:
             cutoffs_N: of those tokens, one sequence after the other, as in `llamarl.types.COLUMNS`; None: of none.
+            contexts: number of first tokens of each sequence whose log-probabilities are not needed, and NaN; by
+                default 1. What all contexts begin with is computed once.
         """
-        ends, columns = np.cumsum([0, *(len(ids_T) - 1 for ids_T in sequences)]), list[Columns]()
-        for ids_T, start, end in zip(sequences, ends, ends[1:], strict=False):
-            columns.append({"token_ids": ids_T[1:]} | ({} if cutoffs_N is None else {"cutoffs": cutoffs_N[start:end]}))
-        groups = [
-            SampleGroup(prompt_token_ids_T=ids_T[:1], samples=(TrainSample(columns=own),))
-            for ids_T, own in zip(sequences, columns, strict=True)
-            if len(ids_T) > 1
-        ]
-        (microbatch,) = pack(groups, sum(map(len, sequences))) or [EMPTY]
+        contexts = contexts or [1] * len(sequences)
+        ends, groups = np.cumsum([0, *(len(ids_T) - 1 for ids_T in sequences)]), list[SampleGroup]()
+        for ids_T, num, start, end in zip(sequences, contexts, ends, ends[1:], strict=False):
+            own: Columns = {"token_ids": ids_T[num:]}
+            if cutoffs_N is not None:
+                own["cutoffs"] = cutoffs_N[start + num - 1 : end]
+            if len(ids_T) > num:
+                groups.append(SampleGroup(prompt_token_ids_T=ids_T[:num], samples=(TrainSample(columns=own),)))
+        shares = self.policy.shares_beginnings
+        (microbatch,) = pack(groups, sum(map(len, sequences)), shares=shares) or [EMPTY]
         inputs = self.policy.place(microbatch, self.device)
         is_rounded = self.mesh.shards is not None or self.config.weights == "bfloat16"
         half = (half or is_rounded) and self.config.dtype == "bfloat16"
@@ -238,7 +242,11 @@ class Trainer(Optimization[Transformer]):
             )
         self.reshard()
         logprobs_R = self.mesh.exchange(result.cpu().numpy() if self.mesh.pp.is_last else None)[-1]
-        return np.split(logprobs_R, np.cumsum([len(token_ids_T) - 1 for token_ids_T in sequences])[:-1])
+        found, start = [np.full(len(ids_T) - 1, np.nan, np.float32) for ids_T in sequences], 0
+        for own_T, num in zip(found, contexts, strict=True):
+            own_T[num - 1 :] = logprobs_R[start : start + len(own_T) + 1 - num]
+            start += len(own_T) + 1 - num
+        return found
 
     @contextmanager
     def _rounded(self) -> Iterator[None]:

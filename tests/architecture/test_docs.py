@@ -66,7 +66,7 @@ def _file_exists(span: str, page: Path) -> bool:
 
 
 def _file_defines(file: str, name: str, page: Path) -> bool:
-    """`controller/buffer.py: take`: the file from the package, the repository or the page's folder; any name in it."""
+    """`controller/admission.py: take`: the file from the package, the repository or the page; any name in it."""
     places = (folder / file for folder in (PACKAGE, ROOT, page.parent))
     found = next((place for place in places if place.exists()), None)
     if found is None:
@@ -226,30 +226,48 @@ CHECKS |= dict.fromkeys(("squeue", "kubectl"), _accept)  # those need a cluster
 """How a shown command is checked, by its program."""
 
 
+PRIVATE = re.compile(r"^\s*(?:from|import) llamarl[\w.]*\._\w+", re.MULTILINE)
+"""Imports of modules that are not public."""
+
+
+def test_shown_code_imports_public_names() -> None:
+    """In Python of documents and in `examples/`, which readers copy."""
+    blocks = [
+        (page, text)
+        for page in documents()
+        for language, text in FENCE.findall(page.read_text("utf-8"))
+        if language == "python"
+    ]
+    shown = [*blocks, *((path, path.read_text("utf-8")) for path in (ROOT / "examples").rglob("*.py"))]
+    assert len(shown) > 5
+    assert [name_of(path) for path, text in shown if PRIVATE.search(text)] == []
+    assert PRIVATE.search("from llamarl.rewards._base import Reward")
+
+
 def test_the_checks_can_fail() -> None:
     assert _name_exists("llamarl.config.ref.Ref.options")
     assert not _name_exists("llamarl.config.ref.Ref.opinions")
     assert not _name_exists("llamarl.no_such_module")
     assert _setting_exists("trainer.loss.rho")
     assert not _setting_exists("trainer.los")
-    assert _file_defines("controller/buffer.py", "take", ROOT / "README.md")
-    assert not _file_defines("controller/buffer.py", "took", ROOT / "README.md")
+    assert _file_defines("controller/admission.py", "take", ROOT / "README.md")
+    assert not _file_defines("controller/admission.py", "took", ROOT / "README.md")
     assert _file_exists("model.safetensors", ROOT / "README.md")
     assert not _file_exists("llamarl/no_such_file.py", ROOT / "README.md")
     assert not _file_exists("no_such_file.json", ROOT / "README.md")
-    assert "the-pages" in _anchors(ROOT / "docs" / "index.md")
+    assert "train-your-own-task" in _anchors(ROOT / "docs" / "index.md")
     with pytest.raises(AssertionError, match="no make target"):
         _check_make(["demmo"])
 
 
 def test_the_map_has_every_folder() -> None:
-    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     folders = {f"`llamarl/{path.parent.name}/`" for path in PACKAGE.glob("*/__init__.py")}
     assert folders == set(re.findall(r"^\| (`llamarl/\w+/`) \|", text, re.MULTILINE))
 
 
-def test_the_index_has_the_string_of_every_executor() -> None:
-    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+def test_the_architecture_has_the_string_of_every_executor() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     code = (PACKAGE / "run" / "executors.py").read_text(encoding="utf-8")
     strings = set(re.findall(r'"(\w+:[A-Z]\w+)"', code))
     assert strings

@@ -23,7 +23,8 @@ MOST = {
     "llamarl/cli": 7,
     "llamarl/cluster": 16,
     "llamarl/config": 45,
-    "llamarl/controller": 113,
+    "llamarl/controller": 0,
+    "llamarl/journal": 0,
     "llamarl/data": 17,
     "llamarl/distributed": 23,
     "llamarl/executors": 19,
@@ -50,7 +51,7 @@ MOST = {
     "llamarl/training": 28,
     "llamarl/types.py": 6,
     "llamarl/weight_sync": 19,
-    "pages": 230,
+    "pages": 29,
 }
 """Occurrences by folder of the package, and in the pages. Lower a number when a rewrite makes it smaller."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.repository import PACKAGE, ROOT, imports, module_of, name_of, python_files, tree
+from tests.fork_server import PRELOADED
 
 TORCH_FREE = (
     "types",
@@ -39,7 +41,7 @@ CATCHES_EVERYTHING = {
     "llamarl/checkpoint/copies.py": "every file system that fsspec opens raises what it likes, and costs a copy only",
     "llamarl/cluster/rank.py": "whatever an executor raises becomes a reply",
     "llamarl/config/ref.py": "whatever a user's module raises as it is imported is a setting that cannot work",
-    "llamarl/controller/clock.py": "what a thread's run raises is raised where it is waited for",
+    "llamarl/controller/supervision.py": "what a thread's run raises is raised where it is waited for",
     "llamarl/rewards/_function_worker.py": "what a user's function raises is an answer, with its line",
     "llamarl/parts/answers/fleet.py": "what a loop in another thread raises is raised where rollouts are waited for",
     "llamarl/run/given.py": "whatever an object raises as it is pickled is a reward that cannot be sent",
@@ -96,6 +98,11 @@ def test_what_processes_of_a_run_import_is_little(module: str) -> None:
 
 def _is_light(module: str) -> bool:
     return f"{module}.".startswith(tuple(f"llamarl.{name}." for name in TORCH_FREE)) and "__main__" not in module
+
+
+def test_what_the_tests_fork_server_loads_exists() -> None:
+    """It passes over what it cannot import, so that each process would import it by itself."""
+    assert [name for name in PRELOADED if importlib.util.find_spec(name) is None] == []
 
 
 def test_optional_packages_have_one_adapter_each() -> None:

@@ -1,4 +1,4 @@
-"""The loops and threads of the code are those that docs/index.md lists.
+"""The loops and threads of the code are those that docs/architecture.md lists.
 
 A loop is an `async def` whose own body has a `while` that awaits, or a function that has itself called later. Each has
 a line there, or is a wait of its caller and named in `WAITS`. Plain functions that loop run in threads; each file that
@@ -18,13 +18,13 @@ WAITS = {
     "cluster/fork_server.py: ready",
     "cluster/handle.py: _whole",
     "controller/admission.py: batch",
-    "controller/lives.py: _call",
-    "controller/replicas.py: drain",
-    "controller/saving.py: save",
-    "controller/steps.py: retake",
+    "controller/restart.py: _call",
+    "controller/flight.py: drain",
+    "controller/train_loop.py: save",
+    "controller/train_loop.py: train_again",
     "controller/supervision.py: until",
-    "controller/sync.py: choose",
-    "controller/train_loop.py: _report",
+    "controller/weights.py: choose",
+    "controller/train_loop.py: _record_completed",
     "controller/train_loop.py: record_completed",
     "parts/episodes/gateway/app.py: _rest",
     "parts/hosts/agent.py: _pull",
@@ -98,14 +98,14 @@ def tasks(path: Path) -> Iterator[str]:
 
 
 def _index() -> str:
-    return (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    return (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
 def test_every_loop_has_its_line_and_every_line_its_loop() -> None:
     found = {loop for path in python_files("llamarl") for loop in loops(path)}
     listed = [line["loop"] for line in LINE.finditer(_index())]
     assert len(listed) == len(set(listed))
-    assert not found - set(listed) - WAITS, "say in docs/index.md what it waits for, who starts it, who unblocks it"
+    assert not found - set(listed) - WAITS, "add it to the tables of docs/architecture.md"
     assert not set(listed) - found, "no such loop any more"
     assert not WAITS - found, "no such wait any more"
     assert not WAITS & set(listed)
@@ -113,7 +113,7 @@ def test_every_loop_has_its_line_and_every_line_its_loop() -> None:
 
 def test_a_wait_is_no_task() -> None:
     begun = {task for path in python_files("llamarl") for task in tasks(path)}
-    assert not WAITS & begun, "this is a loop: a line in docs/index.md instead of one in WAITS"
+    assert not WAITS & begun, "move it from WAITS to the tables of docs/architecture.md"
 
 
 def test_who_starts_a_loop_names_it() -> None:
@@ -149,7 +149,7 @@ def test_the_checks_can_fail() -> None:
     path = PACKAGE / "controller" / "collector.py"
     assert "controller/collector.py: _collect_loop" in set(loops(path))
     assert "controller/collector.py: follow" not in set(loops(path))
-    assert "controller/clock.py: _beat" in set(loops(PACKAGE / "controller" / "clock.py"))
+    assert "controller/supervision.py: _beat" in set(loops(PACKAGE / "controller" / "supervision.py"))
     assert "controller/collector.py: _collect_loop" in set(tasks(path))
     assert not starts_thread(path)
     assert starts_thread(PACKAGE / "cluster" / "rank.py")

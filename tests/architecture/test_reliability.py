@@ -1,4 +1,4 @@
-"""The table of docs/reliability.md names all that must hold, and tests that exist and run when it says."""
+"""The table of docs/recovery.md names all that must hold, and tests that exist and run when it says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SPAN = re.compile(r"`([^`]+)`")
 
 def table() -> list[tuple[int, list[str], str, str]]:
     """Number, tests, when they run, and the figure."""
-    page = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/recovery.md").read_text(encoding="utf-8")
     return [(int(number), SPAN.findall(tests), when, figure) for number, _, tests, when, figure in ROW.findall(page)]
 
 

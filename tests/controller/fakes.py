@@ -19,22 +19,25 @@ from llamarl.cluster.port import port
 from llamarl.config import RunConfig
 from llamarl.config.data import OF_EVAL
 from llamarl.controller.admission import Problems
+from llamarl.controller.controller import build_controller
 from llamarl.controller.evaluation import HeldOutSet
-from llamarl.controller.journal import Journal
 from llamarl.controller.ports import CriticPort, Executors, TrainerPort
-from llamarl.controller.steps import retake
-from llamarl.controller.supervision import Interrupted, Supervisor
+from llamarl.controller.progress import Progress
+from llamarl.controller.services import Services
+from llamarl.controller.supervision import Interrupted, StallWatch, Supervisor
 from llamarl.controller.telemetry import Telemetry
+from llamarl.controller.train_loop import train_again
 from llamarl.executors.replies import ControllerState
+from llamarl.journal.writer import Journal
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
 from llamarl.parts.forecast.simulator.clock import run_virtual
-from llamarl.run.assembly import controller_of
 from llamarl.run.rollouts import TrainedSteps
 from llamarl.training.result import PolicyStepResult
 from llamarl.types import Prompt, RolloutGroup
 from tests.controller.oracle import lines_of
 from tests.executors.ledger import Generator, Ledgered, Reward, Trainer
+from tests.journals import reader_of
 
 
 def config(tmp_path: Path, **changes: Any) -> RunConfig:
@@ -94,8 +97,8 @@ class RecordingJournal(Journal):
         self._groups |= {group.group_id: group for group in groups}
         super().groups(groups, prompt_of)
 
-    def kept(self, group_id: int) -> Any:
-        found = super().kept(group_id)
+    def pop_generated(self, group_id: int) -> Any:
+        found = super().pop_generated(group_id)
         self._groups |= {group_id: found[0]} if found[0] else {}
         return found
 
@@ -194,24 +197,32 @@ class Run:
         saved, unrecorded = self.trainer.version, list[Any]()
         steps, keep = [step for step, _ in self.trainer.saved], self.config.checkpoint.keep
         journal = RecordingJournal(
-            self.rollouts_file, self.folder, self.warnings.append, prompts=self.problems.train, keep=keep, saved=steps,
+            self.rollouts_file,
+            reader_of(self.folder, self.problems.train, saved=steps[-keep:]),
+            self.warnings.append,
+            keep=keep,
             keeps="all",
-        )  # fmt: skip
-        state, self.lost = journal.go_on(state)
+        )
+        state, self.lost = journal.resume(state)
         recorded = max((row["step"] for row in self.steps), default=0) if self.folder else 1 << 30
         critic = port(CriticPort, models["critic"], 1e6) if "critic" in models else None
-        await retake(
+        await train_again(
             journal.steps_after(saved),
             port(TrainerPort, trainer, 1e6),
             critic,
-            told=lambda step, *done: unrecorded.append(done) if step > recorded else None,
+            on_step=lambda step, *done: unrecorded.append(done) if step > recorded else None,
         )
-        self.controller = controller = controller_of(
-            self.config, self.problems, executors, supervisor, telemetry, state, journal
+        services = Services(
+            supervisor=supervisor,
+            telemetry=telemetry,
+            watch=StallWatch(self.config.cluster.stall_timeout_s),
+            journal=journal,
+            progress=Progress.resumed_at(state["step"] if state else 0),
         )
+        self.controller = controller = build_controller(self.config, self.problems, executors, services, state)
         for handle in controller.executors.irreplaceable:
             supervisor.watch(handle)
-        telemetry.attach(list(controller.executors), controller.replicas)
+        telemetry.attach(list(controller.executors), controller.replicas, services.progress)
         if state:
             telemetry.resume_at(min(controller.version, recorded))
         for groups, result in unrecorded:

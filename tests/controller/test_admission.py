@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from llamarl.controller.admission import Admission, Problems, StalenessViolated
+from llamarl.controller.progress import Progress
 from llamarl.observability.events import Flow
 from llamarl.types import Rollout, RolloutGroup
 from tests.controller.fakes import config, prompts
@@ -37,19 +38,19 @@ def group(group_id: int, oldest: int, newest: int) -> RolloutGroup:
 def test_at_the_bound_and_one_beyond(tmp_path: Path, staleness: int, window: int, oldest: int) -> None:
     settings = config(tmp_path, rollout={"max_staleness": staleness, "window": window})
     problems = Problems(train=prompts(9), eval=(), stop_token_ids=(2,))
-    admission = Admission(settings, problems, None, Flow(lambda: 0.0))
+    admission = Admission(settings, problems, None, Flow(lambda: 0.0), Progress())
     first, second = (request.group_id for request, _ in admission.admit()[:2])
     limit = staleness + -(-(window - 1) // 2)
     assert admission.buffer.staleness_limit == limit
-    admission.consumed([group(first, oldest, oldest + limit)], oldest + limit)
+    admission.mark_consumed([group(first, oldest, oldest + limit)], oldest + limit)
     with pytest.raises(StalenessViolated, match=f"group {second} is {limit + 1} steps old, the bound is {limit}$"):
-        admission.consumed([group(second, oldest, oldest + limit)], oldest + limit + 1)
+        admission.mark_consumed([group(second, oldest, oldest + limit)], oldest + limit + 1)
 
 
 def test_a_group_without_tokens_has_no_age(tmp_path: Path) -> None:
     problems = Problems(train=prompts(9), eval=(), stop_token_ids=(2,))
-    admission = Admission(config(tmp_path), problems, None, Flow(lambda: 0.0))
-    admission.consumed([group(admission.admit()[0][0].group_id, -1, -1)], 99)
+    admission = Admission(config(tmp_path), problems, None, Flow(lambda: 0.0), Progress())
+    admission.mark_consumed([group(admission.admit()[0][0].group_id, -1, -1)], 99)
 
 
 @pytest.mark.parametrize(("max_active", "expected"), [(0, 4), (3, 3), (5, 5)])
@@ -57,7 +58,7 @@ def test_so_many_are_admitted_at_once(tmp_path: Path, max_active: int, expected:
     """All may begin with the first version."""
     settings = config(tmp_path, rollout={"window": 2, "max_active": max_active})
     problems = Problems(train=prompts(9), eval=(), stop_token_ids=(2,))
-    admission = Admission(settings, problems, None, Flow(lambda: 0.0))
+    admission = Admission(settings, problems, None, Flow(lambda: 0.0), Progress())
     assert [request.from_version for request, _ in admission.admit()] == [0] * expected
     assert not admission.admit()
 
@@ -65,6 +66,6 @@ def test_so_many_are_admitted_at_once(tmp_path: Path, max_active: int, expected:
 def test_requests_carry_the_oldest_version_that_keeps_the_bound(tmp_path: Path) -> None:
     """The first of those that come when nobody is active are trained on before the others."""
     problems = Problems(train=prompts(9), eval=(), stop_token_ids=(2,))
-    admission = Admission(config(tmp_path, rollout={"max_staleness": 3}), problems, None, Flow(lambda: 0.0))
-    admission.made(9, 0)
+    admission = Admission(config(tmp_path, rollout={"max_staleness": 3}), problems, None, Flow(lambda: 0.0), Progress())
+    admission.version_trained(9, 0)
     assert [request.from_version for request, _ in admission.admit()] == [6, 6, 7, 7, 8, 8, 9, 9]

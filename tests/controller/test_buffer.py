@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -12,13 +12,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.config.schema import staleness_limit
-from llamarl.controller.buffer import RolloutBuffer
+from llamarl.controller.admission import BufferLimits, RolloutBuffer
 from llamarl.types import Prompt, RolloutGroup
 
 
 def group(group_id: int) -> RolloutGroup:
     prompt = Prompt(prompt_id="p", text="", token_ids_T=np.zeros(1, np.int32), answer="")
     return RolloutGroup(group_id=group_id, prompt=prompt, rollouts=(), results=(), responses=())
+
+
+def buffer_of(
+    P: int,
+    max_staleness: int,
+    window: int,
+    first_group_id: int = 0,
+    max_dropped: int = 0,
+    resumed: Sequence[int] = (),
+    max_active: int = 0,
+    num_dropped: int = 0,
+) -> RolloutBuffer:
+    limits = BufferLimits(
+        prompts_per_step=P, max_staleness=max_staleness, window=window, max_dropped=max_dropped, max_active=max_active
+    )
+    return RolloutBuffer(limits, first_group_id, resumed, num_dropped)
 
 
 class Model:
@@ -39,7 +55,7 @@ class Model:
         flat: float = 0.0,
         max_active: int = 0,
     ) -> None:
-        self.buffer = RolloutBuffer(P, S, W, first_step * P, max_dropped, max_active=max_active)
+        self.buffer = buffer_of(P, S, W, first_step * P, max_dropped, max_active=max_active)
         self.flat = flat
         """Share of groups whose rewards are all equal."""
         self.dropped: list[int] = []
@@ -80,7 +96,7 @@ class Model:
         """All processes start anew from a checkpoint of this moment."""
         buffer, limit = self.buffer, self.buffer.staleness_limit
         S = buffer.capacity // buffer.prompts_per_step - 1
-        self.buffer = RolloutBuffer(
+        self.buffer = buffer_of(
             buffer.prompts_per_step, S, buffer.window, buffer.next_group_id, buffer._max_dropped,
             resumed=sorted(self.unconsumed), num_dropped=buffer.num_dropped,
         )  # fmt: skip
@@ -118,7 +134,7 @@ class Model:
         self.left_to_admit -= count
 
     def generate(self, group_id: int) -> None:
-        self.buffer.generated(group_id)
+        self.buffer.mark_generated(group_id)
         self.coming.add(group_id)
 
     def lacking(self) -> tuple[int, list[int]]:
@@ -168,7 +184,7 @@ class Model:
 
 def lacking(buffer: RolloutBuffer, coming: Collection[int]) -> tuple[int, list[int]]:
     """How many groups the next step lacks, and which surely; those that are `coming` are generated."""
-    number, end = buffer.lacking()
+    number, end = buffer.missing()
     missing = [group_id for group_id, found in buffer._waiting.items() if found is None and group_id not in coming]
     return number, [group_id for group_id in missing if group_id < end]
 
@@ -365,7 +381,7 @@ def test_a_group_may_begin_with_the_oldest_weights_that_keep_the_bound(P: int, S
 def test_without_staleness_phases_take_turns() -> None:
     """S = 0: nothing is admitted until the weights that were trained on the last groups are adopted."""
     P = 3
-    buffer = RolloutBuffer(P, max_staleness=0, window=1)
+    buffer = buffer_of(P, max_staleness=0, window=1)
     for step in range(4):
         ids = buffer.admit(buffer.num_free)
         assert list(ids) == [step * P, step * P + 1, step * P + 2]
@@ -381,7 +397,7 @@ def test_without_staleness_phases_take_turns() -> None:
 
 class TestWindow:
     def ready(self, window: int, ids: list[int]) -> RolloutBuffer:
-        buffer = RolloutBuffer(2, max_staleness=3, window=window)
+        buffer = buffer_of(2, max_staleness=3, window=window)
         buffer.admit(8)
         for group_id in ids:
             buffer.put(group(group_id))
@@ -417,11 +433,11 @@ class TestWindow:
     def test_what_the_next_step_lacks(self, window, ids, coming, expected) -> None:
         buffer = self.ready(window, ids)
         for group_id in coming:
-            buffer.generated(group_id)
+            buffer.mark_generated(group_id)
         assert lacking(buffer, coming) == expected
 
     def test_what_is_flat_may_be_kept_without_others(self) -> None:
-        buffer = RolloutBuffer(2, max_staleness=3, window=2, max_dropped=1)
+        buffer = buffer_of(2, max_staleness=3, window=2, max_dropped=1)
         buffer.admit(8)
         for group_id in (1, 2):
             buffer.put(group(group_id), is_flat=True)
@@ -444,26 +460,26 @@ class TestWindow:
 
 class TestMisuse:
     def test_admission_beyond_the_bound(self) -> None:
-        buffer = RolloutBuffer(2, max_staleness=1, window=1)
+        buffer = buffer_of(2, max_staleness=1, window=1)
         buffer.admit(3)
         with pytest.raises(AssertionError, match="staleness bound"):
             buffer.admit(2)
         assert buffer.num_free == 1
 
     def test_put_of_an_unknown_group(self) -> None:
-        buffer = RolloutBuffer(2, max_staleness=0, window=1)
+        buffer = buffer_of(2, max_staleness=0, window=1)
         with pytest.raises(AssertionError, match="unknown group"):
             buffer.put(group(0))
 
     def test_put_twice(self) -> None:
-        buffer = RolloutBuffer(2, max_staleness=0, window=1)
+        buffer = buffer_of(2, max_staleness=0, window=1)
         buffer.admit(2)
         buffer.put(group(0))
         with pytest.raises(AssertionError, match="put twice"):
             buffer.put(group(0))
 
     def test_release_of_more_than_was_consumed(self) -> None:
-        buffer = RolloutBuffer(1, max_staleness=1, window=1)
+        buffer = buffer_of(1, max_staleness=1, window=1)
         buffer.admit(2)
         buffer.put(group(0))
         buffer.take()
@@ -477,7 +493,7 @@ class TestReplacement:
         return [one.group_id for one in ready], dropped
 
     def test_a_flat_group_waits_only_where_older_ones_decide(self) -> None:
-        buffer = RolloutBuffer(4, max_staleness=0, window=1, max_dropped=2)
+        buffer = buffer_of(4, max_staleness=0, window=1, max_dropped=2)
         buffer.admit(4)
         assert self.finished(buffer, 1) == ([], [1]), "at most one older group is dropped before it"
         assert self.finished(buffer, 3) == ([], []), "0 and 2 may be the second one"
@@ -492,7 +508,7 @@ class TestReplacement:
         assert [one.group_id for one in buffer.take() or []] == [0, 3, 4, 5]
 
     def test_attempts_count_from_step_to_step(self) -> None:
-        buffer = RolloutBuffer(1, max_staleness=1, window=1, max_dropped=1)
+        buffer = buffer_of(1, max_staleness=1, window=1, max_dropped=1)
         buffer.admit(2)
         assert self.finished(buffer, 0) == ([], [0])
         assert self.finished(buffer, 1) == ([1], [])
@@ -503,7 +519,7 @@ class TestReplacement:
         assert self.finished(buffer, 2) == ([], [2])
 
     def test_a_flat_group_cannot_be_put_twice(self) -> None:
-        buffer = RolloutBuffer(2, max_staleness=0, window=1, max_dropped=1)
+        buffer = buffer_of(2, max_staleness=0, window=1, max_dropped=1)
         buffer.admit(2)
         self.finished(buffer, 1)
         with pytest.raises(AssertionError, match="put twice"):
@@ -511,7 +527,7 @@ class TestReplacement:
 
 
 def test_a_resumed_run_goes_on_counting() -> None:
-    buffer = RolloutBuffer(2, max_staleness=1, window=2, first_group_id=14)
+    buffer = buffer_of(2, max_staleness=1, window=2, first_group_id=14)
     assert list(buffer.admit(4)) == [14, 15, 16, 17]
     buffer.put(group(15))
     buffer.put(group(14))

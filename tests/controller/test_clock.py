@@ -9,9 +9,8 @@ import time
 
 import pytest
 
-from llamarl.controller import clock
-from llamarl.controller.clock import run_patiently
-from llamarl.controller.supervision import Stalled, StallWatch
+from llamarl.controller import supervision
+from llamarl.controller.supervision import Stalled, StallWatch, run_pausable
 
 
 async def _no_facts() -> str:
@@ -20,7 +19,7 @@ async def _no_facts() -> str:
 
 def test_a_stopped_process_has_not_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGSTOP for longer than the limit, and what it waited for comes after it."""
-    monkeypatch.setattr(clock, "PAUSE_S", 1.0)
+    monkeypatch.setattr(supervision, "PAUSE_S", 1.0)
 
     async def main() -> float:
         watch, answer = StallWatch(1.5), asyncio.get_running_loop().create_future()
@@ -36,13 +35,13 @@ def test_a_stopped_process_has_not_stalled(monkeypatch: pytest.MonkeyPatch) -> N
     started_s = time.monotonic()
     pid = os.getpid()
     waker = subprocess.Popen(["sh", "-c", f"sleep 0.2; kill -STOP {pid}; sleep 6; kill -CONT {pid}"])
-    assert run_patiently(main()) < 6.0 < time.monotonic() - started_s
+    assert run_pausable(main()) < 6.0 < time.monotonic() - started_s
     assert waker.wait() == 0
 
 
 def test_time_passes_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while nothing happens for longer than what counts as a pause."""
-    monkeypatch.setattr(clock, "PAUSE_S", 0.8)
+    monkeypatch.setattr(supervision, "PAUSE_S", 0.8)
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -50,4 +49,4 @@ def test_time_passes_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
         await asyncio.sleep(2.0)
         assert loop.time() - start_s == pytest.approx(2.0, abs=0.5)
 
-    run_patiently(main())
+    run_pausable(main())

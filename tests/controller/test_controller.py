@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from llamarl.controller.admission import TooManyInvalid
-from llamarl.controller.journal import Journal
-from llamarl.controller.records import encode
-from llamarl.controller.steps import REQUESTS_FIRST_S
 from llamarl.controller.supervision import Stalled
+from llamarl.controller.train_loop import TrainLoop
 from llamarl.data.sampler import PromptSampler
+from llamarl.journal.records import encode
+from llamarl.journal.writer import Journal
 from llamarl.types import RewardResult, Rollout
 from tests.controller.fakes import Run, config
 from tests.executors.ledger import RIGHT, UNJUDGED, WRONG, Generator, Reward, Trainer
@@ -82,14 +82,22 @@ def test_zero_staleness_takes_turns(tmp_path: Path) -> None:
     assert {row["staleness"] for row in run.rollouts} == {0}
 
 
+@pytest.mark.parametrize("is_prompt", [True, False])
 def test_a_step_is_recorded_after_its_requests_and_before_its_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_prompt: bool
 ) -> None:
-    """Writing takes longer than generators need to begin; and what is newer than the last step on record is void."""
-    recorded_s, last, step = list[float](), [0], Journal.step
+    """Writing takes longer than generators need to begin; and what is newer than the last step on record is void. So a
+    step that is not written soon is written before the first rollout that needs it."""
+    sent_s, sent_before, newest, last, step = list[float](), list[list[float]](), set[int](), [0], Journal.step
+
+    class Sending(Generator):
+        async def call(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Any:
+            if method == "submit":
+                sent_s.append(asyncio.get_running_loop().time())
+            return await super().call(method, *args, timeout_s=timeout_s, **kwargs)
 
     def recording(self: Journal, *arguments: Any) -> None:
-        recorded_s.append(asyncio.get_running_loop().time())
+        sent_before.append(list(sent_s))
         step(self, *arguments)
         last[0] = self.version
 
@@ -98,19 +106,19 @@ def test_a_step_is_recorded_after_its_requests_and_before_its_tokens(
         return encode(header, parts, **options)
 
     monkeypatch.setattr(Journal, "step", recording)
-    monkeypatch.setattr("llamarl.controller.journal.encode", encoding)
-    for later_s in (REQUESTS_FIRST_S, 1e6):
-        newest, last[0] = set[int](), 0
-        monkeypatch.setattr("llamarl.controller.train_loop.REQUESTS_FIRST_S", later_s)
-        wanted, folder = config(tmp_path, rollout={"max_staleness": 0}), tmp_path / str(later_s)
-        folder.mkdir()
-        run = Run(wanted, folder, [random_durations(1)], keeps_journal=True).train()
-        assert newest == {0}
-        asked_s = [one.begin_s for one in run.generators[0].calls("submit")]
-        for (_, end_s), at_s in zip(run.trainer.spans[:-1], recorded_s, strict=False):
-            assert any(end_s <= begin_s < at_s for begin_s in asked_s)
-        assert len(recorded_s) == 6
-        recorded_s.clear()
+    monkeypatch.setattr("llamarl.journal.writer.encode", encoding)
+    if not is_prompt:
+        monkeypatch.setattr(TrainLoop, "_write_step", lambda self: asyncio.sleep(0))
+    run = Run(
+        config(tmp_path, rollout={"max_staleness": 0}),
+        tmp_path,
+        [Sending(duration_s=random_durations(1).duration_s)],
+        keeps_journal=True,
+    ).train()
+    assert newest == {0}
+    assert len(sent_before) == 6
+    for (_, end_s), before_s in zip(run.trainer.spans[:-1], sent_before, strict=False):
+        assert any(at_s >= end_s for at_s in before_s), "requests for its slots have left"
 
 
 def test_generators_are_told_what_a_step_lacks(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.controller.replicas import deal
+from llamarl.controller.flight import deal
 
 
 @given(loads=st.lists(st.integers(0, 30), min_size=1, max_size=8), num=st.integers(0, 40), weight=st.integers(1, 8))

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from llamarl.cluster.api import CallTimeout, MeshFailed, RemoteError
-from llamarl.controller.replica import Replica
-from llamarl.controller.saving import NotSaved
+from llamarl.controller.flight import Replica
 from llamarl.controller.supervision import Interrupted, Supervisor
-from llamarl.controller.sync import Transports
+from llamarl.controller.train_loop import NotSaved
+from llamarl.controller.weights import Transports
 from llamarl.data.sampler import PromptSampler
 from llamarl.parts.forecast.simulator.clock import run_virtual
 from tests.controller.fakes import Run, config, kills
@@ -232,7 +232,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     longest_s = max(row["step_s"] for row in run.steps)
     assert longest_s < 15.0, "the run waited for the disk"
     (said,) = run.warnings
-    assert "a checkpoint is due while the one before it is still written, so it comes later" in said
+    assert "a checkpoint is due while the previous one is still being written, so it comes later" in said
 
 
 def test_a_full_disk_costs_a_warning_and_at_the_end_the_run(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_full_disk_costs_a_warning_and_at_the_end_the_run(tmp_path: Path) -> N
     with pytest.raises(NotSaved, match=r"no checkpoint at step 9: \[Errno 28\] No space left on device; make room"):
         run.train()
     assert [version for version, _ in disk.saved] == [2, 4]
-    cause = "[Errno 28] No space left on device; make room on the disk, the run goes on"
+    cause = "[Errno 28] No space left on device; make room on the disk, the run continues"
     assert run.warnings == [f"no checkpoint at step {step}: {cause}" for step in (6, 8)]
     assert not run.complaints
 

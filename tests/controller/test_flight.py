@@ -13,10 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from llamarl.controller.flight import Flight, PendingGroup, RolloutState, requests_for
-from llamarl.controller.journal import Journal
-from llamarl.controller.records import Key
-from llamarl.controller.replica import Replica
+from llamarl.controller.flight import Flight, PendingGroup, Replica, RolloutState, requests_for
+from llamarl.journal.records import Key
+from llamarl.journal.writer import Journal
 from llamarl.parts.forecast.simulator.clock import run_virtual
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
 from tests.controller.fakes import config, prompts
@@ -26,7 +25,7 @@ from tests.nightly import examples
 SIZE = 3
 FINAL = [FinishReason.STOP, FinishReason.LENGTH, FinishReason.FAILED]
 ANY = [*FINAL, FinishReason.PARKED, FinishReason.ABORTED]
-OWED = (RolloutState.ASKED, RolloutState.DROPPED)
+OWED = (RolloutState.GENERATING, RolloutState.DROPPED)
 
 
 class Recording(Journal):
@@ -107,7 +106,7 @@ class Life(RuleBasedStateMachine):
     @rule(data=st.data())
     def more(self, data: st.DataObject) -> None:
         """What a turn has ended goes on: an environment has answered, or an agent asks again."""
-        rows = [*self.flight.rows(RolloutState.TURN)]
+        rows = [*self.flight.in_state(RolloutState.TURN)]
         if rows:
             row = data.draw(st.sampled_from(sorted(rows, key=lambda one: one.key)))
             parked = grown(row.rollout, 1, FinishReason.PARKED)
@@ -121,8 +120,8 @@ class Life(RuleBasedStateMachine):
         able = [one for one in self.alive() if not one.withdrawn]
         replica = data.draw(st.sampled_from(able))
         number = data.draw(st.integers(0, len(self.queue) - 1))
-        requests = self.flight.queued([self.queue.pop(number)])
-        self.flight.ask(replica, requests)
+        requests = self.flight.wanted([self.queue.pop(number)])
+        self.flight.assign(replica, requests)
         self.told[replica].update((one.group_id, start.index) for one in requests for start in one.starts())
 
     @precondition(lambda self: any(self.told[one] for one in self.alive()))
@@ -139,7 +138,7 @@ class Life(RuleBasedStateMachine):
             for key in keys
         ]
         before = self.journal.given.copy()
-        finished, to_go_on = self.flight.answer(replica, rollouts)
+        finished, to_go_on = self.flight.receive(replica, rollouts)
         self.queue += to_go_on
         own = {key for key in keys if key in owed and owed[key].state is not RolloutState.DROPPED}
         wanted = {key for key in keys if key in owed and key in self.flight}
@@ -157,7 +156,7 @@ class Life(RuleBasedStateMachine):
         replica = data.draw(st.sampled_from(self.alive()))
         if dies:
             replica.is_gone = True
-        self.queue += self.flight.take_back(replica)
+        self.queue += self.flight.withdraw(replica)
         assert not self.flight.owed(replica)
         assert dies or replica.withdrawn >= set(self.told[replica])
 
@@ -166,14 +165,14 @@ class Life(RuleBasedStateMachine):
     def drop(self, data: st.DataObject) -> None:
         call = data.draw(st.sampled_from(sorted(self.calls)))
         self.calls.remove(call)
-        rows = self.flight.of_request(call)
+        rows = self.flight.rows_of(call)
         working = self.flight.drop(rows)
         assert all(call in ids and not replica.is_gone for replica, ids in working.items())
 
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         """An environment ends a rollout."""
-        rows = [row for row in self.flight.rows(RolloutState.TURN) if row.request.group_id not in self.calls]
+        rows = [row for row in self.flight.in_state(RolloutState.TURN) if row.request.group_id not in self.calls]
         if rows:
             row = data.draw(st.sampled_from(sorted(rows, key=lambda one: one.key)))
             self.flight.end(row, grown(row.rollout, 0, FinishReason.STOP), None)
@@ -195,9 +194,9 @@ class Life(RuleBasedStateMachine):
     def nothing_is_lost_or_twice(self) -> None:
         """Who waits for a generator is asked for by one request; who is owed, by one generator, which knows it."""
         asked_for = Counter(
-            (one.group_id, start.index) for one in self.flight.queued(self.queue) for start in one.starts()
+            (one.group_id, start.index) for one in self.flight.wanted(self.queue) for start in one.starts()
         )
-        rows = {row.key: row for state in RolloutState for row in self.flight.rows(state)}
+        rows = {row.key: row for state in RolloutState for row in self.flight.in_state(state)}
         assert asked_for == Counter(key for key, row in rows.items() if row.state is RolloutState.QUEUED)
         for replica in self.replicas:
             owed = {key for key, row in rows.items() if row.state in OWED and row.holder is replica}
@@ -210,8 +209,8 @@ class Life(RuleBasedStateMachine):
             assert row.key == key and self.flight[key] is row
             assert row.state not in (*OWED, RolloutState.PARKED) or row.holder is not None
             if row.state is RolloutState.PARKED:
-                others = self.flight.of_request(key[0])
-                assert any(one.state is RolloutState.ASKED and one.holder is row.holder for one in others)
+                others = self.flight.rows_of(key[0])
+                assert any(one.state is RolloutState.GENERATING and one.holder is row.holder for one in others)
         of_groups = {row.key for group in self.groups for row in group.rows}
         assert of_groups == {key for key in rows if key[0] < 1000} and not of_groups & self.scored
 
@@ -237,14 +236,14 @@ def test_the_wait_for_weights_is_no_work() -> None:
         flight, replica = Flight(config(Path()), Journal()), Replica(Generator().start("generator-0"), 1.0)
         replica.version = 0
         group = flight.begin(replace(request(0), from_version=1), prompts(1)[0], {})
-        flight.ask(replica, requests_for(group.rows))
+        flight.assign(replica, requests_for(group.rows))
         await asyncio.sleep(5.0)
-        assert not flight.may_answer(replica)
-        assert [flight.waiting(replica, version) for version in (0, 1)] == [[], [0]]
-        flight.serves(replica, 1)
-        assert flight.may_answer(replica) and not flight.waiting(replica)
+        assert not flight.can_answer(replica)
+        assert [flight.waiting_for_weights(replica, version) for version in (0, 1)] == [[], [0]]
+        flight.set_version(replica, 1)
+        assert flight.can_answer(replica) and not flight.waiting_for_weights(replica)
         await asyncio.sleep(2.0)
-        flight.answer(replica, [grown(row.rollout, 4, FinishReason.STOP) for row in group.rows])
+        flight.receive(replica, [grown(row.rollout, 4, FinishReason.STOP) for row in group.rows])
         assert replica.token_s == 0.5
 
     run_virtual(main())

@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.controller import journal as module
-from llamarl.controller.journal import Journal, to_disk
-from llamarl.controller.records import newest_version
+from llamarl.journal import writer as module
+from llamarl.journal.records import newest_version
+from llamarl.journal.writer import Journal, to_disk
 from llamarl.types import FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
+from tests.journals import journal_of
 
 PROMPTS = tuple(
     Prompt(prompt_id=f"p-{n}", text=f"{n}?", token_ids_T=np.array([n], np.int32), answer=str(n)) for n in range(7)
@@ -35,7 +36,7 @@ class Author:
         self.folder, self.random = folder, random.Random(seed)
         self.said = list[str]()
         options = {"settings": SETTINGS, "keep": 1} | options
-        self.journal = Journal(folder, self.said.append, prompts=PROMPTS, **options)
+        self.journal = journal_of(folder, self.said.append, prompts=PROMPTS, **options)
         self.journal.begin(0)
         self.version = self.next_id = 0
         self.active = dict[int, dict[int, Rollout]]()
@@ -51,7 +52,7 @@ class Author:
         self.note()
 
     def note(self) -> None:
-        place = self.journal._segment, self.journal._size
+        place = self.journal.reader.index.segment, self.journal.reader.index.size
         written = set(self.scored) - self.unwritten
         parts = {one: dict(rollouts) for one, rollouts in self.active.items() if rollouts and one not in written}
         self.history[place] = self.version, parts, written, set(self.unwritten)
@@ -137,7 +138,7 @@ class Author:
 
     def checkpoint(self) -> Any:
         """Its state of the controller, as JSON would keep it."""
-        state = self.journal.located(self.state())
+        state = self.journal.with_position(self.state())
         self.unwritten.clear()
         to_disk(self.journal.next_segment())
         self.journal.committed(self.version)
@@ -158,8 +159,8 @@ def same_group(one: RolloutGroup, other: RolloutGroup) -> bool:
 
 
 def read(folder: Path, state: Any = None, **options: Any) -> tuple[Journal, Any, str]:
-    journal = Journal(folder, prompts=PROMPTS, **({"settings": SETTINGS, "keep": 1} | options))
-    reached, said = journal.go_on(state)
+    journal = journal_of(folder, prompts=PROMPTS, **({"settings": SETTINGS, "keep": 1} | options))
+    reached, said = journal.resume(state)
     journal.close()
     return journal, reached, said
 
@@ -179,7 +180,7 @@ def check(author: Author, folder: Path, place: tuple[int, int], state: Any = Non
     for group_id in range(author.next_id):
         if any(group_id in author.consumed[step] for step in range(1, version + 1)):
             continue
-        group, held = journal.kept(group_id)
+        group, held = journal.pop_generated(group_id)
         assert (group is not None) == (group_id in scored) or group_id in unwritten, "cut before the step's own record"
         assert group is None or same_group(group, author.whole[group_id])
         expected = {} if group else {(group_id, n): one for n, one in parts.get(group_id, {}).items()}
@@ -219,7 +220,7 @@ def test_what_is_read_is_what_was_written(
     author, state = written(folder, seed, 90, num_checkpoints, compresses, keeps="all" if compresses else "resume")
     assert {path.suffix for path in (folder / "journal").iterdir()} == {".gz" if compresses else ".groups"}
     assert not author.said
-    check(author, folder, (author.journal._segment, author.journal._size), state)
+    check(author, folder, (author.journal.reader.index.segment, author.journal.reader.index.size), state)
     oldest = min(int(path.name[:8]) for path in (folder / "journal").iterdir())
     assert oldest == (state["journal"]["first"] if state and not compresses else 1), "files that nobody needs any more"
 
@@ -257,7 +258,7 @@ def test_flipped_bits_are_never_believed(tmp_path: Path) -> None:
             assert [group.group_id for group in groups] == author.consumed[step]
             assert all(same_group(group, author.whole[group.group_id]) for group in groups)
         for group_id in author.active:
-            group, held = journal.kept(group_id)
+            group, held = journal.pop_generated(group_id)
             assert group is None or same_group(group, author.whole[group_id])
             assert newest_version([*(group.rollouts if group else ()), *held.values()]) <= reached["step"]
             for (_, index), one in held.items():
@@ -281,7 +282,7 @@ def test_missing_files_and_other_settings_are_told(tmp_path: Path) -> None:
     paths[-2].unlink()
     journal, reached, said = read(folder, state)
     assert f"{paths[-2]} is missing, or damaged after byte " in said
-    assert all(not journal.kept(group_id)[1] for group_id in author.active) or newest(folder) == paths[-1]
+    assert all(not journal.pop_generated(group_id)[1] for group_id in author.active) or newest(folder) == paths[-1]
     paths[-2].write_bytes(whole)
     assert read(folder, state)[2] == ""
     paths[-1].unlink()
@@ -292,8 +293,8 @@ def test_a_run_that_goes_back_leaves_nothing_of_what_it_took_back(tmp_path: Path
     """The steps are done again, otherwise: what later weights sampled before is not to be mixed with that."""
     author, state = written(tmp_path / "run", 2, 120, num_checkpoints=2)
     assert author.version > state["step"] + 1
-    journal = Journal(tmp_path / "run", prompts=PROMPTS, settings=SETTINGS)
-    reached, said = journal.go_on(state)
+    journal = journal_of(tmp_path / "run", prompts=PROMPTS, settings=SETTINGS)
+    reached, said = journal.resume(state)
     assert reached and reached["step"] == author.version and said == ""
     journal.begin(state["step"])  # as if they could not be trained again
     journal.close()
@@ -301,7 +302,7 @@ def test_a_run_that_goes_back_leaves_nothing_of_what_it_took_back(tmp_path: Path
     assert reached == state and not list(again.steps_after(state["step"]))
     for group_id in range(author.next_id):
         for one in (journal, again):
-            group, held = one.kept(group_id)
+            group, held = one.pop_generated(group_id)
             assert newest_version([*(group.rollouts if group else ()), *held.values()]) <= state["step"]
     rows = (tmp_path / "run/journal.jsonl").read_text().splitlines()
     assert len([row for row in rows if '"groups"' in row]) == state["step"]
@@ -332,7 +333,7 @@ def test_scored_groups_are_written_with_the_next_rollouts_after_a_second(
             author.journal.rollouts([(group_id, one) for one in author.active[group_id].values()])
             author.score(group_id)
         author.journal.rollouts([(2, author.grown(2, 0, None, is_final=True))])
-        kept = [read(tmp_path / "run")[0].kept(group_id) for group_id in (0, 1)]
+        kept = [read(tmp_path / "run")[0].pop_generated(group_id) for group_id in (0, 1)]
         assert [group is not None for group, _ in kept] == [is_late, is_late]
         assert [len(held) for _, held in kept] == [0 if is_late else SIZE] * 2, "nothing generated is lost"
     author.journal.close()
@@ -341,8 +342,8 @@ def test_scored_groups_are_written_with_the_next_rollouts_after_a_second(
 def test_a_file_is_ended_when_it_is_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SEGMENT_BYTES", 3000)
     author, state = written(tmp_path / "run", 3, 80)
-    assert author.journal._segment > 4
-    check(author, tmp_path / "run", (author.journal._segment, author.journal._size), state)
+    assert author.journal.reader.index.segment > 4
+    check(author, tmp_path / "run", (author.journal.reader.index.segment, author.journal.reader.index.size), state)
 
 
 def test_a_disk_that_is_full_costs_the_steps_until_there_is_room(
@@ -372,7 +373,7 @@ def test_a_disk_that_is_full_costs_the_steps_until_there_is_room(
     author.journal._file = Full()  # type: ignore[assignment]
     before = author.version
     with monkeypatch.context() as full:
-        full.setattr("llamarl.controller.journal.open_own", refuse)
+        full.setattr("llamarl.journal.writer.open_own", refuse)
         while author.version < before + 2:
             author.act()
     assert len(author.said) == 1
@@ -381,12 +382,12 @@ def test_a_disk_that_is_full_costs_the_steps_until_there_is_room(
     assert reached["step"] == before and said == ""
     while author.version < before + 4:
         author.act()
-    missing = f"{folder}/journal goes on without steps {before + 1} to {before + 2}, which could not be written"
+    missing = f"{folder}/journal continues without steps {before + 1} to {before + 2}, which could not be written"
     assert len(author.said) == 2 and author.said[1].startswith(missing)
     assert author.journal.has(before + 4) and not author.journal.has(before + 2)
     journal, reached, said = read(folder, state)
     assert reached["step"] == before and f"step {before + 1} is missing in the journal" in said
-    assert before + 3 not in journal._steps, "it goes on before the first that is missing"
+    assert before + 3 not in journal.reader.index.steps, "it goes on before the first that is missing"
     state = author.checkpoint()
     while author.version < before + 9:
         author.act()

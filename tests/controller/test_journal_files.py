@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from llamarl.controller import journal as module
-from llamarl.controller import journal_reader
-from llamarl.controller.journal import Journal
-from llamarl.controller.journal_reader import segment_path
-from llamarl.controller.records import records
+from llamarl.journal import reader as journal_reader
+from llamarl.journal import writer as module
+from llamarl.journal.reader import segment_path
+from llamarl.journal.records import records
 from llamarl.observability.files import compress
 from llamarl.types import FinishReason, Rollout
 from tests.controller.test_journal import PROMPTS, SETTINGS, SIZE, Author, read, same, same_group, written
+from tests.journals import journal_of
 
 
 def replayed(author: Author) -> bool:
@@ -168,8 +168,8 @@ def lives(folder: Path) -> Author:
         author.complete_step([group_id])
     whole(author, 3)
     author.journal.close()
-    author.journal = Journal(folder, prompts=PROMPTS, settings=SETTINGS, keeps="all")
-    author.journal.go_on(None)
+    author.journal = journal_of(folder, prompts=PROMPTS, settings=SETTINGS, keeps="all")
+    author.journal.resume(None)
     author.journal.begin(1)
     author.version = 1
     for group_id in (12, 13):
@@ -185,7 +185,7 @@ def test_what_was_taken_back_stays_so(tmp_path: Path) -> None:
     journal, reached, said = read(author.folder)
     assert said == "" and reached["step"] == 3
     assert [[group.group_id for group in groups] for _, groups in journal.steps_after(0)] == [[1], [12], [13]]
-    assert author.whole[3].oldest_version > 1 and journal.kept(3) == (None, {})
+    assert author.whole[3].oldest_version > 1 and journal.pop_generated(3) == (None, {})
 
 
 def test_where_it_is_not_known_what_was_taken_back_nothing_is_trained_again(tmp_path: Path) -> None:
@@ -208,19 +208,19 @@ def test_a_group_of_which_a_part_is_lost_is_none(tmp_path: Path) -> None:
         parked = {n: author.grown(5, n, None, is_final=False) for n in range(SIZE)}
     author.journal.rollouts([(5, one) for one in parked.values()])
     author.journal.next_segment()
-    size = author.journal._size
+    size = author.journal.reader.index.size
     author.active[5] = {n: author.grown(5, n, one, is_final=True) for n, one in parked.items()}
     author.journal.rollouts([(5, one) for one in author.active[5].values()])
     author.journal.next_segment()
     author.score(5)
     author.journal.groups([], lambda group_id: 0)
     author.journal._write_groups()
-    assert author.journal.located(author.state() | {"unconsumed": [(5, 5)]})["journal"]["first"] == 1
+    assert author.journal.with_position(author.state() | {"unconsumed": [(5, 5)]})["journal"]["first"] == 1
     author.journal._file.close()  # type: ignore[union-attr]
-    assert read(author.folder)[0].kept(5)[0] is not None
+    assert read(author.folder)[0].pop_generated(5)[0] is not None
     with (author.folder / "journal/00000002.groups").open("r+b") as file:
         file.truncate(size)
-    group, held = read(author.folder)[0].kept(5)
+    group, held = read(author.folder)[0].pop_generated(5)
     assert group is None and [one.num_tokens for one in held.values()] == [one.num_tokens for one in parked.values()]
 
 
@@ -242,7 +242,7 @@ def test_a_checkpoint_after_a_failure_keeps_what_no_step_has_taken(
     whole(author, 1)
     author.complete_step([1])
     whole(author, 2)
-    author.journal.write_late()
+    author.journal.write_overdue()
     parked(3)
     if is_full:
         file = author.journal._file
@@ -266,7 +266,7 @@ def test_a_checkpoint_after_a_failure_keeps_what_no_step_has_taken(
     author.complete_step([2])
     author.complete_step([4])
     assert author.journal.has(3) and author.journal.has(4) and len(author.said) == 2
-    assert "journal goes on without steps 2 to 2" in author.said[1]
+    assert "journal continues without steps 2 to 2" in author.said[1]
     author.journal.close()
     journal, reached, said = read(author.folder, state)
     assert reached["step"] == 4 and said == ""
@@ -274,7 +274,7 @@ def test_a_checkpoint_after_a_failure_keeps_what_no_step_has_taken(
     assert [[group.group_id for group in groups] for groups in steps.values()] == [[2], [4]]
     assert all(same_group(group, author.whole[group.group_id]) for (group,) in steps.values())
     for group_id in (3, 5):
-        assert same(journal.kept(group_id)[1][group_id, 0], author.active[group_id][0])
+        assert same(journal.pop_generated(group_id)[1][group_id, 0], author.active[group_id][0])
 
 
 def raising(error: OSError) -> Callable[..., Any]:
@@ -293,7 +293,7 @@ def test_a_file_that_cannot_be_begun_costs_no_record(tmp_path: Path, monkeypatch
         refused.setattr(module, "SEGMENT_BYTES", 10)
         refused.setattr(module, "open_own", raising(OSError(errno.ENOSPC, "No space left on device")))
         author.complete_step([1])
-    assert 1 in author.journal._steps and len(author.said) == 1
+    assert 1 in author.journal.reader.index.steps and len(author.said) == 1
     author.checkpoint()
     assert author.journal.has(1)
     author.journal.close()
@@ -311,8 +311,8 @@ def test_files_that_cannot_be_read_are_not_written_over(tmp_path: Path) -> None:
     for path in paths:
         path.write_bytes(b"x" + path.read_bytes()[1:])
     before = [read_anyhow(path) for path in paths]
-    author.journal = Journal(author.folder, author.said.append, prompts=PROMPTS, settings=SETTINGS, keeps="all")
-    reached, said = author.journal.go_on(state)
+    author.journal = journal_of(author.folder, author.said.append, prompts=PROMPTS, settings=SETTINGS, keeps="all")
+    reached, said = author.journal.resume(state)
     assert reached is state and "is missing, or damaged after byte 0" in said
     author.journal.begin(state["step"])
     author.version, author.next_id = state["step"], 900
@@ -332,7 +332,7 @@ def test_what_another_version_wrote_is_not_read(tmp_path: Path, monkeypatch: pyt
         author, state = written(tmp_path / "run", 1, 120, num_checkpoints=3, keep=3)
     journal, reached, said = read(tmp_path / "run", state)
     assert reached is state and ".groups was written by another version of llamarl" in said
-    assert all(journal.kept(group_id) == (None, {}) for group_id in author.active)
+    assert all(journal.pop_generated(group_id) == (None, {}) for group_id in author.active)
     before = {path.name: path.read_bytes() for path in (tmp_path / "run/journal").iterdir()}
     journal.begin(state["step"])
     journal.close()
@@ -349,10 +349,10 @@ def test_groups_that_are_dropped_are_not_kept_in_mind(tmp_path: Path) -> None:
         whole(author, number)
     del author.active[2], author.scored[2]
     author.complete_step([1])
-    assert author.journal._live.keys() == {3}
+    assert author.journal._open.keys() == {3}
     author.journal.close()
     journal = read(author.folder)[0]
-    assert journal._pending.scored.keys() == {3} and not journal._pending.held
+    assert journal.reader.pending.scored.keys() == {3} and not journal.reader.pending.held
     assert [group.group_id for _, groups in journal.steps_after(0) for group in groups] == [1]
 
 
@@ -367,8 +367,8 @@ def test_a_parked_rollout_that_cannot_go_on_has_no_tokens(tmp_path: Path) -> Non
     author.journal.rollouts([(5, failed), (6, beside)])
     author.journal.close()
     journal = read(author.folder)[0]
-    ((_, found),) = journal.kept(5)[1].items()
-    assert same(found, failed) and same(journal.kept(6)[1][6, 0], beside)
+    ((_, found),) = journal.pop_generated(5)[1].items()
+    assert same(found, failed) and same(journal.pop_generated(6)[1][6, 0], beside)
 
 
 def test_scores_that_nobody_takes_are_written_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,8 +377,8 @@ def test_scores_that_nobody_takes_are_written_after_a_while(tmp_path: Path, monk
     whole(author, 1)
     for wait_s, is_there in ((1e9, False), (0.0, True)):
         monkeypatch.setattr(module, "UNWRITTEN_S", wait_s)
-        author.journal.write_late()
-        assert (read(author.folder)[0].kept(1)[0] is not None) == is_there
+        author.journal.write_overdue()
+        assert (read(author.folder)[0].pop_generated(1)[0] is not None) == is_there
     author.journal.close()
 
 
@@ -389,7 +389,7 @@ def test_a_completed_step_is_written_before_what_follows(tmp_path: Path, follows
     whole(author, 1)
     del author.active[1], author.scored[1]
     author.version, author.consumed[1] = 1, [1]
-    author.journal.step_soon([1], author.state(), None)  # type: ignore[arg-type]
+    author.journal.queue_step([1], author.state(), None)  # type: ignore[arg-type]
     assert not dict(read(author.folder)[0].steps_after(0))
     if follows == "rollouts":
         author.active[2] = {0: next(one for _ in range(99) if (one := author.grown(2, 0, None, False)).num_tokens)}
@@ -400,7 +400,7 @@ def test_a_completed_step_is_written_before_what_follows(tmp_path: Path, follows
         author.journal.close()
     journal, _, said = read(author.folder)
     assert said == "" and [*dict(journal.steps_after(0))] == [1]
-    assert bool(journal.kept(2)[1]) == (follows == "rollouts")
+    assert bool(journal.pop_generated(2)[1]) == (follows == "rollouts")
     author.journal.close()
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamarl.controller.journal import Journal
 from tests.controller.fakes import Run, Strike, config, rows
 from tests.controller.test_failures import draws
 from tests.executors.ledger import Generator, Model, Reward, Trainer
+from tests.journals import journal_of
 
 NUM_STEPS = 7
 
@@ -55,13 +55,13 @@ def newest(trainer: Trainer) -> tuple[int, Any]:
 def on_record(run: Run) -> tuple[int, set[tuple[int, int, int]]]:
     """What a journal says: completed steps, and every token that need not be generated again."""
     version, state = newest(run.trainer)
-    journal = Journal(run.folder, prompts=run.problems.train, saved=[step for step, _ in run.trainer.saved])
-    _, said = journal.go_on(json.loads(state))
+    journal = journal_of(run.folder, prompts=run.problems.train, saved=[step for step, _ in run.trainer.saved])
+    _, said = journal.resume(json.loads(state))
     journal.close()
     assert said == ""
     found = [one for _, groups in journal.steps_after(version) for group in groups for one in group.rollouts]
     for group_id in range(100):
-        group, held = journal.kept(group_id)
+        group, held = journal.pop_generated(group_id)
         found += [*(group.rollouts if group else ()), *held.values()]
     return journal.version, {(one.group_id, one.index, n) for one in found for n in range(one.num_tokens)}
 
@@ -212,7 +212,7 @@ def test_a_trainer_that_dies_after_the_controller_did(tmp_path: Path) -> None:
     run = run_of(tmp_path, Trainer(), 3, 0, max_staleness=1)
     run.start_s = 1.0
     run.train(strike=strike)
-    again = [text for text in run.warnings if "taken again" in text]
-    assert len(again) == 2 and all("goes on from step 0, " in text for text in again)
+    again = [text for text in run.warnings if "trained again" in text]
+    assert len(again) == 2 and all("continues from step 0, " in text for text in again)
     assert [row["step"] for row in run.steps] == list(range(1, NUM_STEPS + 1))
     assert Counter(row["prompt_id"] for row in run.rollouts if not row["index"]) == Counter(draws(2 * NUM_STEPS))

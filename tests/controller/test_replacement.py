@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llamarl.controller.flight import FIRST_GREEDY_ID, FlyingRollout, PendingGroup, greedy_request
+from llamarl.controller.flight import FIRST_GREEDY_ID, InFlightRollout, PendingGroup, greedy_request
 from llamarl.controller.supervision import Interrupted
 from llamarl.data.sampler import PromptSampler
 from llamarl.executors.replies import ScoredResponse
@@ -189,7 +189,10 @@ def test_a_greedy_response_that_failed_is_no_baseline() -> None:
     )
     greedy = greedy_request(request)
     failed = Rollout.empty(greedy.group_id, 0, FinishReason.FAILED, "too long")
-    rows = [FlyingRollout(request=request, rollout=Rollout.empty(3, 0)), FlyingRollout(request=greedy, rollout=failed)]
+    rows = [
+        InFlightRollout(request=request, rollout=Rollout.empty(3, 0)),
+        InFlightRollout(request=greedy, rollout=failed),
+    ]
     pending = PendingGroup(prompts(1)[0], rows)
     group = pending.scored(pending.rollouts, [ScoredResponse(response="", result=RIGHT)] * 2)
     assert group.baseline == RewardResult(outcome=Outcome.INVALID, value=0.0, reason="too long")

@@ -14,12 +14,12 @@ import pytest
 from llamarl.cluster.api import MeshFailed
 from llamarl.cluster.port import port
 from llamarl.controller import weights
-from llamarl.controller.flight import Flight
-from llamarl.controller.journal import Journal
+from llamarl.controller.flight import Flight, Replicas
 from llamarl.controller.ports import TrainerPort
-from llamarl.controller.replicas import Replicas
+from llamarl.controller.progress import Progress
 from llamarl.controller.supervision import Supervisor
-from llamarl.controller.sync import Transports
+from llamarl.controller.weights import Transports
+from llamarl.journal.writer import Journal
 from llamarl.parts.forecast.simulator.clock import run_virtual
 from llamarl.weight_sync.layout import TensorSpec
 from llamarl.weight_sync.select import Selection
@@ -57,12 +57,12 @@ def test_a_call_to_one_that_has_left_has_no_effect() -> None:
     """Also where a death ends the run: this is none."""
 
     async def main() -> None:
-        replicas = Replicas([generator := Generator().start("generator-0")], flight(), Supervisor(), 5.0)
+        replicas = Replicas([generator := Generator().start("generator-0")], flight(), Supervisor(), Progress(), 5.0)
         (replica,) = replicas.alive
         generator.die()
         with pytest.raises(MeshFailed):
             await replicas.unless_dead(replica, replica.port.collect(0))
-        replicas.lose(replica)
+        replicas.remove(replica)
         assert await replicas.unless_dead(replica, replica.port.collect(0)) is None
 
     run_virtual(main())
@@ -143,7 +143,7 @@ async def transports_for(
     trainer: SamplingTrainer, places: Sequence[tuple[str, ...]], trainer_hosts: tuple[str, ...]
 ) -> tuple[Transports, list[Selection], Replicas]:
     handles = [Fetching(hosts=hosts).start(f"generator-{number}") for number, hosts in enumerate(places)]
-    replicas, told = Replicas(handles, flight(), Supervisor(), 5.0), list[Selection]()
+    replicas, told = Replicas(handles, flight(), Supervisor(), Progress(), 5.0), list[Selection]()
     asked = port(TrainerPort, trainer.start("trainer"), 5.0)
     made = Transports(config(Path(), cluster={"kind": "monarch"}), asked, trainer_hosts, told.append)
     await made.begin(replicas.alive)

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamarl.controller import records
-from llamarl.controller.journal import Journal
-from llamarl.controller.journal_reader import segment_path
-from llamarl.controller.route_files import named
+from llamarl.journal import records
+from llamarl.journal.reader import segment_path
+from llamarl.journal.records import named
 from llamarl.types import FinishReason, Rollout, RolloutGroup, observed, unknown_routes
 from tests.controller.test_journal import PROMPTS, SETTINGS, SIZE, Author, read, same_group
+from tests.journals import journal_of
 
 
 class MixtureAuthor(Author):
@@ -121,7 +121,7 @@ def test_files_go_with_those_of_the_journal(tmp_path: Path) -> None:
 
 def test_what_an_environment_wrote_gets_its_experts_when_it_is_prefilled(tmp_path: Path) -> None:
     """They come after the tokens, with those that the policy goes on with."""
-    journal = Journal(tmp_path, prompts=PROMPTS, settings=SETTINGS)
+    journal = journal_of(tmp_path, prompts=PROMPTS, settings=SETTINGS)
     journal.begin(0)
     sampled = {
         "token_ids": np.arange(3, dtype=np.int32), "behavior_logprobs": np.zeros(3, np.float32),
@@ -135,7 +135,7 @@ def test_what_an_environment_wrote_gets_its_experts_when_it_is_prefilled(tmp_pat
     journal.rollouts([(0, replace(parked, columns=more, finish_reason=FinishReason.STOP))])
     journal.close()
     found, _, _ = read(tmp_path, {"step": 0, "sampler": {}, "next_group_id": 1, "unconsumed": [(0, 0)]})
-    _, held = found.kept(0)
+    _, held = found.pop_generated(0)
     assert SIZE
     np.testing.assert_array_equal(held[0, 0].columns["routes"], more["routes"])
 

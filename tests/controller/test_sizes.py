@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llamarl.controller.parcels import _num_characters
+from llamarl.controller.ports import _num_characters
 
 CASES: list[Any] = [
     {"solution": "x" * 5000, "test_list": [f"assert f({n}) == {'y' * 200}" for n in range(30)]},

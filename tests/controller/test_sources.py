@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from llamarl.controller.admission import Admission, Problems, TooManyInvalid
-from llamarl.controller.sources import SourceTallies
+from llamarl.controller.progress import Progress
+from llamarl.controller.telemetry import SourceTallies
 from llamarl.observability.events import Flow
 from llamarl.types import FinishReason, Outcome, Prompt, RolloutGroup
 from tests.controller.fakes import config, prompts
@@ -59,7 +60,7 @@ def test_totals_are_means_over_the_groups_of_a_source(of: Any) -> None:
 
 def test_a_grader_that_fails_is_named_by_its_source(tmp_path: Path, of: Any) -> None:
     problems = Problems(train=prompts(9), eval=(), stop_token_ids=(2,))
-    admission = Admission(config(tmp_path), problems, None, Flow(lambda: 0.0))
+    admission = Admission(config(tmp_path), problems, None, Flow(lambda: 0.0), Progress())
     with pytest.raises(
         TooManyInvalid, match=r"5 of 6 rewards .* are invalid \(reward.max.* = 0.5; 4 of source 'b', 1 of source 'a'\)"
     ):
@@ -76,7 +77,7 @@ def test_limits_and_shares_are_those_of_the_sources(tmp_path: Path) -> None:
     train = [replace(prompt, source="a" if n < 6 else "b") for n, prompt in enumerate(prompts(9))]
     limits, stops = {"a": settings.rollout.max_new_tokens, "b": 77}, {"a": ("x",), "b": ("y",)}
     problems = Problems(train=train, eval=(), stop_token_ids=(2,), stops_of=stops)
-    admission, drawn = Admission(settings, problems, None, Flow(lambda: 0.0)), list[Prompt]()
+    admission, drawn = Admission(settings, problems, None, Flow(lambda: 0.0), Progress()), list[Prompt]()
     for request, prompt in admission.admit():
         drawn.append(prompt)
         assert request.sampling.max_new_tokens == limits[prompt.source]

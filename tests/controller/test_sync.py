@@ -21,8 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llamarl.cluster.api import CallTimeout, MeshFailed
-from llamarl.controller.sync import WeightsWrong, mismatch_of
-from llamarl.controller.weights import MAX_HELD_BY_ALL
+from llamarl.controller.weights import MAX_HELD_BY_ALL, WeightsWrong, mismatch_of
 from llamarl.executors.replies import GeneratorStats, Probe
 from tests.controller.fakes import Run, config
 from tests.executors.ledger import RIGHT, WRONG, Generator, Reward, Trainer, token
@@ -328,9 +327,9 @@ def test_a_generator_leaves_as_soon_as_it_owes_nothing(tmp_path: Path) -> None:
         clock, leaving = asyncio.get_running_loop(), run.controller.replicas.alive[1]
         await leaving.busy.wait()
         await asyncio.sleep(0.5)
-        start_s, owed = clock.time(), run.controller.replicas.owes(leaving)
+        start_s, owed = clock.time(), run.controller.replicas.num_owed(leaving)
         await run.controller.recovery.remove("generator-1", timeout_s=5.0)
-        assert owed and not run.controller.replicas.owes(leaving)
+        assert owed and not run.controller.replicas.num_owed(leaving)
         took_s.append(clock.time() - start_s)
 
     run.train(strike=strike)

@@ -14,9 +14,9 @@ import torch
 from llamarl.cluster.api import CallTimeout, MeshFailed
 from llamarl.config import RunConfig
 from llamarl.config.schema import DataConfig, GeneratorConfig
-from llamarl.controller.lives import TooManyDeaths
+from llamarl.controller.restart import TooManyRestarts
 from llamarl.controller.supervision import Stalled
-from llamarl.controller.sync import WeightsWrong
+from llamarl.controller.weights import WeightsWrong
 from llamarl.data.prompts import load_prompts, open_tokenizer
 from llamarl.distributed.mesh import ALONE
 from llamarl.executors.generator import GeneratorExecutor
@@ -43,7 +43,7 @@ from tests.parts.forecast.simulator.conftest import run_config
 Effect = Callable[[Path, dict[str, Any]], object]
 """What is observed, given a folder and sections with some settings."""
 LEAST = {"model": {"path": "nowhere"}, "data": {"train": "jsonl"}}
-ENDS = (CallTimeout, MeshFailed, NonFiniteStep, Stalled, TooManyDeaths, WeightsWrong)
+ENDS = (CallTimeout, MeshFailed, NonFiniteStep, Stalled, TooManyRestarts, WeightsWrong)
 
 
 def nested(name: str, value: object) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def test_a_rank_with_half_of_the_experts_dies(tmp_path: Path, mixture: Path) -> 
     said = faulty.end()
     whole.end()
     assert steps(faulty.folder) == steps(whole.folder)
-    assert said.count("trainer goes on") == 2
+    assert said.count("trainer continues") == 2
     replayed = llamarl_here("replay", faulty.folder / "tiny")
     assert replayed.returncode == 0 and "all equal" in replayed.stdout, replayed.stdout + replayed.stderr
 

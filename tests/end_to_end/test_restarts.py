@@ -85,7 +85,7 @@ def test_whoever_dies_the_run_learns_the_same(tmp_path: Path, toml: Path, whole:
     for pid in killed:
         assert re.search(rf"pid {pid} (was killed by SIGKILL|has ended)", said), said
     again = [(int(start), int(number)) for start, number in
-             re.findall(r"trainer goes on from step (\d+), (\d+) steps were taken again", said)]  # fmt: skip
+             re.findall(r"trainer continues from step (\d+), (\d+) steps were trained again", said)]  # fmt: skip
     assert len(again) == 2 and again[0][0] == 0 and again[1][0] in (8, 16), again
     assert 3 <= again[0][1] <= 7
 
@@ -97,7 +97,7 @@ def test_with_a_mirror_one_step_is_taken_again(tmp_path: Path, toml: Path, whole
     run.strike("critic", 12)
     said = run.end()
     assert steps(tmp_path) == steps(whole) and weights(tmp_path) == weights(whole)
-    found = re.findall(r"(trainer|critic) goes on from step (\d+), ([01]) steps were taken again", said)
+    found = re.findall(r"(trainer|critic) continues from step (\d+), ([01]) steps were trained again", said)
     assert [name for name, *_ in found] == ["trainer", "critic"], said
     assert int(found[0][1]) >= 4 and int(found[1][1]) >= 11
     assert not list(Path("/dev/shm").glob("llamarl-tmp-*/mirror/*/trainer")), "it goes with the run"
@@ -118,7 +118,7 @@ def test_a_rank_that_is_killed_or_stopped(tmp_path: Path, toml: Path) -> None:
     assert steps(faulty.folder) == steps(whole.folder)
     assert re.search(r"trainer \(rank 1\): pid \d+ ", said), said
     assert f"rank 0 (pid {stopped}) is stopped" in said, said
-    assert said.count("trainer goes on") == 2
+    assert said.count("trainer continues") == 2
 
 
 FEWER = """
@@ -148,7 +148,7 @@ def test_a_trainer_that_goes_on_in_another_layout_learns_the_same(
     run.strike("trainer.1", 6)
     said = run.end()
     assert "trainer starts in another layout, as too few devices are left: fsdp 1, tp 1, pp 1, cp 1" in said
-    found = re.search(r"trainer goes on from step (\d+), (\d+) steps were taken again", said)
+    found = re.search(r"trainer continues from step (\d+), (\d+) steps were trained again", said)
     assert found and (int(found[1]) >= 5 if mirror == "true" else int(found[1]) == 4), said
     last = int(found[1]) + int(found[2]) + 2
     for step, other in zip(steps(tmp_path)[:last], steps(whole), strict=False):

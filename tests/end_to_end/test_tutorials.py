@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,30 +18,35 @@ import pytest
 
 from llamarl.config import load_config
 from llamarl.parts.page import findings
+from llamarl.run.rollouts import rollout_rows
 from tests.architecture.repository import PACKAGE, ROOT, python_files, tree
-from tests.end_to_end.tiny import LLAMARL, environment, llamarl, make_model
+from tests.end_to_end.tiny import LLAMARL, SOMETIME_S, environment, llamarl, make_model
 from tests.nightly import nightly
 
 DOCS = ROOT / "docs"
 
 
-def blocks(page: str, language: str) -> list[str]:
+def blocks(page: str, language: str, *, before: str = "") -> list[str]:
+    """Code of a page in a language; `before` is a heading at which to stop."""
     text = (DOCS / page).read_text(encoding="utf-8")
+    if before:
+        text, heading, _ = text.partition(f"\n{before}\n")
+        assert heading, f"{page} has no heading {before}"
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 def test_your_task_runs_as_it_stands(tmp_path: Path) -> None:
     """Data, reward and settings from the page, then the commands that it shows."""
-    (data, held_out), (reward,), (settings,), (commands,) = (
-        blocks("your_task.md", language) for language in ("json", "python", "toml", "bash")
-    )
+    data, held_out = blocks("your_task.md", "json")
+    script, reward, reward_class = blocks("your_task.md", "python")
+    (settings,), commands = blocks("your_task.md", "toml"), "".join(blocks("your_task.md", "bash")).splitlines()
     make_model(tmp_path / "model")
-    files = {"train.jsonl": data, "test.jsonl": held_out, "my_reward.py": reward, "mine.toml": settings}
+    files = {"train.jsonl": data, "test.jsonl": held_out, "my_reward.py": reward + reward_class, "mine.toml": settings}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert load_config(tmp_path / "mine.toml").trainer.learning_rate > 1e-6, "in so few steps that moves nothing"
-    for command in commands.splitlines():
-        words = command.removeprefix("llamarl ").split()
+    for command in commands:
+        words = shlex.split(command.removeprefix("llamarl "))
         if words[0] == "train":  # processes of their own take ten times as long, and are tested elsewhere
             words += ["--cluster.kind", "inline", "--screen.kind", "lines", "--watch"]
         done = llamarl(*words, cwd=tmp_path)
@@ -47,9 +54,20 @@ def test_your_task_runs_as_it_stands(tmp_path: Path) -> None:
         assert "prompts are in data.train too" not in done.stderr
         if words[0] == "train" and "--dry-run" not in words:
             assert "llamarl train: watch at http://127.0.0.1:" in done.stderr
-    page = (tmp_path / "runs" / "mine" / "report.html").read_text(encoding="utf-8")
-    assert "Repeat the word" in page
-    assert "does not say it" in page
+    assert "Repeat the word" in (tmp_path / "runs" / "mine" / "report.html").read_text(encoding="utf-8")
+    by_class = [row["reason"] for row in rollout_rows(tmp_path / "runs" / "class")]
+    assert any("the answer is missing" in reason for reason in by_class)
+    check_script(script.replace("steps=40,", "steps=2,\n    cluster={'kind': 'inline'},"), tmp_path)
+
+
+def check_script(script: str, folder: Path) -> None:
+    """Runs the page's Python in the folder that has its model."""
+    assert "kind" in script
+    (folder / "task.py").write_text(script)
+    command = [sys.executable, "task.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment(), timeout=SOMETIME_S)
+    assert done.returncode == 0, done.stderr
+    assert len([*rollout_rows(folder / "runs" / "run")]) == 2 * 2 * 4
 
 
 @pytest.mark.timeout(900)
@@ -59,7 +77,8 @@ def test_the_first_run_goes_as_it_stands(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     if (ROOT / "runs" / "base" / "demo").exists():  # else it is made here
         shutil.copytree(ROOT / "runs" / "base" / "demo", tmp_path / "runs" / "base" / "demo")
-    commands = [line for block in blocks("first_run.md", "bash") for line in block.splitlines()]
+    shown = blocks("first_run.md", "bash", before="## A real model")
+    commands = [line for block in shown for line in block.splitlines()]
     assert commands[0] == "make demo"
     (venv := tmp_path / "venv").mkdir()
     (venv / ".llamarl-runtime").touch()

@@ -18,7 +18,7 @@ import torch
 
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import GeneratorConfig
-from llamarl.controller.sync import mismatch_of
+from llamarl.controller.weights import mismatch_of
 from llamarl.distributed.interrupt import open_sockets
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.replies import Published

@@ -30,11 +30,15 @@ class Trainer:
         half: bool = False,
         cutoffs_N: Any = None,
         rounded: bool = False,
+        contexts: Any = None,
     ) -> list[Any]:
         self.calls += 1
         says = 100 * (cutoffs_N is not None) + self.version + 0.5 * (half and self.config.dtype == "bfloat16")
         says += 0.25 * rounded
-        return [np.full(len(sequence) - 1, says, np.float32) for sequence in sequences]
+        found = [np.full(len(sequence) - 1, says, np.float32) for sequence in sequences]
+        for own_T, num in zip(found, contexts, strict=True):
+            own_T[: num - 1] = np.nan
+        return found
 
 
 def group(is_asked: bool, cutoff: float = -np.inf, routes: bool = False) -> RolloutGroup:
@@ -84,7 +88,7 @@ def test_each_so_many_versions_are_probed(every: int) -> None:
     found, _, _ = probed(every)
     assert sorted(found) == sorted({1, *range(every, 11, every)})
     for version, probe in found.items():
-        assert {*np.concatenate(probe.logprobs)} == {version}
+        assert {*np.concatenate(probe.logprobs)[4:]} == {version}, "behind the prompt, which is not scored"
         assert probe.is_compared_N.tolist() == [False] * 4 + [True, True, False, True, True]
 
 
@@ -101,25 +105,25 @@ def test_versions_that_are_not_probed_cost_nothing() -> None:
 
 def test_causes_are_told_by_the_weights_with_which_the_step_begins() -> None:
     _, causes, _ = probed()
-    assert [*causes] == [4] and causes[4].logprobs_4_N.tolist() == [[3.0] * 9] * 4
+    assert [*causes] == [4] and causes[4].logprobs_4_N[:, 4:].tolist() == [[3.0] * 5] * 4
     assert causes[4].routing is None
 
 
 def test_what_was_left_out_is_scored_without() -> None:
     _, causes, _ = probed(cutoff=-2.0)
-    assert causes[4].logprobs_4_N[:, 0].tolist() == [3.0, 3.0, 3.0, 103.0]
+    assert causes[4].logprobs_4_N[:, 4].tolist() == [3.0, 3.0, 3.0, 103.0]
 
 
 def test_how_steps_round_is_told_apart() -> None:
     _, causes, _ = probed(dtype="bfloat16")
-    assert causes[4].logprobs_4_N[:, 0].tolist() == [3.5, 3.25, 3.25, 3.5] and causes[4].unserved == 0.25
+    assert causes[4].logprobs_4_N[:, 4].tolist() == [3.5, 3.25, 3.25, 3.5] and causes[4].unserved == 0.25
     _, causes, _ = probed(served="bfloat16")
-    assert causes[4].logprobs_4_N[:, 0].tolist() == [3.0, 3.0, 3.25, 3.0] and causes[4].unserved == 0.0
+    assert causes[4].logprobs_4_N[:, 4].tolist() == [3.0, 3.0, 3.25, 3.0] and causes[4].unserved == 0.0
 
 
 def test_the_probe_after_a_sync_is_scored_by_what_is_trained_and_served() -> None:
     found, _, _ = probed(dtype="bfloat16")
-    assert {*np.concatenate(found[2].logprobs)} == {2.5}
+    assert {*np.concatenate(found[2].logprobs)[4:]} == {2.5}
 
 
 def test_routers_are_asked_before_the_step_learns(monkeypatch: pytest.MonkeyPatch) -> None:

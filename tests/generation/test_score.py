@@ -77,3 +77,34 @@ def test_what_is_drawn_is_what_the_sampler_says(model: Transformer, sampling: Sa
     np.testing.assert_allclose(found_3_T[2, -30:], rollout.behavior_logprobs_T, atol=1e-5)
     assert (found_3_T[2, -30:] > found_3_T[1, -30:]).any()
     np.testing.assert_allclose(found_3_T[2, :9], found_3_T[1, :9], atol=1e-6, err_msg="nobody drew the prompt")
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_what_sequences_share_at_their_beginning_is_computed_once(
+    model: Transformer, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one of them is all of another, and not where the candidates of a shared token differ."""
+    engine, rng = engine_of(model, precision), np.random.default_rng(1)
+    beginning = rng.integers(0, 40, 40)
+    sequences = [np.concatenate((beginning, rng.integers(0, 40, n))) for n in (1, 9, 20)]
+    sequences.append(sequences[2][:50])
+    fed, forward = list[int](), GeneratorModel.__call__
+
+    def counted(self: GeneratorModel, *feed: torch.Tensor) -> torch.Tensor:
+        fed.append(len(feed[0]))
+        return forward(self, *feed)
+
+    monkeypatch.setattr(GeneratorModel, "__call__", counted)
+    together = engine.score(sequences)
+    assert fed == [39 + sum(len(ids_T) - 40 for ids_T in sequences)]
+    assert [len(one) for one in together] == [len(ids_T) - 1 for ids_T in sequences]
+    for ids_T, found_T in zip(sequences, together, strict=True):
+        np.testing.assert_allclose(found_T, engine.score([ids_T])[0], atol=1e-5 if precision == "float32" else 3e-2)
+    candidates = all_of(sequences, 0.7)
+    candidates.cutoffs[1][30] = -0.5
+    fed.clear()
+    divided = engine.score(sequences, candidates)
+    assert fed[0] == 30 + sum(len(ids_T) - 1 - 30 for ids_T in sequences)
+    for at, ids_T in enumerate(sequences):
+        own = CandidateSets(temperature=0.7, cutoffs=[candidates.cutoffs[at]])
+        np.testing.assert_allclose(divided[at], engine.score([ids_T], own)[0], atol=3e-2)

@@ -77,6 +77,13 @@ EMULATED __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {  // a 
     return sum;
 }
 
+EMULATED __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
+    for (int i = 0; i < 16; ++i)
+        for (int j = 2 * i; j < 2 * i + 2; ++j)
+            sum[i] += emulated::widen(uint16_t(a[j])) * emulated::widen(uint16_t(b[j]));
+    return sum;
+}
+
 EMULATED void _tile_loadconfig(const void* config) {
     for (int i = 0; i < 8; ++i)  // all that `packed.cpp` asks for: 16 rows of 64 bytes
         if (((const uint8_t*)config)[48 + i] != 16 || ((const uint16_t*)config)[8 + i] != 64) __builtin_trap();

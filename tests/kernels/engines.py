@@ -17,7 +17,7 @@ from llamarl.kernels import attention, build, copy, experts, linear, ops, paths
 EMULATED = ("emulated-amx", "emulated-avx512")
 ENGINES = (*build.offered(), *EMULATED)
 """What `LLAMARL_KERNELS` can be here, and `packed.cpp` with loops in place of instructions."""
-_FEATURES = ("AVX512VNNI", "AMX_TILE", "AMX_BF16", "AMX_INT8")
+_FEATURES = ("AVX512VNNI", "AVX512BF16", "AMX_TILE", "AMX_BF16", "AMX_INT8")
 _CACHES = (
     build.load, build.processor, attention.kernel, copy.kernel, linear.kernels, ops.kernels, experts.kernels,
     paths.offered, paths.chosen,

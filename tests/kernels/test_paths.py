@@ -111,3 +111,17 @@ def test_a_pin_leaves_its_own_paths(monkeypatch: pytest.MonkeyPatch) -> None:
         assert Linear(values).path.startswith(pin)
     monkeypatch.undo()
     forget()
+
+
+@pytest.mark.parametrize(("dots", "panels", "serves"), [(160.0, 100.0, "avx512-bf16"), (140.0, 100.0, "avx512")])
+def test_dot_products_of_bfloat16_serve_all_shapes_where_they_are_clearly_faster(
+    monkeypatch: pytest.MonkeyPatch, dots: float, panels: float, serves: str
+) -> None:
+    """Not by shape: they round activations, and ranks with parts of a matrix must compute as one with all of it."""
+    peaks = {"avx512-bf16": dots, "avx512": panels, "avx2": 50.0}
+    monkeypatch.setattr(paths, "peak_gflops", lambda path: peaks[path.name])
+    found = paths._of_one_arithmetic([paths.Path(name=name, multiply=None) for name in peaks])
+    assert found[0].name == serves and ("avx2" in [path.name for path in found]) == (serves == "avx512")
+    peaks["avx512-bf16"] = 300.0
+    again = paths._of_one_arithmetic([paths.Path(name=name, multiply=None) for name in peaks])
+    assert [path.name for path in again] == [path.name for path in found]

@@ -43,7 +43,7 @@ class TestOneThatLoads:
 
     def test_has_its_row_in_the_docs(self, model: dict[str, Any]) -> None:
         size, context = model["parameters"] / 1e9, model["config"]["max_position_embeddings"]
-        row = f"| `{model['name']}` | {model['config']['model_type']} | {size:.2f} | {context:,} | {model['license']} |"
+        row = f"| `{model['name']}` | {model['config']['model_type']} | {size:.2f} | {context:,} |"
         assert row in PAGE
 
 
@@ -62,7 +62,7 @@ class TestMixtureThatLoads:
 
     def test_has_its_row_in_the_docs(self, model: dict[str, Any]) -> None:
         size, context = model["parameters"] / 1e9, model["config"]["max_position_embeddings"]
-        row = f"| `{model['name']}` | {model['config']['model_type']} | {size:.2f} | {context:,} | {model['license']} |"
+        row = f"| `{model['name']}` | {model['config']['model_type']} | {size:.2f} | {context:,} |"
         assert row in PAGE
 
 
@@ -86,7 +86,7 @@ def test_another_architecture_is_named_with_the_nearest_that_works(model_type: s
         ModelShape.from_hf({"model_type": model_type})
     said = f"config.json: `model_type` = {model_type!r} is {what}: {lacks} not computed here; the nearest that works is"
     assert str(caught.value) == f"{said} {nearest}"
-    assert f"| `{model_type}` | {what} | {lacks} not computed | `{nearest}` |" in PAGE
+    assert f"`{model_type}` ({what})" in PAGE.replace("\n", " ")
 
 
 def test_all_that_is_refused_by_name_is_an_architecture_of_transformers() -> None:

@@ -19,7 +19,7 @@ import pytest
 import llamarl
 from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.config.data import DataConfig
-from llamarl.controller.clock import PatientLoop, run_patiently
+from llamarl.controller.supervision import PausableClockLoop, run_pausable
 from llamarl.run.given import sources_of
 from llamarl.run.preview import check_functions
 from tests.end_to_end.tiny import ROOT, SOMETIME_S, environment, llamarl_here, make_model, write_toml
@@ -78,12 +78,12 @@ def test_the_record_starts_it_again_without_python(toml: Path) -> None:
     assert part.options["curve"] == "closure" and pickle.parent == Path("runs/.given")
     assert "return secret" in pickle.with_suffix(".py").read_text()
     assert "secret" not in run.path.joinpath("config.toml").read_text()
-    command = [sys.executable, "-m", "llamarl", "train", "runs/tiny/config.toml", "--resume", "--steps=3"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment() | {"PYTHONPATH": str(ROOT)})
+    command = ("train", "runs/tiny/config.toml", "--resume", "--steps=3")
+    done = llamarl_here(*command)
     assert done.returncode == 0, done.stderr
     assert {row["reward_mean"] for row in run.metrics()} == {7.0}
     pickle.unlink()
-    done = subprocess.run(command, capture_output=True, text=True, env=environment() | {"PYTHONPATH": str(ROOT)})
+    done = llamarl_here(*command)
     assert done.returncode == 2 and "is not there; start the run from Python again" in done.stderr
 
 
@@ -315,7 +315,7 @@ def test_where_a_loop_runs_already(toml: Path) -> None:
         raise LookupError("of its own")
 
     async def outer() -> None:
-        run_patiently(fails())
+        run_pausable(fails())
 
     with pytest.raises(LookupError, match="of its own"):
         asyncio.run(outer())
@@ -491,7 +491,7 @@ def test_the_lock_goes_where_a_start_fails(toml: Path, monkeypatch: pytest.Monke
 
 
 def test_an_interrupt_before_anybody_listens() -> None:
-    loop, heard = PatientLoop(), list[str]()
+    loop, heard = PausableClockLoop(), list[str]()
     loop.interrupt()
     loop.listen(lambda: heard.append("now"))
     assert heard == ["now"]

@@ -32,7 +32,7 @@ from tests.nightly import NIGHTLY, nightly
 from tests.parts.hub.server import HubServer, only_hub
 
 GIB = 2**30
-PAGE = (Path(__file__).parents[2] / "docs/recipes.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/gpus.md").read_text()
 CARDS = {
     "cpu": 0, "card24": 1, "card80": 1, "card140": 1, "cards2": 2, "cards4": 4, "cards8": 8, "hosts2": 8,
 }  # fmt: skip

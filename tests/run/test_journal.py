@@ -22,10 +22,10 @@ def said(folder: Path, settings: RunConfig, num_prompts: int = 5, unknown: Seque
     """Of a journal that has a step, by a run with these settings; code that wrote it may not have known some."""
     problems = Problems(train=prompts(num_prompts), eval=(), stop_token_ids=(2,))
     journal = open_journal(settings, problems, RunFolder(folder), pytest.fail)
-    _, lost = journal.go_on(None)
+    _, lost = journal.resume(None)
     if not (folder / "journal").exists():
         for name in unknown:
-            del journal._settings[name]
+            del journal.reader.settings[name]
         journal.begin(0)
         journal.step([], STATE | {"step": 1})  # type: ignore[arg-type]
     journal.close()

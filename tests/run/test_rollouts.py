@@ -14,9 +14,8 @@ import pytest
 
 from llamarl.cli.export import main
 from llamarl.config import ConfigError
-from llamarl.controller import journal_reader
-from llamarl.controller.journal import Journal
-from llamarl.controller.journal_reader import segments
+from llamarl.journal import reader as journal_reader
+from llamarl.journal.reader import segments
 from llamarl.observability.metrics import UpdateMetrics
 from llamarl.parts.page.document import sample
 from llamarl.parts.page.rollouts import Rollouts
@@ -26,6 +25,7 @@ from llamarl.run.rollouts import TrainedSteps, rollout_lines, rollout_rows
 from llamarl.training.result import PolicyStepResult
 from llamarl.types import Outcome, RewardResult, RolloutGroup
 from tests.controller.oracle import lines_of
+from tests.journals import journal_of
 
 NAN = float("nan")
 
@@ -36,7 +36,7 @@ class Writer:
     def __init__(self, folder: Path, make_group: Any, **options: Any) -> None:
         self.folder, self._make_group, self._options = folder, make_group, {"keeps": "all"} | options
         self.expected = dict[int, list[str]]()
-        self.journal = Journal(folder, print, **self._options)
+        self.journal = journal_of(folder, print, **self._options)
         self.journal.begin(0)
         (folder / "config.toml").write_text(
             f'model = {{path = "x"}}\ndata = {{train = "jsonl"}}\nrecord = {{kind = "{self._options["keeps"]}"}}\n'
@@ -44,8 +44,8 @@ class Writer:
 
     def resume(self, version: int) -> None:
         """Another process goes on from an earlier step; nothing of this one is closed."""
-        self.journal = Journal(self.folder, print, **self._options)
-        self.journal.go_on(None)
+        self.journal = journal_of(self.folder, print, **self._options)
+        self.journal.resume(None)
         self.journal.begin(version)
 
     def step(self, step: int, salt: float = 0.0) -> None:

@@ -361,3 +361,27 @@ def test_gradients_of_products_in_bfloat16_add_up() -> None:
         y_M_O.sum().backward()
     assert weight_O_I.grad is not None
     torch.testing.assert_close(weight_O_I.grad, torch.full((3, 4), 4.0))
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_contexts_are_not_scored_and_what_they_share_is_computed_once(
+    make_model, monkeypatch: pytest.MonkeyPatch, half: bool
+) -> None:
+    trainer = Trainer(make_model(), TrainerConfig(dtype="bfloat16"), Aipo(), GroupMean(), temperature=0.7)
+    rng = np.random.default_rng(0)
+    beginning = rng.integers(0, 40, 32).astype(np.int32)
+    sequences = [np.concatenate((beginning, rng.integers(0, 40, num).astype(np.int32))) for num in (3, 9, 4)]
+    contexts, sizes, whole = [33, 32, 36], list[int](), trainer.score(sequences, 0.7, half)
+    shape_of = trainer.policy.hidden_shape
+    monkeypatch.setattr(trainer.policy, "hidden_shape", lambda one: sizes.append(len(one.token_ids_N)) or shape_of(one))
+    found = trainer.score(sequences, 0.7, half, contexts=contexts)
+    for found_T, whole_T, num in zip(found, whole, contexts, strict=True):
+        assert np.isnan(found_T[: num - 1]).all() and len(found_T) == len(whole_T)
+        np.testing.assert_allclose(found_T[num - 1 :], whole_T[num - 1 :], atol=3e-2 if half else 1e-5)
+    if trainer.policy.shares_beginnings:
+        assert sizes == [31 + (34 - 31) + (40 - 31)], "the third sequence has no token that is needed"
+    cutoffs_N = np.full(sum(len(ids_T) - 1 for ids_T in sequences), -np.inf, np.float32)
+    cutoffs_N[34] = -0.01
+    among = trainer.score(sequences, 0.7, half, cutoffs_N, contexts=[1, 1, 1])[1]
+    assert among[0] > whole[1][0], "cutoffs belong to their tokens"
+    np.testing.assert_array_equal(trainer.score(sequences, 0.7, half, cutoffs_N, contexts=[2, 1, 9])[1][1:], among[1:])

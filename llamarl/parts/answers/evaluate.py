@@ -13,9 +13,9 @@ from llamarl.cluster.open import check_cluster, open_cluster
 from llamarl.config import RunConfig
 from llamarl.config.ref import part
 from llamarl.controller.admission import Problems
-from llamarl.controller.clock import run_patiently
 from llamarl.controller.evaluation import EvalResult, HeldOutSet, judged
 from llamarl.controller.ports import Executors
+from llamarl.controller.supervision import run_pausable
 from llamarl.controller.telemetry import Telemetry
 from llamarl.data.prompts import open_tokenizer
 from llamarl.data.rates import digest, rate_rows
@@ -107,7 +107,7 @@ def _scored(
     check_vocabulary(tokenizer, load_shape(config.model.path).vocab_size)
     problems = Problems(train=(), eval=sets, stop_token_ids=tokenizer.eos_token_ids, stops_of=stops_of)
     with tempfile.TemporaryDirectory(prefix="llamarl-", ignore_cleanup_errors=True) as logs:
-        return run_patiently(_evaluate(config, problems, progress, begins, Path(logs)))
+        return run_pausable(_evaluate(config, problems, progress, begins, Path(logs)))
 
 
 async def _evaluate(

@@ -18,8 +18,8 @@ from llamarl.cluster.fork_server import fork_server
 from llamarl.cluster.open import check_cluster, open_cluster
 from llamarl.cluster.port import port
 from llamarl.config import RunConfig
-from llamarl.controller.clock import PatientLoop
 from llamarl.controller.ports import GeneratorPort
+from llamarl.controller.supervision import PausableClockLoop
 from llamarl.executors.replies import GeneratorStats
 from llamarl.generation.backend import EngineStats
 from llamarl.run.executors import GeneratorSpecs, spawn_all
@@ -64,7 +64,7 @@ class Fleet:
         self._members: list[_Member] = []
         self._logs = tempfile.TemporaryDirectory(prefix="llamarl-", ignore_cleanup_errors=True)
         self._cluster = open_cluster(config.cluster, Path(self._logs.name))
-        self._loop, self._tasks = PatientLoop(), list[asyncio.Task[None]]()
+        self._loop, self._tasks = PausableClockLoop(), list[asyncio.Task[None]]()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fleet", daemon=True)
         self._thread.start()
         self._leaving = ExitStack()

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 
 from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import port
-from llamarl.controller.flight import Flight, FlyingRollout
-from llamarl.controller.lives import RestartableHandle
-from llamarl.controller.records import Key
-from llamarl.controller.replicas import Replicas
+from llamarl.controller.flight import Flight, InFlightRollout, Replicas
+from llamarl.controller.restart import RestartableHandle
 from llamarl.controller.supervision import Supervisor
+from llamarl.journal.records import Key
 from llamarl.parts.episodes.gateway.news import AgentTask
 from llamarl.parts.episodes.ports import GatewayPort
 from llamarl.types import GenerationRequest, Rollout
@@ -26,7 +25,7 @@ from llamarl.types import GenerationRequest, Rollout
 @dataclass(kw_only=True, slots=True)
 class _RunningEpisode:
     task: AgentTask
-    row: FlyingRollout
+    row: InFlightRollout
     since_s: float
     """Time when the agent began, or was last answered, in seconds of the event loop's clock."""
     calls: set[int] = field(default_factory=set)
@@ -65,7 +64,7 @@ class Agents:
             prompt = self._flight.groups[request.group_id].prompt
             for row in [self._flight[request.group_id, index] for index in request.indices]:
                 task = AgentTask(*row.key, prompt, request.sampling, 0)
-                self._flight.turn(row)
+                self._flight.begin_turn(row)
                 self._episodes[row.key] = _RunningEpisode(task=task, row=row, since_s=now_s)
                 tasks.append(task)
         await self._port.submit(tasks)

@@ -14,13 +14,12 @@ from dataclasses import replace
 from llamarl.cluster.api import ExecutorHandle
 from llamarl.cluster.port import port
 from llamarl.config import RunConfig
-from llamarl.controller.flight import Flight, FlyingRollout, RolloutState
-from llamarl.controller.lives import RestartableHandle
+from llamarl.controller.flight import Flight, InFlightRollout, Replicas, RolloutState
 from llamarl.controller.ports import Executors
-from llamarl.controller.records import Key
-from llamarl.controller.replicas import Replicas
+from llamarl.controller.restart import RestartableHandle
 from llamarl.controller.supervision import Supervisor
 from llamarl.executors.replies import Replied
+from llamarl.journal.records import Key
 from llamarl.parts.episodes.agents import Agents
 from llamarl.parts.episodes.environments._base import Environment
 from llamarl.parts.episodes.environments._worker import build_environment
@@ -90,7 +89,7 @@ class Episodes:
             self._supervisor.start(self._port.submit([*map(self._open_turn, turns)]), "turns to the environment")
         self._leave([row.key for row in rows if row.state is RolloutState.ENDED and row.environment_s is not None])
 
-    def _open_turn(self, row: FlyingRollout) -> OpenTurn:
+    def _open_turn(self, row: InFlightRollout) -> OpenTurn:
         prompt = self._flight.groups[row.request.group_id].prompt
         return OpenTurn(*row.key, prompt, row.rollout.turns, row.environment_s or 0.0)
 
@@ -114,7 +113,7 @@ class Episodes:
                 to_go_on += self._next(row, replied)
             self._replicas.resume(to_go_on)
 
-    def _next(self, row: FlyingRollout, replied: Replied) -> list[GenerationRequest]:
+    def _next(self, row: InFlightRollout, replied: Replied) -> list[GenerationRequest]:
         """The request with which an episode goes on; none: it has ended."""
         rollout = row.rollout
         if replied.observation_T is not None:
@@ -130,18 +129,18 @@ class Episodes:
             rollout = replace(rollout, finish_reason=FinishReason.LENGTH)
             self._leave([row.key])
         self._flight.end(row, rollout, replied.result)
-        self._replicas.forget([row])
+        self._replicas.free_kv([row])
         return []
 
     async def _restore(self, life: ExecutorHandle) -> str:
         """A new environment is asked for all replies that are missing."""
-        turns = [*self._flight.rows(RolloutState.TURN)]
+        turns = [*self._flight.in_state(RolloutState.TURN)]
         await port(EnvironmentPort, life, self._timeout_s).submit([*map(self._open_turn, turns)])
         return f"the turns of {len(turns)} episodes"
 
     def describe(self) -> str:
         """Rollouts that wait for the environment, in a sentence for a stall report; empty: none waits."""
-        since_s = [row.since_s for row in self._flight.rows(RolloutState.TURN)]
+        since_s = [row.since_s for row in self._flight.in_state(RolloutState.TURN)]
         if not since_s:
             return ""
         age_s = asyncio.get_running_loop().time() - min(since_s)

@@ -12,7 +12,7 @@ from typing import Any, Self
 from llamarl.child import Child
 from llamarl.config.errors import ConfigError
 from llamarl.config.hub import HubName, Kind
-from llamarl.parts.hub.progress import Progress
+from llamarl.parts.hub.progress import FetchProgress
 
 COMMAND = ("-m", "llamarl.parts.hub.client")
 STALL_S = 1800.0
@@ -45,7 +45,7 @@ class Client:
         self,
         name: HubName,
         kind: Kind,
-        progress: Progress,
+        progress: FetchProgress,
         *,
         done: Callable[[], int] | None = None,
         stall_s: float | None = None,

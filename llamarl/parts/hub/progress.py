@@ -16,7 +16,7 @@ LINE_S = 10.0
 """Between two lines."""
 
 
-class Progress(Protocol):
+class FetchProgress(Protocol):
     """Hears how far a fetch is."""
 
     def at(self, num_bytes: int) -> None:
@@ -27,7 +27,7 @@ class Progress(Protocol):
 
 
 @contextmanager
-def shown(title: str, total_bytes: int | None = None, lines: bool = False) -> Iterator[Progress]:
+def shown(title: str, total_bytes: int | None = None, lines: bool = False) -> Iterator[FetchProgress]:
     """Progress of what takes long; nothing is left on a terminal but what was said. `lines`: no bar there either."""
     console = Console(stderr=True)
     if lines or not console.is_terminal:

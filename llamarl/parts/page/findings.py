@@ -272,7 +272,7 @@ def _wrong(data: RunData) -> Iterator[Claim]:
         yield Claim(text=text, chart="staleness", level="bad")
     drift, differ = (
         "Lower rollout.max_staleness or trainer.learning_rate.",
-        "See docs/weight_sync.md; compare trainer.dtype with generator.dtype.",
+        "See docs/generation.md; compare trainer.dtype with generator.dtype.",
     )
     for name, what, advice in (
         ("kl_to_behavior", "drift apart", drift),

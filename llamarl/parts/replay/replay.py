@@ -23,13 +23,13 @@ from llamarl.cluster.port import port
 from llamarl.config import ConfigError, RunConfig, load_recorded
 from llamarl.config.schema import staleness_limit
 from llamarl.controller.admission import Problems, sampling_by_source
-from llamarl.controller.clock import run_patiently
-from llamarl.controller.flight import FlyingRollout, PendingGroup
-from llamarl.controller.journal import Journal
+from llamarl.controller.collector import Scorers
+from llamarl.controller.flight import InFlightRollout, PendingGroup
 from llamarl.controller.ports import CriticPort, GeneratorPort, TrainerPort
-from llamarl.controller.scoring import Scorers
-from llamarl.controller.steps import retake
+from llamarl.controller.supervision import run_pausable
+from llamarl.controller.train_loop import train_again
 from llamarl.executors.replies import ControllerState
+from llamarl.journal.reader import JournalReader
 from llamarl.parts.replay.recorded import Diverged, first_difference, first_tensor, other_machine
 from llamarl.parts.replay.replayed import Difference, Replayed
 from llamarl.run.assembly import supervised
@@ -149,7 +149,7 @@ def arithmetic(config: RunConfig, folder: RunFolder, tally: Tally) -> tuple[floa
 
 def replay(request: ReplayRequest) -> None:
     """Raises Diverged, ConfigError, ExecutorError."""
-    run_patiently(_Replay(request).run())
+    run_pausable(_Replay(request).run())
 
 
 class _Replay:
@@ -158,7 +158,7 @@ class _Replay:
         rollout = self._config.rollout
         self._reach = _MARGIN + staleness_limit(rollout.max_staleness, 1, rollout.window)
         self._sampling = sampling_by_source(self._config, request.problems)
-        self._journal: Journal
+        self._journal: JournalReader
         self._trainer: TrainerPort
         self._critic: CriticPort | None = None
         self._generator: ReplayPort | None = None
@@ -244,24 +244,24 @@ class _Replay:
     def _steps_after(self, begin: int) -> Iterator[tuple[int, list[RolloutGroup]]]:
         """Raises Diverged: the journal does not have all of them."""
         request, said = self._request, list[str]()
-        self._journal = open_journal(request.journal, request.problems, request.folder, said.append)
+        self._journal = open_journal(request.journal, request.problems, request.folder, said.append).reader
         try:
-            state, _ = self._journal.go_on(cast("ControllerState | None", {"step": begin} if begin else None))
+            state, _ = self._journal.resume(cast("ControllerState | None", {"step": begin} if begin else None))
         except OSError as error:
             raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
-        since, name = self._journal.since
+        since, name = self._journal.settings_since
         if begin < since:
             raise ConfigError(
                 f"--steps {request.first}:{request.last}: the run went on after step {since} with another {name}, and "
                 f"what came before is no part of it any more; give --steps {since + 1}:{request.last} --only train"
             )
         if (reached := state["step"] if state else 0) < request.last:
-            if other := self._journal.other:
+            if other := self._journal.changed_setting:
                 cause = "config.toml, or what data.train reads, was changed after the run"
                 raise Diverged(request.first, f"setting {other[0]}", *other[1:], request.cause or cause)
             kept = "; record.kind = 'resume' keeps what --resume needs" * (request.journal.record.kind == "resume")
             sides = f"steps to {request.last}", f"steps to {reached}"
-            raise Diverged(reached + 1, "the journal", *sides, self._journal.lack + kept)
+            raise Diverged(reached + 1, "the journal", *sides, self._journal.missing + kept)
         return self._journal.steps_after(begin)
 
     async def _read(self, steps: Iterator[tuple[int, list[RolloutGroup]]], version: int) -> None:
@@ -327,7 +327,7 @@ class _Replay:
         if self._scoring and is_wanted:
             work.append(self._judge(step, groups, self._scoring))
         if self._trains:
-            work.append(retake([(step, groups)], self._trainer, self._critic, told=told))
+            work.append(train_again([(step, groups)], self._trainer, self._critic, on_step=told))
         await asyncio.gather(*work)
         if is_wanted:
             self._tally.steps += 1
@@ -339,7 +339,7 @@ class _Replay:
         for group in groups:
             request = self._asked(group)
             batch.append(
-                PendingGroup(group.prompt, [FlyingRollout(request=request, rollout=r) for r in group.rollouts])
+                PendingGroup(group.prompt, [InFlightRollout(request=request, rollout=r) for r in group.rollouts])
             )
         for was, now in zip(groups, await scoring(batch), strict=True):
             self._tally.judged += len(was.results)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.load import flat_settings
-from llamarl.controller.flight import Flight
-from llamarl.controller.replicas import Replicas
+from llamarl.controller.flight import Flight, Replicas
+from llamarl.controller.progress import Progress
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.observability.events import EventLog, RecordedScreen, start_of_run
@@ -89,7 +89,7 @@ def _recorded(request: ReplayRequest, folder: RunFolder, mark: str) -> Sequence[
 
     def learnt(step: int, groups: Sequence[RolloutGroup], result: PolicyStepResult) -> None:
         if not updates:
-            telemetry.attach([], Replicas([], Flight(config, journal), Supervisor(), 0.0))
+            telemetry.attach([], Replicas([], Flight(config, journal), Supervisor(), Progress(), 0.0), Progress())
         updates.append(result.update)
         telemetry.trained_again(groups, result)
         prompts = {one.group_id: numbers[one.prompt.prompt_id] for one in groups}

@@ -14,10 +14,9 @@ from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle
 from llamarl.cluster.port import port
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import DataConfig
-from llamarl.controller.clock import run_patiently
 from llamarl.controller.ports import SftPort
-from llamarl.controller.saving import NotSaved, refusals_named
-from llamarl.controller.supervision import Interrupted, Supervisor
+from llamarl.controller.supervision import Interrupted, Supervisor, run_pausable
+from llamarl.controller.train_loop import NotSaved, refusals_named
 from llamarl.data.prompts import CHAT, PromptSet, conversation, load_prompts, open_tokenizer, settled
 from llamarl.data.sampler import PromptSampler, fingerprint
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
@@ -123,7 +122,7 @@ class SftRun:
         own = replace(self, warn=record.warn, record=record)
         log = MetricsLog(self.folder.metrics, lambda failure: record.warn(str(failure)), max_bytes)
         with self.folder, recorded(record), closing(log):
-            run_patiently(own._with_executor(log))
+            run_pausable(own._with_executor(log))
 
     async def _with_executor(self, log: MetricsLog) -> None:
         limits, folder = self.config.cluster, self.folder

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.controller.journal import Journal
 from llamarl.executors.replies import Replied
 from llamarl.parts.episodes.ports import OpenTurn
 from llamarl.rewards._base import invalid, right
@@ -22,6 +21,7 @@ from llamarl.types import OBSERVED, RAISED
 from tests.controller.fakes import Run, config, held_out, kills, prompts
 from tests.controller.test_keeping import Killed, killed, newest
 from tests.executors.ledger import Generator, Ledgered, Trainer
+from tests.journals import journal_of
 from tests.nightly import examples
 
 STEPS, TURN, TURNS = 6, 2, 3
@@ -198,8 +198,8 @@ def test_a_controller_that_is_killed_goes_on_with_its_turns(tmp_path: Path, segm
         with pytest.raises(Killed):
             begun(disk).train(strike=killed(tenth / 10))
         version, state = newest(disk)
-        journal = Journal(folder, prompts=prompts(1000), saved=[step for step, _ in disk.saved])
-        journal.go_on(json.loads(state))
+        journal = journal_of(folder, prompts=prompts(1000), saved=[step for step, _ in disk.saved])
+        journal.resume(json.loads(state))
         held = [one for group_id in range(99) for one in journal.kept(group_id)[1].values()]
         journal.close()
         states |= {f"{one.finish_reason} after {len(one.turns)}" for one in held}

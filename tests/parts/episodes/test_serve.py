@@ -84,8 +84,8 @@ def test_calls_are_answered_side_by_side(model: Path) -> None:
 
 
 def test_the_newest_checkpoint_of_a_run(toml: Path, model: Path, tmp_path: Path) -> None:
-    """As docs/agents.md has it: `llamarl serve RUN`; what answers has learnt, and its chat template gets what it got in
-    the run."""
+    """`llamarl serve RUN`, as docs/episodes.md shows it. The model has learnt, and its chat template gets what it got
+    in the run."""
     chatty = Path(shutil.copytree(model, tmp_path / "chatty"))
     (chatty / "chat_template.jinja").write_text("{{ tone }}" + TEMPLATE)
     done = llamarl_here(

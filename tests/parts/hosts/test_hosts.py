@@ -230,7 +230,7 @@ def test_without_any_other_host_the_run_waits_for_its_return(tmp_path: Path) -> 
     events = (5.0, lambda run: run.registry.lose("c")), (30.0, says(seen)), (40.0, lambda run: run.comes("c"))
     audited(run.train(strike=at(*events, (46.0, says(seen)))))
     assert seen == [[], ["c"]]
-    assert any(text.endswith("waits for a host with room") for text in run.warnings)
+    assert any(text.endswith("waits for a host with free devices") for text in run.warnings)
 
 
 def test_without_respawn_the_loss_of_the_last_host_ends_the_run(tmp_path: Path) -> None:

@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from llamarl.cluster.inline import InlineCluster
-from llamarl.controller.journal_reader import JournalReader
-from llamarl.controller.records import encode, records
 from llamarl.executors.trainer import TrainerExecutor
 from llamarl.generation.rows import Rows
 from llamarl.generation.sampler import Drawn
 from llamarl.generation.sequence import Sequence
+from llamarl.journal.reader import JournalReader
+from llamarl.journal.records import encode, records
 from llamarl.kernels import products
 from llamarl.parts.replay.executor import ReplayingExecutor
 from llamarl.parts.replay.replayer import Replayer
@@ -62,7 +62,7 @@ def recorded(run: Path) -> list[Rollout]:
     """That were trained on."""
     settings = next(records(run / "journal/00000001.groups")).header["settings"]
     journal = JournalReader(run, cast("Any", range(1000)), settings)
-    journal.go_on(None)
+    journal.resume(None)
     return [one for _, groups in journal.steps_after(0) for group in groups for one in group.rollouts]
 
 

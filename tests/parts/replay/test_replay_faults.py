@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from llamarl.algorithms.losses.aipo import Aipo
-from llamarl.controller.records import encode, records
+from llamarl.journal.records import encode, records
 from llamarl.parts.replay import recorded
 from tests.end_to_end.tiny import llamarl_here, rows, write_toml
 from tests.parts.replay.test_replay import differs, rewrite, trained, untrained

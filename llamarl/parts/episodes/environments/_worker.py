@@ -81,6 +81,6 @@ def build_environment(ref: Ref) -> Environment:
     if not isinstance(found, Environment):
         raise ConfigError(
             f"`rollout.environment = {ref.name!r}` is no environment; derive it from "
-            "llamarl.parts.episodes.environments._base.Environment"
+            "llamarl.parts.episodes.environments.Environment"
         )
     return found

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from llamarl.controller.sync import SyncReport
+from llamarl.controller.progress import SyncReport
 from llamarl.controller.telemetry import StepMark, Telemetry
 from llamarl.observability.files import write_atomically
 from llamarl.observability.metrics import EvalMetrics, StepMetrics

@@ -109,8 +109,8 @@ def _train(config: RunConfig, options: argparse.Namespace) -> int:
 
     from llamarl.cluster.api import ExecutorError
     from llamarl.cluster.open import check_cluster
-    from llamarl.controller.saving import NotSaved
     from llamarl.controller.supervision import Interrupted
+    from llamarl.controller.train_loop import NotSaved
     from llamarl.parts.sft.base_model import ensure_base_model
     from llamarl.parts.sft.run import SftRun, load_documents, place_trainer
     from llamarl.run.folder import FolderLost, check_run_folder, prepare_run_folder

@@ -283,8 +283,8 @@ def test_calls_of_tools_are_one_piece(scripted: Make) -> None:
 
 
 def test_the_table_of_what_is_not_there(scripted: Make) -> None:
-    """docs/agents.md: each is refused by name, and accepted as it asks for nothing."""
-    page = (ROOT / "docs/agents.md").read_text(encoding="utf-8").partition("| not there | accepted as |")[2]
+    """docs/episodes.md: each is refused by name, and accepted as it asks for nothing."""
+    page = (ROOT / "docs/episodes.md").read_text(encoding="utf-8").partition("| not there | accepted as |")[2]
     rows = [line.split("|")[1:3] for line in page.partition("\n\n")[0].splitlines() if line.startswith("| `")]
     options = {
         name: json.loads(value.replace(' or `"none"`', "").strip("` "))

@@ -59,7 +59,7 @@ def test_generators_that_die_again_and_again_are_not_replaced_for_ever(simulated
     few = run_config(steps=20, max_staleness=1, window=4, cluster={"max_restarts": 3})
     assert simulated(few, costs=COSTS, faults=Faults(deaths=deaths[:3]), replicas=1).end == "finished"
     end = simulated(few, costs=COSTS, faults=Faults(deaths=deaths), replicas=1).end
-    assert end.startswith("TooManyDeaths: generator died 4 times within 600 s and is not replaced again")
+    assert end.startswith("TooManyRestarts: generator died 4 times within 600 s and is not restarted again")
     assert [line.split(":")[0].split()[-1] for line in end.splitlines()[1:]] == [f"generator-{n}" for n in range(4)]
 
 

@@ -54,7 +54,7 @@ def until_step(run: Any, folder: Path, step: int) -> None:
     "mirror", [True, pytest.param(False, marks=nightly("the mirror's is the same but for the start"))]
 )
 def test_the_trainer_s_host_is_cut_off(tmp_path: Path, mirror: bool) -> None:
-    """The trainer goes on on the host that has nothing, from memory of another host, or from the newest checkpoint."""
+    """The trainer continues on a host that has nothing, from memory of another host, or from the newest checkpoint."""
     options = ("--cluster.min_hosts", 2, "--checkpoint.mirror", str(mirror).lower())
     with Namespaces(4) as hosts:
         run = train(hosts, tmp_path, *options, *SAME)
@@ -68,7 +68,7 @@ def test_the_trainer_s_host_is_cut_off(tmp_path: Path, mirror: bool) -> None:
         told = f"{_wait(run)}\n{_told(tmp_path)}"
     assert run.returncode == 0, told
     assert "trainer (rank 0): host host-b (10.77.0.2) is lost: it has been silent for 3 s; it is started again" in told
-    found = re.search(r"trainer goes on from step (\d+), (\d+) steps were taken again", told)
+    found = re.search(r"trainer continues from step (\d+), (\d+) steps were trained again", told)
     assert found and (int(found[1]) >= 6 if mirror else int(found[1]) == 5 and int(found[2]) >= 2), told
     assert learnt(tmp_path) == undisturbed(tmp_path / "whole")
     rollouts = Counter((row["group_id"], row["index"]) for row in rollout_rows(tmp_path / "runs/tiny"))
@@ -92,7 +92,7 @@ def test_hosts_of_a_trainer_on_two_and_of_the_critic_are_lost(tmp_path: Path) ->
             hosts.cut(host)
         told = f"{_wait(run)}\n{_told(tmp_path)}"
     assert run.returncode == 0, told
-    again = re.findall(r"(trainer|critic) goes on from step (\d+), (\d+) steps were taken again", told)
+    again = re.findall(r"(trainer|critic) continues from step (\d+), (\d+) steps were trained again", told)
     assert {name for name, *_ in again} == {"trainer", "critic"} and len(again) >= 3, told
     assert all(int(number) <= 2 for _, _, number in again), told
     assert [row["step"] for row in steps(tmp_path)] == list(range(1, 25))

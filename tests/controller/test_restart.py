@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostFailed, MeshFailed, RemoteError
 from llamarl.config import ConfigError
 from llamarl.config.cluster import ClusterConfig
-from llamarl.controller.lives import Deaths, RestartableHandle, TooManyDeaths
-from llamarl.controller.optimized import StepsLost
+from llamarl.controller.restart import RestartableHandle, RestartBudget, TooManyRestarts
 from llamarl.controller.supervision import Supervisor
+from llamarl.controller.train_loop import StepsLost
 from llamarl.observability.spans import AWAY, now_s
 from tests.controller.fakes import Run, Strike, config, kills
 from tests.executors.ledger import Generator, Ledgered, Model, Trainer, logprobs, values
@@ -71,7 +71,7 @@ def test_a_death_at_any_moment_changes_nothing_but_the_time(tmp_path: Path, name
         num_lives += run.lives[name]
         if run.lives[name]:
             assert run.warnings[0] == f"{name} (rank 0): was killed by SIGKILL; it is started again"
-            assert run.warnings[1].startswith(f"{name} goes on")
+            assert run.warnings[1].startswith(f"{name} continues")
     assert num_lives > 3
 
 
@@ -98,9 +98,9 @@ def test_with_a_mirror_a_step_at_most_is_taken_again(tmp_path: Path) -> None:
     for tenth in range(30, 90, 7):
         run = run_of(tmp_path, every_steps=0, mirror=True).train(strike=kills(("trainer", tenth / 10)))
         audit(run)
-        again += [line for line in run.warnings if line.startswith("trainer goes on")]
+        again += [line for line in run.warnings if line.startswith("trainer continues")]
     assert len(again) > 5
-    assert all(line.endswith((", 0 steps were taken again", ", 1 steps were taken again")) for line in again)
+    assert all(line.endswith((", 0 steps were trained again", ", 1 steps were trained again")) for line in again)
 
 
 def test_generators_go_on_while_the_trainer_is_gone(tmp_path: Path) -> None:
@@ -187,11 +187,11 @@ def test_lost_ranks_are_a_death_and_a_bug_is_none(tmp_path: Path) -> None:
 def test_too_many_deaths_end_the_run_with_all_their_causes(tmp_path: Path, name: str) -> None:
     deaths = [("critic", 1.0), *((name, 2.0 + 3 * n) for n in range(4))]
     run = run_of(tmp_path, max_restarts=2)
-    with pytest.raises(TooManyDeaths) as caught:
+    with pytest.raises(TooManyRestarts) as caught:
         run.train(strike=kills(*deaths))
     text = str(caught.value)
     assert (
-        f"{name.removesuffix('-0')} died 3 times within 600 s and is not replaced again (cluster.max_restarts = 2)"
+        f"{name.removesuffix('-0')} died 3 times within 600 s and is not restarted again (cluster.max_restarts = 2)"
         in text
     )
     assert text.count(f"{name}: was killed by SIGKILL") == 3 and "critic: was killed" in text
@@ -238,7 +238,7 @@ def test_steps_that_are_nowhere_are_not_taken_as_if_they_were(tmp_path: Path) ->
         run.trainer.weights.clear()
         run.handles["trainer"].die()
 
-    with pytest.raises(StepsLost, match="a new trainer begins at step 0, and steps 1 to 6 are not there"):
+    with pytest.raises(StepsLost, match="a new trainer begins at step 0, and steps 1 to 6 cannot be trained again"):
         run_of(tmp_path).train(strike=strike)
 
 
@@ -262,7 +262,7 @@ async def hearer(supervisor: Supervisor) -> tuple[RestartableHandle, list[Hearin
         lives.append(Hearing().start(name))
         return lives[-1]
 
-    deaths = Deaths(ClusterConfig(), 1, told.append)
+    deaths = RestartBudget(ClusterConfig(), 1, told.append)
     return RestartableHandle(lives[0], again, supervisor, deaths), lives, told
 
 
@@ -283,7 +283,7 @@ def test_a_new_life_says_where_it_is_and_how_long_there_was_none() -> None:
         one._spawn = elsewhere
         lives[0].die()
         await one.call("hear", 1, timeout_s=240.0)
-        assert told[-1] == "reward goes on, on host-c, host-d"
+        assert told[-1] == "reward continues, on host-c, host-d"
         (status,) = await one.status_each(1.0)
         (away,) = [span for span in status.spans if span.name == AWAY]
         assert before_s <= away.start_s <= heard_s and 1.2 < away.end_s - away.start_s <= now_s() - before_s
@@ -302,7 +302,7 @@ def test_calls_are_asked_again_in_their_order_ahead_of_new_ones() -> None:
         callers = [asyncio.create_task(one.call("hear", n, timeout_s=240.0)) for n in range(4)]
         await asyncio.sleep(0.5)
         callers[2].cancel()
-        while "reward goes on" not in told:  # beside the loop that brings it back
+        while "reward continues" not in told:  # beside the loop that brings it back
             await asyncio.sleep(0)
         await one.call("hear", 9, timeout_s=240.0)
         await asyncio.wait_for(asyncio.gather(*callers, return_exceptions=True), 240.0)
@@ -322,7 +322,7 @@ def test_a_call_brings_the_result_of_rank_0_alone_unless_each_is_asked() -> None
 
     async def main() -> None:
         one, *_ = await hearer(supervisor := Supervisor())
-        one._lives(Ranks().start("reward"))
+        one._use(Ranks().start("reward"))
         assert await one.call("hear", 1, timeout_s=240.0) == "rank 0's"
         assert await one.call_each("hear", 1, timeout_s=240.0) == ["each"] * 3
         await supervisor.stop()
@@ -369,18 +369,18 @@ def test_a_critic_that_dies_before_it_saves_saves_the_step_that_is_due(tmp_path:
 
 def test_deaths_long_ago_and_those_of_hosts_do_not_count() -> None:
     async def main() -> None:
-        deaths = Deaths(ClusterConfig(max_restarts=1, restart_window_s=0.2), 1, lambda text: None)
+        deaths = RestartBudget(ClusterConfig(max_restarts=1, restart_window_s=0.2), 1, lambda text: None)
         for _ in range(3):
             deaths.count(MeshFailed("reward", (0,), "boom"))
             deaths.count(HostFailed("reward", (0,), "host a is lost"))
             await asyncio.sleep(0.25)
         deaths.count(MeshFailed("reward", (0,), "boom"))
-        with pytest.raises(TooManyDeaths, match=r"died 2 times within 0\.2 s"):
+        with pytest.raises(TooManyRestarts, match=r"died 2 times within 0\.2 s"):
             deaths.count(MeshFailed("reward", (0,), "boom"))
-        several = Deaths(ClusterConfig(max_restarts=1), 2, lambda text: None)
+        several = RestartBudget(ClusterConfig(max_restarts=1), 2, lambda text: None)
         for n in range(2):
             several.count(MeshFailed(f"generator-{n}", (0,), "boom"))
-        with pytest.raises(TooManyDeaths, match="generator died 3 times"):
+        with pytest.raises(TooManyRestarts, match="generator died 3 times"):
             several.count(MeshFailed("generator-7", (0,), "boom"))
 
     asyncio.run(main())

@@ -10,8 +10,8 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from llamarl.controller import parcels as module
-from llamarl.controller.parcels import group_bytes, groups_of, parcels, requests_of, routes_bytes
+from llamarl.controller import ports as module
+from llamarl.controller.ports import group_bytes, routes_bytes, split_calls, split_groups, split_requests
 from llamarl.types import (
     FinishReason,
     GenerationRequest,
@@ -44,23 +44,23 @@ def test_a_prompt_that_is_shared_counts_once() -> None:
     assert routes_bytes(request(0, 5, 7).partials) == 40 + 4 * 12
 
 
-def test_parcels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PARCEL_BYTES", 10)
-    assert list(parcels([3, 7, 1, 20, 4], int)) == [[3, 7], [1], [20], [4]]
-    assert list(parcels([], int)) == []
+def test_items_are_cut_into_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CALL_BYTES", 10)
+    assert list(split_calls([3, 7, 1, 20, 4], int)) == [[3, 7], [1], [20], [4]]
+    assert list(split_calls([], int)) == []
 
 
 def test_requests_are_cut_by_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PARCEL_BYTES", 100)
+    monkeypatch.setattr(module, "CALL_BYTES", 100)
     requests = [request(0, 5, 5, 40), request(1), request(2, 1)]
-    found = list(requests_of(requests))
+    found = list(split_requests(requests))
     of = [[(one.group_id, [part.index for part in one.partials]) for one in call] for call in found]
     assert of == [[(0, [0])], [(0, [1])], [(0, [2])], [(1, []), (2, [0])]]
 
 
 def test_small_ones_go_together() -> None:
     requests = [request(0, 5, 5, 40), request(1), request(2, 1)]
-    assert [[one.group_id for one in call] for call in requests_of(requests)] == [[0, 1, 2]]
+    assert [[one.group_id for one in call] for call in split_requests(requests)] == [[0, 1, 2]]
 
 
 def group(number: int, *sizes: int, environment: bool = False) -> RolloutGroup:
@@ -76,9 +76,9 @@ def group(number: int, *sizes: int, environment: bool = False) -> RolloutGroup:
 @pytest.mark.parametrize("environment", [False, True])
 def test_a_large_group_goes_by_its_rollouts_and_is_whole_again(monkeypatch, environment: bool) -> None:
     """In whatever order its parts come, and where one comes twice."""
-    monkeypatch.setattr(module, "PARCEL_BYTES", 400)
+    monkeypatch.setattr(module, "CALL_BYTES", 400)
     one, small = group(0, 50, 60, 5, 90, environment=environment), group(1)
-    calls = list(groups_of([one, small]))
+    calls = list(split_groups([one, small]))
     assert [[len(part.rollouts) for part in call] for call in calls] == [[1], [2], [1], [0]]
     parts = [part for call in calls for part in call if part.group_id == 0]
     for order in permutations([*parts, parts[1]]):
@@ -89,16 +89,16 @@ def test_a_large_group_goes_by_its_rollouts_and_is_whole_again(monkeypatch, envi
 
 
 def test_a_group_of_many_tokens_or_of_no_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PARCEL_BYTES", 400)
+    monkeypatch.setattr(module, "CALL_BYTES", 400)
     ids = {"token_ids": np.zeros(20, np.int32)}
     long = replace(
         group(0, 0, 0), rollouts=tuple(replace(one, columns=one.columns | ids) for one in group(0, 0, 0).rollouts)
     )
     empty = replace(group(1), prompt=replace(long.prompt, text=500 * "x"))
-    assert [[len(part.rollouts) for part in call] for call in groups_of([long, empty])] == [[1], [1], [0]]
+    assert [[len(part.rollouts) for part in call] for call in split_groups([long, empty])] == [[1], [1], [0]]
 
 
 def test_small_groups_go_whole() -> None:
     groups = [group(0, 50, 60), group(1, 5)]
-    assert list(groups_of(groups)) == [groups]
+    assert list(split_groups(groups)) == [groups]
     assert group_bytes(groups[0]) == routes_bytes(groups[0].rollouts) + 24 * 11
