@@ -277,20 +277,21 @@ class _Server:
         reason = _objection(request["environment"], self._environment) or unfit()
         if not (self._is_own(request["module"]) or request["module"].startswith("llamarl.")):
             reason = f"the fork server does not know {request['module']}"
+        pid = -1
         try:
-            if not reason and not (pid := os.fork()):
-                reply.close()
-                self._leave()
-                return True
+            pid = -1 if reason else os.fork()
         except OSError as error:
             reason = f"no process can be forked: {error}"
-        if reason:
+        if pid == 0:
+            self._leave()
+        elif reason:
             _tell(reply, declined=reason)
-            reply.close()
         else:
             self._poll.register(watched := os.pidfd_open(pid), select.POLLIN)
             self._ranks[watched] = pid, reply
-        return False
+            return False
+        reply.close()
+        return pid == 0
 
     def _end(self) -> NoReturn:
         """Ends the following stage, then this one."""
@@ -330,8 +331,8 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
             os.dup2(stream, number)
             os.close(stream)
         os.umask(request["umask"])
-        for kind, *limits in request["limits"]:
-            resource.setrlimit(kind, limits)
+        for kind, soft, hard in request["limits"]:
+            resource.setrlimit(kind, (soft, hard))
         os.sched_setaffinity(0, request["cores"])
         os.setpriority(os.PRIO_PROCESS, 0, request["priority"])
     except (OSError, ValueError) as error:  # ValueError: a limit is higher than this process may set
