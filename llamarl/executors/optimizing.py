@@ -22,9 +22,8 @@ from llamarl.config import ConfigError, RunConfig
 from llamarl.config.roles import CriticConfig
 from llamarl.config.schema import CheckpointConfig
 from llamarl.config.trainer import TrainerConfig
-from llamarl.distributed.mesh import join_mesh
-from llamarl.distributed.rendezvous import Rendezvous
-from llamarl.distributed.runtime import set_up_device
+from llamarl.distributed.links import Rendezvous
+from llamarl.distributed.mesh import join_mesh, set_up_device
 from llamarl.kernels import build, fused, half, products
 from llamarl.models.hf import open_model
 from llamarl.models.lora import add_adapters

@@ -10,7 +10,7 @@ import torch
 
 from llamarl.cluster.executor import Executor
 from llamarl.config import RunConfig
-from llamarl.distributed.runtime import set_up_device
+from llamarl.distributed.mesh import set_up_device
 from llamarl.generation.model import load_generator_model
 from llamarl.generation.score import logprobs_of
 from llamarl.training.packing import Microbatch

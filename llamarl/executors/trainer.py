@@ -14,7 +14,7 @@ from llamarl.algorithms.kl import penalty
 from llamarl.checkpoint.folder import CRITIC
 from llamarl.checkpoint.keeper import MirrorPlace
 from llamarl.config import ConfigError, RunConfig, build
-from llamarl.distributed.rendezvous import Rendezvous
+from llamarl.distributed.links import Rendezvous
 from llamarl.executors.optimizing import OptimizingExecutor
 from llamarl.executors.probes import Probes
 from llamarl.executors.replies import ControllerState, Published

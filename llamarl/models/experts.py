@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llamarl.distributed.collectives import spread_rows
-from llamarl.distributed.mesh import Axis
+from llamarl.distributed.mesh import Axis, spread_rows
 from llamarl.models.shape import ModelShape, MoeShape
 
 _LEAST_SUM = 1e-20

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from llamarl.checkpoint import files
+from llamarl.checkpoint import store as files
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.sharding.box import Box
 from llamarl.weight_sync.base import Exchange

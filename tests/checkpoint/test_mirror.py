@@ -198,7 +198,7 @@ def test_nobody_elsewhere_keeps_it(tmp_path: Path, hosts: Any, monkeypatch: pyte
     hosts(B).close()
     one.save(1, shards(1.0), {})
     assert one._written is not None
-    assert str(one._written.exception(timeout=240)).startswith(f"no other host keeps it ({B}: ")
+    assert str(one._written.exception(timeout=240)).startswith(f"no other host can keep it ({B}: ")
     one.keep_at([hosts(C).place])
     save(one, 2)
     assert (tmp_path / C / "run/trainer/0-of-1/step-00000002").exists()

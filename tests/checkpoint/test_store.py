@@ -16,9 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llamarl.checkpoint.checkpoint import Checkpoint
 from llamarl.checkpoint.folder import MANIFEST, CheckpointError, aside
-from llamarl.checkpoint.store import CheckpointStore
+from llamarl.checkpoint.store import Checkpoint, CheckpointStore
 
 DEADLINE_S = processes.DEADLINE_S
 SHARDS = ["shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors"]

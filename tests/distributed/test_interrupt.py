@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from llamarl.distributed import interrupt
+from llamarl.distributed import watch as interrupt
 
 
 @pytest.fixture

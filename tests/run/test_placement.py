@@ -8,7 +8,7 @@ import pytest
 
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.device import named_devices
-from llamarl.distributed import runtime
+from llamarl.distributed import mesh as runtime
 from llamarl.run.placement import LocalPlacer, ranges
 
 

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import LayoutError
 from llamarl.weight_sync.base import (
+    BUCKET_BYTES,
+    Buffers,
     FingerprintMismatch,
     NoFreeSlot,
     SlotTable,
+    into_buckets,
     plan_writers,
 )
-from llamarl.weight_sync.buckets import BUCKET_BYTES, into_buckets
-from llamarl.weight_sync.copying import Buffers
 from llamarl.weight_sync.layout import TensorSpec, lay_out
 
 

@@ -19,9 +19,8 @@ from in_process import Trainer, faults
 from torch import Tensor
 
 from llamarl.config.errors import ConfigError
-from llamarl.weight_sync import copying
-from llamarl.weight_sync.base import FingerprintMismatch, Subscriber
-from llamarl.weight_sync.copying import Base
+from llamarl.weight_sync import base as copying
+from llamarl.weight_sync.base import Base, FingerprintMismatch, Subscriber
 from llamarl.weight_sync.layout import TensorSpec
 from llamarl.weight_sync.select import Reader, candidates, open_subscriber, publisher_class
 

@@ -22,8 +22,7 @@ from llamarl.models.shape import ModelShape
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import LayoutError
 from llamarl.sharding.tensor_parallel import expert_box, tensor_parallel_box
-from llamarl.weight_sync.base import plan_writers
-from llamarl.weight_sync.buckets import BUCKET_BYTES, into_buckets
+from llamarl.weight_sync.base import BUCKET_BYTES, into_buckets, plan_writers
 from llamarl.weight_sync.layout import TensorSpec, lay_out
 from llamarl.weight_sync.select import open_subscriber
 

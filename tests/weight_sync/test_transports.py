@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from llamarl.config.errors import RanksLost
-from llamarl.distributed.interrupt import open_sockets
+from llamarl.distributed.watch import open_sockets
 from llamarl.sharding.parallel_layout import LayoutError
 from llamarl.weight_sync.base import FingerprintMismatch, Superseded, TransferFailed, WriterPlan, plan_writers
 from llamarl.weight_sync.layout import TensorSpec, lay_out
@@ -126,7 +126,7 @@ def test_a_generator_with_other_tensors_is_refused(world) -> None:
     address = world("shared_memory", (1, 1, 1), 1).publish(0)
     other = (TensorSpec.whole("w", (2, 2), "float32"),)
     for subscriber in (SharedMemorySubscriber(other, 3), P2pSubscriber(other, 3)):
-        with pytest.raises(LayoutError, match="generator rank 3: its tensors are none of those"):
+        with pytest.raises(LayoutError, match="generator rank 3: "):
             subscriber.fetch(0, address)
 
 

@@ -20,7 +20,7 @@ from llamarl.controller.train_loop import NotSaved, refusals_named
 from llamarl.data.prompts import CHAT, PromptSet, conversation, load_prompts, open_tokenizer, settled
 from llamarl.data.sampler import PromptSampler, fingerprint
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
-from llamarl.distributed.rendezvous import open_rendezvous
+from llamarl.distributed.links import open_rendezvous
 from llamarl.models.folder import load_shape
 from llamarl.models.tensors import check_weights
 from llamarl.observability.sinks import MetricsLog

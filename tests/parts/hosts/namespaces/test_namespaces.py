@@ -42,8 +42,8 @@ print(connection.recv(100).decode(), time.perf_counter() - start)
 """
 STREAM = """
 import sys, time
-from llamarl.distributed.rendezvous import Rendezvous, RendezvousStore
-from llamarl.distributed.streams import is_farther, keep_pace, receive, send
+from llamarl.distributed.links import Rendezvous, RendezvousStore
+from llamarl.distributed.links import is_farther, keep_pace, receive, send
 SIZE = 2_500_000
 
 def serve(connection, _):
