@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from llamarl.cluster.executor import Executor
+from llamarl.cluster.api import Executor
 from llamarl.config.ref import part
 from llamarl.config.schema import GeneratorConfig
 from llamarl.config.trainer import LoraConfig

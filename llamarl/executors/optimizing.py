@@ -16,8 +16,8 @@ from llamarl.checkpoint.folder import CRITIC
 from llamarl.checkpoint.keeper import MirrorPlace, Place
 from llamarl.checkpoint.mirror import Mirror
 from llamarl.checkpoint.store import CheckpointStore
+from llamarl.cluster.api import Executor
 from llamarl.cluster.engine_files import mirror_folder
-from llamarl.cluster.executor import Executor
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.roles import CriticConfig
 from llamarl.config.schema import CheckpointConfig

@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from llamarl.cluster.executor import Executor
+from llamarl.cluster.api import Executor
 from llamarl.config import RunConfig
 from llamarl.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from llamarl.distributed.mesh import set_up_device

@@ -6,12 +6,12 @@ import socket
 import subprocess
 import sys
 
-from llamarl.cluster.private_sockets import open_to_all
+from llamarl.cluster.engine_sockets import open_to_all
 from tests.end_to_end.tiny import ROOT
 
 START = """
 import asyncio, sys
-from llamarl.cluster import engine_calls, private_sockets
+from llamarl.cluster import engine_sockets as engine_calls, engine_sockets as private_sockets
 from llamarl.cluster.engine_files import own_temporary_folder
 own_temporary_folder()
 if sys.argv[1] == "fails":

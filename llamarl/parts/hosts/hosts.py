@@ -11,8 +11,7 @@ from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from llamarl.cluster.api import ExecutorError
-from llamarl.cluster.port import port
+from llamarl.cluster.api import ExecutorError, port
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.cluster import ClusterConfig
 from llamarl.controller.controller import Controller

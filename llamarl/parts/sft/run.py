@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle
-from llamarl.cluster.port import port
+from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle, port
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import DataConfig
 from llamarl.controller.ports import SftPort
