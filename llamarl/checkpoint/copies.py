@@ -14,8 +14,8 @@ from llamarl.checkpoint.folder import (
     CheckpointError,
     describe,
     read_manifest,
+    removable_steps,
     step_folder,
-    superfluous,
 )
 from llamarl.config.errors import ConfigError
 from llamarl.config.schema import CheckpointConfig
@@ -116,7 +116,7 @@ class RemoteCopies:
     def _prune(self, part: str, step: int) -> None:
         finished, settings = set(self.steps(part)), self._settings
         past = [one for one in self.steps(part, "") if one <= step]
-        for old in superfluous(past, settings.keep, settings.keep_every, finished.__contains__):
+        for old in removable_steps(past, settings.keep, settings.keep_every, finished.__contains__):
             self._files.rm(str(self._root / part / step_folder(old)), recursive=True)
 
     def bring_back(self, run: Path) -> int | None:

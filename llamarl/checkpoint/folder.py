@@ -83,7 +83,7 @@ def seems_whole(folder: Path) -> bool:
     return True
 
 
-def superfluous(steps: Sequence[int], keep: int, keep_every: int, counts: Callable[[int], bool]) -> list[int]:
+def removable_steps(steps: Sequence[int], keep: int, keep_every: int, counts: Callable[[int], bool]) -> list[int]:
     """Returns the steps whose checkpoints may be removed: all before the newest `keep` valid ones, except the first at
     or after each multiple of `keep_every`.
 
@@ -105,7 +105,7 @@ _idle = list[SimpleQueue[Callable[[], None]]]()
 os.register_at_fork(after_in_child=_idle.clear)
 
 
-def aside(work: Callable[[], T]) -> Future[T]:
+def run_in_background(work: Callable[[], T]) -> Future[T]:
     """Runs `work` in a daemon thread, which is reused. If memory has run out, waiting for a new thread to start would
     never end."""
     future = Future[T]()

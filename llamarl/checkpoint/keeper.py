@@ -120,7 +120,7 @@ def ask(keeper: Place, *request: Any) -> Any:
         return connection.recv()
 
 
-def entrust(keeper: Place, path: Path) -> None:
+def send_state(keeper: Place, path: Path) -> None:
     """Sends a state of this host to a keeper, which keeps it under the same name. Raises the errors in
     `links.BROKEN`."""
     tensors = path.with_suffix(".tensors")

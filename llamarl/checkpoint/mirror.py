@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from llamarl.checkpoint import keeper
-from llamarl.checkpoint.folder import aside, describe
+from llamarl.checkpoint.folder import describe, run_in_background
 from llamarl.checkpoint.keeper import KEPT, Place
 from llamarl.checkpoint.store import TORCH_DTYPES, Checkpoint, Saved, TensorBuffers, write_safetensors
 from llamarl.config.errors import ConfigError
@@ -54,9 +54,9 @@ class Mirror:
         self._exchange = exchange
         self._copied = TensorBuffers()
         self._written: Future[None] | None = None
-        self.keep_at(keepers)
+        self.choose_keepers(keepers)
 
-    def keep_at(self, keepers: Iterable[Place]) -> None:
+    def choose_keepers(self, keepers: Iterable[Place]) -> None:
         """Chooses which other hosts keep states for this one from now on. Hosts without a rank of the executor are
         preferred."""
         everywhere, own = self._exchange(own_address()), own_address()
@@ -66,7 +66,7 @@ class Mirror:
         self._away = deque(able)
         self._away.rotate(-self._rank)
 
-    def check_room(self, num_bytes: int) -> None:
+    def check_space(self, num_bytes: int) -> None:
         """Raises ConfigError if this rank's states of `num_bytes` do not fit into memory here or at its keeper."""
         wanted = self._exchange((self._away[0] if self._away else None, num_bytes))
         needed, free = (KEPT + 1) * num_bytes, shutil.disk_usage(self._folder).free
@@ -104,7 +104,7 @@ class Mirror:
             "boxes": {name: (spec.box.starts, spec.box.stops) for name, (spec, _) in shards.items()},
             "state": state,
         }
-        self._written = aside(lambda: self._write(step, own, json.dumps(about)))
+        self._written = run_in_background(lambda: self._write(step, own, json.dumps(about)))
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], about: str) -> None:
         """Writes a state. Raises OSError if memory is full here, or no other host keeps it."""
@@ -114,7 +114,7 @@ class Mirror:
         reasons, away = list[str](), self._away
         for _ in range(len(away)):
             try:
-                keeper.entrust(away[0], path)
+                keeper.send_state(away[0], path)
                 return
             except BROKEN as error:
                 reasons.append(f"{_host(away[0])}: {error}")

@@ -32,14 +32,14 @@ from torch import Tensor
 from llamarl.checkpoint.folder import (
     MANIFEST,
     CheckpointError,
-    aside,
     check_sizes,
     describe,
     read_manifest,
+    removable_steps,
+    run_in_background,
     saved_steps,
     seems_whole,
     step_folder,
-    superfluous,
 )
 from llamarl.config import ConfigError, open_own
 from llamarl.config.trainer import LoraConfig
@@ -291,7 +291,7 @@ class CheckpointStore:
         self._state = json.loads(json.dumps(state))  # the caller may change it
         own = self._copied({name: one for name, (spec, one) in shards.items() if (name, spec.box) in self._own})
         path = self._temporary / self._names[self._rank]
-        self._written = aside(lambda: _write(path, own))
+        self._written = run_in_background(lambda: _write(path, own))
         return self._written
 
     def _plan(self, held: list[TensorSpec]) -> None:
@@ -334,7 +334,7 @@ class CheckpointStore:
             "files": dict(zip(self._names, files, strict=True)),
             "tensors": self._tensors,
         }
-        return aside(lambda: self._publish(manifest))
+        return run_in_background(lambda: self._publish(manifest))
 
     @property
     def _temporary(self) -> Path:
@@ -365,7 +365,7 @@ class CheckpointStore:
         shutil.rmtree(replaced, ignore_errors=True)
         self._damaged.discard(step)
         past = [saved for saved in self.steps() if saved <= step]
-        for old in superfluous(past, self._keep, self._keep_every, self._counts):
+        for old in removable_steps(past, self._keep, self._keep_every, self._counts):
             shutil.rmtree(self._folder / step_folder(old), ignore_errors=True)
         return str(final)
 
@@ -376,7 +376,7 @@ class CheckpointStore:
         """Returns the steps with a checkpoint or the rest of one, ascending and not verified."""
         return saved_steps(self._folder, last="")
 
-    def beside(self, name: str) -> CheckpointStore:
+    def substore(self, name: str) -> CheckpointStore:
         """Returns a store in a subfolder of this one, for the same ranks."""
         num_ranks = len(self._names)
         return CheckpointStore(self._folder / name, self._keep, self._rank, num_ranks, self._exchange, self._keep_every)

@@ -30,7 +30,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from llamarl.net.entrance import BACKLOG, ignore_silent, num_unproved
+from llamarl.net.entrance import BACKLOG, defer_accept, max_unauthenticated
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 _DYNAMIC = 2
@@ -173,7 +173,7 @@ def _listen(descriptor: int, backlog: int) -> int:
     _ports.pop(descriptor, None)
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
         if one.family in (socket.AF_INET, socket.AF_INET6):
-            ignore_silent(one)
+            defer_accept(one)
             _ports[descriptor] = _Port()
             backlog = BACKLOG
     return LIBC.listen(descriptor, backlog)
@@ -196,7 +196,7 @@ def _accept4(descriptor: int, address: int, size: int, flags: int) -> int:
         LIBC.close(accepted)  # the client left without sending data, as many do at once after a long silence
 
 
-def bound_strangers() -> None:
+def limit_unauthenticated() -> None:
     """Limits unauthenticated connections at the ports of Monarch's library, which must be imported."""
     for name, function in ((b"listen", _listen), (b"accept4", _accept4)):
         atexit.register(replace(name, function))
@@ -205,7 +205,7 @@ def bound_strangers() -> None:
 def _let_in(port: _Port, accepted: int) -> None:
     """Registers a connection and closes the oldest ones beyond the limit. Raises OSError if no descriptor is left for
     that."""
-    room, now_s = num_unproved(), time.monotonic()
+    room, now_s = max_unauthenticated(), time.monotonic()
     port.unproved.pop(accepted, None)  # the entry of an earlier connection
     port.unproved[accepted] = os.fstat(accepted).st_ino, now_s
     while len(port.unproved) > room:

@@ -37,7 +37,7 @@ from llamarl.cluster.api import (
     value_of,
 )
 from llamarl.cluster.engine_files import quiet_stderr
-from llamarl.cluster.engine_sockets import bound_strangers, keep_private, warn_if_open
+from llamarl.cluster.engine_sockets import keep_private, limit_unauthenticated, warn_if_open
 from llamarl.cluster.handle import CAUSE_S, BaseHandle, cause_of, cause_of_reaped, killed_by, rank_of, stop_all
 from llamarl.cluster.launcher import SERVER
 from llamarl.cluster.rank import CLOSE, FAILURE, ExecutorRank
@@ -67,7 +67,7 @@ except ImportError as error:
 
 __all__ = ["BootstrapCommand", "MonarchCluster", "MonarchHandle", "ProcMesh", "attach_to_workers", "serve_host"]
 keep_private()
-bound_strangers()
+limit_unauthenticated()
 _ENGINE_MODULE = "monarch._src.actor.bootstrap_main"
 _LAUNCHER = Path(launcher.__file__).read_text(encoding="utf-8")
 MAX_SENDS = 16

@@ -261,7 +261,7 @@ def _socket_of(connection: Connection) -> Iterator[socket.socket]:
 def keep_pace(connection: Connection) -> None:
     """Has the kernel send at the rate that a high-latency or lossy link has shown. Otherwise the kernel restarts slowly
     after each pause, which takes many round trips, and treats each loss as congestion. Does nothing for a link that
-    became slow after the connection was opened: see `is_farther`."""
+    became slow after the connection was opened: see `has_slowed`."""
     with _socket_of(connection) as one:
         rtt_us, least_us, resent, sent = _told(one, _RTT, _LEAST_RTT, _RESENT, _SENT)
         if least_us > FAR_US or (resent > LOSSY * sent and not _has_become_long(rtt_us, least_us)):
@@ -269,7 +269,7 @@ def keep_pace(connection: Connection) -> None:
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
 
 
-def is_farther(connection: Connection) -> bool:
+def has_slowed(connection: Connection) -> bool:
     """Returns whether the link was near when the connection was opened and is slow now, so that it should be reopened.
     The kernel remembers the least round trip for minutes, and keeps no more data in flight than such a link holds."""
     with _socket_of(connection) as one:

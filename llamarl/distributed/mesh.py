@@ -1,7 +1,7 @@
 """`RankMesh`: the ranks of an executor, as a grid of pipeline stages, data shards, context parts and tensor parts.
 
 Tensors go by gloo (CPU) or NCCL (GPU), small messages by connections to rank 0. `set_up_device` makes torch's
-process-wide settings. `gather_rows`, `scatter_rows`, `summed` and `spread_rows` are collectives with gradients: the
+process-wide settings. `gather_rows`, `scatter_rows`, `summed` and `exchange_rows` are collectives with gradients: the
 gradient of a gather is a reduce-scatter, and vice versa. With one rank on the axis, collectives return their input.
 """
 
@@ -27,7 +27,7 @@ from llamarl.config import ConfigError
 from llamarl.config.device import PLACED, named_devices
 from llamarl.distributed.links import BROKEN, RankLinks, RanksLost, Rendezvous, interface_of, local_host, own_address
 from llamarl.distributed.store import TorchStore
-from llamarl.distributed.watch import Watch, deafen, end_collectives, open_sockets
+from llamarl.distributed.watch import Watch, drop_incoming, end_collectives, open_sockets
 from llamarl.observability.stages import stage
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ class Axis:
             self.group.allreduce([x]).wait()  # per layer of a decoding step: `dist.all_reduce` takes longer
         return x
 
-    def spread(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+    def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
         """Sends rows of a matrix to each rank and returns the received rows. Rows and counts are in rank order."""
         if self.size == 1:
             return x
@@ -283,7 +283,7 @@ def join_mesh(
         raise RanksLost(f"rank {rank} did not meet all {world} ranks in {start_timeout_s:g} s: {cause}") from error
     sockets = open_sockets().keys() - others
     if device.type == "cpu":  # NCCL returns to its ports
-        deafen(sockets)
+        drop_incoming(sockets)
     places = zip(AXES, mesh.get_coordinate() or (), shape, strict=True)
     return RankMesh(
         **{axis: Axis(place, size, mesh.get_group(axis)) for axis, place, size in places},
@@ -369,14 +369,14 @@ def summed(x: Tensor, axis: Axis) -> Tensor:
     return _Sum.apply(x, axis) if axis.size > 1 else x
 
 
-def spread_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis) -> Tensor:
+def exchange_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis) -> Tensor:
     """Sends rows to each rank and returns the received rows, in rank order. Gradients go the other way.
 
     Args:
         sends: number of rows for each rank.
         receives: number of rows from each rank.
     """
-    return _Spread.apply(x, sends, receives, axis) if axis.size > 1 else x
+    return _AllToAll.apply(x, sends, receives, axis) if axis.size > 1 else x
 
 
 class _Gather(torch.autograd.Function):
@@ -401,15 +401,15 @@ class _Scatter(torch.autograd.Function):
         return ctx.axis.gather(grads[0]), None
 
 
-class _Spread(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis) -> Tensor:
         ctx.axis, ctx.sends, ctx.receives = axis, sends, receives
-        return axis.spread(x, sends, receives)
+        return axis.all_to_all(x, sends, receives)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:  # pyrefly: ignore[bad-override]
-        return ctx.axis.spread(grads[0], ctx.receives, ctx.sends), None, None, None
+        return ctx.axis.all_to_all(grads[0], ctx.receives, ctx.sends), None, None, None
 
 
 class _Sum(torch.autograd.Function):

@@ -58,7 +58,7 @@ def open_sockets() -> dict[int, int]:
     return found
 
 
-def deafen(sockets: Set[int]) -> None:
+def drop_incoming(sockets: Set[int]) -> None:
     """Makes the listening ones of `sockets` drop all incoming packets.
 
     gloo listens on after all ranks have connected, accepts any connection, and ends the process if accepting fails.

@@ -87,7 +87,7 @@ class OptimizingExecutor(Executor):
         if self._mirror:
             each = MOMENTS_BYTES[optimization.config.moments]
             held = [tensor for _, tensor in optimization.shards().values()]
-            self._mirror.check_room(int(sum(tensor.nbytes + each * tensor.numel() for tensor in held)))
+            self._mirror.check_space(int(sum(tensor.nbytes + each * tensor.numel() for tensor in held)))
 
     def work(self) -> bool:
         """Ends the executor when ranks are lost: the call that all are in may have no end. Raises RanksLost."""
@@ -107,11 +107,11 @@ class OptimizingExecutor(Executor):
             held = self._groups.get(group.group_id)
             self._groups[group.group_id] = group if held is None else held.with_more(group)
 
-    def keep_at(self, keepers: Sequence[Place]) -> None:
+    def choose_keepers(self, keepers: Sequence[Place]) -> None:
         """Other hosts are here that may keep copies of the state."""
         if self._mirror:
             with self._mesh.together():
-                self._mirror.keep_at(keepers)
+                self._mirror.choose_keepers(keepers)
 
     def commit(self) -> Future[str] | None:
         """Makes what was saved last the newest checkpoint; its folder. Raises OSError when the disk is full."""

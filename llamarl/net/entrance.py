@@ -40,17 +40,17 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 def listen(host: str, port: int = 0) -> socket.socket:
     """Listens at an address. Raises OSError."""
     listener = socket.create_server((host, port), backlog=BACKLOG)
-    ignore_silent(listener)
+    defer_accept(listener)
     return listener
 
 
-def ignore_silent(listener: socket.socket) -> None:
+def defer_accept(listener: socket.socket) -> None:
     """Accepts connections only after they have sent data. Systems other than Linux accept at once."""
     if sys.platform == "linux":
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_S)
 
 
-def num_unproved() -> int:
+def max_unauthenticated() -> int:
     """Returns the limit of unauthenticated connections at one entrance of this process."""
     return max(MAX_UNPROVED, min(MOST_UNPROVED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 16))
 
@@ -76,7 +76,7 @@ class Entrance:
         """Connections and the times of their arrival, the oldest first."""
         self._leaving = set[int]()
         """Connections that were closed for newer ones and still have their descriptors."""
-        self._room = num_unproved()
+        self._room = max_unauthenticated()
         self._numbers, self._changed = itertools.count(), threading.Condition()
         self._is_open = True
         self._thread = threading.Thread(target=self._listen, name="entrance", daemon=True)

@@ -299,7 +299,7 @@ class SlotTable:
         self._versions[free[0]] = None
         return free[0]
 
-    def settle(self, slot: int, version: int) -> None:
+    def mark_written(self, slot: int, version: int) -> None:
         """Notes that `version` is completely written."""
         self._versions[slot] = self._newest = version
 

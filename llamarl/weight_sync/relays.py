@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 
 from torch import Tensor
 
-from llamarl.distributed.links import BROKEN, Rendezvous, RendezvousStore, TooSlow, is_farther, keep_pace, send
+from llamarl.distributed.links import BROKEN, Rendezvous, RendezvousStore, TooSlow, has_slowed, keep_pace, send
 from llamarl.weight_sync.base import Bucket, pieces
 from llamarl.weight_sync.layout import Layout
 
@@ -240,7 +240,7 @@ class Relay:
             line, since_s = self._lines.pop(stream, (None, 0.0))
         if line is not None:
             is_open = time.monotonic() < since_s + IDLE_S and not line.poll()  # readable only at its end
-            if is_open and not is_farther(line):
+            if is_open and not has_slowed(line):
                 return line
             line.close()
         return Rendezvous(stream[-1], self._secret).connect(self._layout.digest, SILENT_S)

@@ -81,7 +81,7 @@ def test_brought_back_with_its_critic_and_its_settings(place: str, run: Path, tm
     assert copies(place).bring_back(other) == 5
     assert (other / "config.toml").read_text() == "seed = 3\n"
     store = CheckpointStore(other / "checkpoints", keep=2)
-    checkpoint, damaged = store.load_newest([store.beside(CRITIC)])
+    checkpoint, damaged = store.load_newest([store.substore(CRITIC)])
     assert checkpoint is not None and not damaged
     assert checkpoint.state == processes.state(5)
     assert copies(place, name="another").bring_back(other) is None

@@ -77,7 +77,7 @@ def test_a_deaf_port_keeps_its_connections_and_takes_no_new_ones(pair) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as known:
         accepted, _ = listener.accept()
         with accepted:
-            interrupt.deafen(interrupt.open_sockets().keys() - before)
+            interrupt.drop_incoming(interrupt.open_sockets().keys() - before)
             with pytest.raises(TimeoutError):
                 socket.create_connection(listener.getsockname(), 0.3)
             known.sendall(b"x")

@@ -256,7 +256,7 @@ class Elastic:
         if keepers := self._hosting.keepers():
             for one in (executors.trainer, executors.models.get("critic")):
                 if one is not None:
-                    await port(OptimizingPort, one, self._settings.call_timeout_s).keep_at(keepers)
+                    await port(OptimizingPort, one, self._settings.call_timeout_s).choose_keepers(keepers)
 
     async def _supply(self, host: Host) -> None:
         """Executors may be there once it has the models."""

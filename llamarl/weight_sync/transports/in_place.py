@@ -42,7 +42,7 @@ _own = dict[str, Tensor]()
 it."""
 
 
-def lies_alike(specs: Sequence[TensorSpec], held: Mapping[str, TensorSpec]) -> bool:
+def is_same_layout(specs: Sequence[TensorSpec], held: Mapping[str, TensorSpec]) -> bool:
     """Returns whether a generator rank that needs `specs` can compute with the tensors of a trainer rank."""
     return all(
         spec.name in held

@@ -31,7 +31,7 @@ from llamarl.distributed.links import (
     BROKEN,
     LOST_S,
     Rendezvous,
-    is_farther,
+    has_slowed,
     keep_pace,
     notice_loss,
     receive,
@@ -179,7 +179,7 @@ class _IncomingStream:
     connection: Connection
     buckets: tuple[Bucket, ...]
     """All buckets of the trainer rank."""
-    anew_s: float
+    reopened_s: float
     """Time on the monotonic clock at which it was reopened for a long round trip; minus infinity means never."""
     pace_s: float | None = None
     """Least seconds per byte so far. None means unknown."""
@@ -258,15 +258,15 @@ class P2pSubscriber(CopyingSubscriber):
         self, rank: int, number: int, num_streams: int, place: Rendezvous, request: VersionRequest
     ) -> tuple[np.ndarray, int]:
         key = rank, number
-        old, anew_s, now_s = self._streams.get(key), -math.inf, time.monotonic()
-        if old is not None and now_s - old.anew_s > AGAIN_S and is_farther(old.connection):
+        old, reopened_s, now_s = self._streams.get(key), -math.inf, time.monotonic()
+        if old is not None and now_s - old.reopened_s > AGAIN_S and has_slowed(old.connection):
             self._streams.pop(key).connection.close()
-            anew_s = now_s
+            reopened_s = now_s
         if key not in self._streams:
             connection = place.connect(self.layout.digest, self._timeout_s, LOST_S)
             notice_loss(connection)
             cut = into_buckets(self.layout, connection.recv(), P2pPublisher.BUCKET_BYTES)
-            self._streams[key] = _IncomingStream(connection, cut, anew_s)
+            self._streams[key] = _IncomingStream(connection, cut, reopened_s)
         stream = self._streams[key]
         connection = stream.connection
         relay = self._relay if request.only is None else None

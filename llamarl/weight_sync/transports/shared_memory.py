@@ -145,7 +145,7 @@ class SharedMemoryPublisher(Publisher):
             plan.write(number, version, weights, targets, segment.proofs[slot, plan.rank])
         for segment in self._segments:  # last, so that generator ranks with different layouts find all or nothing
             segment.versions[slot, plan.rank] = word(version)
-        self._slots.settle(slot, version)
+        self._slots.mark_written(slot, version)
         return self._address
 
     def _pin(self, slot: int) -> list[int]:
