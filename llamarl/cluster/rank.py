@@ -41,8 +41,6 @@ REST = "@rest"
 """Answered with the next part of a long result, which the first part's `rest_of` names."""
 CLOSE = "@close"
 """Refuses further calls; answered once the running method has ended and `close()` has run."""
-
-
 ABANDONED_S = 5.0
 """Time after the caller's deadline at which the rest of a long result is dropped."""
 

@@ -42,8 +42,6 @@ _SIOCGIFCONF, _ADDRESSES, _ENTRY_BYTES = 0x8912, struct.Struct("iP"), 40
 """Linux's request for all IPv4 addresses of this host: a `struct ifconf`, answered in entries of `struct ifreq`."""
 MAX_PIECES = 512
 """Most pieces of one system call; Linux allows 1,024."""
-
-
 FAR_US, LOSSY = 5_000, 0.01
 """Thresholds for a high-latency link (round trip in microseconds) and a lossy link (share of retransmitted bytes)."""
 FARTHER = 4

@@ -2,8 +2,8 @@
 
 Unknown clients can always connect. The kernel holds a connection that has sent no data, which costs no descriptor; so
 our own processes send first. A client that has sent data must authenticate, in the way of the service behind the port.
-Among those that have not authenticated yet, the oldest is closed for the newest, and no other is accepted until it is
-gone. An entrance survives a process without free descriptors, whatever took them.
+Among the unauthenticated clients, the oldest is closed for the newest, and no other is accepted until it is gone. An
+entrance survives a process without free descriptors, whatever took them.
 """
 
 from __future__ import annotations
