@@ -23,7 +23,8 @@ class Child(subprocess.Popen[bytes]):
     """
 
     def __init__(self, *arguments: str, kind: int = socket.SOCK_STREAM, **options: Any) -> None:
-        """Args:
+        """
+        Args:
             arguments: arguments of the interpreter, such as `-m llamarl.parts.hub.client`.
             kind: kind of the stream, such as `SOCK_SEQPACKET`.
             options: options of `subprocess.Popen`, for output and folder. Without `env`, the child gets this process's

@@ -43,9 +43,10 @@ class MirrorKeeper:
     """The keeper of one host."""
 
     def __init__(self, folder: Path, host: str) -> None:
-        """Args:
-        folder: a folder in memory. The ranks of this host keep their own states there, too.
-        host: an address of this host that the others can reach.
+        """
+        Args:
+            folder: a folder in memory. The ranks of this host keep their own states there, too.
+            host: an address of this host that the others can reach.
         """
         self._folder, secret = folder, secrets.token_hex(16)
         self._entrance, address = open_entrance(host, secret, self._serve, SILENT_S)

@@ -44,9 +44,10 @@ class Mirror:
     def __init__(
         self, folder: Path, rank: int, num_ranks: int, exchange: Exchange, keepers: Iterable[Place] = ()
     ) -> None:
-        """Args:
-        folder: the executor's folder in memory.
-        keepers: keepers of hosts, including this one. The first are asked first to keep states for this one.
+        """
+        Args:
+            folder: the executor's folder in memory.
+            keepers: keepers of hosts, including this one. The first are asked first to keep states for this one.
         """
         self._executor, self._rank, self._num_ranks = folder, rank, num_ranks
         self._folder = folder / f"{rank}-of-{num_ranks}"

@@ -241,9 +241,10 @@ class CheckpointStore:
         exchange: Exchange = lambda value: [value],
         keep_every: int = 0,
     ) -> None:
-        """Args:
-        keep: number of newest checkpoints to keep.
-        keep_every: also keep checkpoints at, or first after, multiples of this number of steps. 0 means none.
+        """
+        Args:
+            keep: number of newest checkpoints to keep.
+            keep_every: also keep checkpoints at, or first after, multiples of this number of steps. 0 means none.
         """
         self._folder = folder
         self._keep, self._keep_every = keep, keep_every

@@ -87,8 +87,9 @@ class RemoteError(ExecutorError):
     pickled."""
 
     def __init__(self, executor: str, method: str, remote_traceback: str, rank: int | None = None) -> None:
-        """Args:
-        rank: the rank that raised. None means that there is only one.
+        """
+        Args:
+            rank: the rank that raised. None means that there is only one.
         """
         super().__init__(executor, method, remote_traceback, rank)
         self.executor = executor

@@ -49,8 +49,9 @@ class InlineCluster(Cluster):
     """Executors share the interpreter, its environment and its devices. Each has one rank."""
 
     def __init__(self, log_folder: Path | None = None) -> None:
-        """Args:
-        log_folder: folder with a file of technical notes for each executor. None means standard output.
+        """
+        Args:
+            log_folder: folder with a file of technical notes for each executor. None means standard output.
         """
         self._log_folder = log_folder
         self._handles: list[InlineHandle] = []

@@ -128,8 +128,9 @@ class MonarchHandle(BaseHandle):
     """Passes calls through Monarch. Notices the death of a local process by its pidfd, in milliseconds."""
 
     def __init__(self, spec: ExecutorSpec, meshes: Sequence[tuple[ProcMesh, Rank]]) -> None:
-        """Args:
-        meshes: processes and the rank actors in them. Ranks are numbered through all meshes.
+        """
+        Args:
+            meshes: processes and the rank actors in them. Ranks are numbered through all meshes.
         """
         super().__init__(spec)
         self._meshes = meshes
@@ -286,8 +287,9 @@ class MonarchCluster(Cluster):
     """
 
     def __init__(self, log_folder: Path | None, transport: str = "ipc") -> None:
-        """Args:
-        transport: where Monarch listens.
+        """
+        Args:
+            transport: where Monarch listens.
         """
         if log_folder is not None:
             log_folder.mkdir(parents=True, exist_ok=True)

@@ -77,8 +77,9 @@ class ExecutorRank:
     """Builds the executor on its own thread and runs every call there, in the order of arrival."""
 
     def __init__(self, spec: ExecutorSpec, log: Path | None = None) -> None:
-        """Args:
-        log: file of the executor's technical notes. None means standard output.
+        """
+        Args:
+            log: file of the executor's technical notes. None means standard output.
         """
         self._spec = spec
         self._log = log

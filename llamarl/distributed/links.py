@@ -165,8 +165,9 @@ class RankLinks:
     """Small messages between rank 0 and each other rank. Not thread-safe."""
 
     def __init__(self, rank: int, size: int, timeout_s: float) -> None:
-        """Args:
-        timeout_s: limit for one message or reply.
+        """
+        Args:
+            timeout_s: limit for one message or reply.
         """
         self.rank, self.size, self._timeout_s = rank, size, timeout_s
         self._links = dict[int, Connection]()
@@ -364,12 +365,13 @@ class RendezvousStore:
         secret: str = "",
         serve: Callable[[Connection, str], None] | None = None,
     ) -> None:
-        """Args:
-        num_ranks: ranks that will connect. None means any number, until `close`.
-        timeout_s: closes the store after this time without a new connection.
-        host: an address of this machine that the others can reach.
-        secret: empty means a new one.
-        serve: called in a new thread with each connection for another service, which is closed when it returns.
+        """
+        Args:
+            num_ranks: ranks that will connect. None means any number, until `close`.
+            timeout_s: closes the store after this time without a new connection.
+            host: an address of this machine that the others can reach.
+            secret: empty means a new one.
+            serve: called in a new thread with each connection for another service, which is closed when it returns.
         """
         secret = secret or secrets.token_hex(16)
         self._num_ranks, self._others = num_ranks, serve

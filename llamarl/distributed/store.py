@@ -16,11 +16,12 @@ class TorchStore(dist.Store):
     """Must live as long as the groups that were made with it, which use it again."""
 
     def __init__(self, rendezvous: Rendezvous, timeout_s: float, answer_s: float = ANSWER_S) -> None:
-        """Args:
-            timeout_s: longest wait for a value.
-            answer_s: time in which the store must answer a request, in addition to its wait.
+        """
+        Args:
+                timeout_s: longest wait for a value.
+                answer_s: time in which the store must answer a request, in addition to its wait.
 
-        Raises the errors in `BROKEN`.
+            Raises the errors in `BROKEN`.
         """
         super().__init__()
         self._connection = rendezvous.connect(timeout_s=answer_s)

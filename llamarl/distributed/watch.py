@@ -110,9 +110,10 @@ class Watch:
     """One rank's end. Created by the thread whose work is watched, once all ranks have connected."""
 
     def __init__(self, connection: Connection, rank: int, size: int, end: Callable[[], None]) -> None:
-        """Args:
-        connection: connection to the store; closed by `stop`.
-        end: ends collectives of this process, in whatever thread they wait.
+        """
+        Args:
+            connection: connection to the store; closed by `stop`.
+            end: ends collectives of this process, in whatever thread they wait.
         """
         self._connection, self._rank, self._size, self._end = connection, rank, size, end
         self._worker = threading.get_ident()

@@ -65,10 +65,11 @@ class Entrance:
     """Accepts connections in its own thread, until `close`."""
 
     def __init__(self, listener: socket.socket, serve: Serve, wait_s: float | None = None) -> None:
-        """Args:
-        listener: closed at the end.
-        serve: called in that thread. Its callback may be called in any thread.
-        wait_s: closes the entrance after this time without a new connection. None means never.
+        """
+        Args:
+            listener: closed at the end.
+            serve: called in that thread. Its callback may be called in any thread.
+            wait_s: closes the entrance after this time without a new connection. None means never.
         """
         self._listener, self._serve = listener, serve
         self._listener.settimeout(wait_s)

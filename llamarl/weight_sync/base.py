@@ -177,9 +177,10 @@ class Publisher(ABC):
         delta: bool = False,
         device: torch.device = CPU,
     ) -> None:
-        """Args:
-        folder: an empty folder for transports that write files, the same on all ranks.
-        device: device of the weights.
+        """
+        Args:
+            folder: an empty folder for transports that write files, the same on all ranks.
+            device: device of the weights.
         """
         if delta and not self.TAKES_DELTA:
             raise ConfigError(
@@ -645,9 +646,10 @@ class PackedPublisher(Publisher):
         host: str = "",
         **options: Any,
     ) -> None:
-        """Args:
-        host: an address of this machine that generators can reach. Empty means the address where this process
-            listens.
+        """
+        Args:
+            host: an address of this machine that generators can reach. Empty means the address where this process
+                listens.
         """
         super().__init__(plan, exchange, folder, **options)
         self._slots = dict[int, Slot]()

@@ -186,8 +186,9 @@ class Reader:
         subscribe: Callable[..., Subscriber] = open_subscriber,
         **options: Any,
     ) -> None:
-        """Args:
-        subscribe: called with address, specs, rank and options, as `open_subscriber` is.
+        """
+        Args:
+            subscribe: called with address, specs, rank and options, as `open_subscriber` is.
         """
         self.specs = tuple(specs)
         self._subscribe = partial(subscribe, specs=self.specs, rank=rank, **options)

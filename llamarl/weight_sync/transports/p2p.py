@@ -196,10 +196,11 @@ class P2pSubscriber(CopyingSubscriber):
         timeout_s: float = 60.0,
         host: str = "",
     ) -> None:
-        """Args:
-        timeout_s: limit for a trainer rank to send or answer.
-        host: an address of this machine that other generators can reach. Empty means the address where this process
-            listens.
+        """
+        Args:
+            timeout_s: limit for a trainer rank to send or answer.
+            host: an address of this machine that other generators can reach. Empty means the address where this process
+                listens.
         """
         super().__init__(specs, rank, delta)
         self._timeout_s, self._host = timeout_s, host or weights_address()
