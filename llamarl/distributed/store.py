@@ -18,10 +18,10 @@ class TorchStore(dist.Store):
     def __init__(self, rendezvous: Rendezvous, timeout_s: float, answer_s: float = ANSWER_S) -> None:
         """
         Args:
-                timeout_s: longest wait for a value.
-                answer_s: time in which the store must answer a request, in addition to its wait.
+            timeout_s: longest wait for a value.
+            answer_s: time in which the store must answer a request, in addition to its wait.
 
-            Raises the errors in `BROKEN`.
+        Raises the errors in `BROKEN`.
         """
         super().__init__()
         self._connection = rendezvous.connect(timeout_s=answer_s)
