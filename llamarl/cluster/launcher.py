@@ -26,6 +26,9 @@ SERVER = "LLAMARL_FORK_SERVER_AT"
 ORDINARY = "LLAMARL_ORDINARY_START"
 """Environment variable: why a rank that could have been forked imports everything itself."""
 SERVER_ENDED = "the fork server has ended"
+WAIT_S = 15.0
+"""Longest wait in seconds for a rank to be forked. Monarch waits 30 s for a rank to report, and the ordinary start must
+fit into the rest."""
 REAPED_S = 0.5
 """Longest wait in seconds for the system to reap a process that has ended: before, it does not tell how."""
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3
@@ -60,13 +63,17 @@ def _run(place: str, module: str, arguments: list[str]) -> str:
         except (BrokenPipeError, ConnectionError):
             return SERVER_ENDED
     os.close(until)
-    answer = _answer(answers, parent)
+    if not _wait(answers.fileno(), parent, WAIT_S):
+        os.close(lifeline)
+        return f"the fork server has not answered within {WAIT_S:g} s"
+    answer = _answer(answers)
     if "pid" not in answer:
         os.close(lifeline)
         return str(answer.get("declined", SERVER_ENDED))
     rank = _opened(answer["pid"])
     signal.signal(signal.SIGTERM, lambda *_: _terminate(rank))
-    if "status" not in (answer := _answer(answers, parent)):
+    _wait(answers.fileno(), parent)
+    if "status" not in (answer := _answer(answers)):
         if rank is not None:
             _wait(rank, parent)
         answer = {"status": _status(rank)}
@@ -106,22 +113,24 @@ def _request(module: str, arguments: list[str]) -> dict[str, Any]:
     }
 
 
-def _answer(answers: socket.socket, parent: int) -> dict[str, Any]:
+def _answer(answers: socket.socket) -> dict[str, Any]:
     """The next message of the server or the rank; empty when both have closed the socket."""
-    _wait(answers.fileno(), parent)
     try:
         return json.loads(answers.recv(1 << 16) or "{}")
     except OSError:
         return {}
 
 
-def _wait(descriptor: int, parent: int) -> None:
-    """Returns when there is something to read; ends this process when its parent ends first."""
+def _wait(descriptor: int, parent: int, timeout_s: float = -1.0) -> bool:
+    """Waits until there is something to read. Returns False if nothing came in time; a negative time means no limit.
+    Ends this process if its parent ends first."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     poll.register(parent, select.POLLIN)
-    if descriptor not in dict(poll.poll()):
+    ready = dict(poll.poll(timeout_s * 1e3))
+    if ready and descriptor not in ready:
         os._exit(1)
+    return bool(ready)
 
 
 def _status(rank: int | None) -> int:

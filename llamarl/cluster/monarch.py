@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from llamarl.child import kill_group
-from llamarl.cluster import launcher, start_up
+from llamarl.cluster import fork_server, launcher, start_up
 from llamarl.cluster.api import (
     Cluster,
     ExecutorError,
@@ -79,9 +79,6 @@ _SETTINGS = {
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "60s",
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "30s",
     "HYPERACTOR_MESH_MAX_CAST_FANOUT": f"{MAX_SENDS - 1}",
-    "HYPERACTOR_HOST_SPAWN_READY_TIMEOUT": "1h",
-    "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "1h",
-    "HYPERACTOR_MESH_ACTOR_SPAWN_MAX_IDLE": "1h",
 }
 """Environment variables of Monarch. With its defaults, it may take 9 s until the death of a process is noticed. A start
 fails if torch, which a fork server imports before it forks a rank, takes 30 s. Here `cluster.start_timeout_s` is the
@@ -305,6 +302,12 @@ class MonarchCluster(Cluster):
         atexit.register(_end_client)  # before Monarch's own, which would report a timeout
 
     async def spawn(self, spec: ExecutorSpec, timeout_s: float, tell: Tell | None = None) -> ExecutorHandle:
+        if SERVER in os.environ:
+            began_s = time.monotonic()
+            if tell:
+                tell("imports modules")
+            await fork_server.ready(spec.target.partition(":")[0], timeout_s)
+            timeout_s = max(0.0, timeout_s - (time.monotonic() - began_s))
         handle = MonarchHandle(spec, [self._start(spec, self._machine, spec.num_ranks, self._bootstrap_command)])
         return await self._ready(handle, timeout_s, tell)
 
