@@ -220,12 +220,12 @@ def serve() -> None:
             following, listener = None, theirs
     os.close(tells)
     gc.freeze()
-    server = _Server(listener, following, next_stage, parent, until, here, modules)
+    server = _Stage(listener, following, next_stage, parent, until, here, modules)
     request, descriptors = server.next_request()
     _become(request, descriptors)
 
 
-class _Server:
+class _Stage:
     """One stage: forks a rank for each request about its modules, and sends other requests to the next stage."""
 
     def __init__(
