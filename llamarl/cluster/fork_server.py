@@ -42,7 +42,7 @@ EXECUTORS = (
 """Modules that the server imports, by stage. Each stage is a process that also has the modules of the stages before it.
 The first stage has no torch, like the executors that are forked from it."""
 _LIGHT = "llamarl.parts.episodes.executors."
-"""Beginning of the names of other modules that need no torch."""
+"""Prefix of the names of other modules that need no torch."""
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _EARLY = (
     "ACC_", "ATEN_", "COMPILE_STROBELIGHT_", "DNNL_", "FX_", "GFORTRAN_", "GLIBC_", "GOMP_", "GOTO_", "HF_", "HOME",
@@ -50,9 +50,9 @@ _EARLY = (
     "OMP", "ONEDNN_", "OPENBLAS_", "OPENSSL_", "PYDANTIC_", "PYTHON", "PYTORCH_", "RUST_", "TOKENIZERS_LOG", "TORCH",
     "TRITON_", "TZ",
 )  # fmt: skip
-"""Beginnings of the names of variables that Python, and libraries that the server imports, read as they are loaded."""
+"""Prefixes of the names of variables that Python, and libraries that the server imports, read at import."""
 DEVICES = ("/dev/nvidia", "/dev/kfd")
-"""Beginnings of the names of devices that a driver opens as it is initialized."""
+"""Prefixes of the devices that a driver opens when it is initialized."""
 _PROGRAM = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -63,7 +63,7 @@ from llamarl.cluster.start_up import main
 main()
 """
 _LOOK_S = 0.01
-"""Seconds between two looks whether the server is ready."""
+"""Interval in seconds between two checks whether the server is ready."""
 _END_S = 0.5
 """Longest wait in seconds for the server to end its stages and itself."""
 _NAME_CHARS = 4000
@@ -107,7 +107,7 @@ class ForkServer:
         return self._process.pid
 
     def is_ready(self, module: str) -> bool:
-        """Returns whether a launcher that asks for a module has its answer at once. True if the server has ended."""
+        """Returns whether a launcher's request for a module would be answered at once. True if the server has ended."""
         while not self._has_ended:
             try:
                 told = os.read(self._news, len(self._stages))
@@ -138,7 +138,7 @@ _shared: list[ForkServer] = []
 
 @contextmanager
 def fork_server(kind: str) -> Iterator[None]:
-    """Has ranks forked, where possible, that Monarch starts within it. Simultaneous runs of a process share one server.
+    """Context in which Monarch's ranks are forked if possible. Simultaneous runs of a process share one server.
 
     Args:
         kind: `cluster.kind`. With another kind than `monarch` this process starts no ranks, and no server.
@@ -220,12 +220,12 @@ def serve() -> None:
             following, listener = None, theirs
     os.close(tells)
     gc.freeze()
-    server = _Server(listener, following, next_stage, parent, until, here, modules)
+    server = _Stage(listener, following, next_stage, parent, until, here, modules)
     request, descriptors = server.next_request()
     _become(request, descriptors)
 
 
-class _Server:
+class _Stage:
     """One stage: forks a rank for each request about its modules, and sends other requests to the next stage."""
 
     def __init__(

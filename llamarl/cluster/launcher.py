@@ -1,4 +1,4 @@
-"""The program that Monarch starts for a rank: asks the fork server of its parent for the process, and stands for it.
+"""The program that Monarch starts for a rank. It requests the process from a fork server, and represents the process.
 
 It ends as that process ends, and that process is killed when it ends first. Without a server, or when the server
 declines, it becomes the ordinary start. A bare interpreter (`-I -S`) runs the text of this file, so it imports little.
@@ -30,7 +30,7 @@ WAIT_S = 15.0
 """Longest wait in seconds for a rank to be forked. Monarch waits 30 s for a rank to report, and the ordinary start must
 fit into the rest."""
 REAPED_S = 0.5
-"""Longest wait in seconds for the system to reap a process that has ended: before, it does not tell how."""
+"""Longest wait in seconds for the system to reap an ended process, whose exit status it then reports."""
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3
 """Request and flag of linux/pidfd.h."""
 
@@ -55,7 +55,7 @@ def _run(place: str, module: str, arguments: list[str]) -> str:
         return "the fork server is another process's"
     parent = os.pidfd_open(starter)
     answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    until, lifeline = os.pipe()  # the rank is killed when the last one that holds `lifeline` ends: this process
+    until, lifeline = os.pipe()  # the rank is killed when no process holds `lifeline`, which only this process does
     with socket.socket(fileno=control) as server, theirs:
         request = json.dumps(_request(module, arguments)).encode()
         try:
@@ -97,7 +97,7 @@ def _terminate(rank: int | None) -> None:
 
 
 def _request(module: str, arguments: list[str]) -> dict[str, Any]:
-    """What the rank is to run and in which surroundings."""
+    """Returns the request for a rank: its arguments and its environment."""
     umask = os.umask(0o077)
     os.umask(umask)
     kinds = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]

@@ -13,8 +13,7 @@ from torch import Tensor
 from llamarl.executors.replies import Adoption
 from llamarl.generation.backend import GenerationBackend
 from llamarl.generation.tensor_parallel import TensorParallelEngine
-from llamarl.weight_sync.base import FingerprintMismatch, Subscriber, Superseded, TransferFailed
-from llamarl.weight_sync.copying import Room
+from llamarl.weight_sync.base import FingerprintMismatch, Room, Subscriber, Superseded, TransferFailed
 from llamarl.weight_sync.layout import Address, TensorSpec
 from llamarl.weight_sync.select import Reader, open_subscriber, sample
 

@@ -11,9 +11,8 @@ from typing import Any, Protocol
 from llamarl.config.schema import GeneratorConfig, RunConfig
 from llamarl.config.trainer import LoraConfig
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.distributed.mesh import join_mesh
-from llamarl.distributed.rendezvous import Rendezvous
-from llamarl.distributed.runtime import set_up_device
+from llamarl.distributed.links import Rendezvous
+from llamarl.distributed.mesh import join_mesh, set_up_device
 from llamarl.executors.adoption import Adopter
 from llamarl.generation.backend import GenerationBackend
 from llamarl.generation.engine import Engine, kv_budget

@@ -14,7 +14,7 @@ import numpy as np
 from llamarl.checkpoint.folder import CRITIC
 from llamarl.checkpoint.keeper import MirrorPlace
 from llamarl.config import RunConfig, build
-from llamarl.distributed.rendezvous import Rendezvous
+from llamarl.distributed.links import Rendezvous
 from llamarl.executors.optimizing import OptimizingExecutor
 from llamarl.models.scalar import open_scalar_model
 from llamarl.training.critic import Critic

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from llamarl.cluster.executor import Executor
+from llamarl.cluster.api import Executor
 from llamarl.config.ref import part
 from llamarl.config.schema import GeneratorConfig
 from llamarl.config.trainer import LoraConfig
+from llamarl.distributed.links import Rendezvous
 from llamarl.distributed.mesh import own_rank
-from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.executors.adoption import Adoptions
 from llamarl.executors.backends import open_native
 from llamarl.executors.replies import GROUPS_INTERVAL_S, LATEST_S, REPLY_INTERVAL_S, Adoption, Collected, GeneratorStats

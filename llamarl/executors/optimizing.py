@@ -16,15 +16,14 @@ from llamarl.checkpoint.folder import CRITIC
 from llamarl.checkpoint.keeper import MirrorPlace, Place
 from llamarl.checkpoint.mirror import Mirror
 from llamarl.checkpoint.store import CheckpointStore
+from llamarl.cluster.api import Executor
 from llamarl.cluster.engine_files import mirror_folder
-from llamarl.cluster.executor import Executor
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.roles import CriticConfig
 from llamarl.config.schema import CheckpointConfig
 from llamarl.config.trainer import TrainerConfig
-from llamarl.distributed.mesh import join_mesh
-from llamarl.distributed.rendezvous import Rendezvous
-from llamarl.distributed.runtime import set_up_device
+from llamarl.distributed.links import Rendezvous
+from llamarl.distributed.mesh import join_mesh, set_up_device
 from llamarl.kernels import build, fused, half, products
 from llamarl.models.hf import open_model
 from llamarl.models.lora import add_adapters
@@ -88,7 +87,7 @@ class OptimizingExecutor(Executor):
         if self._mirror:
             each = MOMENTS_BYTES[optimization.config.moments]
             held = [tensor for _, tensor in optimization.shards().values()]
-            self._mirror.check_room(int(sum(tensor.nbytes + each * tensor.numel() for tensor in held)))
+            self._mirror.check_space(int(sum(tensor.nbytes + each * tensor.numel() for tensor in held)))
 
     def work(self) -> bool:
         """Ends the executor when ranks are lost: the call that all are in may have no end. Raises RanksLost."""
@@ -108,11 +107,11 @@ class OptimizingExecutor(Executor):
             held = self._groups.get(group.group_id)
             self._groups[group.group_id] = group if held is None else held.with_more(group)
 
-    def keep_at(self, keepers: Sequence[Place]) -> None:
+    def choose_keepers(self, keepers: Sequence[Place]) -> None:
         """Other hosts are here that may keep copies of the state."""
         if self._mirror:
             with self._mesh.together():
-                self._mirror.keep_at(keepers)
+                self._mirror.choose_keepers(keepers)
 
     def commit(self) -> Future[str] | None:
         """Makes what was saved last the newest checkpoint; its folder. Raises OSError when the disk is full."""

@@ -8,9 +8,9 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from llamarl.cluster.executor import Executor
+from llamarl.cluster.api import Executor
 from llamarl.config import RunConfig
-from llamarl.distributed.runtime import set_up_device
+from llamarl.distributed.mesh import set_up_device
 from llamarl.generation.model import load_generator_model
 from llamarl.generation.score import logprobs_of
 from llamarl.training.packing import Microbatch

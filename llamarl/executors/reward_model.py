@@ -12,10 +12,10 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from llamarl.cluster.executor import Executor
+from llamarl.cluster.api import Executor
 from llamarl.config import RunConfig
 from llamarl.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from llamarl.distributed.runtime import set_up_device
+from llamarl.distributed.mesh import set_up_device
 from llamarl.generation.score import packs
 from llamarl.models.attention import causal_attend
 from llamarl.models.scalar import load_scalar_model

@@ -14,7 +14,7 @@ from llamarl.algorithms.kl import penalty
 from llamarl.checkpoint.folder import CRITIC
 from llamarl.checkpoint.keeper import MirrorPlace
 from llamarl.config import ConfigError, RunConfig, build
-from llamarl.distributed.rendezvous import Rendezvous
+from llamarl.distributed.links import Rendezvous
 from llamarl.executors.optimizing import OptimizingExecutor
 from llamarl.executors.probes import Probes
 from llamarl.executors.replies import ControllerState, Published
@@ -27,7 +27,7 @@ from llamarl.types import RolloutGroup
 from llamarl.weight_sync.base import Publisher, plan_writers
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
 from llamarl.weight_sync.select import candidates, publisher_class, sample
-from llamarl.weight_sync.transports.in_place import lies_alike
+from llamarl.weight_sync.transports.in_place import is_same_layout
 
 
 class TrainerExecutor(OptimizingExecutor):
@@ -69,7 +69,7 @@ class TrainerExecutor(OptimizingExecutor):
             check_memory(model.shape, config, self._device)
             self._built(self._trainer)
             if resume:
-                beside = [self._store.beside(CRITIC)] if isinstance(self._trainer.advantage, ValueAdvantage) else []
+                beside = [self._store.substore(CRITIC)] if isinstance(self._trainer.advantage, ValueAdvantage) else []
                 self._resumed = self._resume(self._trainer, "controller", beside)
         self._peak_flops = peak_flops(settings, self._device)
         self._weights = self._trainer.sharding.held
@@ -128,7 +128,7 @@ class TrainerExecutor(OptimizingExecutor):
     def transports(self, same_host: bool, same_process: bool) -> list[str]:
         """Transports that can carry weights to the generators, in the order of preference."""
         in_place = self._sleeps and same_host and self._mesh.world.size == 1 and len(self._layouts) == 1
-        in_place = in_place and lies_alike(self._layouts[0], self._trainer.sharding.specs)
+        in_place = in_place and is_same_layout(self._layouts[0], self._trainer.sharding.specs)
         on_gpu = self._device.type == "cuda"
         return candidates(same_host, same_process, self._delta, on_gpu=on_gpu, in_place=in_place)
 

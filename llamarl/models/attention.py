@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llamarl.distributed.collectives import gather_rows
-from llamarl.distributed.mesh import ALONE, CPU, Axis
+from llamarl.distributed.mesh import ALONE, CPU, Axis, gather_rows
 from llamarl.kernels import train_attention
 from llamarl.models.flash_attention import FlashAttend, can_serve
 from llamarl.models.transformer import Attend

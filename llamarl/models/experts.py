@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llamarl.distributed.collectives import spread_rows
-from llamarl.distributed.mesh import Axis
+from llamarl.distributed.mesh import Axis, exchange_rows
 from llamarl.models.shape import ModelShape, MoeShape
 
 _LEAST_SUM = 1e-20
@@ -185,7 +184,7 @@ class Experts(nn.Module):
         if torch.is_autocast_enabled(device.type):  # half as much to send
             x_P_D = x_P_D.to(torch.get_autocast_dtype(device.type))
         counts_R_E = counts_E.view(ep.size, -1)
-        theirs_R_E = ep.spread(counts_R_E, each, each)
+        theirs_R_E = ep.all_to_all(counts_R_E, each, each)
         sends, receives = torch.stack([counts_R_E.sum(1), theirs_R_E.sum(1)]).tolist()
         experts_E = torch.arange(theirs_R_E.shape[1], device=device)
         # Stable: of an expert's rows those of the first rank come first, as if there were one.
@@ -196,9 +195,9 @@ class Experts(nn.Module):
             .indices
         )
         order_P = _inverse(places_P)
-        here_P_D = _RowsByNumber.apply(spread_rows(x_P_D, sends, receives, ep), places_P, order_P[:, None])
+        here_P_D = _RowsByNumber.apply(exchange_rows(x_P_D, sends, receives, ep), places_P, order_P[:, None])
         y_P_D = _RowsByNumber.apply(self.segments(here_P_D, theirs_R_E.sum(0)), order_P, places_P[:, None])
-        return spread_rows(y_P_D, receives, sends, ep)
+        return exchange_rows(y_P_D, receives, sends, ep)
 
     def segments(self, x_P_D: Tensor, counts_E: Tensor) -> Tensor:
         """Outputs of rows that are sorted by expert, of which each has so many."""

@@ -19,7 +19,7 @@ from llamarl.config.ref import part
 from llamarl.config.roles import CriticConfig
 from llamarl.config.schema import RunConfig
 from llamarl.config.trainer import LoraConfig, TrainerConfig
-from llamarl.distributed.rendezvous import open_rendezvous
+from llamarl.distributed.links import open_rendezvous
 from llamarl.run.folder import RunFolder
 from llamarl.run.given import with_content
 from llamarl.run.placement import Placer, models_in_use

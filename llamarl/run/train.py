@@ -8,8 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle
-from llamarl.cluster.port import port
+from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle, port
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.load import flat_settings
 from llamarl.config.ref import part

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llamarl.config import ConfigError
-from llamarl.net.entrance import Entrance, Proved, Serve, ignore_silent
+from llamarl.net.entrance import Entrance, Proved, Serve, defer_accept
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -109,7 +109,7 @@ def listening(host: str, port: int) -> socket.socket:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind(address)
         opened.listen(MAX_CONNECTIONS)
-        ignore_silent(opened)
+        defer_accept(opened)
     except OSError as error:
         raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror}; choose another port or host") from None
     return opened

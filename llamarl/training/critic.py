@@ -16,8 +16,7 @@ from torch import Tensor
 
 from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.config.schema import TrainerConfig
-from llamarl.distributed.collectives import summed
-from llamarl.distributed.mesh import ALONE, RankMesh
+from llamarl.distributed.mesh import ALONE, RankMesh, summed
 from llamarl.models.scalar import ScalarModel
 from llamarl.training.optimization import Optimization
 from llamarl.training.packing import EMPTY, Microbatch, num_loss_tokens

@@ -24,8 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from llamarl.distributed.collectives import gather_rows, scatter_rows
-from llamarl.distributed.mesh import Axis, RankMesh
+from llamarl.distributed.mesh import Axis, RankMesh, gather_rows, scatter_rows
 from llamarl.models.experts import Experts, Router
 from llamarl.models.hf import EMBEDDING, Read
 from llamarl.models.lora import A, B

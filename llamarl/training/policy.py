@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from llamarl.distributed.collectives import gather_rows, summed
-from llamarl.distributed.mesh import RankMesh
+from llamarl.distributed.mesh import RankMesh, gather_rows, summed
 from llamarl.kernels import train_attention
 from llamarl.kernels.half import Rounded
 from llamarl.kernels.linear import rounds_activations

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from llamarl.config.errors import RanksLost
+from llamarl.distributed.links import Rendezvous
 from llamarl.distributed.mesh import RankMesh
-from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.generation.engine import Engine, kv_budget
 from llamarl.generation.model import GeneratorModel
 from llamarl.generation.tensor_parallel import FollowerRank, ModelRanks, TensorParallelEngine

@@ -279,7 +279,7 @@ def sharded(
     tile, settings, groups = 1 << 15, TrainerConfig(**config), example_groups(1, vocab_size)
     num_tokens = sum(len(one.prompt_token_ids_T) + sum(len(s.token_ids_T) for s in one.samples) for one in groups)
     tiles = patch.object(logprobs, "TILE_LOGITS", tile), patch.object(memory, "TILE_LOGITS", tile)
-    even = patch.object(memory, "UNEVEN_EXPERTS", 1.0), patch.object(Axis, "spread", lambda _, x, *__: x.clone())
+    even = patch.object(memory, "UNEVEN_EXPERTS", 1.0), patch.object(Axis, "all_to_all", lambda _, x, *__: x.clone())
     with tiles[0], tiles[1], even[0], even[1], rank_of(0, {"fsdp": num_ranks, "ep": ep}) as mesh:
         trainer = Trainer(new_model(shape, 0, 0.05), settings, Aipo(), GroupMean(), 1.0, mesh, CPU)
         finished(trainer.update(groups, 1))

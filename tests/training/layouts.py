@@ -24,8 +24,8 @@ from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config import ConfigError
 from llamarl.config.errors import RanksLost
 from llamarl.config.trainer import LoraConfig, TrainerConfig
+from llamarl.distributed.links import Rendezvous
 from llamarl.distributed.mesh import ALONE, CPU, RankMesh
-from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.models import hf
 from llamarl.models.hf import load_model, new_model, open_model
 from llamarl.models.lora import B, add_adapters

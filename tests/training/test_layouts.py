@@ -392,7 +392,7 @@ FAULTS = [
 CAUSES = {
     "raise": "failed: ZeroDivisionError: no luck, in token_losses (layouts.py:",
     "hang": "was in token_losses (layouts.py:",
-    "stop": "says nothing; ",
+    "stop": "sends nothing; ",
     "kill": "is gone",
 }
 

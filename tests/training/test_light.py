@@ -311,7 +311,7 @@ def test_a_mirror_s_room_is_asked_for_as_each_setting_takes_it(make_groups, conf
     asked = list[int]()
 
     class Asked:
-        check_room = staticmethod(asked.append)
+        check_space = staticmethod(asked.append)
 
     executor = OptimizingExecutor.__new__(OptimizingExecutor)
     executor._mirror = Asked()  # type: ignore[assignment]

@@ -17,9 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple, Protocol, cast
 
-from llamarl.cluster.api import ExecutorHandle, ExecutorSpec
+from llamarl.cluster.api import ExecutorHandle, ExecutorSpec, port
 from llamarl.cluster.open import open_cluster
-from llamarl.cluster.port import port
 from llamarl.config import ConfigError, RunConfig, load_recorded
 from llamarl.config.schema import staleness_limit
 from llamarl.controller.admission import Problems, sampling_by_source

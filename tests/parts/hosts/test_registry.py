@@ -27,7 +27,7 @@ from llamarl.parts.hosts.registry import Host, HostLost, Registry
 ADDRESSES = {"b": "127.0.0.3", "c": "127.0.0.4"}
 MEMBERS = {CONTROLLER: (CONTROLLER, "127.0.0.2"), **{name: (name, address) for name, address in ADDRESSES.items()}}
 
-FOREIGN = "certificate is of another authority than ca.crt"
+FOREIGN = "certificate was issued by another authority than"
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +211,7 @@ def test_a_name_whose_address_is_told_late_may_call_again(pki: Path, tmp_path: P
             await line.hear()
             line.tell(**bench.inventory("b") | {"name": "d", "address": "d.run"})
             heard.append(await line.hear())
-        unknown = "its address d.run: nobody knows this name; mend its spelling, or give an IP address"
+        unknown = "its address d.run: the host name is unknown; correct it, or use an IP address"
         late = "it calls from 127.0.0.4, not from its address d.run, by DNS 10.9.9.9, which may be behind"
         assert heard == [{"busy": unknown}, {"busy": late}, {"logs": {}}]
 
@@ -294,10 +294,10 @@ def test_a_stranger_s_certificate_is_refused_in_the_handshake(
         agent = await asyncio.create_subprocess_exec(sys.executable, *command, stderr=subprocess.PIPE)
         _, heard = await agent.communicate()
         assert agent.returncode == 2
-        assert f"does not accept b.crt: this end's {FOREIGN} there; it says more" in heard.decode()
+        assert f"does not accept b.crt: this end's {FOREIGN} the other end's ca.crt; it says more" in heard.decode()
 
     (told,) = run(pki, tmp_path, main).told
-    assert told.startswith(f"127.0.0.3 was refused as a host: its {FOREIGN} here; both ends need")
+    assert told.startswith(f"127.0.0.3 was refused as a host: its {FOREIGN} this end's ca.crt; both ends need")
 
 
 def test_a_controller_of_another_authority_is_none(
@@ -307,12 +307,12 @@ def test_a_controller_of_another_authority_is_none(
     make_certificates(foreign, MEMBERS, days=2)
 
     async def main(bench: Bench) -> None:
-        why = f"127.0.0.2:\\d+ is not taken for the controller: its {FOREIGN} here; "
+        why = f"127.0.0.2:\\d+ is not taken for the controller: its {FOREIGN} this end's ca.crt; "
         with pytest.raises(HostRefused, match=why):
             await bench.call("b", context=client_context(foreign, "b"))
 
     (told,) = run(pki, tmp_path, main).told
-    assert told == f"127.0.0.3 was refused as a host: this end's {FOREIGN} there"
+    assert told == f"127.0.0.3 was refused as a host: this end's {FOREIGN} the other end's ca.crt"
 
 
 def test_noise_and_silence_at_the_port_harm_nobody(pki: Path, tmp_path: Path) -> None:
