@@ -66,7 +66,7 @@ SENTENCES: dict[str, dict[str, str]] = {
         "real-2026-11-28": "SmolLM2-135M on SVAMP in bfloat16, one seed: held-out accuracy {accuracy_before:.1%} to "
         "{accuracy_after:.1%} in 150 steps and {minutes:.0f} minutes, largest mismatch after a sync "
         "{mismatch_mean_max:.3f} nats; a step is {speedup:.1f} times as fast as at commit 23758f0a, three pairs",
-        "peers-real-2026-11-28": "the first step of SmolLM2-135M on SVAMP: {ratio_vs_trl/samples_per_s:.0f} times TRL's "
+        "peers-real-2026-11-28": "first step of SmolLM2-135M on SVAMP: {ratio_vs_trl/samples_per_s:.0f} times TRL's "
         "samples per second, {ratio_vs_trl/peak_memory:.2f} of its memory, AVX-512",
         "start-2026-11-28": "start of the demo with executors forked from one process that has imported torch, "
         "compared with executors that import it each: {cpu_s/0:.1f} instead of {cpu_s/1:.1f} seconds of processor time "
