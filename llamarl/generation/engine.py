@@ -28,21 +28,23 @@ from torch import Tensor
 from llamarl.config.device import ALONE
 from llamarl.config.errors import ConfigError
 from llamarl.config.ref import part
-from llamarl.generation.attention import KernelAttention, backend_name
-from llamarl.generation.backend import EngineModel, EngineStats, StepGraphs
-from llamarl.generation.blocks import BlockPool
-from llamarl.generation.inputs import StepInputs, gather_inputs, new_routes
-from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
+from llamarl.generation.attention import (
+    BLOCK_SIZE,
+    KernelAttention,
+    KVCache,
+    StepGraphs,
+    StepInputs,
+    TorchAttention,
+    backend_name,
+    gather_inputs,
+    new_routes,
+)
+from llamarl.generation.backend import EngineModel, EngineStats, accept, failed, response_limit, same
 from llamarl.generation.model import GeneratorModel
-from llamarl.generation.requests import accept, failed, response_limit, same
 from llamarl.generation.routes import Routes
 from llamarl.generation.rows import Rows
-from llamarl.generation.sampler import Drawn, Sampler
-from llamarl.generation.scheduler import Chunk, Schedule, Scheduler
-from llamarl.generation.score import score
-from llamarl.generation.sequence import Group, Sequence
-from llamarl.generation.stop import StopStrings
-from llamarl.generation.torch_attention import TorchAttention
+from llamarl.generation.sampler import Drawn, Sampler, score
+from llamarl.generation.scheduler import BlockPool, Chunk, Group, Schedule, Scheduler, Sequence, StopStrings
 from llamarl.kernels import gpu
 from llamarl.models.transformer import Attend
 from llamarl.types import CandidateSets, FinishReason, GenerationRequest, Rollout

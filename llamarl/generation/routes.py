@@ -17,8 +17,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from llamarl.generation.rows import Rows
-from llamarl.generation.scheduler import Chunk
-from llamarl.generation.sequence import Group, Sequence
+from llamarl.generation.scheduler import Chunk, Group, Sequence
 from llamarl.models.shape import MoeShape
 from llamarl.types import Rollout, unknown_routes
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from llamarl.generation.sampler import Drawn, SamplingRows, noise_key
-from llamarl.generation.sequence import Group, Sequence
+from llamarl.generation.scheduler import Group, Sequence
 from llamarl.types import COLUMNS, Columns, continued, filled
 
 

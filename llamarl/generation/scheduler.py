@@ -1,4 +1,22 @@
-"""`Scheduler`: which rollouts decode, which tokens are prefilled and who owns which block, in the next step. No torch.
+"""`StopStrings`: does the newest token complete a stop string in the text of a response? No torch.
+
+Only a tail of the tokens is decoded, long enough that a string cannot begin before it: tokens that decode to nothing
+(special tokens) make it longer. Most tokens are not even decoded: their own text lacks the last character of each
+string, or holds a whole one.
+
+Shape suffix: T tokens of one response.
+
+`BlockPool`: which blocks of the KV cache are free. `PrefixIndex`: which of them hold the beginning of a prompt.
+
+`Group` and `Sequence`: the mutable state of a request and of its rollouts inside the engine. No torch.
+
+A prompt is split in two. All its tokens but the last are the group's *prefix*: prefilled once, shared by every rollout.
+The last prompt token and the response are the rollout's *own* tokens. So the first decode step of a rollout feeds the
+last prompt token like any later one, every token is sampled on one path, and with the weights of that very step.
+
+Shape suffixes: T tokens of one sequence, W experts of a token in all layers.
+
+`Scheduler`: which rollouts decode, which tokens are prefilled and who owns which block, in the next step. No torch.
 
     waiting --admit--> prefilling --join--> running --finish--> gone
        ^                   |                   |
@@ -26,11 +44,268 @@ admission.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass, field, replace
 
-from llamarl.generation.blocks import BlockPool, PrefixIndex
-from llamarl.generation.sequence import Group, Segment, Sequence
+import numpy as np
+
+from llamarl.types import Columns, FinishReason, GenerationRequest, Rollout
+
+_MARGIN = 4
+"""Tokens more than a string has bytes: with them the first tail is nearly always long enough."""
+_CUT = "\ufffd"
+"""Stands for one to three bytes that are no character."""
+
+
+class StopStrings:
+    """The strings of one request, for all its rollouts."""
+
+    def __init__(self, strings: Ordered[str], decode: Callable[[Ordered[int]], str]) -> None:
+        self._strings = strings
+        self._decode = decode
+        self._num_bytes = max(len(string.encode()) for string in strings)
+        self._last = {string[-1] for string in strings}
+        self._ending_bytes = dict[int, int]()
+        self._whole = set[int]()
+        self.passed = set[int]()
+        """Tokens that are known to end none of them: `completed` need not look when one of these is the newest."""
+
+    def completed(self, token_ids_T: np.ndarray) -> bool:
+        """The text of the response holds one of the strings, and its newest token may have completed it."""
+        newest = int(token_ids_T[-1])
+        newest_bytes = self._ending(newest)
+        if not newest_bytes:
+            self.passed.add(newest)
+        if not newest_bytes or newest in self._whole:
+            return newest_bytes > 0
+        count = self._num_bytes + _MARGIN
+        while True:
+            text = self._decode(token_ids_T[-count:].tolist())
+            if any(string in text for string in self._strings):
+                return True
+            # A string may end at the first byte of the newest token.
+            seen_bytes = len(text.replace(_CUT, "?").encode()) - newest_bytes
+            if count >= len(token_ids_T) or seen_bytes >= self._num_bytes:
+                return False
+            count *= 2
+
+    def _ending(self, token_id: int) -> int:
+        """Bytes, at least, of a token in which a string can end; 0 for any other."""
+        if token_id not in self._ending_bytes:
+            # Twice, because the first token of a text may lose its leading space.
+            text = self._decode((token_id, token_id))
+            can_end = _CUT in text or any(last in text for last in self._last)
+            self._ending_bytes[token_id] = len(text.encode()) if can_end else 0
+            if can_end and any(string in self._decode((token_id,)) for string in self._strings):
+                self._whole.add(token_id)
+        return self._ending_bytes[token_id]
+
+
+class BlockPool:
+    """Numbered blocks with reference counts. The pool takes the block that was released last first, so memory that was
+    never used stays untouched."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks))[::-1]
+        self._num_users = [0] * num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        """Returns a free block, with one user; there must be one."""
+        block = self._free.pop()
+        self._num_users[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """Adds a user to a block that is in use."""
+        assert self._num_users[block], f"block {block} is free"
+        self._num_users[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> list[int]:
+        """Removes one user from each block. Returns the blocks that are free now."""
+        freed = list[int]()
+        for block in blocks:
+            assert self._num_users[block], f"block {block} released twice"
+            self._num_users[block] -= 1
+            if not self._num_users[block]:
+                freed.append(block)
+        self._free += freed
+        return freed
+
+
+class PrefixIndex:
+    """Finds full blocks with the keys and values of a prompt's first tokens, computed by the weights in use. Prompts
+    with the same beginning (a system prompt, examples) then prefill it once.
+
+    A block's key is its tokens and the block before it. A user of a block also uses the blocks before it, so a key is
+    valid as long as its own block is in use.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._blocks = dict[tuple[int, bytes], int]()
+        self._keys = dict[int, tuple[int, bytes]]()
+
+    def add(self, prompt_T: np.ndarray, blocks: list[int], start: int, stop: int) -> None:
+        """Registers the blocks that tokens `start` to `stop` of a prompt have filled."""
+        for place in range(start // self._block_size, stop // self._block_size):
+            key = self._key(prompt_T, blocks[place - 1] if place else -1, place)
+            if key not in self._blocks:
+                self._blocks[key] = blocks[place]
+                self._keys[blocks[place]] = key
+
+    def find(self, prompt_T: np.ndarray, num_tokens: int) -> list[int]:
+        """Returns blocks that hold the longest known beginning of the first `num_tokens` tokens of a prompt."""
+        found = list[int]()
+        for place in range(num_tokens // self._block_size if self._blocks else 0):
+            block = self._blocks.get(self._key(prompt_T, found[-1] if found else -1, place))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Drops blocks that are free now."""
+        for block in blocks:
+            if key := self._keys.pop(block, None):
+                del self._blocks[key]
+
+    def clear(self) -> None:
+        """Drops everything: the weights have changed."""
+        self._blocks.clear()
+        self._keys.clear()
+
+    def _key(self, prompt_T: np.ndarray, before: int, place: int) -> tuple[int, bytes]:
+        return before, prompt_T[place * self._block_size : (place + 1) * self._block_size].tobytes()
+
+
+@dataclass(slots=True)
+class Segment:
+    """Consecutive tokens whose keys and values lie, or will lie, in blocks."""
+
+    blocks: list[int] = field(default_factory=list)
+    """Block ids, in token order."""
+    num_cached: int = 0
+    """Tokens whose keys and values have been written."""
+    num_outdated: int = 0
+    """So many first tokens had been computed with older weights; computing them again is the cost of an update."""
+    prefills: list[tuple[int, int, int]] = field(default_factory=list)
+    """(first token, token after the last, policy version), in order."""
+    routes_T_W: np.ndarray | None = None
+    """Experts of a prefix's tokens, as far as it is cached; None: not recorded."""
+
+    def prefilled(self, start: int, stop: int, version: int) -> None:
+        """Notes that tokens `start` to `stop` are computed next."""
+        if self.prefills and self.prefills[-1][1:] == (start, version):
+            start = self.prefills.pop()[0]
+        self.prefills.append((start, stop, version))
+
+    def outdate(self) -> None:
+        """The weights have changed: everything is to be computed again, in the same blocks."""
+        self.num_outdated = max(self.num_outdated, self.num_cached)
+        self.num_cached = 0
+        self.prefills = []
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """One request in the engine, and its prompt's prefix as some weights computed it."""
+
+    request: GenerationRequest
+    prompt_T: np.ndarray
+    """int32, a copy."""
+    limit: int
+    """Most tokens that a rollout may get: `max_new_tokens`, cut at the end of the context."""
+    stop_strings: StopStrings | None = None
+    prefix: Segment = field(default_factory=Segment)
+    num_active: int = 0
+    """Rollouts that hold blocks: prefilling or running."""
+    num_held: int = 0
+    """Rollouts that wait for their environment, and hold their blocks."""
+    unfinished: dict[int, Sequence] = field(default_factory=dict)
+    """Rollout index -> rollout, for those not returned yet."""
+
+    @property
+    def prefix_tokens(self) -> int:
+        return len(self.prompt_T) - 1
+
+    def renewed(self) -> Group:
+        """The same request with a prefix of its own, for rollouts that are admitted under newer weights."""
+        return replace(self, prefix=Segment(num_outdated=self.prefix.num_cached), num_active=0)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One rollout in the engine. While it runs, its tokens lie in its row of `Rows`."""
+
+    group: Group
+    index: int
+    limit: int
+    """Number of tokens with which it leaves: `group.limit`, or as many as `segment_tokens` allow."""
+    own: Segment = field(default_factory=Segment)
+    running: bool = False
+    """Whether it decodes one token per step."""
+    row: int = -1
+    """Its row in `Rows`; -1 when it has none."""
+    columns: Columns = field(default_factory=lambda: Rollout.empty(0, 0).columns)
+    """Columns of its tokens so far."""
+    prefills: tuple[tuple[int, int, int, int], ...] = ()
+    """Prefills so far, as in `Rollout`."""
+    prompt_routes: np.ndarray | None = None
+    """Experts of the prefix with which it began; None: not known."""
+
+    @classmethod
+    def of(cls, group: Group, start: Rollout) -> Sequence:
+        """A rollout that goes on from the tokens of `start`, perhaps none."""
+        segment_tokens = group.request.segment_tokens or group.limit
+        limit = min(group.limit, start.num_tokens + segment_tokens)
+        return cls(
+            group=group, index=start.index, limit=limit, columns=start.columns, prefills=start.prefills,
+            prompt_routes=start.prompt_routes,
+        )  # fmt: skip
+
+    def note_prefills(self, version: int) -> None:
+        """Notes, as it begins to decode, what was computed for that."""
+        own, prefix, num_tokens = self.own.prefills, self.group.prefix_tokens, len(self.token_ids_T)
+        found = [(start + prefix, stop + prefix, of) for start, stop, of in own]
+        if not own or own[0][0] == 0:  # not held, so that the cache began anew
+            found = self.group.prefix.prefills + found or [(0, 0, version)]
+        self.prefills += tuple((num_tokens, *one) for one in found)
+        self.own.prefills = []
+
+    @property
+    def token_ids_T(self) -> np.ndarray:
+        """The response so far, int32; valid while it is not running."""
+        return self.columns["token_ids"]
+
+    @property
+    def own_tokens(self) -> int:
+        """The last prompt token and the response so far; valid while it is not running."""
+        return 1 + len(self.token_ids_T)
+
+    def own_token_ids(self, start: int, stop: int) -> np.ndarray:
+        """Own tokens `start` to `stop`, int32."""
+        return np.concatenate((self.group.prompt_T[-1:], self.token_ids_T))[start:stop]
+
+    def rollout(self, reason: FinishReason, error: str = "") -> Rollout:
+        """The rollout as the engine hands it out; who is not learnt from need not tell its experts."""
+        columns, is_trained_on = self.columns, self.group.request.purpose == "train"
+        if not is_trained_on:
+            columns = {name: values_T for name, values_T in columns.items() if name != "routes"}
+        return Rollout(
+            group_id=self.group.request.group_id,
+            index=self.index,
+            columns=columns,
+            finish_reason=reason,
+            error=error,
+            prefills=self.prefills,
+            prompt_routes=self.prompt_routes if is_trained_on else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,7 +194,9 @@ def multiply_rounded(x_M_K: Tensor, weight_N_K: Tensor, room: Room, out_M_N: Ten
         room: holds the packed weights until its next use.
     """
     path = paths.chosen("bfloat16", *weight_N_K.shape)
-    assert path is not None and weight_N_K.is_contiguous() and all(map(_is_plain, (x_M_K, out_M_N)))
+    assert path is not None, "this processor rounds no activations"
+    assert weight_N_K.is_contiguous()
+    assert all(map(_is_plain, (x_M_K, out_M_N)))
     room.begin()
     packed = room.take(path.packed_bytes(*weight_N_K.shape))
     path.pack(weight_N_K.data_ptr(), *weight_N_K.shape, packed.data_ptr())

@@ -19,14 +19,12 @@ from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.collectives import summed
 from llamarl.distributed.mesh import ALONE, RankMesh
 from llamarl.models.scalar import ScalarModel
-from llamarl.training.optimization import Optimization
-from llamarl.training.packing import EMPTY, Microbatch, num_loss_tokens
+from llamarl.training.optimization import Optimization, Totals
+from llamarl.training.packing import EMPTY, UNSHAPED, Microbatch, Shaping, num_loss_tokens
 from llamarl.training.parallel import Read
 from llamarl.training.policy import Inputs, RankModel
 from llamarl.training.responses import per_response
 from llamarl.training.result import StepResult
-from llamarl.training.shaping import UNSHAPED, Shaping
-from llamarl.training.totals import Totals
 from llamarl.types import Prompt, Rollout, RolloutGroup, SampleGroup
 
 

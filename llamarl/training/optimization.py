@@ -1,4 +1,10 @@
-"""`Optimization`: a model in training, whatever its objective, together with the other ranks of a mesh.
+"""`Totals`: what a rank's microbatches add up to. Values stay on the device until all of them are read at once.
+
+Health of a step: how far the policy has moved from the one that sampled, and what made it non-finite.
+
+Shape suffix: R response tokens.
+
+`Optimization`: a model in training, whatever its objective, together with the other ranks of a mesh.
 
 Shape suffixes: R response tokens (targets), M rows of this rank, D model dim.
 """
@@ -7,29 +13,195 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from llamarl.algorithms.kl import MAX_LOG_RATIO
 from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.mesh import RankMesh
 from llamarl.kernels import half, products
 from llamarl.sharding.tensor_parallel import is_router
-from llamarl.training.compute import copying, set_compute
-from llamarl.training.health import Health, find_cause
 from llamarl.training.optimizer import build_optimizer, set_learning_rate
 from llamarl.training.packing import Microbatch
-from llamarl.training.parallel import Read, held_tensors, parallelize
-from llamarl.training.pipeline import Pipeline
-from llamarl.training.policy import Model, RankModel, own_share
-from llamarl.training.totals import Logged, Totals, merged
+from llamarl.training.parallel import Pipeline, Read, held_tensors, parallelize
+from llamarl.training.policy import Model, RankModel, copying, own_share, set_compute
+from llamarl.training.result import NonFiniteStep
 from llamarl.types import RolloutGroup, SampleGroup
 from llamarl.weight_sync.layout import TensorSpec
+
+
+class Logged(NamedTuple):
+    """Sums and maxima, by name."""
+
+    sums: dict[str, float]
+    maxima: dict[str, float]
+
+
+class Totals:
+    """Scalars of the microbatches of one pass."""
+
+    def __init__(self) -> None:
+        self._sums = list[tuple[str, Tensor]]()
+        self._maxima = list[tuple[str, Tensor]]()
+
+    def add(self, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> None:
+        """Adds the scalars of one microbatch. Does not wait for the device."""
+        self._sums += ((name, value.detach().double()) for name, value in sums.items())
+        self._maxima += ((name, value.detach().double()) for name, value in maxima.items())
+
+    def read(self) -> tuple[Logged, list[float]]:
+        """All together, and the loss of each microbatch. Waits for the device, once."""
+        values = [value for _, value in (*self._sums, *self._maxima)]
+        numbers = iter(torch.stack(values).tolist() if values else ())
+        sums = [Logged({name: next(numbers)}, {}) for name, _ in self._sums]
+        maxima = [Logged({}, {name: next(numbers)}) for name, _ in self._maxima]
+        return merged((*sums, *maxima)), [one.sums["loss"] for one in sums if "loss" in one.sums]
+
+
+def merged(logged: Iterable[Logged]) -> Logged:
+    """Sums added, maxima compared."""
+    all_sums, all_maxima = dict[str, float](), dict[str, float]()
+    for sums, maxima in logged:
+        for name, value in sums.items():
+            all_sums[name] = all_sums.get(name, 0.0) + value
+        for name, value in maxima.items():
+            all_maxima[name] = max(all_maxima.get(name, -math.inf), value)
+    return Logged(all_sums, all_maxima)
+
+
+MAX_NAMED_GROUPS = 4
+"""Groups in which the rollouts at fault are looked for: each rollout costs a forward and backward."""
+PARTS = ("staleness", "same_version")
+Alone = Callable[[Sequence[SampleGroup]], tuple[dict[str, float], float]]
+"""alone(groups): sums to log, the loss among them, and gradient norm of a step on nothing else."""
+
+
+class Health:
+    """Watches the steps of a trainer or a critic for what is not finite. All ranks decide alike."""
+
+    def __init__(self, config: TrainerConfig, mesh: RankMesh, rate: str = "trainer.learning_rate") -> None:
+        """`rate` is the option of the learning rate."""
+        self.num_skipped_in_row = 0
+        self._config = config
+        self._mesh = mesh
+        self._rate = rate
+        self._first_bad = ""
+        """Microbatch of this rank's share."""
+
+    def begin(self) -> None:
+        """Begins a step."""
+        self._first_bad = ""
+
+    def computed(self, losses: Sequence[float]) -> None:
+        """Loss of each microbatch of this rank."""
+        bad = (number for number, loss in enumerate(losses, 1) if not math.isfinite(loss))
+        if not self._first_bad and (first := next(bad, None)):
+            self._first_bad = f"microbatch {first} of {len(losses)}"
+            if self._mesh.fsdp.size > 1:
+                self._first_bad += f" on fsdp rank {self._mesh.fsdp.rank}"
+
+    def ended(self, said: str, is_finite: bool, find: Callable[[], str] | None = None, known: str = "") -> str:
+        """Why the step is to be skipped; empty when it is not.
+
+        Args:
+            find: see `find_cause`.
+            known: a cause that needs no search, with the way out.
+
+        Raises:
+            NonFiniteStep: it ends the run, by `trainer.on_nonfinite` or `trainer.max_skipped_steps`.
+        """
+        if is_finite:
+            self.num_skipped_in_row = 0
+            return ""
+        places = ", ".join(dict.fromkeys(place for place in self._mesh.exchange(self._first_bad) if place))
+        cause = f"{said}{places and f' from {places}'}"
+        found = known or (find() if find else "")
+        cause += found and f": {found}"
+        if self._config.on_nonfinite == "stop":
+            fix = "" if known else f"; lower {self._rate}, or set trainer.on_nonfinite = 'skip'"
+            raise NonFiniteStep(cause + fix)
+        self.num_skipped_in_row += 1
+        if self.num_skipped_in_row == self._config.max_skipped_steps:
+            raise NonFiniteStep(f"{cause}; {self.num_skipped_in_row} steps in a row (trainer.max_skipped_steps)")
+        return cause
+
+
+def age_sums(
+    logprobs_R: Tensor, behavior_logprobs_R: Tensor, loss_mask_R: Tensor, is_stale_R: Tensor
+) -> dict[str, Tensor]:
+    """Sums over tokens that an older version sampled, and over those of the version in training, for `split_by_age`."""
+    sums = dict[str, Tensor]()
+    for part, of_part_R in zip(PARTS, (is_stale_R, ~is_stale_R), strict=True):
+        own_R = loss_mask_R & of_part_R
+        log_ratio_R = (logprobs_R.detach() - behavior_logprobs_R).masked_fill(~own_R, 0.0)
+        log_ratio_R = log_ratio_R.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        excess_R = log_ratio_R.expm1()
+        sums |= {f"{part}_tokens": own_R.sum(), f"{part}_excess": excess_R.sum()}
+        sums |= {f"{part}_kl": (excess_R - log_ratio_R).sum(), f"{part}_size": log_ratio_R.abs().sum()}
+    return sums
+
+
+def split_by_age(sums: dict[str, float]) -> dict[str, float]:
+    """Importance ratio, KL to the behavior policy and size of the log-ratio in two parts; takes what `age_sums` gave
+    out of `sums`.
+
+    Tokens of older versions differ by training, kernels and precision (staleness); those of the version in training by
+    the latter two alone (same_version). Each is a mean over its own tokens, and missing where there are none:
+    ``kl_to_behavior = stale_share * kl_staleness + (1 - stale_share) * kl_same_version``, of a batch's first pass.
+    """
+    taken = {part: [sums.pop(f"{part}_{what}", 0.0) for what in ("tokens", "excess", "kl", "size")] for part in PARTS}
+    found = {"stale_share": taken["staleness"][0] / max(taken["staleness"][0] + taken["same_version"][0], 1)}
+    for part, (tokens, excess, kl, size) in taken.items():
+        if tokens:
+            found |= {f"importance_ratio_{part}": 1 + excess / tokens, f"kl_{part}": kl / tokens}
+            found[f"difference_{part}"] = size / tokens
+    return found
+
+
+def find_cause(groups: Sequence[RolloutGroup], computed: Sequence[SampleGroup], alone: Alone) -> str:
+    """Which rollouts make a step non-finite, by computing each group and then its rollouts alone.
+
+    Args:
+        groups: of the step.
+        computed: what the step learns from, one for each group.
+    """
+    named, num_bad = list[str](), 0
+    for group, part in zip(groups, computed, strict=True):
+        if not part.samples or not _fault(*alone([part])):
+            continue
+        num_bad += 1
+        if num_bad > MAX_NAMED_GROUPS:
+            continue
+        faults = list[str]()
+        for sample in part.samples:
+            fault = _fault(*alone([replace(part, samples=(sample,))]))
+            if fault:
+                fault = fault if np.isfinite(sample.behavior_logprobs_T).all() else "behavior log-probs"
+                index = next(r.index for r in group.rollouts if np.may_share_memory(r.token_ids_T, sample.token_ids_T))
+                faults.append(f"{index} ({fault})")
+        named.append(f"group {group.group_id} rollout {', '.join(faults)}" if faults else f"group {group.group_id}")
+    num_computed = sum(bool(part.samples) for part in computed)
+    if num_bad == num_computed > 1:
+        return f"every group, which points at weights or loss, first of all {named[0]}"
+    more = [f"{num_bad - MAX_NAMED_GROUPS} more groups"] if num_bad > MAX_NAMED_GROUPS else []
+    return "; ".join(named + more) or "no group by itself: their sum is not finite"
+
+
+def _fault(sums: dict[str, float], grad_norm: float) -> str:
+    """Name of what is not finite first in the order of computation; empty when all is finite."""
+    for name, value in {
+        "log-probs": sums.get("kl_to_behavior", 0.0), "loss": sums.get("loss", 0.0), "gradient": grad_norm
+    }.items():  # fmt: skip
+        if not math.isfinite(value):
+            return name
+    return ""
+
 
 T = TypeVar("T")
 OUTSIZED = 1e9

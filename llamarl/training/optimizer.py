@@ -1,18 +1,297 @@
-"""AdamW with decay on matrices only, and the learning rate: linear warm-up, then constant or falling."""
+"""torch's AdamW, without what its first call would import.
+
+AdamW that takes less of the device: moments as 8-bit codes, or in memory of the host; weights in bfloat16.
+
+A tile of weights and moments is brought to float32 on the device, updated by the fused kernel of `AdamW`, and put back,
+so that what is kept exactly has the bits of the optimizer that keeps all of it there.
+
+Shape suffixes: R rows and C columns of a part of a matrix, or of a stack of them, K blocks of `BLOCK` columns of a row.
+
+AdamW with decay on matrices only, and the learning rate: linear warm-up, then constant or falling.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from inspect import unwrap
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+import xxhash
 from torch import Tensor
 
 from llamarl.config.schema import TrainerConfig
-from llamarl.training.adamw import AdamW
-from llamarl.training.light import LightAdamW
+from llamarl.models.memory import BLOCK_COLUMNS
+from llamarl.sharding.box import Box
 from llamarl.weight_sync.layout import TensorSpec
+
+
+class Uncompiled(torch.optim.Optimizer):
+    """Without what keeps these methods out of compiled code: their first call would import torch's compiler, which is
+    as large as the rest of torch."""
+
+    add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = unwrap(torch.optim.Optimizer.zero_grad)
+
+
+class AdamW(Uncompiled, torch.optim.AdamW):
+    """torch's."""
+
+    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
+
+
+BLOCK = BLOCK_COLUMNS
+"""Columns that share a scale. Blocks lie in rows, so that whoever holds other rows of a matrix has the same bits."""
+TILE = 1 << 24
+"""Elements that are float32 at a time, of each of both moments."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SCALE = "_scale"
+"""Ends the name of a moment's scales, float32 [R, K]."""
+
+
+@cache
+def table(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Values of the 256 codes of a moment, in order, and the bounds between them.
+
+    The dynamic tree of arXiv 2110.02861, section 2.2: seven decades, each with twice as many values as the one below
+    it. The second moment has no sign, and uses the bit for values between.
+    """
+    is_signed, values = name == "exp_avg", [0.0, 1.0]
+    for decade in range(7):
+        bounds = torch.linspace(0.1, 1.0, 2 ** (decade + (0 if is_signed else 1)) + 1, dtype=torch.float64)
+        means = (bounds[:-1] + bounds[1:]) / 2 * 10.0 ** (decade - 6)
+        values += means.tolist() + ((-means).tolist() if is_signed else [])
+    found = torch.tensor(sorted(values), dtype=torch.float64)
+    return found.float().to(device), ((found[:-1] + found[1:]) / 2).float().to(device)
+
+
+def encoded(name: str, moment_R_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, int8 [R, C], and scales, float32 [R, K], of a moment.
+
+    The nearest code, but a second moment above zero never becomes zero: its root divides the first, whose codes reach
+    further down.
+    """
+    _, bounds = table(name, moment_R_C.device)
+    blocks_R_K_B = _blocks(moment_R_C.float())
+    scale_R_K = blocks_R_K_B.abs().amax(-1)
+    unit_R_K_B = blocks_R_K_B / scale_R_K.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
+    code_R_K_B = torch.bucketize(unit_R_K_B, bounds, out_int32=True)
+    if name == "exp_avg_sq":
+        code_R_K_B = torch.where(blocks_R_K_B > 0, code_R_K_B.clamp(min=1), code_R_K_B)
+    code_R_C = code_R_K_B.flatten(-2)[..., : moment_R_C.shape[-1]]
+    return (code_R_C - 128).to(torch.int8), scale_R_K
+
+
+def decoded(name: str, code_R_C: Tensor, scale_R_K: Tensor) -> Tensor:
+    """The moment that codes and scales stand for, float32 [R, C]."""
+    values, _ = table(name, code_R_C.device)
+    blocks_R_K_B = _blocks(values[code_R_C.int() + 128])
+    return (blocks_R_K_B * scale_R_K[..., None]).flatten(-2)[..., : code_R_C.shape[-1]].contiguous()
+
+
+def _blocks(matrix_R_C: Tensor) -> Tensor:
+    """[R, K, B], with zeros behind the last column."""
+    missing = -matrix_R_C.shape[-1] % BLOCK
+    return F.pad(matrix_R_C, (0, missing)).unflatten(-1, (-1, BLOCK))
+
+
+def is_coded(weight: Tensor) -> bool:
+    """Vectors are so few that their moments stay float32."""
+    return weight.ndim >= 2
+
+
+def state_spec(spec: TensorSpec, moment: str) -> TensorSpec:
+    """Place of a part of a moment, or of its scales, that belongs to a part of a weight."""
+    if not moment.endswith(SCALE):
+        return spec
+    *rows, columns = spec.global_shape
+    assert spec.box.starts[-1] % BLOCK == 0, f"{spec.name} is cut within a block"
+    return replace(spec, global_shape=(*rows, -(-columns // BLOCK)), box=_scales_of(spec.box))
+
+
+def _scales_of(box: Box) -> Box:
+    return _columns(box, box.starts[-1] // BLOCK, -(-box.stops[-1] // BLOCK))
+
+
+def _columns(box: Box, first: int, last: int) -> Box:
+    """The rows of a box, with other columns."""
+    return Box((*box.starts[:-1], first), (*box.stops[:-1], last))
+
+
+class Dice:
+    """Noise of the roundings of a part of a weight: a function of the run, the step, the weight and the place of an
+    element in the whole weight, so that layouts and steps that are taken again agree."""
+
+    def __init__(self, key: str, spec: TensorSpec) -> None:
+        self._key = int.from_bytes(xxhash.xxh32_digest(key.encode()), "little", signed=True)
+        self._box, self._shape = spec.box, spec.global_shape
+
+    def throw(self, rows: slice, step: Tensor) -> Tensor:
+        """Uniform in 0 to 65535, int32, for each element of these rows of the part at the step with this number."""
+        starts, stops = self._box.starts, self._box.stops
+        bounds = [(starts[0] + rows.start, starts[0] + rows.stop), *zip(starts[1:], stops[1:], strict=True)]
+        index = torch.zeros((), dtype=torch.int64, device=step.device)
+        for size, bound in zip(self._shape, bounds, strict=True):
+            index = index[..., None] * size + torch.arange(*bound, device=step.device)
+        bits = index.to(torch.int32) + _mixed(step.to(torch.int32) + self._key)  # wraps, as all of it does
+        return _mixed(bits) & 0xFFFF
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    """Int32 in which each bit depends on all of the input's (C. Wellons' lowbias32)."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
+        bits = (bits ^ ((bits >> shift) & ((1 << (32 - shift)) - 1))) * factor
+    return bits ^ ((bits >> 16) & 0xFFFF)
+
+
+def rounded(exact: Tensor, noise: Tensor) -> Tensor:
+    """Float32 rounded to bfloat16, up with the probability of how far up it lies between two. `noise`: int32, uniform
+    in 0 to 65535."""
+    bits = exact.view(torch.int32)  # of which bfloat16 is the upper half; adding below carries into it by chance
+    found = ((bits + noise) & -0x10000).view(torch.float32)
+    return found.where(~exact.isnan(), exact).bfloat16()  # a GPU's NaN is all ones, which would carry into a zero
+
+
+def _exact(weight: Tensor) -> torch.dtype:
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
+class LightAdamW(Uncompiled):
+    """AdamW (arXiv 1711.05101) with moments as codes or in memory of the host, or weights in bfloat16.
+
+    State of a weight is what fused AdamW has of one, `step`, `exp_avg` and `exp_avg_sq`; codes have scales beside them.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, coded: bool,
+        on_host: bool, places: Mapping[Tensor, TensorSpec],
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            groups: weights, and `weight_decay`.
+            coded: moments of matrices are 8-bit codes with a scale for each `BLOCK` columns.
+            on_host: moments lie in pinned memory of the host, and visit the device a tile at a time.
+            places: of weights in bfloat16 in whole ones; all ranks have seeded torch alike.
+        """
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        self.coded, self.on_host = coded, on_host
+        seed = torch.initial_seed()
+        self._dice = {weight: Dice(f"{seed}:{spec.name}", spec) for weight, spec in places.items()}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyrefly: ignore[bad-override]
+        """Updates all weights that have a gradient."""
+        device = None
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None and weight.numel():
+                    self._update(weight, weight.grad, group)
+                    device = weight.device
+        if self.on_host and device is not None and device.type == "cuda":
+            # What was copied last is on its way, and whoever reads the state next reads memory.
+            torch.cuda.current_stream(device).synchronize()
+
+    def _update(self, weight: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+        state, coded = self.state[weight], self.coded and is_coded(weight)
+        if not state:
+            state |= self._empty(weight, coded)
+        state["step"] += 1
+        for rows in _tiles(weight):
+            first, second = (self._moment(name, state, rows, weight, coded) for name in MOMENTS)
+            beta1, beta2 = group["betas"]
+            exact, dice = weight[rows], self._dice.get(weight)
+            if dice:
+                exact = exact.float()
+            slope = grad[rows].to(exact.dtype)
+            torch._fused_adamw_(
+                [exact], [slope], [first], [second], [], [state["step"]], lr=group["lr"], beta1=beta1, beta2=beta2,
+                weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False,
+            )  # fmt: skip
+            if dice:
+                weight[rows].copy_(rounded(exact, dice.throw(rows, state["step"])))
+            for name, moment in zip(MOMENTS, (first, second), strict=True):
+                self._put(name, state, rows, moment, coded)
+
+    def _empty(self, weight: Tensor, coded: bool) -> dict[str, Tensor]:
+        """State before the first step: moments of zeros."""
+        found = {"step": torch.zeros((), dtype=torch.float32, device=weight.device)}
+        for name in MOMENTS:
+            found[name] = self._room(weight.shape, torch.int8 if coded else _exact(weight), weight.device)
+            if coded:  # and scales of zero, so that any code stands for it
+                blocks = (*weight.shape[:-1], -(-weight.shape[-1] // BLOCK))
+                found[name + SCALE] = self._room(blocks, torch.float32, weight.device)
+        return found
+
+    def _room(self, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        if not self.on_host:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+        return torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+    def _moment(self, name: str, state: Mapping[str, Tensor], rows: slice, weight: Tensor, coded: bool) -> Tensor:
+        """A tile of a moment on the device, float32 at least: the state itself, where that lies there so."""
+        held = state[name][rows].to(weight.device, non_blocking=True)
+        if not coded:
+            return held
+        scales = state[name + SCALE][rows].to(weight.device, non_blocking=True)
+        return decoded(name, held, scales).to(_exact(weight))
+
+    def _put(self, name: str, state: Mapping[str, Tensor], rows: slice, moment: Tensor, coded: bool) -> None:
+        if coded:
+            codes, scales = encoded(name, moment)
+            state[name][rows].copy_(codes, non_blocking=True)
+            state[name + SCALE][rows].copy_(scales, non_blocking=True)
+        elif self.on_host:
+            state[name][rows].copy_(moment, non_blocking=True)
+
+
+def _tiles(weight: Tensor) -> Iterator[slice]:
+    """Rows of a weight, so many at a time as a tile has room for; a vector is one tile."""
+    rows = max(1, TILE // max(weight[0].numel(), 1)) if weight.ndim > 1 else len(weight)
+    for start in range(0, len(weight), rows):
+        yield slice(start, min(start + rows, len(weight)))
+
+
+def read_state(
+    names: Iterable[str], spec: TensorSpec, read: Callable[[str, Box], Tensor], optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """State of a part of a weight from a record, as `optimizer` keeps it, whatever kept it before: codes become
+    float32, or the other way, where the setting is another now. The same setting gives the same bits.
+
+    Args:
+        names: of what the record has of this weight: `step`, moments, scales.
+        spec: of the part.
+        read: gives a box of one of them.
+    """
+    held, coded = set(names), isinstance(optimizer, LightAdamW) and optimizer.coded
+    found = {name: read(name, Box.whole(())) for name in held if name == "step"}
+    for name in sorted(held - {"step"}):
+        if name.endswith(SCALE):
+            continue
+        if name + SCALE not in held:
+            found[name] = read(name, spec.box)
+            if coded and is_coded(found[name]):
+                found[name], found[name + SCALE] = encoded(name, found[name])
+            continue
+        first, last = (-(-edge // BLOCK) * BLOCK for edge in (spec.box.starts[-1] - BLOCK + 1, spec.box.stops[-1]))
+        wide = _columns(spec.box, first, min(last, spec.global_shape[-1]))
+        codes, scales = read(name, wide), read(name + SCALE, _scales_of(wide))
+        if coded:
+            found |= {name: codes, name + SCALE: scales}
+        else:
+            found[name] = decoded(name, codes, scales)[..., spec.box.starts[-1] - first :][..., : spec.box.shape[-1]]
+    return found
+
+
+def placed(value: Tensor, weight: Tensor, moment: str, optimizer: torch.optim.Optimizer) -> Tensor:
+    """The tensor that was read, where `optimizer` keeps it; the count of steps lies on the device, as fused
+    AdamW's does."""
+    if moment == "step" or not (isinstance(optimizer, LightAdamW) and optimizer.on_host):
+        return value.to(weight.device)
+    return value.pin_memory() if weight.is_cuda else value
 
 
 def build_optimizer(

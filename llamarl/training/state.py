@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from llamarl.sharding.box import Box
-from llamarl.training.light import placed, read_state
 from llamarl.training.optimization import Optimization
+from llamarl.training.optimizer import placed, read_state
 
 
 class StateMismatch(ValueError):

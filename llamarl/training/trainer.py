@@ -22,12 +22,13 @@ from llamarl.models.transformer import Transformer
 from llamarl.observability.metrics import UpdateMetrics
 from llamarl.sharding.tensor_parallel import is_router
 from llamarl.training.cost import step_cost
-from llamarl.training.health import age_sums, split_by_age
 from llamarl.training.load import ExpertLoad
-from llamarl.training.optimization import Optimization, finished
+from llamarl.training.optimization import Optimization, Totals, age_sums, finished, split_by_age
 from llamarl.training.packing import (
     EMPTY,
+    UNSHAPED,
     Microbatch,
+    Shaping,
     num_loss_sequences,
     num_loss_tokens,
     pack,
@@ -39,8 +40,6 @@ from llamarl.training.packing import (
 from llamarl.training.parallel import Read, local
 from llamarl.training.policy import Policy, outputs_of, shares
 from llamarl.training.result import PolicyStepResult
-from llamarl.training.shaping import UNSHAPED, Shaping
-from llamarl.training.totals import Totals
 from llamarl.types import Columns, RolloutGroup, SampleGroup, TrainSample
 
 

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from llamarl.config.trainer import LoraConfig
 from llamarl.generation.engine import Engine
-from llamarl.generation.lora import AdapterMerger
-from llamarl.generation.model import GeneratorModel, load_generator_model
+from llamarl.generation.model import AdapterMerger, GeneratorModel, load_generator_model
 from llamarl.generation.network import route_kernel
 from llamarl.kernels import experts
 from llamarl.models import experts as experts_of_trainer

@@ -20,7 +20,7 @@ from llamarl.distributed.mesh import ALONE
 from llamarl.models.hf import new_model, save_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
-from llamarl.training.light import decoded
+from llamarl.training.optimizer import decoded
 from tests.distributed.ranks import Workers, num_ranks, rendezvous, results
 from tests.nightly import nightly
 from tests.parts.sft.supervised import learn, learn_rank, make_documents

@@ -14,13 +14,14 @@ from llamarl.config.trainer import TrainerConfig
 from llamarl.distributed.mesh import ALONE
 from llamarl.executors.optimizing import OptimizingExecutor
 from llamarl.sharding.box import Box
-from llamarl.training import light
-from llamarl.training.light import (
+from llamarl.training import optimizer as optimizers
+from llamarl.training.optimizer import (
     BLOCK,
     MOMENTS,
     SCALE,
     Dice,
     LightAdamW,
+    build_optimizer,
     decoded,
     encoded,
     placed,
@@ -29,7 +30,6 @@ from llamarl.training.light import (
     state_spec,
     table,
 )
-from llamarl.training.optimizer import build_optimizer
 from llamarl.weight_sync.layout import TensorSpec
 from tests.training.layouts import QWEN3, new_trainer
 
@@ -93,7 +93,7 @@ def test_moments_in_memory_of_their_own_are_put_back(monkeypatch: pytest.MonkeyP
     """As those of a GPU's host are, of which the device has copies."""
     beside, moment = trained(moments=moments), LightAdamW._moment
     monkeypatch.setattr(LightAdamW, "_moment", lambda *arguments: moment(*arguments).clone())
-    monkeypatch.setattr(light, "TILE", 2 * COLUMNS)
+    monkeypatch.setattr(optimizers, "TILE", 2 * COLUMNS)
     away = trained(moments=moments, moments_on="host")
     assert torch.equal(beside[0], away[0]) and torch.equal(beside[1], away[1])
 
@@ -135,7 +135,7 @@ def test_bits_do_not_depend_on_tiles_or_on_who_holds_the_rows(monkeypatch: pytes
     upper, _, _ = trained(moments="8bit", rows=slice(0, 3))
     lower, _, _ = trained(moments="8bit", rows=slice(3, None))
     assert torch.equal(torch.cat([upper, lower]), whole)
-    monkeypatch.setattr(light, "TILE", 2 * COLUMNS + 1)
+    monkeypatch.setattr(optimizers, "TILE", 2 * COLUMNS + 1)
     assert torch.equal(trained(moments="8bit")[0], whole)
 
 
@@ -282,7 +282,7 @@ def test_bits_of_roundings_do_not_depend_on_tiles_or_layouts(monkeypatch: pytest
     whole = rounding(1e-3, 5)[1]
     parts = [rounding(1e-3, 5, rows)[1] for rows in (slice(0, 3), slice(3, ROWS))]
     assert torch.equal(torch.cat(parts), whole)
-    monkeypatch.setattr(light, "TILE", 2 * COLUMNS + 1)
+    monkeypatch.setattr(optimizers, "TILE", 2 * COLUMNS + 1)
     assert torch.equal(rounding(1e-3, 5)[1], whole)
     assert torch.equal(rounding(1e-3, 5, moments_on="host")[1], whole)
     cut = TensorSpec(name="w", global_shape=(64, 600), box=Box((8, 256), (20, 600)), dtype="bfloat16")

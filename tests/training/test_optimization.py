@@ -11,7 +11,7 @@ import torch
 
 from llamarl.algorithms.losses._base import Positions, TokenLosses
 from llamarl.algorithms.losses.aipo import Aipo
-from llamarl.training.health import MAX_NAMED_GROUPS, find_cause
+from llamarl.training.optimization import MAX_NAMED_GROUPS, Totals, find_cause
 from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.result import NonFiniteStep
 from llamarl.types import RolloutGroup, SampleGroup
@@ -220,3 +220,13 @@ class TestSkips:
         ):
             trainer.step(self.poisoned(make_groups))
         assert trainer.policy_version == 5
+
+
+def test_counts_that_float32_does_not_have_stay_exact() -> None:
+    """They are read together with numbers in float32."""
+    totals, count = Totals(), (1 << 24) + 1
+    for loss in (1.0, 0.25):
+        totals.add({"loss": torch.tensor(loss), "tokens": torch.tensor(count)}, {"length": torch.tensor(count)})
+    logged, losses = totals.read()
+    assert logged.sums == {"loss": 1.25, "tokens": 2.0 * count} and losses == [1.0, 0.25]
+    assert logged.maxima == {"length": float(count)}
