@@ -1,33 +1,24 @@
-"""`KVCache`: keys and values of all cached tokens, in blocks.
+"""What a step reads and how its tokens attend: the KV cache, a step's inputs on a GPU, and attention.
 
-For the C++ kernel keys lie with neighboring tokens next to each other, values with neighboring channels: so both
-products of attention, q K and p V, read a block as it is. Elsewhere both lie with neighboring channels, a head of a
-block in one piece, and keys are seen through a view. float8 keeps what lies beyond its range as its largest number, and
-is moved as bytes, which every device can.
+`KVCache` holds keys and values of all cached tokens, in blocks. For the C++ kernel neighboring tokens of keys and
+neighboring channels of values are adjacent, so both products of attention, q K and p V, read a block as it is.
+Elsewhere neighboring channels of both are adjacent, a head of a block is contiguous, and keys are read through a view.
+float8 clamps values to its range, and is moved as bytes, which every device can.
 
-Shape suffixes: L layers, C blocks, J kv heads, S tokens of one block, K head dim, N packed tokens.
+`StepInputs` is everything that a step on a GPU reads of its rows, in one array, for a single copy.
 
-`StepInputs`: all that a step on a GPU reads of its rows, in one array, so that one copy brings it.
+`KernelAttention` calls the C++ kernel on CPUs. A step is a list of runs of blocks with the tokens that see them
+(`Tasks`): the prefix of each group, seen by all its rollouts at once and so read once; each rollout's own tokens; and
+for each chunk of prefill the tokens cached before it and, causally, itself. The tasks of a prefix come before those of
+own tokens, in decode as in prefill, so a token's attention has the same bits whether it was decoded or prefilled.
 
-Shape suffixes: N packed tokens, B rows, M blocks of one row, W experts of a token in all layers.
+`TorchAttention` is for GPUs, and for machines without a C++ compiler. Eager steps and graphs share it. Each row reads
+its blocks, first those of the shared prefix, through a table: by `parts/cuda/decode.py` if that runs, else by torch,
+which gathers them. Products and sums are in float32.
 
-Attention of a step's tokens to each other and the KV cache, by the C++ kernel on CPUs; see `torch_attention.py`.
-
-A step is a list of runs of blocks with the tokens that see them (`Tasks`): the prefix of each group, seen by all its
-rollouts at once and so read once; each rollout's own tokens; and for each chunk of prefill what is cached before it
-and, causally, itself. The tasks of a prefix come before those of own tokens, in decode as in prefill, so a token's
-attention has the same bits whether it was decoded or prefilled.
-
-Shape suffixes: B decode rows, N packed tokens, H query heads, J kv heads, K head dim, M blocks of one rollout (at
-most).
-
-Paged attention for GPUs, and where there is no C++ compiler: eager steps and graphed ones share it.
-
-Each row reads its own blocks, those of the shared prefix first, through a table: by `parts/cuda/decode.py` where that
-runs, else by torch, which gathers them. Products and sums are in float32.
-
-Shape suffixes: B decode rows, N packed tokens, H query heads, J kv heads, r query heads per kv head, K head dim, M
-blocks of one row (at most), S tokens of one block.
+Shape suffixes: B decode rows, N packed tokens, L layers, H query heads, J kv heads, r query heads per kv head, K head
+dim, C blocks of the cache, M blocks of one rollout (at most), S tokens of one block, W experts of a token in all
+layers.
 """
 
 from __future__ import annotations
@@ -63,16 +54,17 @@ class KVCache:
     ) -> None:  # fmt: skip
         shape = (num_layers, num_blocks, num_kv_heads)
         self.library = None if attention.unusable(dtype, device, head_dim) else attention.kernel().library
-        """The kernel that reads this cache; None: torch does, or `decode`."""
+        """The kernel that reads this cache; None means torch or `decode`."""
         self.decode, self.ops = gpu.kernel("decode", device), gpu.kernel("ops", device)
-        """`decode.py` and `ops.py` of `parts/cuda/`; None: torch takes their place."""
+        """`decode.py` and `ops.py` of `parts/cuda/`; None means torch."""
         keys = (head_dim, BLOCK_SIZE) if self.library else (BLOCK_SIZE, head_dim)
         self.keys_L_C_J_K_S = torch.empty((*shape, *keys), dtype=dtype, device=device)
         if self.library is None:
             self.keys_L_C_J_K_S = self.keys_L_C_J_K_S.transpose(-1, -2)
         self.values_L_C_J_S_K = torch.empty((*shape, BLOCK_SIZE, head_dim), dtype=dtype, device=device)
         self._stored = tuple(
-            one.view(torch.uint8) if dtype == FP8 else one for one in (self.keys_L_C_J_K_S, self.values_L_C_J_S_K)
+            stored.view(torch.uint8) if dtype == FP8 else stored
+            for stored in (self.keys_L_C_J_K_S, self.values_L_C_J_S_K)
         )
         self.num_blocks = num_blocks
         self.num_kv_heads = num_kv_heads
@@ -82,31 +74,31 @@ class KVCache:
 
     @staticmethod
     def block_bytes(shape: DecoderSizes, dtype: torch.dtype) -> int:
-        """Bytes of one block, keys and values of all layers."""
+        """Returns the bytes of one block: keys and values of all layers."""
         return BLOCK_SIZE * int(kv_token_bytes(shape, 1, dtype.itemsize))
 
     def clear(self, blocks: list[int]) -> None:
-        """Zero new blocks for torch, which multiplies what lies behind the last token by 0, and 0 * NaN is NaN."""
+        """Zeroes new blocks for torch, which multiplies values behind the last token by 0, and 0 * NaN is NaN."""
         if self.library is None and self.decode is None:
             blocks_C = torch.tensor(blocks, device=self.device)
             for stored in self._stored:
                 stored.index_fill_(1, blocks_C, 0)
 
     def write(self, layer: int, blocks_N: Tensor, offsets_N: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor) -> None:
-        """Store the keys and values of packed tokens."""
+        """Stores the keys and values of packed tokens."""
         keys, values = (stored[layer] for stored in self._stored)
         keys[blocks_N, :, :, offsets_N] = self._rounded(k_N_J_K)
         values[blocks_N, :, offsets_N] = self._rounded(v_N_J_K)
 
     def read(self, layer: int, blocks_N: Tensor, offsets_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of cached tokens, each [J, N, K]."""
+        """Returns keys and values of cached tokens, each [J, N, K]."""
         keys, values = (stored[layer] for stored in self._stored)
-        found_N_J_K = keys[blocks_N, :, :, offsets_N], values[blocks_N, :, offsets_N]
-        keys_J_N_K, values_J_N_K = (one.view(self.dtype).transpose(0, 1) for one in found_N_J_K)
+        read = keys[blocks_N, :, :, offsets_N], values[blocks_N, :, offsets_N]
+        keys_J_N_K, values_J_N_K = (x_N_J_K.view(self.dtype).transpose(0, 1) for x_N_J_K in read)
         return keys_J_N_K, values_J_N_K
 
     def blocks(self, layer: int, table_B_M: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [B, M, J, K, S] and values [B, M, J, S, K] of the blocks in a table, in float32."""
+        """Returns keys [B, M, J, K, S] and values [B, M, J, S, K] of the blocks in a table, in float32."""
         keys, values = (
             stored[layer].index_select(0, table_B_M.flatten()).view(self.dtype).unflatten(0, table_B_M.shape).float()
             for stored in self._stored
@@ -114,18 +106,18 @@ class KVCache:
         return keys, values
 
     def _rounded(self, x_N_J_K: Tensor) -> Tensor:
-        """Keys or values in the type in which they are stored."""
+        """Returns keys or values in the type of the cache."""
         if self.dtype == FP8:
             return x_N_J_K.clamp(-FP8_MOST, FP8_MOST).to(FP8).view(torch.uint8)
         return x_N_J_K.to(self.dtype)
 
 
 _OF_TOKEN, _OF_ROW = 4, 7
-"""Numbers before the table: of each token, of each row."""
+"""Numbers of each token, and of each row, before the table."""
 
 
 def num_inputs(num_tokens: int, num_rows: int, width: int) -> int:
-    """Length of the array of a step's inputs, with `width` blocks of each row."""
+    """Returns the length of the array of a step's inputs, with `width` blocks of each row."""
     return _OF_TOKEN * num_tokens + _OF_ROW * num_rows + 1 + num_rows * width
 
 
@@ -134,22 +126,22 @@ class StepInputs:
 
     def __init__(self, array: Tensor, num_tokens: int, num_rows: int, routes_N_W: Tensor | None = None) -> None:
         self.routes_N_W = routes_N_W
-        """Experts that each token chooses, which the forward fills in; None: nobody asks."""
+        """Experts that each token chooses, which the forward fills in; None means that they are not recorded."""
         rows = _OF_TOKEN * num_tokens
         end = rows + _OF_ROW * num_rows
         self.token_N, self.position_N, self.block_N, self.offset_N = array[:rows].view(_OF_TOKEN, num_tokens)
-        """`block_N` is where each token's keys and values go, `offset_N` their place in it."""
+        """`block_N` is the block of each token's keys and values, `offset_N` their place in it."""
         rows_7_B = array[rows:end].view(_OF_ROW, num_rows)
         self.prefix_B, self.own_B = rows_7_B[:2]
-        """Tokens of the prefix, and others, this step's included."""
+        """Tokens of the prefix, and own tokens including this step's."""
         self.settings_5_B = rows_7_B[2:].view(torch.float32)
         """Sampling settings of each row, float32 [5, B]; see `sampler.settings`."""
         self.width, self.table = array[end : end + 1], array[end + 1 :]
-        """Blocks of each row: those of its prefix and then its own; the next row's begin `width` further."""
+        """Blocks of each row: those of its prefix, then own blocks. The next row begins `width` further."""
 
     def table_B_M(self) -> Tensor:
-        """Block table with equal rows, as wide as the array has room for; the last column is repeated. It waits for no
-        word of the device."""
+        """Returns the block table with equal rows, as wide as the array allows. The last column is repeated. Does not
+        wait for the device."""
         num_rows = len(self.own_B)
         column_M = torch.arange(len(self.table) // max(num_rows, 1), device=self.table.device)
         row_B = torch.arange(num_rows, device=self.table.device)
@@ -157,7 +149,7 @@ class StepInputs:
 
 
 def new_routes(shape: ModelShape, num_tokens: int, device: torch.device) -> Tensor | None:
-    """Memory for the experts of so many tokens; None: the model is no mixture."""
+    """Returns memory for the experts of `num_tokens` tokens, or None if the model is not a mixture."""
     if shape.moe is None:
         return None
     dtype = torch.uint8 if shape.moe.route_bytes == 1 else torch.uint16
@@ -167,11 +159,11 @@ def new_routes(shape: ModelShape, num_tokens: int, device: torch.device) -> Tens
 def gather_inputs(
     rows: Rows, of_tokens: Sequence[np.ndarray], device: torch.device, padded: int = 0, spare_block: int = 0
 ) -> Tensor:
-    """The array on the host, int32; pinned for a GPU.
+    """Returns the array of a step's inputs on the host, int32, pinned for a GPU.
 
     Args:
-        of_tokens: ids, positions, and blocks and places in them for keys and values.
-        padded: to so many rows, which read and write a block that nobody else reads.
+        of_tokens: ids, positions, blocks for keys and values, and places in these blocks.
+        padded: number of rows to pad to. Padding rows read and write a block that nothing else reads.
     """
     count, num_fed = len(rows), len(of_tokens[0])
     size = max(padded, count)
@@ -195,47 +187,48 @@ def gather_inputs(
 
 
 class StepGraphs(Protocol):
-    """Decode steps that were captured on a device: the part `cuda` has some."""
+    """Decode steps that were captured on a device, as in the part `cuda`."""
 
     routes_B_W: Tensor | None
-    """Experts of the rows of the last step, until the next; None: the model is no mixture."""
+    """Experts of the rows of the last step, valid until the next step. None means that the model is not a mixture."""
 
     def __call__(self, rows: Rows, of_tokens: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
-        """Hidden states of the rows, until the next step, and how they are sampled; see `gather_inputs`."""
+        """Returns hidden states of the rows, valid until the next step, and their sampling settings. See
+        `gather_inputs`."""
         ...
 
 
 def backend_name(cache: KVCache) -> str:
-    """Name for the log of what attends to this cache: `c++ avx2`, `triton`, or `torch` and why."""
+    """Returns the attention of this cache, for the log: `c++ avx2`, `triton`, or `torch` and the reason."""
     if cache.library is not None:
         return f"c++ {attention.instructions(cache.library)}"
     if cache.decode is not None:
         return "triton"
     device, on_cpu = cache.device, cache.device.type == "cpu"
-    why = attention.unusable(cache.dtype, device, cache.head_dim) if on_cpu else gpu.reason("decode", device)
-    return f"torch ({why})"
+    reason = attention.unusable(cache.dtype, device, cache.head_dim) if on_cpu else gpu.reason("decode", device)
+    return f"torch ({reason})"
 
 
 class KernelAttention:
-    """`attend` of one step."""
+    """`attend` of one step, by the C++ kernel."""
 
     def __init__(
         self, cache: KVCache, rows: Rows, chunks: list[Chunk], blocks_N: np.ndarray, offsets_N: np.ndarray
     ) -> None:
-        """Packed are one token of each row, then those of each chunk.
+        """Packed are one token of each row, then the tokens of each chunk.
 
         Args:
-            blocks_N: the block that each token's own keys and values go to.
+            blocks_N: block of each token's keys and values.
             offsets_N: their place in the block.
         """
         assert cache.library is not None
         tasks = _tasks(rows, chunks, blocks_N * BLOCK_SIZE + offsets_N)
         self.cached = cache.keys_L_C_J_K_S, cache.values_L_C_J_S_K
         """Keys and values of all layers, as in `KVCache`."""
-        self.paged = PagedAttention(cache.library, tasks, *(one[0] for one in self.cached))
+        self.paged = PagedAttention(cache.library, tasks, *(stored[0] for stored in self.cached))
 
     def __call__(self, layer: int, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor) -> Tensor:
-        return self.paged(q_N_H_K, k_N_J_K, v_N_J_K, *(one[layer] for one in self.cached))
+        return self.paged(q_N_H_K, k_N_J_K, v_N_J_K, *(stored[layer] for stored in self.cached))
 
 
 def _tasks(rows: Rows, chunks: list[Chunk], slots_N: np.ndarray) -> Tasks:
@@ -250,7 +243,7 @@ def _tasks(rows: Rows, chunks: list[Chunk], slots_N: np.ndarray) -> Tasks:
     decode_B_5[:, 1] = 1
     decode_B_5[:, 2] = num_blocks_B.cumsum() - num_blocks_B
     decode_B_5[:, 3] = tokens_B
-    # Members and blocks of the rows' own tasks lie first, so those of the others are counted from behind them.
+    # Members and blocks of the rows' own tasks come first, so the indices of the other tasks begin behind them.
     others = np.array(shared, np.int64).reshape(-1, 5) + np.array((count, 0, len(own_blocks), 0, 0))
     return Tasks(
         table=np.concatenate((others, decode_B_5)),
@@ -261,7 +254,7 @@ def _tasks(rows: Rows, chunks: list[Chunk], slots_N: np.ndarray) -> Tasks:
 
 
 def _shared_runs(rows: Rows, chunks: list[Chunk]) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
-    """Tasks of prefixes and of chunks, with their members and blocks."""
+    """Returns tasks of prefixes and of chunks, with their members and blocks."""
     table, members, blocks = list[tuple[int, ...]](), list[int](), list[int]()
 
     def add(tokens: list[int] | range, run: list[int], num_tokens: int, step: int) -> None:
@@ -284,7 +277,7 @@ def _shared_runs(rows: Rows, chunks: list[Chunk]) -> tuple[list[tuple[int, ...]]
 
 
 class TorchAttention:
-    """`attend` of one step: packed are first one token per row, then the tokens of each chunk."""
+    """`attend` of one step, for one token per row and then the tokens of each chunk."""
 
     def __init__(self, cache: KVCache, inputs: StepInputs, chunks: Sequence[Chunk] = ()) -> None:
         self._cache, self._inputs = cache, inputs
@@ -301,11 +294,12 @@ class TorchAttention:
 
     @property
     def rotates(self) -> bool:
-        """`rotated` can be called."""
+        """True if `rotated` can be called."""
         return self._cache.ops is not None
 
     def rotated(self, layer: int, *arguments: Any) -> Tensor:
-        """Attention for queries, keys and values not normed and rotated yet; takes what `ops.rotate` takes besides."""
+        """Returns attention for queries, keys and values before norm and rotation. Takes the other arguments of
+        `ops.rotate` too."""
         cache, places = self._cache, (self._inputs.block_N, self._inputs.offset_N)
         assert cache.ops is not None
         cached = cache.keys_L_C_J_K_S[layer], cache.values_L_C_J_S_K[layer]
@@ -328,25 +322,25 @@ class TorchAttention:
         return cache.decode.decode_attention(q_B_H_K, *stored, *rows)
 
     def _prefill(self, layer: int, places_2_N: Tensor, q_N_H_K: Tensor) -> Tensor:
-        """Causal attention of one chunk to all that is cached before it and to itself."""
+        """Returns causal attention of one chunk to all tokens cached before it and to itself."""
         keys_J_N_K, values_J_N_K = self._cache.read(layer, *places_2_N)
         count, seen = len(q_N_H_K), places_2_N.shape[1]
         # Batched products in bfloat16 took 7 times as long as in float32 on the CPU.
         dtype = torch.float32 if self._cache.device.type == "cpu" else q_N_H_K.dtype
-        given = [x[None].to(dtype) for x in (q_N_H_K.transpose(0, 1), keys_J_N_K, values_J_N_K)]
+        qkv = [x[None].to(dtype) for x in (q_N_H_K.transpose(0, 1), keys_J_N_K, values_J_N_K)]
         if can_serve(q_N_H_K.device, dtype, self._cache.head_dim):
-            return flash_of_last(*given)[0].transpose(0, 1)
+            return flash_of_last(*qkv)[0].transpose(0, 1)
         mask = None
         if count < seen:
             mask = torch.ones(count, seen, dtype=torch.bool, device=q_N_H_K.device).tril_(seen - count)
         out_1_H_N_K = F.scaled_dot_product_attention(
-            *given, attn_mask=mask, is_causal=mask is None, enable_gqa=q_N_H_K.shape[1] != keys_J_N_K.shape[0],
+            *qkv, attn_mask=mask, is_causal=mask is None, enable_gqa=q_N_H_K.shape[1] != keys_J_N_K.shape[0],
         )  # fmt: skip
         return out_1_H_N_K[0].transpose(0, 1).to(q_N_H_K.dtype)
 
 
 def attend_to_table(cache: KVCache, layer: int, q_B_H_K: Tensor, table_B_M: Tensor, valid_B_M_S: Tensor) -> Tensor:
-    """softmax(q K / sqrt(head dim)) V of each row over the valid places of its blocks, [B, H, K]."""
+    """Returns softmax(q K / sqrt(head dim)) V of each row over the valid places of its blocks, [B, H, K]."""
     keys_B_M_J_K_S, values_B_M_J_S_K = cache.blocks(layer, table_B_M)
     q_B_1_J_r_K = q_B_H_K.float().unflatten(1, (cache.num_kv_heads, -1))[:, None]
     scores_B_M_J_r_S = (q_B_1_J_r_K * cache.head_dim**-0.5) @ keys_B_M_J_K_S
@@ -358,8 +352,8 @@ def attend_to_table(cache: KVCache, layer: int, q_B_H_K: Tensor, table_B_M: Tens
 
 
 def valid_places(prefix_B: Tensor, own_B: Tensor, num_blocks: int) -> Tensor:
-    """Places of tokens in the blocks of each row, bool [B, M, S]: `prefix_B` tokens, then `own_B` from the next block
-    on."""
+    """Returns the places of tokens in the blocks of each row, bool [B, M, S]: `prefix_B` tokens, then `own_B` tokens
+    from the next block on."""
     place_M_S = torch.arange(num_blocks * BLOCK_SIZE, device=own_B.device).view(num_blocks, BLOCK_SIZE)
     prefix_B, own_B = prefix_B[:, None, None], own_B[:, None, None]
     start_B = (prefix_B + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE
@@ -367,7 +361,7 @@ def valid_places(prefix_B: Tensor, own_B: Tensor, num_blocks: int) -> Tensor:
 
 
 def _places(chunk: Chunk, device: torch.device) -> Tensor:
-    """Blocks of all tokens that the last one of a chunk sees, and the places in them, int64 [2, N]."""
+    """Returns blocks of all tokens that the last token of a chunk sees, and their places in these, int64 [2, N]."""
     prefix, own = chunk.group.prefix, chunk.sequence.own if chunk.sequence else None
     runs = [(prefix, chunk.stop if own is None else chunk.group.prefix_tokens), *([(own, chunk.stop)] if own else [])]
     place_N = np.concatenate([np.arange(count) for _, count in runs])
