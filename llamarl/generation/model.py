@@ -489,8 +489,8 @@ class AdapterMerger:
 
     def __init__(self, model: GeneratorModel, base: Transformer, config: LoraConfig, read: Read | None = None) -> None:
         """Args:
-            model: the serving model, which has loaded `base`.
-            base: the whole frozen model, or one on the meta device with `read` for its weights."""
+        model: the serving model, which has loaded `base`.
+        base: the whole frozen model, or one on the meta device with `read` for its weights."""
         self._model, self._scale = model, config.scale
         model.merges = True
         self._targets = {spec.name: spec for spec in model.specs() if spec.part == "values"}

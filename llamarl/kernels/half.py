@@ -179,12 +179,17 @@ class _CpuProductFunction(torch.autograd.Function):
         return torch.mm(half_M_O, half_O_I) if ctx.needs_input_grad[0] else None, grad_O_I, None, grad_O
 
 
+def rounded(weight: Tensor) -> Tensor:
+    """Returns a weight with its values rounded to bfloat16, which training in bfloat16 trains and generators serve."""
+    return weight.to(torch.bfloat16).to(weight.dtype)
+
+
 class Rounded(torch.autograd.Function):
-    """Float32 values of a weight rounded to bfloat16, as generators serve it; the gradient is that of the weight."""
+    """`rounded`, with the identity as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
-        return weight.to(torch.bfloat16).to(weight.dtype)
+        return rounded(weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Tensor:  # pyrefly: ignore[bad-override]

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from llamarl.kernels.half import Rounded
 from llamarl.kernels.ops import gate_by_torch, rotate_by_torch
 from llamarl.models.experts import MoeFeedForward
 from llamarl.models.masking import UnusedIds
@@ -245,12 +246,9 @@ class Decoder(nn.Module):
         return self.norm(x_N_D)
 
     def _embedded(self, token_ids_N: Tensor) -> Tensor:
-        """Under autocast rounded as generators have them, but neither what layers add nor the gradient."""
+        """Returns embeddings, [N, D]: under autocast rounded to bfloat16, as in generators, in float32 and with its gradient."""
         x_N_D = self.embed_tokens(token_ids_N)
-        if not torch.is_autocast_enabled(x_N_D.device.type):
-            return x_N_D
-        x_N_D = x_N_D.float()
-        return x_N_D + (x_N_D.to(torch.get_autocast_dtype(x_N_D.device.type)) - x_N_D).detach()
+        return Rounded.apply(x_N_D.float()) if torch.is_autocast_enabled(x_N_D.device.type) else x_N_D
 
 
 class Transformer(nn.Module):

@@ -24,10 +24,10 @@ from llamarl.training.optimizer import (
     build_optimizer,
     decoded,
     encoded,
-    placed,
+    in_place,
     read_state,
-    rounded,
     state_spec,
+    stochastically_rounded,
     table,
 )
 from llamarl.weight_sync.layout import TensorSpec
@@ -177,7 +177,7 @@ def test_state_of_one_setting_is_read_by_the_other(before: str, now: str, shape:
         own = torch.zeros(part.shape, requires_grad=True)
         new = build_optimizer([own], TrainerConfig(learning_rate=1e-2, moments=now))
         found = read_state([*state], spec, read, new)
-        new.state[own] = {name: placed(value, own, name, new) for name, value in found.items()}
+        new.state[own] = {name: in_place(value, own, name, new) for name, value in found.items()}
         exact = {
             name: decoded(name, state[name], state[name + SCALE]) if before == "8bit" else state[name]
             for name in MOMENTS
@@ -242,7 +242,7 @@ def test_rounding_is_by_chance_in_proportion_and_exact_where_nothing_is_between(
     for share in (0.0, 0.1, 0.75):
         for sign in (1.0, -1.0):
             exact = torch.full((64, 512), sign * (1.0 + share / 128))
-            up = (rounded(exact, noise).float().abs() > 1.0).float().mean()
+            up = (stochastically_rounded(exact, noise).float().abs() > 1.0).float().mean()
             assert float(up) == pytest.approx(share, abs=0.01) and (share or up == 0)
     another = Dice("2:w", place_of((64, 512)))
     for which, step in ((another, 7.0), (dice, 8.0)):
@@ -254,7 +254,7 @@ def test_rounding_is_by_chance_in_proportion_and_exact_where_nothing_is_between(
 def test_what_is_no_number_stays_none() -> None:
     """In each of its forms; a GPU's is all ones."""
     bits = torch.tensor([0x7FFFFFFF, 0x7FC00000, -1, 0x7F800000, -0x800000], dtype=torch.int32)
-    found = rounded(bits.view(torch.float32), torch.full((5,), 0xFFFF, dtype=torch.int32))
+    found = stochastically_rounded(bits.view(torch.float32), torch.full((5,), 0xFFFF, dtype=torch.int32))
     assert found[:3].isnan().all() and found[3:].tolist() == [float("inf"), float("-inf")]
 
 
