@@ -248,8 +248,8 @@ def taken(parts: Parts) -> str:
 def levers(config: RunConfig, shape: DecoderSizes) -> Iterator[tuple[str, list[Any]]]:
     """Yields options that save memory, with values, the smallest change first.
 
-    The cheapest options come first: those that cost time, then those that round, those that change the training, those
-    that need more devices.
+    The cheapest options come first: options that cost time, then options that round, that change the
+    training, and that need more devices.
     """
     trainer, generator, layout = config.trainer, config.generator, config.trainer.parallelism
     yield "trainer.activation_checkpointing", [True]

@@ -50,7 +50,7 @@ class Adapter:
         """Reads adapter_config.json.
 
         Args:
-            base: replaces the base model that the file names; "" means that one.
+            base: replaces the base model that the file names; "" means no replacement.
 
         Raises:
             ConfigError: a setting is not supported, or the base model is not found.
@@ -125,7 +125,7 @@ class Adapter:
         before = read_json(self.folder / BASE_RECORD, _FIX).get("files")
         if before and (now := fingerprints(base)) and now != before:
             raise ConfigError(
-                f"{self.folder}: the weights in {base} are not those that this adapter was trained on; name the model "
+                f"{self.folder}: this adapter was trained on other weights than those in {base}; name the model "
                 f"of the run as base_model_name_or_path in {self.folder / PEFT_CONFIG}"
             )
 

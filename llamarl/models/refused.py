@@ -1,4 +1,4 @@
-"""Names of unsupported models, what of them is not computed, and the nearest published model that works. No torch."""
+"""Names of unsupported models, their unsupported features, and the nearest published model that works. No torch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ OTHERS = {
     "stablelm": ("StableLM 2", "its partial rotation and layer norms are", "HuggingFaceTB/SmolLM2-1.7B-Instruct"),
     "starcoder2": ("StarCoder2", "its sliding windows, gelu and layer norms are", "Qwen/Qwen2.5-Coder-7B-Instruct"),
 }
-"""Name of the model, what is not computed (with its verb), and the nearest published model that works, by
+"""Name of the model, its unsupported features (with a verb), and the nearest published model that works, by
 `model_type`."""
 
 

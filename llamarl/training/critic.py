@@ -1,5 +1,5 @@
 """`Critic`: a value model that predicts returns and learns them, one step per step of the trainer, together with the
-other ranks of its own mesh.
+other ranks of the critic's mesh.
 
 Shape suffixes: N positions of one microbatch, M rows of this rank, R response tokens (targets), O targets that tokens
 of this context rank predict, D model dim, T tokens of one response.

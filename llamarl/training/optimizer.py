@@ -2,7 +2,7 @@
 
 `LightAdamW` takes less memory of the device: moments are 8-bit codes or in host memory, and weights may be bfloat16. It
 brings a tile of weights and moments to float32 on the device, updates it by the fused kernel of `AdamW`, and puts it
-back. So what is kept exactly has the same bits as in an optimizer that keeps everything on the device.
+back. So state that is kept exactly has the same bits as in an optimizer that keeps everything on the device.
 
 Shape suffixes: R rows and C columns of a part of a matrix, or of a stack of matrices, K blocks of `BLOCK` columns of a
 row, B columns of a block.

@@ -247,7 +247,7 @@ def pack(groups: Sequence[SampleGroup], microbatch_tokens: int, *, shares: bool 
 def _common_beginning(groups: Sequence[SampleGroup]) -> int:
     """Returns the number of common first tokens of all prompts, without the last token of any prompt, which predicts.
 
-    Returns 0 for fewer than `LEAST_SHARED`, and for recorded experts, which each group has of its own prompt.
+    Returns 0 for fewer than `LEAST_SHARED`, and for recorded experts, which belong to the prompt of one group.
     """
     if len(groups) < 2 or any("routes" in sample.columns for group in groups for sample in group.samples):
         return 0

@@ -5,8 +5,9 @@ the same microbatches, so each knows the shape of the next hidden states and non
 
 Tensor parallelism (Megatron-LM, arXiv 1909.08053) always comes with sequence parallelism (arXiv 2205.05198): outside of
 attention and feed-forward each rank has some of the rows, which costs no more communication and cuts activations and
-norms. `sharding/tensor_parallel.py` decides what is cut, for generators too. A weight that is not cut sees a part of
-the rows, or of the heads, on each rank. So its gradient is the sum over the ranks: once per step, for all such weights.
+norms. `sharding/tensor_parallel.py` decides which weights are cut, for generators too. A weight that is not cut sees a
+part of the rows, or of the heads, on each rank. So its gradient is the sum over the ranks: once per step, for all such
+weights.
 
 FSDP2 then cuts the rows of a rank's part, over the fsdp and the cp axis together, and sums gradients. The loss has been
 divided by the global count before. Routers of a mixture are gathered in their own type, never in bfloat16. If ranks of
@@ -343,7 +344,7 @@ def _shard(
 
 @torch.no_grad()
 def _place(module: nn.Module, boxes: Mapping[str, Box], device: torch.device, read: Read | None) -> None:
-    """Moves all weights to the device, and reads those that are on the meta device."""
+    """Moves all weights to the device, and reads weights that are on the meta device."""
     unread = [name for name, tensor in _tensors(module) if tensor.is_meta]
     # Like `to_empty`, which would also empty weights that have values. FSDP2 then uses the new tensors.
     module._apply(lambda x: _room(x, device) if x.is_meta else x.to(device))

@@ -37,7 +37,7 @@ def load_training_state(
     """Loads shards and state that ranks in any layout saved into `trainer`, bit for bit. All ranks call it.
 
     Args:
-        shapes: shapes of whole tensors, by name: of all tensors, or of those that this rank held.
+        shapes: shapes of whole tensors, by name: of all tensors, or of the tensors that this rank held.
         read: returns a part of a tensor.
 
     Raises:
