@@ -73,20 +73,22 @@ class Engine:
         asleep: bool = False,
         beside_bytes: int = 0,
     ) -> None:
-        """Args:
-        max_running: rollouts that decode at once.
-        prefill_tokens: largest number of prompt tokens in one step.
-        kv_bytes: memory for keys and values. None means what `max_running` full contexts need, but at most a
-            quarter of the machine's memory (CPU), or nine tenths of the free memory next to a second set of weights
-            (GPU), half if other processes share the device.
-        version: policy version of the model's weights.
-        kv_on_update: what happens to keys and values when the weights change. "keep" costs nothing. "recompute"
-            prefills every token again, so rollouts continue as if the new weights had seen all of it.
-        decode: turns tokens into text. Only stop strings need it.
-        graphs: decode by CUDA graphs. None means on GPUs on which the Triton kernels run.
-        records_routes: whether rollouts of a mixture record the experts that computed them.
-        asleep: take no memory until weights are replaced.
-        beside_bytes: memory that other executors on the device will take later while this engine works."""
+        """
+        Args:
+            max_running: rollouts that decode at once.
+            prefill_tokens: largest number of prompt tokens in one step.
+            kv_bytes: memory for keys and values. None means what `max_running` full contexts need, but at most a
+                quarter of the machine's memory (CPU), or nine tenths of the free memory next to a second set of weights
+                (GPU), half if other processes share the device.
+            version: policy version of the model's weights.
+            kv_on_update: what happens to keys and values when the weights change. "keep" costs nothing. "recompute"
+                prefills every token again, so rollouts continue as if the new weights had seen all of it.
+            decode: turns tokens into text. Only stop strings need it.
+            graphs: decode by CUDA graphs. None means on GPUs on which the Triton kernels run.
+            records_routes: whether rollouts of a mixture record the experts that computed them.
+            asleep: take no memory until weights are replaced.
+            beside_bytes: memory that other executors on the device will take later while this engine works.
+        """
         self.model = model
         self.version = version
         self._context = model.shape.max_position_embeddings

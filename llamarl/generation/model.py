@@ -44,7 +44,7 @@ from llamarl.generation.network import (
     stack_of,
 )
 from llamarl.kernels import gpu
-from llamarl.kernels.linear import Linear, QuantizedRows, Room, is_exact
+from llamarl.kernels.linear import Linear, QuantizedRows, Workspace, is_exact
 from llamarl.kernels.ops import rms_norm, rotate
 from llamarl.models.folder import load_shape, loading_text
 from llamarl.models.hf import EMBEDDING, HEAD, Read, open_model
@@ -100,7 +100,8 @@ class GeneratorModel:
         tensor_parallel: TensorParallel | None = None,
         kv_dtype: KvPrecision = "auto",
     ) -> None:
-        """Args:
+        """
+        Args:
             dtype: type of the projections. Embedding and head are float32 for float32, else bfloat16.
             kv_dtype: type of cached keys and values. "auto" means the type of the head.
 
@@ -137,7 +138,7 @@ class GeneratorModel:
         self._head_name = EMBEDDING if shape.tie_embeddings else HEAD
         self._used: Mapping[str, Tensor] = {}
         self._network = Network()
-        self._rooms = [Room(), Room()]
+        self._workspaces = [Workspace(), Workspace()]
         self._spare: Mapping[str, Tensor] | None = None
         self._spare_is_whole = False
         self._swapped: torch.Event | torch.cuda.Event | None = None
@@ -172,7 +173,7 @@ class GeneratorModel:
     @property
     def packed_bytes(self) -> int:
         """Bytes of one packed copy of the weights. There are at most two copies."""
-        return self._network.room.num_bytes
+        return self._network.workspace.num_bytes
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Returns the tensors of this rank, in the order in which they must be in one buffer for joined projections."""
@@ -235,7 +236,7 @@ class GeneratorModel:
     def sleep(self) -> None:
         """Frees all weights until `use` sets new ones. Keeps the weights in use if `merges`."""
         if not self.merges:
-            self._used, self._network, self._rooms = {}, Network(), [Room(), Room()]
+            self._used, self._network, self._workspaces = {}, Network(), [Workspace(), Workspace()]
         self._spare, self._spare_is_whole, self._swapped = None, False, None
 
     def room(self, specs: Sequence[TensorSpec]) -> Callable[[], Mapping[str, Tensor]]:
@@ -261,7 +262,7 @@ class GeneratorModel:
         separately.
         """
         network = tensors if isinstance(tensors, Network) else self._built(tensors)
-        assert network.built == network.room.begun, "later weights took the buffer of these"
+        assert network.built == network.workspace.begun, "later weights took the buffer of these"
         if self._spare is not None and network[EMBEDDING] is self._spare[EMBEDDING]:
             self._spare, self._spare_is_whole = self._used or None, bool(self._used)
             if self.device.type == "cuda":  # launched steps still read them
@@ -274,11 +275,11 @@ class GeneratorModel:
         for key, shape in self._shapes.items():
             assert tensors[key].shape == shape, f"{key} is not {shape}"
         network = Network(tensors)
-        network.room = self._rooms[bool(self._used) and self._network.room is self._rooms[0]]
-        network.built = network.room.begin()
+        network.workspace = self._workspaces[bool(self._used) and self._network.workspace is self._workspaces[0]]
+        network.built = network.workspace.begin()
         network.layers = [self._layer(network, index) for index in range(self.shape.num_layers)]
         network.stack = stack_of(network.layers, self.shape) if self._parallel is None else None
-        network.head = Linear(network[self._head_name], room=network.room)
+        network.head = Linear(network[self._head_name], workspace=network.workspace)
         return network
 
     def __call__(
@@ -348,7 +349,7 @@ class GeneratorModel:
             return tensors[_name(index, name)]
 
         def linears(*modules: str) -> tuple[Linear, ...]:
-            return linears_of(tensors, [_name(index, module) for module in modules], tensors.room)
+            return linears_of(tensors, [_name(index, module) for module in modules], tensors.workspace)
 
         return GeneratorLayer(
             input_norm_D=get("input_layernorm.weight"),
@@ -362,8 +363,8 @@ class GeneratorModel:
     def _feed_forward(self, tensors: Network, index: int) -> GatedLinears | ExpertMixture:
         module, moe = _name(index, "mlp"), self.shape.moe
         if moe is None or index not in moe.sparse_layers:
-            return gated_linears(tensors, module, tensors.room)
-        return expert_mixture(tensors, module, tensors.room, moe, self._first_expert)
+            return gated_linears(tensors, module, tensors.workspace)
+        return expert_mixture(tensors, module, tensors.workspace, moe, self._first_expert)
 
     def _embed(self, token_ids_N: Tensor) -> Tensor:
         embedding_V_D = self._used[EMBEDDING]
@@ -488,9 +489,11 @@ class AdapterMerger:
     """Merges adapters on one rank. Replaces `GeneratorModel.specs` and `GeneratorModel.hold`."""
 
     def __init__(self, model: GeneratorModel, base: Transformer, config: LoraConfig, read: Read | None = None) -> None:
-        """Args:
-        model: the serving model, which has loaded `base`.
-        base: the whole frozen model, or one on the meta device with `read` for its weights."""
+        """
+        Args:
+            model: the serving model, which has loaded `base`.
+            base: the whole frozen model, or one on the meta device with `read` for its weights.
+        """
         self._model, self._scale = model, config.scale
         model.merges = True
         self._targets = {spec.name: spec for spec in model.specs() if spec.part == "values"}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llamarl.kernels import experts
 from llamarl.kernels.experts import ExpertFeedForward, RouteKernel
-from llamarl.kernels.linear import Linear, QuantizedRows, Room, is_exact
+from llamarl.kernels.linear import Linear, QuantizedRows, Workspace, is_exact
 from llamarl.kernels.ops import silu_mul
 from llamarl.kernels.stack import NUM_LINEARS, LayerStack, Norms, can_stack
 from llamarl.models.experts import route
@@ -115,10 +115,10 @@ class Network(dict[str, Tensor]):
     stack: LayerStack | None = None
     """All layers in one call; None if that is not possible."""
     head: Linear
-    room: Room
+    workspace: Workspace
     """Buffer of the packed copies."""
     built: int
-    """Number of the use of `room`, from `room.begin`."""
+    """Number of the use of `workspace`, from `workspace.begin`."""
 
     def linears(self) -> list[Linear]:
         return [*(linear for layer in self.layers for linear in layer.linears()), self.head]
@@ -149,15 +149,15 @@ def route_kernel(moe: MoeShape) -> RouteKernel | None:
     return kernel
 
 
-def linears_of(tensors: Mapping[str, Tensor], modules: Sequence[str], room: Room) -> tuple[Linear, ...]:
+def linears_of(tensors: Mapping[str, Tensor], modules: Sequence[str], workspace: Workspace) -> tuple[Linear, ...]:
     """Returns one `Linear` for all modules if their tensors are adjacent in memory, else one for each module."""
     kinds = [kind for kind in _ARGUMENTS if f"{modules[0]}.{kind}" in tensors]
     parts = {_ARGUMENTS[kind]: [tensors[f"{module}.{kind}"] for module in modules] for kind in kinds}
     joined = {argument: whole for argument, tensors in parts.items() if (whole := _joined(tensors)) is not None}
     if len(joined) == len(parts):
-        return (Linear(**joined, room=room),)
+        return (Linear(**joined, workspace=workspace),)
     by_module = zip(*parts.values(), strict=True)
-    return tuple(Linear(**dict(zip(parts, tensors, strict=True)), room=room) for tensors in by_module)
+    return tuple(Linear(**dict(zip(parts, tensors, strict=True)), workspace=workspace) for tensors in by_module)
 
 
 def stack_of(layers: Sequence[GeneratorLayer], shape: ModelShape) -> LayerStack | None:
@@ -178,14 +178,16 @@ def stack_of(layers: Sequence[GeneratorLayer], shape: ModelShape) -> LayerStack 
     )  # fmt: skip
 
 
-def gated_linears(tensors: Mapping[str, Tensor], module: str, room: Room) -> GatedLinears:
+def gated_linears(tensors: Mapping[str, Tensor], module: str, workspace: Workspace) -> GatedLinears:
     return GatedLinears(
-        gate_up=linears_of(tensors, [f"{module}.gate_proj", f"{module}.up_proj"], room),
-        down=linears_of(tensors, [f"{module}.down_proj"], room)[0],
+        gate_up=linears_of(tensors, [f"{module}.gate_proj", f"{module}.up_proj"], workspace),
+        down=linears_of(tensors, [f"{module}.down_proj"], workspace)[0],
     )
 
 
-def expert_mixture(tensors: Mapping[str, Tensor], module: str, room: Room, moe: MoeShape, first: int) -> ExpertMixture:
+def expert_mixture(
+    tensors: Mapping[str, Tensor], module: str, workspace: Workspace, moe: MoeShape, first: int
+) -> ExpertMixture:
     """Returns the mixture of this name.
 
     Args:
@@ -195,10 +197,10 @@ def expert_mixture(tensors: Mapping[str, Tensor], module: str, room: Room, moe: 
     gate, up, down = ((tensors[name], tensors.get(f"{name}.scale")) for name in names)
     return ExpertMixture(
         moe=moe,
-        router=linears_of(tensors, [f"{module}.gate"], room)[0],
+        router=linears_of(tensors, [f"{module}.gate"], workspace)[0],
         selection_bias_E=tensors.get(f"{module}.gate.e_score_correction_bias"),
-        experts=ExpertFeedForward(gate, up, down, first, room),
-        shared=gated_linears(tensors, f"{module}.shared_experts", room) if moe.shared_size else None,
+        experts=ExpertFeedForward(gate, up, down, first, workspace),
+        shared=gated_linears(tensors, f"{module}.shared_experts", workspace) if moe.shared_size else None,
         kernel=route_kernel(moe) if gate[0].device.type == "cpu" and experts.kernels().library is not None else None,
     )
 

@@ -19,8 +19,10 @@ class Rows:
     """The arrays that a decode step reads and writes."""
 
     def __init__(self, capacity: int, block_size: int, routes: tuple[int, np.dtype] | None = None) -> None:
-        """Args:
-        routes: number and type of a token's experts in all layers. None means that experts are not recorded."""
+        """
+        Args:
+            routes: number and type of a token's experts in all layers. None means that experts are not recorded.
+        """
         self.block_size = block_size
         self.sequences: list[Sequence] = []
         # The token that the next step feeds, its position in the context, response tokens so far, their limit, tokens

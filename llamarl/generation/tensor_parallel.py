@@ -161,8 +161,10 @@ class FollowerRank:
     """A rank other than 0. It repeats the calls of rank 0."""
 
     def __init__(self, engine: Engine, mesh: RankMesh, use: Callable[[int], None]) -> None:
-        """Args:
-        use: points this rank's model to its part of a version that it has reported."""
+        """
+        Args:
+            use: points this rank's model to its part of a version that it has reported.
+        """
         assert mesh.links is not None, "rank 0 must be another process"
         self._engine, self._mesh, self._links = engine, mesh, mesh.links
         self._use, self._steps = use, _Steps(engine)

@@ -92,8 +92,10 @@ class PagedAttention:
     __slots__ = ("_arguments", "_cache_shapes", "_function", "_tasks")
 
     def __init__(self, library: ctypes.CDLL, tasks: Tasks, keys_C_J_K_S: Tensor, values_C_J_S_K: Tensor) -> None:
-        """Args:
-        keys_C_J_K_S, values_C_J_S_K: the cache of any layer, for type and shape."""
+        """
+        Args:
+            keys_C_J_K_S, values_C_J_S_K: the cache of any layer, for type and shape.
+        """
         self._tasks = tasks
         self._function = getattr(library, _FUNCTIONS[keys_C_J_K_S.dtype])
         self._cache_shapes = keys_C_J_K_S.shape, values_C_J_S_K.shape

@@ -56,15 +56,17 @@ class ExpertFeedForward:
     need them."""
 
     def __init__(
-        self, gate: Stack, up: Stack, down: Stack, first: int = 0, room: linear.Room | None = None,
+        self, gate: Stack, up: Stack, down: Stack, first: int = 0, workspace: linear.Workspace | None = None,
         loaded: Kernel | None = None,
     ) -> None:  # fmt: skip
-        """Args:
-        gate, up: values [E, F, D].
-        down: values [E, D, F].
-        first: number of the first of these experts. Rows get nothing from other experts.
-        room: buffer for packed copies.
-        loaded: the kernels for the CPU. None means `kernels()`."""
+        """
+        Args:
+            gate, up: values [E, F, D].
+            down: values [E, D, F].
+            first: number of the first of these experts. Rows get nothing from other experts.
+            workspace: buffer for packed copies.
+            loaded: the kernels for the CPU. None means `kernels()`.
+        """
         self._gate, self._up, self._down, self._first = gate, up, down, first
         (self.num_experts, self.width, self.dim), self.device = gate[0].shape, gate[0].device
         assert up[0].shape == gate[0].shape
@@ -86,7 +88,7 @@ class ExpertFeedForward:
         # Full panels of gate are followed by those of up.
         self._is_joined = bool(into.pack) and into.packed_bytes(self.width + 1, self.dim) > sizes[0]
         if sum(self._sizes):
-            self._packed = (room or linear.Room()).take(self.num_experts * sum(self._sizes))
+            self._packed = (workspace or linear.Workspace()).take(self.num_experts * sum(self._sizes))
         self._pack()
 
     @property

@@ -71,7 +71,7 @@ def rounds_activations() -> bool:
     return kernels().library is not None and any(path.name.endswith("-bf16") for path in paths.offered("bfloat16"))
 
 
-class Room:
+class Workspace:
     """Memory for packed copies, reused by callers that take the same amounts in the same order."""
 
     def __init__(self) -> None:
@@ -106,13 +106,19 @@ class Linear:
     __slots__ = ("_arguments", "_bias_N", "_packed", "_path", "_scales_N", "_values_N_K", "_version", "shape", "takes")
 
     def __init__(
-        self, values_N_K: Tensor, scales_N: Tensor | None = None, bias_N: Tensor | None = None, room: Room | None = None
+        self,
+        values_N_K: Tensor,
+        scales_N: Tensor | None = None,
+        bias_N: Tensor | None = None,
+        workspace: Workspace | None = None,
     ) -> None:
-        """Args:
-        values_N_K: contiguous. int8 and float8_e4m3fn need scales.
-        scales_N: float32 factor of each row of the values.
-        bias_N: in the type of the results.
-        room: buffer for a packed copy."""
+        """
+        Args:
+            values_N_K: contiguous. int8 and float8_e4m3fn need scales.
+            scales_N: float32 factor of each row of the values.
+            bias_N: in the type of the results.
+            workspace: buffer for a packed copy.
+        """
         quantized = values_N_K.dtype in (torch.int8, torch.float8_e4m3fn)
         assert (scales_N is not None) == quantized
         for tensor in (values_N_K, scales_N, bias_N):
@@ -128,7 +134,7 @@ class Linear:
         assert all(v is None or v.dtype == torch.float32 for v in (scales_N, bias_N))
         if self._path.pack:
             assert not values_N_K.is_inference(), "changes of such a tensor cannot be seen"
-            self._packed = (room or Room()).take(self._path.packed_bytes(*self.shape))
+            self._packed = (workspace or Workspace()).take(self._path.packed_bytes(*self.shape))
             self._pack()
         vectors = ([scales_N] if quantized else []) + [bias_N]
         weights = values_N_K if self._packed is None else self._packed
@@ -185,19 +191,19 @@ class Linear:
         self._path.pack(self._values_N_K.data_ptr(), *self.shape, self._packed.data_ptr())
 
 
-def multiply_rounded(x_M_K: Tensor, weight_N_K: Tensor, room: Room, out_M_N: Tensor) -> None:
+def multiply_rounded(x_M_K: Tensor, weight_N_K: Tensor, workspace: Workspace, out_M_N: Tensor) -> None:
     """Writes x W^T as `Linear` computes it, for weights that are used once. Needs `rounds_activations()`.
 
     Args:
         weight_N_K: bfloat16; the other tensors are float32. All are contiguous, on the CPU.
-        room: holds the packed weights until its next use.
+        workspace: holds the packed weights until its next use.
     """
     path = paths.chosen("bfloat16", *weight_N_K.shape)
     assert path is not None, "this processor rounds no activations"
     assert weight_N_K.is_contiguous()
     assert all(map(_is_plain, (x_M_K, out_M_N)))
-    room.begin()
-    packed = room.take(path.packed_bytes(*weight_N_K.shape))
+    workspace.begin()
+    packed = workspace.take(path.packed_bytes(*weight_N_K.shape))
     path.pack(weight_N_K.data_ptr(), *weight_N_K.shape, packed.data_ptr())
     path.multiply(x_M_K.data_ptr(), packed.data_ptr(), None, out_M_N.data_ptr(), len(x_M_K), *weight_N_K.shape, False)
 

@@ -100,13 +100,13 @@ class LayerStack:
         assert cos_N_1_R.stride(2) == 1
         for linear in self._linears:
             linear.renew()
-        room = torch.empty(num_rows * self._row_floats)
+        workspace = torch.empty(num_rows * self._row_floats)
         assert (shape[0], *shape[2:4]) == (sizes.num_layers, sizes.num_kv_heads, sizes.head_dim)
         step = attend.step(num_rows, keys_L_C_J_K_S, values_L_C_J_S_K)
         self._run(
             ctypes.addressof(sizes), ctypes.addressof(self._kernels), ctypes.addressof(self._matrices),
             ctypes.addressof(step), self._eps, cos_N_1_R.data_ptr(), sin_N_1_R.data_ptr(), cos_N_1_R.stride(0),
-            x_N_D.data_ptr(), num_rows, room.data_ptr(),
+            x_N_D.data_ptr(), num_rows, workspace.data_ptr(),
         )  # fmt: skip
 
 

@@ -145,8 +145,10 @@ class _GroupPlan:
     token."""
 
     def __init__(self, prompt: int, responses: tuple[int, ...], rows: range, device: torch.device) -> None:
-        """Args:
-        rows: the queries."""
+        """
+        Args:
+            rows: the queries.
+        """
         self.prompt, self.rows = prompt, rows
         self.seen = min(rows.stop, prompt)
         self.num_prompt_queries = max(0, self.seen - rows.start)

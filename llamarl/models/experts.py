@@ -113,8 +113,10 @@ class _RowsByNumber(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_N_D: Tensor, numbers_P: Tensor, places_N_K: Tensor) -> Tensor:
-        """Args:
-        places_N_K: places to which each row is copied."""
+        """
+        Args:
+            places_N_K: places to which each row is copied.
+        """
         ctx.save_for_backward(places_N_K)
         return x_N_D.index_select(0, numbers_P)
 

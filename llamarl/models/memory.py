@@ -227,7 +227,7 @@ def _frozen(sizes: DecoderSizes, lora: LoraConfig | None) -> int:
 
 
 def activation_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Number:
-    """Returns bytes of a microbatch that one layer keeps between forward and backward, without recomputation."""
+    """Returns bytes of a microbatch that a layer keeps between forward and backward, without recomputation."""
     query, kv, tokens = sizes.query_size, sizes.kv_size, load.tokens / load.cp
     hidden, inner = sizes.hidden_size, _active_width(sizes, load)
     width, lora = (2 if load.half else 4), load.lora

@@ -49,11 +49,13 @@ class Expected:
     def __init__(
         self, folder: Path, shape: ModelShape, expected: Shapes, optional: Sequence[str] = (), is_tied: bool = False
     ) -> None:
-        """Args:
-        shape: shape of the model, whose family decides the names of experts in files.
-        expected: shapes by name.
-        optional: names that may be missing.
-        is_tied: whether the embeddings are the model's output head."""
+        """
+        Args:
+            shape: shape of the model, whose family decides the names of experts in files.
+            expected: shapes by name.
+            optional: names that may be missing.
+            is_tied: whether the embeddings are the model's output head.
+        """
         self._folder, self._shape, self._optional, self._is_tied = folder, shape, optional, is_tied
         self._shapes = expected
         self._names = {name: file_names(name, sizes, shape.family) for name, sizes in expected.items()}
@@ -111,9 +113,11 @@ class Headers(Expected):
     def __init__(
         self, folder: Path, shape: ModelShape, expected: Shapes, optional: Sequence[str] = (), is_tied: bool = False
     ) -> None:
-        """Raises:
-        ConfigError: a file is missing or damaged, or a tensor is missing, unknown, repeated, or of the wrong shape
-            or type."""
+        """
+        Raises:
+            ConfigError: a file is missing or damaged, or a tensor is missing, unknown, repeated, or of the wrong shape
+                or type.
+        """
         super().__init__(folder, shape, expected, optional, is_tied)
         self._files = dict[str, Path]()
         self.other_head: Path | None = None

@@ -58,7 +58,8 @@ class WorkerPool:
         warm_up: Sequence[Any] = (),
         keeps_environment: bool = False,
     ) -> None:
-        """Args:
+        """
+        Args:
             function: `module:name` of a function from one JSON value to another.
             num_workers: processes that work at the same time.
             cpu_s: CPU seconds per item, rounded up to the kernel's whole seconds.

@@ -75,14 +75,16 @@ class Critic(Optimization[ScalarModel]):
         device: torch.device | None = None,
         read: Read | None = None,
     ) -> None:
-        """Args:
-        model: the whole model. Parts that other ranks compute with are dropped.
-        config: settings of its optimizer and its batches.
-        clip: largest change of a value in one step.
-        advantage: computes the returns.
-        shaping: computes what the tokens of a group have earned, as for the trainer.
-        device: device to compute on. None means the model's device.
-        read: reads the weights of a model on the meta device."""
+        """
+        Args:
+            model: the whole model. Parts that other ranks compute with are dropped.
+            config: settings of its optimizer and its batches.
+            clip: largest change of a value in one step.
+            advantage: computes the returns.
+            shaping: computes what the tokens of a group have earned, as for the trainer.
+            device: device to compute on. None means the model's device.
+            read: reads the weights of a model on the meta device.
+        """
         weight = model.score.weight
         rate = "critic.learning_rate_scale"
         super().__init__(ValueModel(model, mesh), config, mesh, device or weight.device, weight.dtype, read, rate)

@@ -83,8 +83,10 @@ class Health:
     """Checks the steps of a trainer or a critic for non-finite numbers. All ranks decide alike."""
 
     def __init__(self, config: TrainerConfig, mesh: RankMesh, rate: str = "trainer.learning_rate") -> None:
-        """Args:
-        rate: name of the option of the learning rate."""
+        """
+        Args:
+            rate: name of the option of the learning rate.
+        """
         self.num_skipped_in_row = 0
         self._config = config
         self._mesh = mesh
@@ -250,11 +252,13 @@ class Optimization(ABC, Generic[Model]):
         read: Read | None,
         rate: str,
     ) -> None:
-        """Args:
-        module: holds the whole model. Parts that other ranks compute with are dropped.
-        dtype: type of hidden states between pipeline stages.
-        read: reads the weights of a model on the meta device.
-        rate: name of the option of the learning rate."""
+        """
+        Args:
+            module: holds the whole model. Parts that other ranks compute with are dropped.
+            dtype: type of hidden states between pipeline stages.
+            read: reads the weights of a model on the meta device.
+            rate: name of the option of the learning rate.
+        """
         self.model, self.config, self.mesh, self.device = module.transformer, config, mesh, device
         module.fused = set_compute(self.model, config, device)
         module.even = max(mesh.exchange(products.even() if module.fused else 1))  # one for all ranks

@@ -174,11 +174,13 @@ class LightAdamW(Uncompiled):
         self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, coded: bool,
         on_host: bool, places: Mapping[Tensor, TensorSpec],
     ) -> None:  # fmt: skip
-        """Args:
-        groups: weights, and `weight_decay`.
-        coded: whether moments of matrices are 8-bit codes with a scale for each `BLOCK` columns.
-        on_host: whether moments are in pinned host memory and visit the device a tile at a time.
-        places: places of bfloat16 weights in whole weights. All ranks have seeded torch alike."""
+        """
+        Args:
+            groups: weights, and `weight_decay`.
+            coded: whether moments of matrices are 8-bit codes with a scale for each `BLOCK` columns.
+            on_host: whether moments are in pinned host memory and visit the device a tile at a time.
+            places: places of bfloat16 weights in whole weights. All ranks have seeded torch alike.
+        """
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self.coded, self.on_host = coded, on_host
         seed = torch.initial_seed()

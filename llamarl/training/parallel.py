@@ -347,7 +347,7 @@ def _place(module: nn.Module, boxes: Mapping[str, Box], device: torch.device, re
     """Moves all weights to the device, and reads weights that are on the meta device."""
     unread = [name for name, tensor in _tensors(module) if tensor.is_meta]
     # Like `to_empty`, which would also empty weights that have values. FSDP2 then uses the new tensors.
-    module._apply(lambda x: _room(x, device) if x.is_meta else x.to(device))
+    module._apply(lambda x: _empty_like(x, device) if x.is_meta else x.to(device))
     placed = dict(_tensors(module))
     with stage(f"loading the model ({megabytes(sum(local(placed[name]).nbytes for name in unread))})"):
         for name in unread:
@@ -357,7 +357,7 @@ def _place(module: nn.Module, boxes: Mapping[str, Box], device: torch.device, re
                 local(weight).copy_(read(_short(name), box))
 
 
-def _room(weight: Tensor, device: torch.device) -> Tensor:
+def _empty_like(weight: Tensor, device: torch.device) -> Tensor:
     """Returns memory for a weight, with any values. `empty_like` on a weight that FSDP2 has not cut would import a
     library of mathematics."""
     is_cut = local(weight) is not weight

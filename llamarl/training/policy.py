@@ -26,7 +26,7 @@ from llamarl.distributed.collectives import gather_rows, summed
 from llamarl.distributed.mesh import ALONE, Axis, RankMesh
 from llamarl.kernels import fused, gpu, half, products, train_attention
 from llamarl.kernels.half import Rounded
-from llamarl.kernels.linear import Room, multiply_rounded, rounds_activations
+from llamarl.kernels.linear import Workspace, multiply_rounded, rounds_activations
 from llamarl.kernels.products import INPUT, OUTPUT, WEIGHT, multiply
 from llamarl.models.attention import own_index, packed_attend
 from llamarl.models.lora import LoraLinear
@@ -87,17 +87,19 @@ class _Tiles:
         unused_ids: UnusedIds = ALL_USED,
         first: int = 0,
     ) -> None:
-        """Args:
-        first: token id of the first row of the head."""
+        """
+        Args:
+            first: token id of the first row of the head.
+        """
         self._unused_ids, self._first = unused_ids, first
         self.dtype = torch.promote_types(hidden_R_D.dtype, torch.float32)
         self._hidden_R_D, self._head_V_D, self._temperature = hidden_R_D, head_V_D, temperature
         # A power of two: oneDNN keeps code for every size that it has multiplied.
         most = 1 << (max(1, tile_logits(hidden_R_D) // max(1, len(hidden_R_D))).bit_length() - 1)
-        self._size, self._room = min(most, len(head_V_D)), None
-        self._packed = Room()
+        self._size, self._buffer = min(most, len(head_V_D)), None
+        self._packed = Workspace()
         if not hidden_R_D.is_cuda:
-            self._room = hidden_R_D.new_empty(len(hidden_R_D) * self._size, dtype=self.dtype)
+            self._buffer = hidden_R_D.new_empty(len(hidden_R_D) * self._size, dtype=self.dtype)
 
     def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yields the first token, rows of the head, and their logits over the temperature [R, T], valid until the next
@@ -105,10 +107,10 @@ class _Tiles:
         num_rows = len(self._hidden_R_D)
         for start in range(0, len(self._head_V_D), self._size):
             head_T_D = self._head_V_D[start : start + self._size]
-            if self._room is None:
+            if self._buffer is None:
                 logits_R_T = wide_product(self._hidden_R_D, head_T_D.T)
             else:
-                logits_R_T = self._room[: num_rows * len(head_T_D)].view(num_rows, len(head_T_D))
+                logits_R_T = self._buffer[: num_rows * len(head_T_D)].view(num_rows, len(head_T_D))
                 if head_T_D.dtype != self._hidden_R_D.dtype:
                     multiply_rounded(self._hidden_R_D, head_T_D, self._packed, logits_R_T)
                 elif self._hidden_R_D.dtype == self.dtype:

@@ -63,12 +63,14 @@ class Trainer(Optimization[Transformer]):
         kl_in_loss: KlPenalty | None = None,
         read: Read | None = None,
     ) -> None:
-        """Args:
-        model: the whole model. Parts that other ranks compute with are dropped.
-        device: device to compute on. None means the model's device.
-        shaping: computes what the tokens of a group have earned.
-        kl_in_loss: penalty in the loss for leaving the reference.
-        read: reads the weights of a model on the meta device."""
+        """
+        Args:
+            model: the whole model. Parts that other ranks compute with are dropped.
+            device: device to compute on. None means the model's device.
+            shaping: computes what the tokens of a group have earned.
+            kl_in_loss: penalty in the loss for leaving the reference.
+            read: reads the weights of a model on the meta device.
+        """
         self.policy = Policy(model, mesh)
         super().__init__(
             self.policy, config, mesh, device or model.device, model.kv_dtype, read, "trainer.learning_rate"

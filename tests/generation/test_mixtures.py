@@ -179,7 +179,7 @@ def test_held_weights_serve_when_they_are_used(computed_by: str, precision: str)
         assert torch.equal(logits(generator), before)
         generator.use(held)
         assert torch.equal(logits(generator), wanted[index])
-    assert {room.num_bytes for room in generator._rooms} == {generator.packed_bytes}
+    assert {workspace.num_bytes for workspace in generator._workspaces} == {generator.packed_bytes}
     for name, _ in generator._network.mixtures()[0].experts.multipliers():
         assert name in generator.multiplies_by
     assert f"choice in {'torch' if computed_by == 'torch' else 'c++'} (2 of 8)" in generator.multiplies_by
