@@ -155,13 +155,13 @@ class PrefixIndex:
 
     def find(self, prompt_T: np.ndarray, num_tokens: int) -> list[int]:
         """Returns blocks that hold the longest known beginning of the first `num_tokens` tokens of a prompt."""
-        found = list[int]()
+        blocks = list[int]()
         for place in range(num_tokens // self._block_size if self._blocks else 0):
-            block = self._blocks.get(self._key(prompt_T, found[-1] if found else -1, place))
+            block = self._blocks.get(self._key(prompt_T, blocks[-1] if blocks else -1, place))
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Drops blocks that are free now."""
@@ -506,14 +506,14 @@ class Scheduler:
         """Lets a prefix that is about to be prefilled begin behind blocks that other prompts have filled with the same
         tokens."""
         prefix = group.prefix
-        found = self._index.find(group.prompt_T, group.prefix_tokens) if self._index is not None else []
-        if not found:
+        shared = self._index.find(group.prompt_T, group.prefix_tokens) if self._index is not None else []
+        if not shared:
             return
-        for block in found:
+        for block in shared:
             self.pool.share(block)
-        self._release(prefix.blocks[: len(found)])
-        prefix.blocks[: len(found)] = found
-        prefix.prefilled(0, len(found) * self.block_size, self.version)
+        self._release(prefix.blocks[: len(shared)])
+        prefix.blocks[: len(shared)] = shared
+        prefix.prefilled(0, len(shared) * self.block_size, self.version)
 
     def _chunk(
         self, plan: Schedule, group: Group, sequence: Sequence | None, segment: Segment, wanted: int, budget: int

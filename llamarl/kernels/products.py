@@ -149,7 +149,7 @@ def _class(size: int) -> int:
 
 @functools.cache
 def _chosen(o: int, i: int, threads: int, folder: Path | None) -> ProductPaths:
-    found = OWN
+    choice = OWN
     if build.pinned() != TORCH and onednn() is not None:
         name, parts = f"products-{o}x{i}", (torch.__version__, str(threads), *_switches())
         others = folder and not build.is_kept(name, parts) and any(folder.glob(f"{name}-*.json"))
@@ -158,9 +158,9 @@ def _chosen(o: int, i: int, threads: int, folder: Path | None) -> ProductPaths:
                 "the run began on another processor, torch or number of threads, so its numbers now differ by rounding"
             )
         with torch.inference_mode():
-            found = ProductPaths(**build.remembered(name, parts, lambda: asdict(_measured(o, i))))
-    _choices[o, i] = found
-    return found
+            choice = ProductPaths(**build.remembered(name, parts, lambda: asdict(_measured(o, i))))
+    _choices[o, i] = choice
+    return choice
 
 
 @functools.cache
@@ -251,11 +251,11 @@ def _switches() -> list[str]:
 def _fastest(times_us: dict[str, list[float]]) -> str:
     """Returns the path with the largest median gain over torch's default in a round, if the least times agree: other
     processes use this core."""
-    own, found = times_us[TORCH], {TORCH: _MARGIN}
+    torch_us, gains = times_us[TORCH], {TORCH: _MARGIN}
     for path, times in times_us.items():
-        gain = statistics.median(a / b for a, b in zip(own, times, strict=True))
-        found.setdefault(path, min(gain, min(own) / min(times)))
-    return max(found, key=found.__getitem__)
+        gain = statistics.median(a / b for a, b in zip(torch_us, times, strict=True))
+        gains.setdefault(path, min(gain, min(torch_us) / min(times)))
+    return max(gains, key=gains.__getitem__)
 
 
 def _times_us(paths: list[str], product: str, o: int, i: int) -> dict[str, list[float]]:

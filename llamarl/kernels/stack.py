@@ -70,11 +70,12 @@ class LayerStack:
         heads, others = num_heads * head_dim, 2 * num_kv_heads * head_dim
         self._row_floats = width + heads + others + heads + 3 * inner
         for norms, linears in layers:
-            shapes = tuple(one.shape for one in linears)
+            shapes = tuple(linear.shape for linear in linears)
             assert shapes == ((heads + others, width), (width, heads), (2 * inner, width), (width, inner))
             sizes = width, head_dim, head_dim, width
-            assert all(ops.is_vector(one, size) for one, size in zip(norms, sizes, strict=True) if one is not None)
-        self._linears = [one for _, linears in layers for one in linears]
+            pairs = zip(norms, sizes, strict=True)
+            assert all(ops.is_vector(weight, size) for weight, size in pairs if weight is not None)
+        self._linears = [linear for _, linears in layers for linear in linears]
         self._matrices = (_LayerPointers * len(layers))(*map(_as_structure, layers))
         self._kernels = ops.addresses("rms_norm", "rotate", "silu_mul")
 

@@ -34,7 +34,7 @@ def fingerprints(folder: str | Path) -> dict[str, str]:
     Raises:
         ConfigError: a file cannot be read.
     """
-    found = dict[str, str]()
+    digests = dict[str, str]()
     for path in sorted(folder_of(folder).glob("*.safetensors")):
         size, digest = path.stat().st_size, xxhash.xxh3_128()
         try:
@@ -44,8 +44,8 @@ def fingerprints(folder: str | Path) -> dict[str, str]:
                     digest.update(file.read(_SAMPLE_BYTES))
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}; copy it again") from None
-        found[path.name] = f"{size} bytes, xxh3-128 {digest.hexdigest()} of samples"
-    return found
+        digests[path.name] = f"{size} bytes, xxh3-128 {digest.hexdigest()} of samples"
+    return digests
 
 
 def is_adapter(folder: str | Path) -> bool:

@@ -209,9 +209,9 @@ def _gathered(sizes: DecoderSizes, load: TrainerLoad) -> tuple[Number, Number, N
     width, experts = 2 if load.half else 4, sizes.layer_expert_parameters
     # A rank gathers its experts, padded to the largest share. With `ep` ranks a layer's experts are gathered alone,
     # without those of the next layer.
-    own = experts * expert_share(sizes, load.shards, load.ep) * load.shards / load.ep / load.tp
-    layer = (sizes.layer_parameters - experts) / load.tp + own
-    two = 2 * layer - own * (np.asarray(load.ep) > 1)
+    local_experts = experts * expert_share(sizes, load.shards, load.ep) * load.shards / load.ep / load.tp
+    layer = (sizes.layer_parameters - experts) / load.tp + local_experts
+    two = 2 * layer - local_experts * (np.asarray(load.ep) > 1)
     ends = (1 if load.is_critic else 2 - sizes.tie_embeddings) * sizes.vocab_size * sizes.hidden_size / load.tp
     gathered = width * two + load.weight * ends
     if load.lora:
@@ -233,7 +233,7 @@ def activation_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Number:
     width, lora = (2 if load.half else 4), load.lora
     # The residual stream at two places, and both normed before their weights are applied (frozen weights need neither).
     # Each tensor rank has its rows there. Inputs of blocks are gathered, and cast for each product.
-    own = 4 * hidden * (2 + 2 * (lora is None and not load.fused))
+    residual = 4 * hidden * (2 + 2 * (lora is None and not load.fused))
     if load.fused:  # cast once
         targets = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"} if lora is None else {*lora.targets}
         blocks = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
@@ -251,7 +251,7 @@ def activation_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Number:
     if sizes.qk_norm:
         heads += (2 if lora is None else 1) * 4 * (query + kv)
     copied = 0 if load.flash else width * 2 * query * load.keys / (load.cp * load.tp)
-    return (own / load.tp + gathered + heads / load.tp) * tokens + copied
+    return (residual / load.tp + gathered + heads / load.tp) * tokens + copied
 
 
 def kv_token_bytes(sizes: DecoderSizes, tp: Number, width: int) -> Number:

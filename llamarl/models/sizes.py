@@ -158,23 +158,23 @@ class DecoderSizes:
         """Returns the shape of every weight by its Hugging Face name. The experts of a layer are one weight per
         projection."""
         ends = {"model.embed_tokens.weight": (self.vocab_size, self.hidden_size)}
-        found: Weights = {**ends, "model.norm.weight": (self.hidden_size,)}
+        weights: Weights = {**ends, "model.norm.weight": (self.hidden_size,)}
         for number in range(self.num_layers):
             of_layer = self.layer_weights(self.is_sparse(number))
-            found |= {f"model.layers.{number}.{name}": shape for name, shape in of_layer.items()}
-        return found | ({} if self.tie_embeddings else {"lm_head.weight": (self.vocab_size, self.hidden_size)})
+            weights |= {f"model.layers.{number}.{name}": shape for name, shape in of_layer.items()}
+        return weights | ({} if self.tie_embeddings else {"lm_head.weight": (self.vocab_size, self.hidden_size)})
 
     def layer_weights(self, is_sparse: bool) -> Weights:
         """Returns the shape of every weight of one layer, with experts or without, by its name in the layer."""
         hidden, sizes = self.hidden_size, {"q": self.query_size, "k": self.kv_size, "v": self.kv_size}
-        found: Weights = {f"self_attn.{kind}_proj.weight": (size, hidden) for kind, size in sizes.items()}
-        found["self_attn.o_proj.weight"] = (hidden, self.query_size)
+        weights: Weights = {f"self_attn.{kind}_proj.weight": (size, hidden) for kind, size in sizes.items()}
+        weights["self_attn.o_proj.weight"] = (hidden, self.query_size)
         if self.qkv_bias:
-            found |= {f"self_attn.{kind}_proj.bias": (size,) for kind, size in sizes.items()}
+            weights |= {f"self_attn.{kind}_proj.bias": (size,) for kind, size in sizes.items()}
         if self.qk_norm:
-            found |= {f"self_attn.{kind}_norm.weight": (self.head_dim,) for kind in "qk"}
-        found |= {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-        return found | (self._experts() if is_sparse else self._feed_forward("mlp", self.intermediate_size))
+            weights |= {f"self_attn.{kind}_norm.weight": (self.head_dim,) for kind in "qk"}
+        weights |= {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        return weights | (self._experts() if is_sparse else self._feed_forward("mlp", self.intermediate_size))
 
     def _feed_forward(self, name: str, width: int) -> Weights:
         into: Weights = {f"{name}.{kind}_proj.weight": (width, self.hidden_size) for kind in ("gate", "up")}
@@ -183,11 +183,11 @@ class DecoderSizes:
     def _experts(self) -> Weights:
         assert self.moe is not None
         num, width = self.moe.num_experts, self.moe.expert_size
-        found: Weights = {"mlp.gate.weight": (num, self.hidden_size)}
-        found |= {"mlp.gate.e_score_correction_bias": (num,)} if self.moe.has_selection_bias else {}
-        found |= {f"mlp.experts.{kind}_proj": (num, width, self.hidden_size) for kind in ("gate", "up")}
-        found["mlp.experts.down_proj"] = (num, self.hidden_size, width)
-        return found | (self._feed_forward("mlp.shared_experts", shared) if (shared := self.moe.shared_size) else {})
+        weights: Weights = {"mlp.gate.weight": (num, self.hidden_size)}
+        weights |= {"mlp.gate.e_score_correction_bias": (num,)} if self.moe.has_selection_bias else {}
+        weights |= {f"mlp.experts.{kind}_proj": (num, width, self.hidden_size) for kind in ("gate", "up")}
+        weights["mlp.experts.down_proj"] = (num, self.hidden_size, width)
+        return weights | (self._feed_forward("mlp.shared_experts", shared) if (shared := self.moe.shared_size) else {})
 
     @property
     def layer_parameters(self) -> int:
@@ -312,8 +312,8 @@ def rope_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def _renamed(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a rope's table with the newer name of its type, without null values."""
-    found = {name: value for name, value in rope.items() if value is not None and name not in _TYPES}
-    return found | {"rope_type": _kind(rope)}
+    renamed = {name: value for name, value in rope.items() if value is not None and name not in _TYPES}
+    return renamed | {"rope_type": _kind(rope)}
 
 
 def _kind(rope: Mapping[str, Any]) -> Any:
@@ -364,7 +364,7 @@ def positive(key: str, value: object) -> float:
 def count(config: Mapping[str, Any], *keys: str, default: int | None = None, least: int = 1) -> int:
     """Returns the value of keys with the same meaning, a whole number. Raises ConfigError: it is none, or two keys
     differ."""
-    value = default if (found := same_value(config, *keys)) is None else found
+    value = default if (stated := same_value(config, *keys)) is None else stated
     if value is None:
         raise ConfigError(f"config.json: `{keys[0]}` is missing; the model's size follows from it")
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_COUNT:

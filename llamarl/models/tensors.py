@@ -79,9 +79,9 @@ class Expected:
             )
         return True
 
-    def check_missing(self, found: Collection[str]) -> None:
+    def check_missing(self, present: Collection[str]) -> None:
         """Raises ConfigError: tensors are missing."""
-        if missing := [name for name in self._expected if name not in found and name not in self._optional]:
+        if missing := [name for name in self._expected if name not in present and name not in self._optional]:
             raise ConfigError(f"{self._folder}: {len(missing)} tensors are missing, first `{missing[0]}`; {_FIX}")
 
     def check_tied_head(self, is_alike: bool) -> None:

@@ -49,10 +49,10 @@ class RegexFormat(Reward):
         jobs = [(self.pattern, self.whole, item.response) for item in items]
         return [self._result(found) for found in self._pool.map(jobs, self.batch_s)]
 
-    def _result(self, found: bool | Failure) -> RewardResult:
-        if isinstance(found, Failure):
-            return invalid(found.reason)
-        return right(self.value) if found else wrong(self.wrong, "no match of the pattern")
+    def _result(self, matches: bool | Failure) -> RewardResult:
+        if isinstance(matches, Failure):
+            return invalid(matches.reason)
+        return right(self.value) if matches else wrong(self.wrong, "no match of the pattern")
 
     def close(self) -> None:
         self._pool.close()

@@ -31,12 +31,12 @@ class ReinforcePlusPlus(Advantage):
         ]
         tokens = np.concatenate([np.empty(0), *valid])
         if (tokens == tokens[:1]).all():  # exactly 0, although the mean may be rounded
-            return [[np.zeros(len(one)) for one in of_group] for of_group in returns]
+            return [[np.zeros(len(returns_T)) for returns_T in of_group] for of_group in returns]
         mean, scale = tokens.mean(), tokens.std() + self.epsilon
         return [
             [
-                (one - mean) / scale if is_valid else np.zeros(len(one))
-                for one, is_valid in zip(of_group, group.valid_G, strict=True)
+                (returns_T - mean) / scale if is_valid else np.zeros(len(returns_T))
+                for returns_T, is_valid in zip(of_group, group.valid_G, strict=True)
             ]
             for group, of_group in zip(groups, returns, strict=True)
         ]
