@@ -200,7 +200,7 @@ class TestCause:
     def test_nobody_alone(self, make_groups) -> None:
         groups = make_groups()
         computed = [to_sample_group(group, np.ones(len(group.rollouts))) for group in groups]
-        assert find_cause(groups, computed, lambda _: ({"loss": 1.0}, 1.0)).startswith("no group by itself")
+        assert find_cause(groups, computed, lambda _: ({"loss": 1.0}, 1.0)).startswith("no single group")
 
 
 class TestSkips:
