@@ -1,4 +1,4 @@
-"""What a step reads and how its tokens attend: the KV cache, a step's inputs on a GPU, and attention.
+"""The memory and attention of a step: the KV cache, a step's inputs on a GPU, and attention to the cache.
 
 `KVCache` holds keys and values of all cached tokens, in blocks. For the C++ kernel neighboring tokens of keys and
 neighboring channels of values are adjacent, so both products of attention, q K and p V, read a block as it is.
@@ -106,7 +106,6 @@ class KVCache:
         return keys, values
 
     def _rounded(self, x_N_J_K: Tensor) -> Tensor:
-        """Returns keys or values in the type of the cache."""
         if self.dtype == FP8:
             return x_N_J_K.clamp(-FP8_MOST, FP8_MOST).to(FP8).view(torch.uint8)
         return x_N_J_K.to(self.dtype)
@@ -254,7 +253,6 @@ def _tasks(rows: Rows, chunks: list[Chunk], slots_N: np.ndarray) -> Tasks:
 
 
 def _shared_runs(rows: Rows, chunks: list[Chunk]) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
-    """Returns tasks of prefixes and of chunks, with their members and blocks."""
     table, members, blocks = list[tuple[int, ...]](), list[int](), list[int]()
 
     def add(tokens: list[int] | range, run: list[int], num_tokens: int, step: int) -> None:

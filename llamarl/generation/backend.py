@@ -98,7 +98,6 @@ def _full(partial: Rollout) -> Rollout:
 def _request_error(
     request: GenerationRequest, context: int, vocab_size: int, can_decode: bool, unused_ids: Spans
 ) -> str:
-    """Returns the fault of a request, or "" if it has none."""
     prompt_T = request.prompt_token_ids_T
     if not len(prompt_T):
         return "the prompt is empty; at least one token is needed"
@@ -132,7 +131,6 @@ def _sampling_error(params: SamplingParams) -> str:
 
 
 def _partial_error(request: GenerationRequest, partial: Rollout, limit: int, vocab_size: int, unused_ids: Spans) -> str:
-    """Returns the reason why a partial rollout cannot continue, or "" if it can."""
     name, num_tokens = f"partial rollout {partial.index}", partial.num_tokens
     if partial.group_id != request.group_id:
         return f"{name} is of group {partial.group_id}, not {request.group_id}"

@@ -304,7 +304,6 @@ class Engine:
         self._scheduler.add(group)
 
     def _join_rows(self, plan: Schedule) -> None:
-        """Removes, extends and adds rows as the schedule says."""
         for sequence in plan.parked:
             if sequence.row >= 0:
                 self._rows.remove(sequence)

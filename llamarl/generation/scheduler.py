@@ -569,7 +569,6 @@ class Scheduler:
         return False
 
     def _retire(self, group: Group) -> None:
-        """Forgets a group after its last rollout."""
         newest = self.groups[group.request.group_id]
         if not newest.unfinished and not newest.num_held:
             self._free(self.groups.pop(group.request.group_id).prefix)

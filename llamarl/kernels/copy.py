@@ -123,7 +123,6 @@ def _agrees(library: ctypes.CDLL) -> bool:
 def _run(
     library: ctypes.CDLL, target: Tensor, source: Tensor, whole_shape: tuple[int, ...], starts: tuple[int, ...]
 ) -> int:
-    """Runs the kernel on each matrix of a part."""
     whole_strides = _strides(whole_shape)
     dims = _merged(target.shape, target.stride(), source.stride(), whole_strides)
     dims = [(1, 0, 0, 0)] * (2 - len(dims)) + dims
@@ -181,7 +180,6 @@ def _mix(value: Tensor) -> Tensor:
 
 
 def _shifted(value: Tensor, by: int) -> Tensor:
-    """Shifts right, with zeros from the left."""
     return (value >> by) & ((1 << (64 - by)) - 1)
 
 

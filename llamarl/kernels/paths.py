@@ -123,7 +123,6 @@ def _of_one_arithmetic(paths: list[Path]) -> list[Path]:
 
 
 def _file(kind: str) -> str:
-    """Returns the file with the path of every processor."""
     return "linear" if kind == "int8" else "panels"
 
 

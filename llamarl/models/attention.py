@@ -94,8 +94,6 @@ def packed_attend(
 
 
 def _whole_attend(sees_N_N: Tensor) -> Attend:
-    """Returns attention by one mask over all packed tokens."""
-
     def attend(_layer: int, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor) -> Tensor:
         rep = q_N_H_K.shape[1] // k_N_J_K.shape[1]
         k_H_N_K, v_H_N_K = (x.transpose(0, 1).repeat_interleave(rep, 0) for x in (k_N_J_K, v_N_J_K))

@@ -155,7 +155,6 @@ def _one_by_one(x_P_D: Tensor, stacks: Sequence[Tensor], counts: list[int]) -> T
 
 
 def _inverse(places_P: Tensor) -> Tensor:
-    """Returns the inverse of a permutation."""
     return torch.empty_like(places_P).scatter_(0, places_P, torch.arange(len(places_P), device=places_P.device))
 
 

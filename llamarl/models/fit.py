@@ -287,7 +287,6 @@ def _shared(shape: DecoderSizes, layout: ParallelismConfig) -> list[int]:
 
 
 def _is_even(shape: DecoderSizes, layout: ParallelismConfig, fsdp: int, ep: int) -> bool:
-    """Returns whether ranks with the same experts can share each evenly."""
     return ep == 1 or not uneven_shares(shape, fsdp * layout.cp // ep, layout.tp)
 
 

@@ -309,7 +309,7 @@ class GeneratorLoad:
     """Rollouts that are sampled at once."""
     prefill_tokens: int = 0
     lora: LoraConfig | None = None
-    """With adapters the frozen matrices are kept next to the merged ones."""
+    """Settings of adapters, whose frozen matrices are kept next to the merged ones. None means no adapters."""
 
 
 def generator_bytes(sizes: DecoderSizes, load: GeneratorLoad) -> Parts:

@@ -80,7 +80,8 @@ async def _together(function: Callable[..., Any], rows: list[Mapping[str, Any]],
 
 
 def _arguments(function: Callable[..., Any], row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fields of a row that the function takes. An `answer` that it declares as `int` or `float` is that number."""
+    """Returns the fields of a row that the function takes. An `answer` declared as `int` or `float` becomes that
+    number."""
     parameters = inspect.signature(function).parameters
     if missing := [name for name, parameter in parameters.items() if _is_needed(parameter) and name not in row]:
         raise _Misfit(_misfit(missing, row))
@@ -110,7 +111,6 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
 
 
 def _misfit(missing: list[str], row: Mapping[str, Any]) -> str:
-    """Returns a sentence about parameters that no row has."""
     if {"completions", "prompts"} & set(missing):
         return (
             f"it takes `{missing[0]}`, a list as in TRL, and rewards here take one response at a time and give one "

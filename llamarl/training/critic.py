@@ -132,7 +132,6 @@ class Critic(Optimization[ScalarModel]):
         return self.module(inputs, hidden_M_D, self.config.dtype == "bfloat16")
 
     def _loss(self, microbatch: Microbatch, output_R: Tensor, first_R: Tensor | None, totals: Totals) -> Tensor:
-        """Returns the sum over the tokens."""
         old_R = self.tensor(microbatch.values_R)
         returns_R = old_R + self.tensor(microbatch.advantages_R)
         losses_R = value_losses(output_R, old_R, returns_R, self._clip)

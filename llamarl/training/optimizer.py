@@ -116,7 +116,6 @@ def _scales_of(box: Box) -> Box:
 
 
 def _columns(box: Box, first: int, last: int) -> Box:
-    """Returns the rows of a box, with other columns."""
     return Box((*box.starts[:-1], first), (*box.stops[:-1], last))
 
 

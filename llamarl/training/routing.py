@@ -79,8 +79,6 @@ def _kl(log_ratio_R: np.ndarray) -> float:
 
 
 class _Counts:
-    """Counts pairs of token and layer."""
-
     def __init__(self) -> None:
         self.agreed = self.all = 0
         self.is_open = True

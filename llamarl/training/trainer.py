@@ -180,7 +180,6 @@ class Trainer(Optimization[Transformer]):
             return self.policy(inputs, hidden_M_D, self.temperature, self.config.dtype == "bfloat16")
 
     def _loss(self, microbatch: Microbatch, output_R: Tensor, first_R: Tensor | None, totals: Totals) -> Tensor:
-        """Returns the sum over one microbatch."""
         if not len(microbatch.targets_R):
             return output_R.sum()
         columns_R = {name: self.tensor(values_R) for name, values_R in microbatch.columns_R.items()}
