@@ -119,16 +119,16 @@ def _optimizing(
     """Returns the memory of an executor that trains: `parts`, and copies for checkpoints, mirrors and generators, each
     on its device or host."""
     kept = parts["gradients"] + parts["moments"]  # trained weights are as large as their gradients
-    beside: Parts = {"checkpoint": kept} | ({"mirror": MIRRORS * kept} if config.checkpoint.mirror else {})
+    copies: Parts = {"checkpoint": kept} | ({"mirror": MIRRORS * kept} if config.checkpoint.mirror else {})
     on_gpu = device != "cpu"
     if on_gpu and config.trainer.moments_on == "host":
         parts = dict(parts)
-        beside["moments"] = parts.pop("moments")
+        copies["moments"] = parts.pop("moments")
     if published and not slots_on_device(config):
-        beside["slots"] = slot_bytes(config, published)
-    parts = parts if on_gpu else parts | beside
+        copies["slots"] = slot_bytes(config, published)
+    parts = parts if on_gpu else parts | copies
     return RankMemory(
-        executor=name, num_ranks=layout.num_ranks, on_gpu=on_gpu, parts=parts, host=beside if on_gpu else {}
+        executor=name, num_ranks=layout.num_ranks, on_gpu=on_gpu, parts=parts, host=copies if on_gpu else {}
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
-r"""Mathematical answers as text: what can be decided, or refused, without a computer algebra system.
+r"""Mathematical answers as text: decides or refuses them without a computer algebra system.
 
-`quick_verdict` settles most answers in microseconds and keeps from math-verify what it would accept wrongly (equations
-with a wrong side, anagrams of words, sums left standing, small numbers that round to the same) or never finish (towers
-of powers, large factorials, deep nesting).
+`quick_verdict` decides most answers in microseconds. It withholds answers that math-verify would accept wrongly
+(equations with a wrong side, anagrams of words, unevaluated sums, small numbers that round to the same) or would never
+finish (towers of powers, large factorials, deep nesting).
 """
 
 from __future__ import annotations
