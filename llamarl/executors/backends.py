@@ -16,8 +16,7 @@ from llamarl.distributed.mesh import join_mesh, set_up_device
 from llamarl.executors.adoption import Adopter
 from llamarl.generation.backend import GenerationBackend
 from llamarl.generation.engine import Engine, kv_budget
-from llamarl.generation.lora import AdapterMerger
-from llamarl.generation.model import load_generator_model
+from llamarl.generation.model import AdapterMerger, load_generator_model
 from llamarl.generation.tensor_parallel import FollowerRank, ModelRanks, TensorParallelEngine
 from llamarl.models.hf import open_model
 

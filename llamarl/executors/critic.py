@@ -19,9 +19,9 @@ from llamarl.executors.optimizing import OptimizingExecutor
 from llamarl.models.scalar import open_scalar_model
 from llamarl.training.critic import Critic
 from llamarl.training.meter import device_seconds
+from llamarl.training.packing import shaping
 from llamarl.training.preflight import check_critic_layout
 from llamarl.training.result import NonFiniteStep, StepResult
-from llamarl.training.shaping import shaping
 from llamarl.training.state import load_training_state, training_state
 from llamarl.types import Prompt, Rollout
 

@@ -30,9 +30,9 @@ from llamarl.models.lora import add_adapters
 from llamarl.models.memory import MOMENTS_BYTES
 from llamarl.models.transformer import Transformer
 from llamarl.observability.notes import note
-from llamarl.training.compute import uses_halves
 from llamarl.training.optimization import Optimization
 from llamarl.training.parallel import Read
+from llamarl.training.policy import uses_halves
 from llamarl.training.preflight import check_layout
 from llamarl.training.state import StateMismatch, load_training_state, training_state
 from llamarl.types import RolloutGroup

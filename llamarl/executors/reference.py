@@ -12,7 +12,7 @@ from llamarl.cluster.api import Executor
 from llamarl.config import RunConfig
 from llamarl.distributed.mesh import set_up_device
 from llamarl.generation.model import load_generator_model
-from llamarl.generation.score import logprobs_of
+from llamarl.generation.sampler import logprobs_of
 from llamarl.training.packing import Microbatch
 from llamarl.training.responses import hidden_of, per_response
 from llamarl.types import Prompt, Rollout

@@ -16,7 +16,7 @@ from llamarl.cluster.api import Executor
 from llamarl.config import RunConfig
 from llamarl.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from llamarl.distributed.mesh import set_up_device
-from llamarl.generation.score import packs
+from llamarl.generation.sampler import packs
 from llamarl.models.attention import causal_attend
 from llamarl.models.scalar import load_scalar_model
 from llamarl.rewards._base import MAX_REWARD, invalid

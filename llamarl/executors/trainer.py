@@ -19,8 +19,8 @@ from llamarl.executors.optimizing import OptimizingExecutor
 from llamarl.executors.probes import Probes
 from llamarl.executors.replies import ControllerState, Published
 from llamarl.training.meter import check_memory, device_seconds, peak_flops, peak_memory_bytes, rates
+from llamarl.training.packing import shaping
 from llamarl.training.result import NonFiniteStep, PolicyStepResult
-from llamarl.training.shaping import shaping
 from llamarl.training.state import training_state
 from llamarl.training.trainer import Trainer
 from llamarl.types import RolloutGroup

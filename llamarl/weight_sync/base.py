@@ -31,6 +31,7 @@ from torch import Tensor
 from llamarl.config.errors import ConfigError
 from llamarl.distributed.links import RendezvousStore, weights_address
 from llamarl.kernels.copy import MODULUS, Share, copy_part, fingerprint, read
+from llamarl.kernels.half import rounded
 from llamarl.models.quantize import QUANTIZED_DTYPES, NonFiniteWeights, quantize_rows
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import DTYPE_BYTES, LayoutError, assemble_layout
@@ -125,7 +126,7 @@ class WriterPlan:
             assert weight.shape == held.shape, f"{spec.name}: {tuple(weight.shape)} is not the planned {held.shape}"
             source = weight.detach()[box.within(held)]
             if self.rounds and source.dtype == torch.float32 and spec.dtype != "bfloat16" and _is_rounded(spec):
-                source = source.bfloat16().float()
+                source = rounded(source)
             if spec.dtype not in QUANTIZED_DTYPES:
                 written.append((part, target, copy_part(target, source, spec.shape, spec.starts_of(box))))
                 continue

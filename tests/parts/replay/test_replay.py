@@ -22,7 +22,7 @@ from llamarl.cluster.inline import InlineCluster
 from llamarl.executors.trainer import TrainerExecutor
 from llamarl.generation.rows import Rows
 from llamarl.generation.sampler import Drawn
-from llamarl.generation.sequence import Sequence
+from llamarl.generation.scheduler import Sequence
 from llamarl.journal.reader import JournalReader
 from llamarl.journal.records import encode, records
 from llamarl.kernels import products

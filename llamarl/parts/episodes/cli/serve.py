@@ -180,7 +180,7 @@ class EngineThread:
     async def score(self, token_ids_T: np.ndarray, num_top: int, temperature: float) -> Scores:
         """Log-probabilities of given tokens, and of the likeliest at their places, between two steps of the engine.
         Raises ValueError."""
-        from llamarl.generation.score import top_logprobs
+        from llamarl.generation.sampler import top_logprobs
         from llamarl.parts.episodes.gateway.protocol import Scores
 
         answer, model = self.loop.create_future(), getattr(self._engine, "model")  # noqa: B009 - see `can_score`
