@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-real test-real test test-all pictures lint format types contract pytest vllm verifiers test-lm-eval gpu-check gpu-real clean
+.PHONY: help demo demo-real test-real test test-all pictures lint format types contract pytest package release vllm verifiers test-lm-eval gpu-check gpu-real clean
 
 help: ## Show what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,15 @@ gpu-check: ## On a machine with a GPU: tests, demo, speeds beside their bars (WH
 gpu-real: ## On a machine with a GPU: a real model, synchronous and asynchronous (benchmarks/gpu/real.py)
 	@PYTHONPATH=$(CURDIR)/.gpu-site $(GPU_PYTHON) benchmarks/gpu/real.py $(GPU_REAL)
 
+package: $(DEV) ## Build wheel and source distribution in dist/, check them, and run the demo from the wheel
+	@echo "package: build, twine, pytest"
+	@rm -rf dist && $(VENV)/bin/python -m build --no-isolation --outdir dist . > /dev/null
+	@$(VENV)/bin/python -m twine check --strict dist/*
+	@LLAMARL_NIGHTLY=1 LLAMARL_DIST=dist $(VENV)/bin/python -m pytest --quiet tests/deploy/test_package.py
+
+release: $(DEV) ## Make the commit and the tag of a release: make release VERSION=0.2.0
+	@$(VENV)/bin/python .ci/release.py $(VERSION)
+
 vllm: $(DEV) $(VLLM)/.llamarl-ready ## Build an environment with vLLM, for the CPU, and check the adapter against it
 	@echo "vllm: pytest"
 	@LLAMARL_NIGHTLY=1 LLAMARL_VLLM_PYTHON=$(VLLM)/bin/python $(VENV)/bin/python -m pytest --quiet tests/parts/vllm
@@ -96,7 +105,7 @@ $(RUNTIME): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or 3.12 found; install one or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "install: Python environment in $(VENV), once (about a minute and 2 GB; more with CUDA)"
 	@test -x $(VENV)/bin/python || "$(PYTHON)" -m venv $(VENV)
-	@$(INSTALL) setuptools torch
+	@$(INSTALL) setuptools setuptools-scm torch
 	@$(INSTALL) --no-build-isolation --editable '.[monarch]'
 	@touch $@
 
