@@ -81,6 +81,10 @@ def test_the_wheel_has_what_users_need_only(dist: Path) -> None:
     assert {Path(name).suffix or Path(name).name for name in names} <= WHEEL_SUFFIXES | {"py.typed"}
     urls = dict(line.split(", ", 1) for line in metadata.get_all("Project-URL", []))
     assert urls == PROJECT["urls"] and metadata["License-Expression"] == PROJECT["license"]
+    targets = re.findall(r"\]\(([^)]+)\)", metadata.get_payload())
+    assert len(targets) > 10 and all(target.startswith("https://") for target in targets), (
+        "the index has no other files"
+    )
 
 
 @nightly("installs into an empty environment")
