@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-real test-real test test-all pictures lint format types contract pytest package release vllm verifiers test-lm-eval gpu-check gpu-real clean
+.PHONY: help demo demo-real test-real test test-all pictures lint format types contract pytest package release docs vllm verifiers test-lm-eval gpu-check gpu-real clean
 
 help: ## Show what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +82,10 @@ package: $(DEV) ## Build wheel and source distribution in dist/, check them, and
 
 release: $(DEV) ## Make the commit and the tag of a release: make release VERSION=0.2.0
 	@$(VENV)/bin/python .ci/release.py $(VERSION)
+
+docs: $(DEV) ## Build the documentation site in build/site, without network
+	@echo "docs: mkdocs"
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --quiet --clean
 
 vllm: $(DEV) $(VLLM)/.llamarl-ready ## Build an environment with vLLM, for the CPU, and check the adapter against it
 	@echo "vllm: pytest"
