@@ -14,23 +14,27 @@ from typing import Any
 from pymdownx.slugs import slugify
 
 SECTION = re.compile(r"^## (.+)$")
-ENTRY = re.compile(r"^- \[([^\]]+)\]\(([^)#]+\.md)(?:#[^)]*)?\)")
+ENTRY = re.compile(r"^- \[([^\]]+)\]\(([^)#]+\.md)(#[^)]*)?\)")
 OUTSIDE = re.compile(r"\]\(\.\./([^)\s]+)\)")
 API = re.compile(r"^<!-- api: ([\w.]+)(?: members: ([\w, ]+))? -->$", re.MULTILINE)
 
 
 def navigation(index: str) -> list[dict[str, Any]]:
-    """Returns sections and pages in the order of the index. A page that several entries name has the first one's
-    place."""
-    sections, seen = [{"Home": "index.md"}], set[str]()
-    pages: list[dict[str, str]] = []
+    """Returns sections and pages in the order of the index. A page that several entries name has the place of the first
+    one that links to all of it."""
+    sections: list[dict[str, Any]] = [{"Home": "index.md"}]
+    places = dict[str, tuple[bool, int, str]]()
     for line in index.splitlines():
         if found := SECTION.match(line):
-            pages = []
-            sections.append({found[1]: pages})
-        elif (found := ENTRY.match(line)) and found[2] not in seen:
-            seen.add(found[2])
-            pages.append({found[1]: found[2]})
+            sections.append({found[1]: []})
+        elif found := ENTRY.match(line):
+            title, page, anchor = found.groups()
+            if page not in places or (places[page][0] and not anchor):
+                places.pop(page, None)  # its order is that of its new place
+                places[page] = bool(anchor), len(sections) - 1, title
+    for page, (_, number, title) in places.items():
+        (pages,) = sections[number].values()
+        pages.append({title: page})
     return sections
 
 
