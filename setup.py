@@ -9,14 +9,17 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).parent
-LINK = re.compile(r"(!?)(\[[^\]]*\])\((?!https?://|#)([^)]+)\)")
+LINK = re.compile(r"\]\((?!https?://|#)([^)]+)\)")
+PICTURES = (".jpg", ".png", ".svg")
 
 
 def with_urls(text: str, source: str) -> str:
     """Returns a page whose links to files of the repository are URLs."""
-    return LINK.sub(
-        lambda found: f"{found[1]}{found[2]}({source}/{'raw' if found[1] else 'blob'}/main/{found[3]})", text
-    )
+
+    def url(found: re.Match[str]) -> str:
+        return f"]({source}/{'raw' if found[1].endswith(PICTURES) else 'blob'}/main/{found[1]})"
+
+    return LINK.sub(url, text)
 
 
 if __name__ == "__main__":

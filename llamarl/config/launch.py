@@ -27,7 +27,11 @@ class KubernetesConfig(Section):
 
 
 class LaunchConfig(Section):
-    slurm: dict[str, bool | int | str | time] = Field(default_factory=dict)
-    """Options of `sbatch` by their long names, for example `partition`, `account`, `time`, `gpus_per_node`."""
+    slurm: dict[str, bool | int | str | time | list[str] | dict[str, bool | int | str | time]] = Field(
+        default_factory=dict
+    )
+    """Options of `sbatch` by their long names, for example `partition`, `account`, `time`, `gpus_per_node`; and `setup`
+    (lines before the first command), `template` (path of an own script), `generators` (a table: `nodes` and options of
+    a second component for the generators)."""
     kubernetes: KubernetesConfig = KubernetesConfig()
     """Settings of `llamarl launch kubernetes`."""

@@ -40,6 +40,7 @@ from llamarl.net.entrance import Entrance, listen
 from llamarl.net.reasons import plain
 from llamarl.observability.files import code_fingerprint
 from llamarl.parts.hosts.certificates import client_context, monarch_env
+from llamarl.parts.hosts.heartbeat import beat
 from llamarl.parts.hosts.home import BLAST_S, BROKEN, HUNG_UP, MAX_LINE_BYTES, SILENT_S, Line, on_loop, own_inventory
 from llamarl.run.placement import count_devices
 
@@ -127,6 +128,7 @@ class HostAgent:
         once: bool,
         tell: Callable[[str], None],
         weights_address: str = "",
+        give_up_s: float = math.inf,
     ) -> None:
         """
         Args:
@@ -135,6 +137,7 @@ class HostAgent:
             once: it ends with the first run that it took part in.
             tell: gets a sentence for people.
             weights_address: of this host, for weights; empty: `address`.
+            give_up_s: seconds without a controller after which the agent ends.
 
         Raises:
             ConfigError: there is no certificate for it.
@@ -152,6 +155,7 @@ class HostAgent:
         self._has_served = False
         self._task: asyncio.Task[Any] | None = None
         self._is_leaving = self._is_done = False
+        self._give_up_s = give_up_s
 
     async def run(self) -> int:
         """Until it is let go, or asked to end a second time. The exit code; raises Refused."""
@@ -160,11 +164,13 @@ class HostAgent:
             loop.add_signal_handler(number, self._leave)
         loop.add_signal_handler(DRAIN, self._drain)
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what the engine leaves behind comes here
+        beating = asyncio.create_task(beat())
         try:
             await self._stay()
         except asyncio.CancelledError:
             self._tell(f"{self._inventory.name} ends")
         finally:
+            beating.cancel()
             shutil.rmtree(self._logs, ignore_errors=True)
         return 0
 
@@ -174,8 +180,9 @@ class HostAgent:
         return self._controllers[0]
 
     async def _stay(self) -> None:
-        """Calls one registry after the other until it is let go for good."""
+        """Calls one registry after the other until it is dismissed, or none has answered for `give_up_s`."""
         pause_s, said_s = BACK_OFF_S[0], dict[str, float]()
+        last_s = time.monotonic()
         while not self._is_done:
             started_s, self._has_served = time.monotonic(), False
             try:
@@ -187,6 +194,10 @@ class HostAgent:
                     said_s[text] = started_s
                 self._controllers.rotate(-1)
             if self._is_leaving:
+                return
+            last_s = time.monotonic() if self._has_served else last_s
+            if time.monotonic() - last_s >= self._give_up_s:
+                self._tell(f"no controller has answered for {self._give_up_s:g} s; {self._inventory.name} ends")
                 return
             # A slow refusal, such as a name server's, is no stay.
             if self._has_served and time.monotonic() - started_s > 2 * BACK_OFF_S[1]:

@@ -17,6 +17,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,11 @@ def make_certificates(folder: Path, members: Mapping[str, tuple[str, ...]], days
             made = Path(scratch)
             if is_new:
                 _make_authority(made)
-            for name, names in members.items():
-                _make_member(made, made if is_new else folder, name, names, days)
+            authority = made if is_new else folder
+            with ThreadPoolExecutor(max_workers=2 * (os.cpu_count() or 1)) as threads:  # each runs a program
+                waits = [threads.submit(_make_member, made, authority, name, of, days) for name, of in members.items()]
+                for wait in waits:
+                    wait.result()
             for path in [*made.glob("*.key"), *made.glob("*.crt")]:
                 path.chmod(0o600 if path.suffix == ".key" else 0o644)
                 path.replace(folder / path.name)
@@ -110,7 +114,7 @@ def _make_authority(made: Path) -> None:
 
 def _make_member(made: Path, authority: Path, name: str, names: tuple[str, ...], days: int) -> None:
     alternatives = ", ".join(("IP:" if _is_ip(each) else "DNS:") + each for each in dict.fromkeys(names))
-    settings, request, key = made / "settings", made / "request", made / f"{name}.key"
+    settings, request, key = made / f"{name}.settings", made / f"{name}.request", made / f"{name}.key"
     settings.write_text(_SETTINGS.format(common_name=name, alternative_names=alternatives))
     _new_key(key)
     _openssl("req", "-new", "-config", settings, "-key", key, "-out", request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.net.reasons import plain
 from llamarl.parts.hosts.certificates import CONTROLLER, check_controller, monarch_env
+from llamarl.parts.hosts.heartbeat import beat
 from llamarl.parts.hosts.hosting import HostPlacer
 from llamarl.parts.hosts.hosts import Elastic, gathered, look_at
 from llamarl.parts.hosts.registry import Host, Registry
@@ -75,6 +77,7 @@ class HostMachines:
         return HostsCluster(self._registry, settings.listen.rpartition(":")[0], env)
 
     async def places(self, tell: Callable[[str], None]) -> HostPlacer:
+        self._beating = asyncio.create_task(beat())
         self._hosting = await gathered(
             self._config, self._registry, self._folder, tell, self._only, resume=self._resume
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import sys
@@ -24,7 +25,7 @@ from llamarl.parts.hosts.home import address_towards
 
 EPILOG = """It connects to the run, and again after that run has ended. Executors inherit its environment.
 Ctrl-C or SIGTERM: its work moves to other hosts, then it ends; a second signal ends it at once.
-Exit codes: 0 released, 1 no controller answers, 2 refused, with the reason."""
+Exit codes: 0 released or given up, 1 no controller answers, 2 refused, with the reason."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,7 +53,8 @@ def main(arguments: Sequence[str]) -> int:
         )
     own_temporary_folder()
     pki = Path(options.pki)
-    agent = HostAgent(controllers, pki, options.name, address, options.once, _say, options.weights_address)
+    give_up_s = options.give_up if options.give_up > 0 else math.inf
+    agent = HostAgent(controllers, pki, options.name, address, options.once, _say, options.weights_address, give_up_s)
     return asyncio.run(agent.run())
 
 
@@ -70,6 +72,13 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("--weights-address", default="", help="address of this host for weights; default: --address")
     parser.add_argument("--once", action="store_true", help="end after the first run")
+    parser.add_argument(
+        "--give-up",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="end without a controller after this time; default: never",
+    )
     parser.add_argument("--drain", action="store_true", help="ask the running `llamarl host` of this name to leave")
     return parser
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 from llamarl.cli.main import FAILURE
 from llamarl.cli.options import command_parser, with_settings, write_output
@@ -22,15 +23,24 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("scheduler", choices=("slurm", "kubernetes"))
     parser.add_argument("config", metavar="RUN.toml")
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and stop")
+    parser.add_argument(
+        "--to", type=Path, metavar="FOLDER", help="write a base for Kustomize with the certificates, and stop"
+    )
     options, overrides = with_settings(parser, arguments)
 
     from llamarl.parts.hosts.launch import script
 
+    if options.to and options.scheduler == "slurm":
+        raise ConfigError("--to is for kubernetes; `llamarl launch slurm ... --dry-run > FILE` writes the script")
     config = script.several_hosts(options.config, overrides)
     is_slurm = options.scheduler == "slurm"
     text = script.slurm_script(config, options.config, overrides) if is_slurm else script.kubernetes_manifest(config)
     if options.dry_run:
         print(text, end="")
+        return 0
+    if options.to:
+        script.write_kustomization(config, options.to)
+        print(f"kubectl apply --kustomize {options.to}")
         return 0
     folder = script.files_folder(config)
     try:
