@@ -178,7 +178,8 @@ def _check_llamarl(words: list[str]) -> None:
     command = words[:1] if words and not words[0].startswith("-") else []
     assert not (said := _refusal(*command)), said
     for position, word in enumerate(words):
-        if word.startswith(tuple(f"{folder}/" for folder in OWN_FOLDERS)):
+        is_output = position > 0 and words[position - 1] == "--to"
+        if word.startswith(tuple(f"{folder}/" for folder in OWN_FOLDERS)) and not is_output:
             assert (ROOT / word).exists(), f"no file {word}"
         if word.startswith(("configs/", "examples/")) and word.endswith(".toml"):
             hosts = ["--cluster.kind=hosts", "--cluster.listen=0.0.0.0:1"] if command == ["launch"] else []
@@ -227,7 +228,7 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "python3": _check_python,
     "bash": _check_shell_script,
 } | dict.fromkeys(("git", "cd", "source", "pip", "cat", "less", "tail", "jq", "ls", "tensorboard", "curl"), _accept)
-CHECKS |= dict.fromkeys(("squeue", "kubectl"), _accept)  # those need a cluster
+CHECKS |= dict.fromkeys(("squeue", "kubectl", "docker", "sky", "sudo"), _accept)  # those need a cluster
 """How a shown command is checked, by its program."""
 
 

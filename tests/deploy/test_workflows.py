@@ -19,6 +19,9 @@ TARGETS = {*re.findall(r"^([\w-]+):.*## ", (ROOT / "Makefile").read_text(encodin
 IDS = [path.stem for path in WORKFLOWS]
 
 
+AS_ROOT = 'sudo --preserve-env env "PATH=$PATH" '
+
+
 def jobs(path: Path) -> dict[str, dict[str, Any]]:
     return yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"]
 
@@ -27,6 +30,7 @@ def commands(job: dict[str, Any]) -> list[str]:
     """Commands of a job, once for each target of its matrix."""
     targets = job.get("strategy", {}).get("matrix", {}).get("target", [""])
     lines = [line for step in job["steps"] for line in step.get("run", "").splitlines()]
+    lines = [line.removeprefix(AS_ROOT) for line in lines if not line.startswith("sudo apt-get ")]
     return [line.replace("${{ matrix.target }}", target) for line in lines for target in targets]
 
 
