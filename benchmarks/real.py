@@ -1,6 +1,6 @@
 """A real model learns a real task on two cores: SmolLM2-135M on SVAMP, by seed and by precision.
 
-    python benchmarks/real.py [--ways bfloat16 float32 stochastic] [--seeds 3] [--more RESULT]
+    python benchmarks/real.py [--ways bfloat16 float32 stochastic] [--seeds 3] [--steps 50] [--more RESULT]
     python benchmarks/real.py --more RESULT --against CHECKOUT --pairs 3    # seconds of a step, paired
 
 Runs `examples/real/svamp.toml` as `make demo-real` does (`examples/real/make_model.py` makes the model). The result is
@@ -60,10 +60,10 @@ def tens(steps: list[dict[str, Any]], key: str) -> list[float]:
     return [round(statistics.mean(part), 4) for part in parts if part]
 
 
-def run(way: str, seed: int, output: Path) -> dict[str, Any]:
-    """Returns the row of one run."""
+def run(way: str, seed: int, output: Path, only: list[str]) -> dict[str, Any]:
+    """Returns the row of one run. `only` are options that make it shorter."""
     start_s, name = time.monotonic(), f"{way}-{seed}"
-    rows = train(ROOT, name, ["--seed", str(seed), *WAYS[way]], output)
+    rows = train(ROOT, name, ["--seed", str(seed), *WAYS[way], *only], output)
     steps = [row for row in rows if row["kind"] == "step"]
     accuracy = {row["step"]: row["accuracy"] for row in rows if row["kind"] == "eval"}
     last = max(accuracy)
@@ -133,6 +133,11 @@ def figures(runs: list[dict[str, Any]], others: dict[str, Any]) -> dict[str, Any
         if way == "bfloat16":
             found |= of_way
         found.setdefault("precision", {})[way] = of_way
+    # Shorter runs have the same schedule of the learning rate, so they are compared at the last step that all have.
+    common = str(min(max(map(int, row["accuracy"])) for row in runs))
+    for way, of_way in found["precision"].items():
+        own = [row for row in runs if row["way"] == way]
+        of_way["accuracy_at"] = {common: statistics.median(row["accuracy"][common] for row in own)}
     if others.get("speed_pairs"):
         found["speedup"] = statistics.median(row["ratio"] for row in others["speed_pairs"])
     return found | others | {"runs": runs}
@@ -142,6 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["bfloat16"])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="end runs earlier, on the same schedule of the learning rate")
     parser.add_argument("--more", type=Path, help="a result whose runs are taken over")
     parser.add_argument("--against", type=Path, help="another checkout, to compare the seconds of a step with, only")
     parser.add_argument("--pairs", type=int, default=3)
@@ -164,7 +170,7 @@ def main() -> None:
         for way in options.ways:
             if any((row["way"], row["seed"]) == (way, seed) for row in runs):
                 continue
-            runs.append(run(way, seed, options.output))
+            runs.append(run(way, seed, options.output, ["--steps", str(options.steps)] if options.steps else []))
             print(
                 json.dumps({key: runs[-1][key] for key in ("way", "seed", "accuracy", "minutes", "step_s")}), flush=True
             )

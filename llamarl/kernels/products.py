@@ -113,9 +113,10 @@ def chosen(num_outputs: int, num_inputs: int) -> ProductPaths:
     return _chosen(_class(num_outputs), _class(num_inputs), torch.get_num_threads(), build.kept_in())
 
 
-def even() -> int:
-    """Returns the number of tokens of which a microbatch should be a multiple, by the choices made so far."""
-    return EVEN if any(choice.paths != OWN.paths for choice in _choices.values()) else 1
+def even(*, bfloat16: bool = False) -> int:
+    """Returns the number of tokens of which a microbatch should be a multiple, by the choices made so far. oneDNN
+    computes all products of bfloat16, and would keep code and scratch memory for each number of tokens."""
+    return EVEN if bfloat16 or any(choice.paths != OWN.paths for choice in _choices.values()) else 1
 
 
 def describe() -> str:
