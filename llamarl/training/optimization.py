@@ -261,13 +261,11 @@ class Optimization(ABC, Generic[Model]):
         """
         self.model, self.config, self.mesh, self.device = module.transformer, config, mesh, device
         module.fused = set_compute(self.model, config, device)
-        narrow = torch.bfloat16 if config.dtype == "bfloat16" else None
-        is_narrow_cpu = narrow is not None and device.type == "cpu"
-        even = products.even(bfloat16=is_narrow_cpu) if module.fused or is_narrow_cpu else 1
-        module.even = max(mesh.exchange(even))  # one for all ranks
+        module.even = max(mesh.exchange(products.even() if module.fused else 1))  # one for all ranks
         self.module = module
         for name, weight in module.named_parameters() if not config.train_router else ():
             weight.requires_grad_(weight.requires_grad and not is_router(name))
+        narrow = torch.bfloat16 if config.dtype == "bfloat16" else None
         if config.weights == "bfloat16":
             module.to(torch.bfloat16)
             # The residual stream keeps the type that it has with float32 weights.

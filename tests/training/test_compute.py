@@ -297,12 +297,6 @@ def test_ranks_agree_on_what_is_even(make_trainer, monkeypatch: pytest.MonkeyPat
     assert make_trainer().policy.even == 128
 
 
-def test_products_of_bfloat16_meet_few_sizes(make_model) -> None:
-    """oneDNN, which computes them, would keep code and memory for each number of tokens: gigabytes in a long run."""
-    trainer = Trainer(make_model(), TrainerConfig(dtype="bfloat16"), Aipo(), GroupMean(), temperature=0.7)
-    assert trainer.policy.even == products.EVEN
-
-
 @pytest.mark.parametrize(("length", "num_inputs"), [(100, 101), (1019, 1020), (1030, 1152)])
 def test_large_microbatches_are_even(make_trainer, make_groups, length: int, num_inputs: int) -> None:
     """Where products want it, so that they meet few sizes; small ones stay as they are."""
