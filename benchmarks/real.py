@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,23 @@ def export_equals_run(name: str, output: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def forecast(name: str, output: Path) -> dict[str, float]:
+    """Returns the seconds of a step by the dry run, and measured. Only groups with a gradient are trained on, and the
+    dry run counts all, so the measured ones are those of the line through the run's steps at its full number."""
+    command = [sys.executable, "-m", "llamarl", "train", CONFIG, "--dry-run"]
+    said = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
+    found = re.search(r"([\d.]+) s, if every group has a gradient", said)
+    assert found, "the dry run forecasts no step"
+    rows = [json.loads(line) for line in (output / name / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["kind"] == "step"][1:]
+    per_step = tomllib.loads((ROOT / CONFIG).read_text())["rollout"]["prompts_per_step"]
+    trained = [per_step - row["extra.flat_groups"] for row in steps]
+    line = statistics.linear_regression(trained, [row["extra.train_s"] for row in steps])
+    measured_s = line.intercept + line.slope * per_step
+    forecast_s = float(found[1])
+    return {"dry_run_step_s": forecast_s, "full_step_s": measured_s, "dry_run_ratio": forecast_s / measured_s}
+
+
 def paired(against: Path, pairs: int, output: Path) -> list[dict[str, float]]:
     """Returns the median seconds of a step here and in another checkout, in turns."""
     options = ["--steps", "8", "--eval.every_steps", "0", "--eval.max_prompts", "1", "--checkpoint.every_steps", "0",
@@ -156,7 +175,16 @@ def main() -> None:
     options = parser.parse_args()
     before = json.loads(options.more.read_text()) if options.more else {}
     runs: list[dict[str, Any]] = before.get("runs", [])
-    kept = ("speed_pairs", "export_equals_run", "accuracy_of_run", "accuracy_of_export", "ratio_vs_trl")
+    kept = (
+        "dry_run_step_s",
+        "full_step_s",
+        "dry_run_ratio",
+        "speed_pairs",
+        "export_equals_run",
+        "accuracy_of_run",
+        "accuracy_of_export",
+        "ratio_vs_trl",
+    )
     others = {key: before[key] for key in kept if key in before}
     settings = {"config": CONFIG, "ways": WAYS}
     if options.picture:
@@ -176,6 +204,7 @@ def main() -> None:
             )
             if (way, seed) == ("bfloat16", 0):
                 others |= export_equals_run("bfloat16-0", options.output)
+                others |= forecast("bfloat16-0", options.output)
             write_result("real", settings, figures(runs, others), NOTES)
     print(write_result("real", settings, figures(runs, others), NOTES))
 
