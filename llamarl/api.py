@@ -24,12 +24,12 @@ from typing import Any
 from llamarl.config import ConfigError, RunConfig, from_home, load_config, tables
 from llamarl.config.errors import told_in_python
 from llamarl.config.load import is_record
-from llamarl.config.path import checked_path
 from llamarl.config.ref import part
+from llamarl.config.section import checked_path
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.screen import print_to
-from llamarl.run.given import Rewards, Rows, reward_settings, sources_of
-from llamarl.run.record import RunRecord
+from llamarl.run.python_inputs import Rewards, Rows, reward_settings, sources_of
+from llamarl.run.rollouts import RunRecord
 
 HALF = re.compile("[\ud800-\udfff]")
 """Half of a character, which no tokenizer takes."""
@@ -91,7 +91,7 @@ def train(
     """
     from llamarl.controller.supervision import Interrupted
     from llamarl.observability.spans import now_s
-    from llamarl.run.begin import begin
+    from llamarl.run.prepare import begin
     from llamarl.run.train import run
 
     _note_computing()

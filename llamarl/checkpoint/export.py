@@ -10,7 +10,7 @@ import torch
 from llamarl.checkpoint.folder import CheckpointError
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config import ConfigError
-from llamarl.config.trainer import LoraConfig
+from llamarl.config.roles import LoraConfig
 from llamarl.models.folder import load_shape
 from llamarl.models.hf import load_model, save_tensors
 from llamarl.models.lora import adapted_weights, adapter_of, merged, save_adapters

@@ -36,7 +36,7 @@ from llamarl.checkpoint.folder import (
     superfluous,
 )
 from llamarl.observability.files import sync
-from llamarl.observability.stages import stage
+from llamarl.observability.spans import stage
 from llamarl.sharding.box import Box
 from llamarl.weight_sync.base import Exchange
 from llamarl.weight_sync.layout import TensorSpec

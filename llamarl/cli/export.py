@@ -14,31 +14,31 @@ from llamarl.config.ref import nothing_run
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; the exit code."""
+    """Runs the command. Returns the exit code."""
     parser = command_parser(
         "export",
-        "Write a run's newest valid checkpoint as a Hugging Face folder, or a LoRA run's adapters as PEFT's.",
+        "Write a run's newest valid checkpoint as a Hugging Face folder, or a LoRA run's adapters in PEFT format.",
     )
     parser.add_argument("run", metavar="RUN", help="run folder, for example runs/demo")
     parser.add_argument(
         "folder", metavar="FOLDER", nargs="?", help="where to write (RUN/export; RUN/merged with --merge)"
     )
-    parser.add_argument("--merge", action="store_true", help="merge a LoRA run's adapters: write a whole model")
+    parser.add_argument("--merge", action="store_true", help="merge a LoRA run's adapters into a whole model")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="type of the weights (trainer.dtype; float32 for adapters)"
     )
     parser.add_argument("--step", type=int, help="checkpoint of this step (the newest)")
     parser.add_argument(
-        "--rollouts", action="store_true", help="write instead every rollout that was trained on, a line of JSON each"
+        "--rollouts", action="store_true", help="write every rollout that was trained on instead, as JSON Lines"
     )
-    parser.add_argument("--output", metavar="FILE", help="of --rollouts (RUN/rollouts.jsonl)")
+    parser.add_argument("--output", metavar="FILE", help="file for --rollouts (RUN/rollouts.jsonl)")
     parser.add_argument(
         "--push",
         metavar="OWNER/NAME",
-        help="put what was written on the Hugging Face Hub, with a model card (HF_TOKEN)",
+        help="upload the model to the Hugging Face Hub, with a model card (HF_TOKEN)",
     )
     parser.add_argument(
-        "--public", action="store_true", help="--push makes a public repository, if it makes one (private)"
+        "--public", action="store_true", help="if --push creates a repository, make it public (private)"
     )
     options = parser.parse_args(arguments)
     with nothing_run():
@@ -46,14 +46,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    """Writes what the options ask for; the exit code. Raises ConfigError."""
+    """Exports what the options name. Returns the exit code. Raises ConfigError."""
     run, name = Path(options.run), _name(options)
     if not (run / "config.toml").exists():
-        raise ConfigError(f"RUN = {options.run!r} is no run folder (no config.toml in it); name one, such as runs/demo")
+        raise ConfigError(f"RUN = {options.run!r} is not a run folder (no config.toml); name one, such as runs/demo")
     if options.rollouts:
         return _export_rollouts(run, options)
     if options.output:
-        raise ConfigError("--output is for --rollouts; name the folder of the model behind RUN")
+        raise ConfigError("--output is for --rollouts; name the folder of the model after RUN")
 
     from llamarl.run.export import export
 
@@ -68,14 +68,14 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _name(options: argparse.Namespace) -> HubName | None:
-    """Repository for --push; None: nothing is pushed. Raises ConfigError."""
+    """Returns the repository for --push. None means no upload. Raises ConfigError."""
     if options.push is None:
         if options.public:
-            raise ConfigError("--public is for --push; leave it out, or say where to push")
+            raise ConfigError("--public is for --push; leave it out, or add --push OWNER/NAME")
         return None
     name = HubName.of(options.push)
     if name is None or name.revision or options.rollouts:
-        why = "rollouts are no model" if options.rollouts else "it names no repository"
+        why = "rollouts are not a model" if options.rollouts else "it is not a repository"
         raise ConfigError(f"--push {options.push}: {why}; give OWNER/NAME, and a model to push")
     return name
 
@@ -94,7 +94,7 @@ def _export_rollouts(run: Path, options: argparse.Namespace) -> int:
 
     for name in ("folder", "merge", "step", "dtype"):
         if getattr(options, name) not in (None, False):
-            raise ConfigError(f"--rollouts writes rows and no model, so {name} means nothing; leave one of them out")
+            raise ConfigError(f"--rollouts writes rows, not a model, so {name} has no effect; leave one of them out")
     output = check_output(options.output or run / "rollouts.jsonl")
     lacks = list[str]()
     write = write_output if options.output else write_into_run

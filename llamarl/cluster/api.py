@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from llamarl.observability.spans import Span
-from llamarl.observability.usage import NOTHING, Usage
+from llamarl.observability.spans import NOTHING, Span, Usage
 
 MAX_PAYLOAD_BYTES = 256 << 20
 """Cap on the pickled arguments, and on the pickled result, of one call: weights do not pass through calls."""

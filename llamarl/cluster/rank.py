@@ -20,9 +20,7 @@ from llamarl.cluster.api import ExecutorSpec, HostStatus
 from llamarl.cluster.executor import Executor
 from llamarl.cluster.payload import Deal, Reply, error_reply, parts, pickled
 from llamarl.observability.notes import keep_notes_in
-from llamarl.observability.spans import Span, SpanLog, now_s
-from llamarl.observability.stages import stage, stage_of
-from llamarl.observability.usage import usage
+from llamarl.observability.spans import Span, SpanLog, now_s, stage, stage_of, usage
 
 READY = "@ready"
 """Answered once the executor is built, with `Executor.SHARES_CALLS`."""

@@ -26,7 +26,7 @@ from llamarl.distributed.links import BROKEN, RankLinks, RanksLost, interface_of
 from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.distributed.store import TorchStore
 from llamarl.distributed.watch import Watch
-from llamarl.observability.stages import stage
+from llamarl.observability.spans import stage
 
 CPU = torch.device("cpu")
 AXES = ("pp", "fsdp", "cp", "tp")

@@ -7,7 +7,7 @@ import os
 import torch
 
 from llamarl.config import ConfigError
-from llamarl.config.device import PLACED, named_devices
+from llamarl.config.section import PLACED, named_devices
 
 
 def set_up_device(name: str, threads: int, option: str) -> torch.device:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from llamarl.config.trainer import LoraConfig
+from llamarl.config.roles import LoraConfig
 from llamarl.generation.model import GeneratorModel, device_stream, part_reader
 from llamarl.models.hf import Read
 from llamarl.models.lora import A, B, adapted_weights, adapter_of, merged

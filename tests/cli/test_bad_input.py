@@ -367,11 +367,11 @@ def test_a_finished_run_is_one_on_a_full_disk(toml: Path) -> None:
     command = f"{shlex.join(map(str, LLAMARL))} train {toml} --cluster.kind inline --steps 1 > /dev/full"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment(), cwd=ROOT)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    assert "No space left on device where the output goes; the summary is in" in done.stderr
+    assert "No space left on device at the output; the summary is in" in done.stderr
 
 
 def test_surroundings_that_nothing_can_work_in(toml: Path, tmp_path: Path) -> None:
-    for start, part in (("ulimit -n 40", "40 files at once"), ("cd $(mktemp -d); rmdir $PWD", "has been deleted")):
+    for start, part in (("ulimit -n 40", "allows 40 open files"), ("cd $(mktemp -d); rmdir $PWD", "was deleted")):
         command = f"{start}; {shlex.join(map(str, LLAMARL))} train {toml}"
         env = environment() | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env, cwd=tmp_path)

@@ -201,7 +201,7 @@ def header_with(**values: object) -> Callable[[Path], object]:
         (rewritten("config.json", '{"model_type": "llama", "model_type": "qwen2"}'), "'model_type' stands there twice"),
         (rewritten("generation_config.json", '{"eos_token_id": 400}'), "eos_token_id"),
         (rewritten("generation_config.json", '{"eos_token_id": -1}'), "eos_token_id"),
-        (two_of_one_id, "two tokens one id"),
+        (two_of_one_id, "two tokens the same id"),
         (header_with(__metadata__="x"), "model.safetensors"),
         (rewritten("chat_template.jinja", "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4), "took over"),
         (rewritten("model.safetensors", ""), "model.safetensors"),
@@ -251,7 +251,7 @@ def test_outputs_take_the_place_of_nothing_that_is_needed(
     command, *rest = [{"RUN": str(run), "MODEL": str(model), "DATA": str(data)}.get(word, word) for word in words]
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for path in sorted(set(before) - {data, toml}):
-        refused(llamarl_here(command, *rest, path), words[-1], f"{path} is what the run", command=command)
+        refused(llamarl_here(command, *rest, path), words[-1], f"{path} is part of the record of run", command=command)
     refused(llamarl_here(command, *rest, tmp_path / "none" / "x"), "there is no folder", command=command)
     if str(data) in rest:
         refused(llamarl_here(command, *rest, data), f"{data} is a file that this command reads", command=command)

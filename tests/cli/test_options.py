@@ -11,7 +11,7 @@ from llamarl.cli import options
 from llamarl.config import ConfigError
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.parts.page.cli.report import decoder
-from llamarl.run.names import base_model
+from llamarl.run.hub_pins import base_model
 from tests.end_to_end.tiny import llamarl_here, make_model, write_toml
 
 

@@ -42,7 +42,7 @@ def test_what_an_executor_refuses_leaves_no_run(toml: Path, model: Path, tmp_pat
     assert (toml.parent / "runs/tiny").exists()
     done = run("train", toml, *options)
     assert done.returncode == 0, done.stderr
-    check(run("train", toml, *options), "exists; go on with it")
+    check(run("train", toml, *options), "exists; continue it")
 
 
 def test_a_port_that_another_listens_at(toml: Path, tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_a_full_disk_costs_a_warning_and_at_the_end_the_run(tmp_path: Path) -> N
     with pytest.raises(NotSaved, match=r"no checkpoint at step 9: \[Errno 28\] No space left on device; make room"):
         run.train()
     assert [version for version, _ in disk.saved] == [2, 4]
-    cause = "[Errno 28] No space left on device; make room on the disk, the run continues"
+    cause = "[Errno 28] No space left on device; free space on the disk, the run continues"
     assert run.warnings == [f"no checkpoint at step {step}: {cause}" for step in (6, 8)]
     assert not run.complaints
 

@@ -115,7 +115,7 @@ LONG = "x" * (MAX_ROW_BYTES + 1)
         ("a.json", b"", ":1: the file is empty"),
         ("a.json", b'[{"q": 1}, 2]', ":2: holds a JSON int, not an object"),
         ("a.json", b'[{"q": 1}', " is not valid JSON"),
-        ("a.json", b'[{"q": NaN}]', "NaN is no number in JSON"),
+        ("a.json", b'[{"q": NaN}]', "NaN is not a number in JSON"),
         ("a.json", b'[{"q": 1, "q": 2}]', "the key 'q' stands there twice"),
         ("a.json", '["heiß"]'.encode("latin-1"), " is not UTF-8"),
         ("a.json", b'{"rows":\n []}', ":1: malformed JSON"),
@@ -123,7 +123,7 @@ LONG = "x" * (MAX_ROW_BYTES + 1)
         ("a.parquet", b"PAR1 no more", "as Parquet"),
         ("a.parquet", as_parquet([{"q": "x"}] * 99)[:-40], "as Parquet"),
         ("a.txt", b"1", "whose name ends in .jsonl, .json, .csv, .tsv, .parquet"),
-        ("a.parquet.gz", b"1", "of which those of text may be followed by .gz"),
+        ("a.parquet.gz", b"1", "text files may add .gz"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, name: str, content: bytes, says: str) -> None:

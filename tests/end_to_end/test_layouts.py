@@ -95,7 +95,7 @@ def test_a_critic_of_two_processes(tmp_path: Path, toml: Path) -> None:
     os.kill(killed, signal.SIGKILL)
     code, said = command.wait()
     assert code == 1
-    found = re.search(rf"MeshFailed: critic \(rank 1\): pid {killed} .*; --resume goes on from step (\d+)\n", said)
+    found = re.search(rf"MeshFailed: critic \(rank 1\): pid {killed} .*; --resume continues from step (\d+)\n", said)
     assert found, said
     assert gone(pids) == []
     assert "preflight of fsdp 2, tp 1, pp 1, cp 1: " in (two / "logs/critic.1.log").read_text()

@@ -169,7 +169,7 @@ def test_kill_of_an_executor(tmp_path: Path, toml: Path, model: Path, kill: str)
     lines = [line for line in said.splitlines() if "CPU threads work at once" not in line]
     assert len(lines) == 2 and lines[1].startswith("Files: "), said
     died = rf"llamarl train: MeshFailed: {kill} \(rank 0\): pid {pid} {how}"
-    found = re.fullmatch(rf"{died}; --resume goes on from step (\d+)", lines[0])
+    found = re.fullmatch(rf"{died}; --resume continues from step (\d+)", lines[0])
     assert found, said
     assert gone(run.pids, AT_ONCE_S) == []
     last = [row["step"] for row in rows(run.folder / "metrics.jsonl") if row["kind"] == "step"][-1]

@@ -123,7 +123,7 @@ def test_a_rank_that_is_killed_or_stopped(tmp_path: Path, toml: Path) -> None:
 
 FEWER = """
 from llamarl.cli.main import main
-from llamarl.config.trainer import ParallelismConfig
+from llamarl.config.roles import ParallelismConfig
 from llamarl.run.placement import LocalPlacer
 
 again = set()
@@ -147,7 +147,7 @@ def test_a_trainer_that_goes_on_in_another_layout_learns_the_same(
     )
     run.strike("trainer.1", 6)
     said = run.end()
-    assert "trainer starts in another layout, as too few devices are left: fsdp 1, tp 1, pp 1, cp 1" in said
+    assert "trainer starts in another layout, because too few devices are left: fsdp 1, tp 1, pp 1, cp 1" in said
     found = re.search(r"trainer continues from step (\d+), (\d+) steps were trained again", said)
     assert found and (int(found[1]) >= 5 if mirror == "true" else int(found[1]) == 4), said
     last = int(found[1]) + int(found[2]) + 2

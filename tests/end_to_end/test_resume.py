@@ -61,10 +61,10 @@ def test_from_a_copy_when_the_machine_is_gone(tmp_path: Path, toml: Path, comman
     assert sorted(path.name for path in there.glob("tiny/step-*")) == ["step-00000004", "step-00000005"]
     shutil.rmtree(tmp_path / "here")
     done = llamarl_here(*run, "--steps", 6)
-    assert done.returncode == 2 and "there/tiny holds checkpoints of a run; go on with it (--resume)" in done.stderr
+    assert done.returncode == 2 and "there/tiny holds checkpoints of a run; continue it (--resume)" in done.stderr
     done = llamarl_here(*run, "--steps", 6, "--resume")
     assert done.returncode == 0, done.stderr
-    assert "--resume: the checkpoint of step 5 was brought back from" in done.stderr
+    assert "--resume: the checkpoint of step 5 was restored from" in done.stderr
     assert re.search(r"--resume: \S+/here/tiny/metrics.jsonl has no rows of steps 1-5", done.stderr)
     assert [row["step"] for row in rows(tmp_path / "here/tiny/metrics.jsonl") if row["kind"] == "step"] == [6]
     assert sorted(path.name for path in there.glob("tiny/step-*")) == ["step-00000004", "step-00000006"]
@@ -108,7 +108,7 @@ def test_other_data_and_damaged_records_are_refused(tmp_path: Path, toml: Path) 
     metrics.write_bytes(b"no row\n" + files[metrics])
     done = llamarl_here(*run, "--steps", 3, "--resume")
     assert done.returncode == 2 and done.stderr.splitlines()[-1].endswith(
-        "metrics.jsonl:1 is no row that a run wrote; remove this line"
+        "metrics.jsonl:1 is not a row of a run; remove this line"
     )
     metrics.write_bytes(files[metrics])
     done = llamarl_here(*run, "--steps", 3, "--resume")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llamarl.config.trainer import LoraConfig
+from llamarl.config.roles import LoraConfig
 from llamarl.generation.lora import AdapterMerger
 from llamarl.generation.model import GeneratorModel
 from llamarl.models.lora import A, B, adapted_weights, adapter_of, merged

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.observability.accounting import Accounts, account, role_of, verdict, write_trace
+from llamarl.observability.report import Accounts, account, role_of, verdict, write_trace
 from llamarl.observability.spans import AWAY, Span, SpanLog, covered_s
 
 KINDS = ["generate", "score", "train", "start"]
@@ -60,7 +60,7 @@ def test_time_in_which_nobody_works_until_one_is_back_is_not_the_controller_s():
     assert (accounts.unaccounted_share, accounts.away_share, accounts.away) == (7 / 20, 5 / 20, ("trainer",))
     said = verdict(accounts, 1, 9)
     assert said.bound == "generator-bound"
-    assert said.reason.endswith("; 25% of the time, which is left out, nobody worked until trainer came back")
+    assert said.reason.endswith("; 25% of the time is left out, in which nobody worked until trainer came back")
 
 
 def accounts_of(*, overlap: float = 0.5, unaccounted: float = 0.01, away: float = 0.0, **role_share: float) -> Accounts:

@@ -234,7 +234,7 @@ class TestPieces:
         (tmp_path / "metrics-00001.jsonl.gz").unlink()
         before = steps_of(path.with_name("metrics-00002.jsonl.gz"))
         sink = JsonlSink(path)
-        with pytest.raises(ConfigError, match=r"metrics-00001\.jsonl(\.gz)?:1 is no row that a run wrote"):
+        with pytest.raises(ConfigError, match=r"metrics-00001\.jsonl(\.gz)?:1 is not a row of a run"):
             sink.drop_after(2)
         assert steps_of(path.with_name("metrics-00002.jsonl.gz")) == before
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.observability import usage as usages
-from llamarl.observability.usage import available_bytes, usage
+from llamarl.observability.spans import available_bytes, usage
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")

@@ -20,14 +20,14 @@ from llamarl.controller.supervision import Interrupted
 from llamarl.controller.telemetry import Telemetry
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
-from llamarl.run.assembly import assembled, supervised
+from llamarl.run.executors import assembled, supervised
 from tests.controller.fakes import config, prompts
 from tests.executors.ledger import Generator, Reward, Trainer
 
 TWICE = """if True:
     import asyncio, os, signal
     from llamarl.controller.supervision import Supervisor
-    from llamarl.run.assembly import interruptible
+    from llamarl.run.executors import interruptible
 
     async def main():
         with interruptible(Supervisor(), lambda: os.write(1, b"the terminal is given back")):
@@ -132,4 +132,4 @@ def test_a_second_signal_says_so_and_gives_the_terminal_back() -> None:
     done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=240)
     assert done.returncode == -signal.SIGTERM
     assert done.stdout == "the terminal is given back"
-    assert done.stderr == "llamarl: ended at once by a second SIGTERM; the last checkpoint stands\n"
+    assert done.stderr == "llamarl: ended at once by a second SIGTERM; the last checkpoint is kept\n"

@@ -121,13 +121,13 @@ def test_a_run_whose_folder_is_gone_comes_back(config: RunConfig, capsys: pytest
         commit(folder, 5)
         RemoteCopies(config.checkpoint, "one").copy(folder.checkpoints, 5)
     folder.path.rename(folder.path.with_name("lost"))
-    with pytest.raises(ConfigError, match=r"there/one holds checkpoints of a run; go on with it \(--resume\)"):
+    with pytest.raises(ConfigError, match=r"there/one holds checkpoints of a run; continue it \(--resume\)"):
         prepare_run_folder(config, resume=False, overwrite=False)
     other = config.model_copy(update={"seed": 1})
     with pytest.raises(ConfigError, match="seed was 0 when the run began and is 1 now"):
         prepare_run_folder(other, resume=True, overwrite=False)
     with prepare_run_folder(config, resume=True, overwrite=False) as again:
         assert again.saved_steps() == [5]
-    assert capsys.readouterr().err.startswith("--resume: the checkpoint of step 5 was brought back from ")
+    assert capsys.readouterr().err.startswith("--resume: the checkpoint of step 5 was restored from ")
     with prepare_run_folder(config, resume=False, overwrite=True):
         assert not RemoteCopies(config.checkpoint, "one").steps(last=""), "they are not of the run that begins"

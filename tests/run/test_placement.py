@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llamarl.config import ConfigError, RunConfig
-from llamarl.config.device import named_devices
+from llamarl.config.section import named_devices
 from llamarl.distributed import runtime
 from llamarl.run.placement import LocalPlacer, ranges
 
@@ -127,7 +127,7 @@ def test_names_that_are_not_one_for_each_rank_are_refused(device: str, count: in
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:0,0", "cuda:3-1", "cuda:-1", "CPU"])
 def test_what_is_no_device_is_refused(device: str) -> None:
-    with pytest.raises(ValueError, match="is no device; use 'cpu', 'cuda', or 'cuda:0,2-3' to name some, each once"):
+    with pytest.raises(ValueError, match="is not a device; use 'cpu', 'cuda', or 'cuda:0,2-3'"):
         config_of(trainer={"device": device})
 
 

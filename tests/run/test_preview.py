@@ -91,7 +91,7 @@ def test_what_cannot_be_scored_is_said() -> None:
     judge = {"name": "judge", "base_url": "http://127.0.0.1:9/v1", "model": "m"}
     for parts in ((judge,), ("gsm8k", judge)):
         assert said(settings(*parts), prompts) == [
-            "not scored: the reward asks another model, which a look should not cost"
+            "not scored: the reward calls another model, which a preview should not cost"
         ]
     assert "an episode has turns" in said(settings("gsm8k", rollout={"environment": "calculator"}), prompts)[0]
     share, warning = said(settings({"name": odd, "mode": "few"}), prompts)

@@ -22,7 +22,7 @@ Tables = dict[str, Any]
 
 def answered(model: str, prompts: Sequence[str], chat: bool, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Rows of responses to `llamarl.generate`, in the order in which they finish. Raises ConfigError, ExecutorError."""
-    from llamarl.run.asked import asked_model
+    from llamarl.run.models import asked_model
 
     with ExitStack() as opened:
         asked = opened.enter_context(asked_model(model, "model", command="llamarl"))
@@ -50,7 +50,7 @@ def evaluated(
     from llamarl.controller.supervision import Interrupted
     from llamarl.parts.answers.evaluate import evaluate_checkpoint, response_rows, tell_invalid
     from llamarl.parts.answers.scored import completed, ready, settings_for, with_code_of
-    from llamarl.run.asked import asked_model
+    from llamarl.run.models import asked_model
 
     with asked_model(model, "model", command="llamarl") as asked:
         is_own = run is None

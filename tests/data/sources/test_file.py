@@ -98,7 +98,7 @@ def test_a_question_comes_before_messages_unless_those_are_named(tmp_path: Path)
     (as_text,), (as_chat,) = Jsonl(path=path), Jsonl(path=path, messages="messages")
     assert (as_text.question, as_text.messages, as_text.metadata["prompt"]) == ("p", (), "p")
     assert (as_chat.question, as_chat.messages) == ("1+1?", (USER,))
-    with pytest.raises(ConfigError, match="question and messages are both named; a row has one of them"):
+    with pytest.raises(ConfigError, match="question and messages are both set"):
         build(Ref(name="file", path=path, question="prompt", messages="messages"), "llamarl.data.sources", "data.train")
 
 
@@ -154,12 +154,12 @@ def test_calls_have_no_arguments_of_those_in_other_rows(tmp_path: Path) -> None:
         ({"messages": [USER], "answer": [1]}, {}, ":1: `answer` is missing .* its columns are messages, answer$"),
         ({"question": "x", "b": "1"}, {"answer": "b", "id": "n"}, ":1: id = 'n' is not among the columns"),
         ({"question": "x", "b": [1]}, {"answer": "b"}, ":1: `answer` is missing or not text or a number"),
-        ({"m": "no JSON"}, {"messages": "m"}, ":1: the messages are no list of objects"),
-        ({"m": ["a"]}, {"messages": "m"}, ":1: the messages are no list of objects"),
-        ({"m": []}, {"messages": "m"}, ":1: the messages hold nothing to answer"),
-        ({"m": [ANSWER]}, {"messages": "m"}, ":1: the messages hold nothing to answer"),
-        ({"m": [USER, ANSWER, ANSWER]}, {"messages": "m"}, ":1: the messages hold nothing to answer"),
-        ({"m": [{"role": "system", "content": "x"}]}, {"messages": "m"}, ":1: the messages hold nothing to answer"),
+        ({"m": "no JSON"}, {"messages": "m"}, ":1: the messages are not a list of objects"),
+        ({"m": ["a"]}, {"messages": "m"}, ":1: the messages are not a list of objects"),
+        ({"m": []}, {"messages": "m"}, ":1: the conversation has nothing to answer"),
+        ({"m": [ANSWER]}, {"messages": "m"}, ":1: the conversation has nothing to answer"),
+        ({"m": [USER, ANSWER, ANSWER]}, {"messages": "m"}, ":1: the conversation has nothing to answer"),
+        ({"m": [{"role": "system", "content": "x"}]}, {"messages": "m"}, ":1: the conversation has nothing to answer"),
         ({"m": [{"from": "human", "value": "x"}]}, {"messages": "m"}, ":1: message 1 needs `role` and `content`"),
         ({"m": [USER, {"role": "user", "content": [1]}]}, {"messages": "m"}, ":1: message 2 needs"),
     ],
@@ -180,7 +180,7 @@ def test_columns_that_are_no_json_are_left_out_of_all_rows_and_told(tmp_path: Pa
     assert [row.metadata for row in source] == [{}, {}]
     assert source.left_out == {"image": "bytes", "score": "nan", "when": "date"}
     assert File(path=path, limit=1).left_out == {"image": "bytes"}
-    with pytest.raises(ConfigError, match=r"id = 'image' is not among .*; `image` holds bytes, which is no JSON value"):
+    with pytest.raises(ConfigError, match=r"id = 'image' is not among .*; `image` has type bytes, which JSON lacks"):
         len(File(path=path, id="image"))
 
 

@@ -14,7 +14,7 @@ import llamarl
 from llamarl.config import RunConfig, load_config
 from llamarl.parts.hub.card import model_card
 from llamarl.run.folder import RunFolder, prepare_run_folder
-from llamarl.run.names import commits_of, record_of, resolved
+from llamarl.run.hub_pins import commits_of, record_of, resolved
 from tests.end_to_end.tiny import llamarl_here, make_model, write_toml
 from tests.parts.hub.server import HubServer
 

@@ -117,9 +117,9 @@ def test_a_push_offline_and_one_that_breaks(hub: HubServer, run: Path, monkeypat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--push", "nowhere"], "--push nowhere: it names no repository; give OWNER/NAME"),
-        (["--push", "a/b@v1"], "it names no repository"),
-        (["--push", "a/b", "--rollouts"], "rollouts are no model"),
+        (["--push", "nowhere"], "--push nowhere: it is not a repository; give OWNER/NAME"),
+        (["--push", "a/b@v1"], "it is not a repository"),
+        (["--push", "a/b", "--rollouts"], "rollouts are not a model"),
         (["--public"], "--public is for --push"),
     ],
 )

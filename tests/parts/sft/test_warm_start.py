@@ -161,7 +161,7 @@ def test_it_learns_conversations_of_one_turn_and_tells_what_is_left_out(
     source = {"name": "file", "path": str(path)}
     folder = warm_start(tiny(tmp_path / "base", source=source, steps=2))
     assert (folder / "model.safetensors").exists()
-    said = "llamarl sft: source: columns that hold what is no JSON value are left out: `when` (date)\n"
+    said = "llamarl sft: source: columns with values that JSON cannot represent are dropped: `when` (date)\n"
     assert capsys.readouterr().err == said
     pq.write_table(pa.Table.from_pylist([{"messages": talk * 2}]), path)
     with pytest.raises(ConfigError, match="row 'talks-1' is a conversation of 3 messages"):
