@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llamarl.cluster.fork_server import fork_server
 from llamarl.config import ConfigError, RunConfig, from_home, load_config, tables
 from llamarl.config.errors import told_in_python
 from llamarl.config.load import is_record
@@ -28,6 +29,7 @@ from llamarl.config.ref import part
 from llamarl.config.section import checked_path
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.screen import print_to
+from llamarl.observability.spans import now_s
 from llamarl.run.python_inputs import Rewards, Rows, reward_settings, sources_of
 from llamarl.run.rollouts import RunRecord
 
@@ -89,13 +91,20 @@ def train(
         KeyboardInterrupt: it was interrupted, and has saved a checkpoint.
         ExecutorError, FolderLost, NonFiniteStep, NotSaved, Stalled, TooManyInvalid, WeightsWrong: it failed.
     """
+    _note_computing()
+    started_s, settled = now_s(), _settled(config, settings, reward=reward, data=data, eval_data=eval_data)
+    with fork_server(settled.cluster.kind):  # imports torch while this process imports what a controller needs
+        return _trained(settled, started_s, resume=resume, overwrite=overwrite, watch=watch, trust=trust)
+
+
+def _trained(
+    settled: RunConfig, started_s: float, *, resume: bool, overwrite: bool, watch: bool, trust: bool
+) -> RunRecord:
+    """Trains, and raises as `train` does."""
     from llamarl.controller.supervision import Interrupted
-    from llamarl.observability.spans import now_s
     from llamarl.run.prepare import begin
     from llamarl.run.train import run
 
-    _note_computing()
-    started_s, settled = now_s(), _settled(config, settings, reward=reward, data=data, eval_data=eval_data)
     begun = begin(settled, resume=resume, overwrite=overwrite, command="llamarl", tell=_tell, trust=trust)
     try:
         with begun.folder, part("page", "watching")(begun.folder.path) if watch else nullcontext("") as address:

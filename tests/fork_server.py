@@ -8,7 +8,9 @@ from multiprocessing.context import ForkServerContext
 PRELOADED = (
     # FSDP2 imports torch's compiler, which takes seconds.
     "pytest", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor",
-    "llamarl.checkpoint.store", *(f"llamarl.weight_sync.{name}" for name in ("shared_memory", "p2p", "file", "select")),
+    "llamarl.checkpoint.store", "llamarl.training.critic", "llamarl.training.preflight", "llamarl.parts.sft.supervised",
+    "llamarl.generation.engine", "llamarl.generation.tensor_parallel", "llamarl.weight_sync.select",
+    *(f"llamarl.weight_sync.transports.{name}" for name in ("shared_memory", "p2p", "file")),
 )  # fmt: skip
 
 

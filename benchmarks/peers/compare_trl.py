@@ -3,7 +3,7 @@
     python3.11 -m venv .venv-trl && .venv-trl/bin/pip install -r benchmarks/peers/trl-constraints.txt pydantic
     python benchmarks/peers/compare_trl.py --trl-python .venv-trl/bin/python [--pairs 3] [--steps 60]
     python benchmarks/peers/compare_trl.py --trl-python .venv-trl/bin/python --config examples/real/svamp.toml --name \
-        peers-real --pairs 1 --steps 6 --no-accuracy
+        peers-real --pairs 1 --steps 6 --no-accuracy --trl-accumulation 8
 
 Each system has the whole machine: TRL one process with `--trl-threads`, llamarl one thread per executor. Speed is
 samples per second of the training loop, without imports and evaluation. Memory is the peak of the summed proportional
@@ -137,7 +137,10 @@ def trl_run(options: argparse.Namespace, seed: int, folder: Path) -> dict[str, A
     with prompts.open("w") as file:
         for one in train_prompts(config, CONTEXT, most=MOST_PROMPTS).prompts:
             file.write(json.dumps({"prompt": one.text, "answer": one.answer}) + "\n")
-    settings = config.rollout.model_dump() | config.trainer.model_dump(mode="json") | {"steps": steps, "seed": seed}
+    settings = config.rollout.model_dump() | config.trainer.model_dump(mode="json") | {
+        "steps": steps, "seed": seed, "accumulation": options.trl_accumulation,
+        "reward": "gsm8k" if options.config == DEMO else "calculation",
+    }  # fmt: skip
     output = folder / "trl"
     command = [
         options.trl_python, str(Path(__file__).with_name("trl_grpo.py")), "--model", str(ROOT / config.model.path),
@@ -161,6 +164,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", required=True, help="interpreter of TRL's environment")
     parser.add_argument("--trl-threads", type=int, default=os.cpu_count(), help="of TRL's one process")
+    parser.add_argument(
+        "--trl-accumulation", type=int, default=1, help="TRL's microbatches of a step; 8 for svamp.toml"
+    )
     parser.add_argument("--config", type=Path, default=DEMO, help="the run of both")
     parser.add_argument("--name", default="peers", help="of the result")
     parser.add_argument("--no-accuracy", action="store_true", help="do not judge the final models")

@@ -1,6 +1,6 @@
-"""TRL's GRPOTrainer on the demo task; runs in TRL's own environment (see peers.py).
+"""TRL's GRPOTrainer on the task of a run file; runs in TRL's own environment (see compare_trl.py).
 
-The settings are those of `configs/demo.toml`: same model, prompts, group size, sampling and AdamW. `loss_type = "dapo"`
+The settings are those of the run file: same model, prompts, group size, sampling and AdamW. `loss_type = "dapo"`
 is a mean over tokens, `scale_rewards = False` leaves reward minus group mean, `beta = 0` is without reference model.
 """
 
@@ -9,23 +9,39 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
+from examples.real import calculation
 from llamarl.rewards.gsm8k import Gsm8k
 from llamarl.types import RewardItem
 
 
-def gsm8k(prompts: list[str], completions: list[str], answer: list[str], **_: object) -> list[float]:
-    """The reward of the demo."""
-    items = [
-        RewardItem(prompt=prompt, response=text, answer=gold, metadata={})
-        for prompt, text, gold in zip(prompts, completions, answer, strict=True)
-    ]
-    return [result.value for result in Gsm8k().score(items)]
+def reward_of(settings: dict[str, Any]) -> Callable[..., list[float]]:
+    """Returns the reward of the run. TRL has no stop strings, so responses are cut at the first one."""
+
+    def cut(text: str) -> str:
+        places = [text.find(stop) for stop in settings["stop_strings"] if stop in text]
+        return text[: min(places)] if places else text
+
+    def gsm8k(prompts: list[str], completions: list[str], answer: list[str], **_: object) -> list[float]:
+        items = [
+            RewardItem(prompt=prompt, response=cut(text), answer=gold, metadata={})
+            for prompt, text, gold in zip(prompts, completions, answer, strict=True)
+        ]
+        return [result.value for result in Gsm8k().score(items)]
+
+    def calculated(completions: list[str], answer: list[str], **_: object) -> list[float]:
+        return [
+            float(calculation.reward(cut(text), float(gold))) for text, gold in zip(completions, answer, strict=True)
+        ]
+
+    return gsm8k if settings["reward"] == "gsm8k" else calculated
 
 
 def main() -> None:
@@ -37,13 +53,14 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = json.loads(arguments.settings)
     rows = [json.loads(line) for line in Path(arguments.prompts).read_text().splitlines()]
+    batch = settings["group_size"] * settings["prompts_per_step"]
     config = GRPOConfig(
         output_dir=arguments.output,
         max_steps=settings["steps"],
         seed=settings["seed"],
         num_generations=settings["group_size"],
-        per_device_train_batch_size=settings["group_size"] * settings["prompts_per_step"],
-        gradient_accumulation_steps=1,
+        per_device_train_batch_size=batch // settings["accumulation"],
+        gradient_accumulation_steps=settings["accumulation"],
         max_completion_length=settings["max_new_tokens"],
         temperature=settings["temperature"],
         top_k=0,
@@ -67,7 +84,7 @@ def main() -> None:
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(arguments.model),
         processing_class=AutoTokenizer.from_pretrained(arguments.model, padding_side="left"),
-        reward_funcs=gsm8k,
+        reward_funcs=reward_of(settings),
         args=config,
         train_dataset=Dataset.from_list(rows),
     )

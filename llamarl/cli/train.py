@@ -58,7 +58,10 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--settings is for --dry-run; a run writes its settings to its config.toml")
     if options.restarts:
         return run_with_restarts(arguments, options.restarts, Path(config.output, config.name))
-    return _run(config, options, started_s)
+    from llamarl.cluster.fork_server import fork_server
+
+    with fork_server(config.cluster.kind):  # imports torch while this process imports what a controller needs
+        return _run(config, options, started_s)
 
 
 def _run(config: RunConfig, options: argparse.Namespace, started_s: float) -> int:

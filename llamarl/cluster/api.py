@@ -139,6 +139,9 @@ class HostStatus:
     """Calls that wait for the executor's thread."""
     spans: list[Span]
     """Finished stretches of work since the last status."""
+    launcher_pid: int = 0
+    """Process that ends as this one has ended, where another process than this one was started for the rank; 0 means
+    none."""
     stage: str = ""
     """Stage of what it is doing, where that takes long and says so, such as `loading the model`."""
     usage: Usage = NOTHING

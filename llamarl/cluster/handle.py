@@ -38,6 +38,8 @@ class BaseHandle(ExecutorHandle):
         loop = asyncio.get_running_loop()
         self.name = spec.name
         self.pids: list[int] = []
+        self._launchers: list[int] = []
+        """`HostStatus.launcher_pid` per rank."""
         self.failed: asyncio.Future[ExecutorError] = loop.create_future()
         self._num_ranks = spec.num_ranks
         self._shares_calls, self._num_deals = False, 0
@@ -62,7 +64,9 @@ class BaseHandle(ExecutorHandle):
         """
         deadline_s = _now_s() + timeout_s
         try:
-            self.pids = [status.pid for status in await self._statuses(PEEK, timeout_s)]
+            statuses = await self._statuses(PEEK, timeout_s)
+            self.pids = [status.pid for status in statuses]
+            self._launchers = [status.launcher_pid for status in statuses]
             self._watch()
             telling = asyncio.create_task(self._tell_stages(tell)) if tell else None
             try:

@@ -22,12 +22,13 @@ from functools import partial
 from pathlib import Path
 
 from llamarl.child import kill_group
-from llamarl.cluster import start_up
+from llamarl.cluster import launcher, start_up
 from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle, ExecutorSpec, MeshFailed, Tell
 from llamarl.cluster.deaths import cause_of, cause_of_reaped, killed_by, rank_of
 from llamarl.cluster.engine_files import quiet_stderr
 from llamarl.cluster.engine_ports import bound_strangers
 from llamarl.cluster.handle import CAUSE_S, BaseHandle, stop_all
+from llamarl.cluster.launcher import SERVER
 from llamarl.cluster.payload import Reply, error_of, pickled, value_of
 from llamarl.cluster.private_sockets import keep_private, warn_if_open
 from llamarl.cluster.rank import CLOSE, FAILURE, ExecutorRank
@@ -59,6 +60,7 @@ __all__ = ["BootstrapCommand", "MonarchCluster", "MonarchHandle", "ProcMesh", "a
 keep_private()
 bound_strangers()
 _ENGINE_MODULE = "monarch._src.actor.bootstrap_main"
+_LAUNCHER = Path(launcher.__file__).read_text(encoding="utf-8")
 MAX_SENDS = 16
 """Most messages with which a call to all ranks of a mesh leaves this process, or a rank that passes it on: rank 0's and
 those of Monarch's tree."""
@@ -68,8 +70,13 @@ _SETTINGS = {
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "60s",
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "30s",
     "HYPERACTOR_MESH_MAX_CAST_FANOUT": f"{MAX_SENDS - 1}",
+    "HYPERACTOR_HOST_SPAWN_READY_TIMEOUT": "1h",
+    "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "1h",
+    "HYPERACTOR_MESH_ACTOR_SPAWN_MAX_IDLE": "1h",
 }
-"""Environment variables of Monarch: with its defaults the death of a process may take 9 s to be noticed."""
+"""Environment variables of Monarch. With its defaults the death of a process may take 9 s to be noticed, and a start
+fails if torch, which a fork server imports before it forks a rank, takes 30 s. `cluster.start_timeout_s` is the
+limit."""
 _WAITS = "MESH_ORPHAN MESH_SUPERVISION_WATCHDOG MESSAGE_DELIVERY CHANNEL_RECONNECT"
 _PATIENT = {f"HYPERACTOR_{name}_TIMEOUT": "1h" for name in _WAITS.split()}
 """Timeouts where pidfds tell who is dead, on one machine: with less, a controller stopped for 30 s hears of nobody."""
@@ -115,7 +122,9 @@ class MonarchHandle(BaseHandle):
         super().__init__(spec)
         self._meshes = meshes
         self._exits: list[asyncio.Future[None]] = []
-        """Per rank, resolved when its process has ended."""
+        """Per rank, resolved when its process has ended, and its launcher, if there is one."""
+        self._running: list[set[int]] = []
+        """Descriptors of the processes of each rank that have not ended."""
         self._stopping: asyncio.Task[None] | None = None
 
     def _send(
@@ -149,14 +158,16 @@ class MonarchHandle(BaseHandle):
     def _watch(self) -> None:
         loop = asyncio.get_running_loop()
         self._watch_work()
-        for rank, pid in enumerate(self.pids):
+        for rank, pids in enumerate(zip(self._launchers, self.pids, strict=True)):
             self._exits.append(loop.create_future())
-            try:
-                descriptor = os.pidfd_open(pid)
-            except ProcessLookupError:
+            self._running.append(set())
+            for pid in filter(None, pids):
+                with suppress(ProcessLookupError):
+                    descriptor = os.pidfd_open(pid)
+                    self._running[rank].add(descriptor)
+                    loop.add_reader(descriptor, self._process_ended, rank, descriptor)
+            if not self._running[rank]:
                 self._exited(rank, "has ended")
-                continue
-            loop.add_reader(descriptor, self._process_ended, rank, descriptor)
 
     def _watch_work(self) -> None:
         first = 0
@@ -186,6 +197,7 @@ class MonarchHandle(BaseHandle):
         return ""
 
     def _process_ended(self, rank: int, descriptor: int) -> None:
+        """A rank has ended, or its launcher, which ends as the rank does and whose cause this process can learn."""
         asyncio.get_running_loop().remove_reader(descriptor)
         cause = None
         try:
@@ -193,14 +205,16 @@ class MonarchHandle(BaseHandle):
             if info is not None:
                 killed = info.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
                 cause = killed_by(info.si_status) if killed else f"ended with exit code {info.si_status}"
-        except ChildProcessError:  # Monarch, the parent's code, has reaped it first
+        except ChildProcessError:  # Monarch, the parent's code, has reaped it first, or a fork server is the parent
             cause = cause_of_reaped(descriptor)
         os.close(descriptor)
+        self._running[rank].discard(descriptor)
         self._exited(rank, cause)
 
     def _exited(self, rank: int, cause: str | None) -> None:
-        self._exits[rank].set_result(None)
         kill_group(self.pids[rank])
+        if not self._running[rank]:
+            self._exits[rank].set_result(None)
         self._dead(rank, cause)
 
     def _dead(self, rank: int, cause: str | None) -> None:
@@ -304,20 +318,24 @@ class MonarchCluster(Cluster):
         return handle
 
     def _bootstrap_command(self, spec: ExecutorSpec, rank: int) -> BootstrapCommand:
-        return bootstrap_command(spec, rank, rank, spec.env, self._log_folder)
+        launches = SERVER in os.environ
+        return bootstrap_command(spec, rank, rank, spec.env, self._log_folder, launches=launches)
 
 
 def bootstrap_command(
-    spec: ExecutorSpec, rank: int, local_rank: int, env: Mapping[str, str], log_folder: Path | None
+    spec: ExecutorSpec, rank: int, local_rank: int, env: Mapping[str, str], log_folder: Path | None, *, launches: bool
 ) -> BootstrapCommand:
-    """The command with which Monarch starts a rank."""
+    """Returns the command with which Monarch starts a rank. `launches`: a fork server may be there to fork it."""
     found: dict[str, str | None] = dict(env)
     log_name = spec.name
     if spec.num_ranks > 1:
         found |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(spec.num_ranks)}
         log_name = f"{spec.name}.{rank}"
     log_file = log_folder / f"{log_name}.log" if log_folder else None
-    return BootstrapCommand(sys.executable, None, start_up.command(_ENGINE_MODULE, spec.code_paths, log_file), found)
+    arguments = start_up.command(_ENGINE_MODULE, spec.code_paths, log_file)
+    if launches:
+        arguments = ["-I", "-S", "-c", _LAUNCHER, spec.target.partition(":")[0], *arguments]
+    return BootstrapCommand(sys.executable, None, arguments, found)
 
 
 def _end_client() -> None:

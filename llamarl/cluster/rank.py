@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llamarl.cluster import start_up
 from llamarl.cluster.api import ExecutorSpec, HostStatus
 from llamarl.cluster.executor import Executor
 from llamarl.cluster.payload import Deal, Reply, error_reply, parts, pickled
@@ -353,6 +354,7 @@ class ExecutorRank:
             busy_s[span_name] = busy_s.get(span_name, 0.0) + age_s
         return HostStatus(
             pid=os.getpid(),
+            launcher_pid=start_up.launcher_pid,
             doing=doing,
             stage=stage_of(self._thread.ident),
             doing_age_s=age_s,

@@ -10,8 +10,12 @@ import sys
 import threading
 from pathlib import Path
 
+from llamarl.cluster.launcher import ORDINARY
+
 LIFELINE = "LLAMARL_LIFELINE"
 """Environment variable with the descriptor of a pipe whose other end the agent of this host holds."""
+launcher_pid = 0
+"""Process that Monarch has started for this rank, which a fork server has forked; 0 means this process itself."""
 _PROGRAM = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -51,6 +55,8 @@ def main() -> None:
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.close(descriptor)
+    if reason := os.environ.pop(ORDINARY, ""):
+        sys.stderr.write(f"llamarl: this process imports its modules itself: {reason}\n")
     os.chdir(folder)  # on another host the agent's would be meant, and paths of the run mean the controller's
     if descriptor := os.environ.get(LIFELINE):
         threading.Thread(target=_end_with_the_agent, args=(int(descriptor),), daemon=True).start()

@@ -66,6 +66,11 @@ def is_exact() -> bool:
     return _EXACT.get()
 
 
+def rounds_activations() -> bool:
+    """Returns True if products with bfloat16 weights on this CPU round activations to bfloat16."""
+    return kernels().library is not None and any(path.name.endswith("-bf16") for path in paths.offered("bfloat16"))
+
+
 class Room:
     """Memory for packed copies, used again by whoever takes the same amounts in the same order."""
 
@@ -179,6 +184,23 @@ class Linear:
         assert self._packed is not None
         self._version = self._values_N_K._version
         self._path.pack(self._values_N_K.data_ptr(), *self.shape, self._packed.data_ptr())
+
+
+def multiply_rounded(x_M_K: Tensor, weight_N_K: Tensor, room: Room, out_M_N: Tensor) -> None:
+    """Writes x W^T as `Linear` computes it, for weights that are used once, where `rounds_activations()`.
+
+    Args:
+        weight_N_K: bfloat16; the others are float32. All are contiguous, on the CPU.
+        room: holds the packed weights until its next use.
+    """
+    path = paths.chosen("bfloat16", *weight_N_K.shape)
+    assert path is not None
+    assert weight_N_K.is_contiguous()
+    assert all(map(_is_plain, (x_M_K, out_M_N)))
+    room.begin()
+    packed = room.take(path.packed_bytes(*weight_N_K.shape))
+    path.pack(weight_N_K.data_ptr(), *weight_N_K.shape, packed.data_ptr())
+    path.multiply(x_M_K.data_ptr(), packed.data_ptr(), None, out_M_N.data_ptr(), len(x_M_K), *weight_N_K.shape, False)
 
 
 def quantize(library: ctypes.CDLL, weight_N_K: Tensor, values_N_K: Tensor, scales_N: Tensor) -> int:

@@ -1,10 +1,13 @@
 // Attention of packed tokens in training, forward and backward, on one core. No header of torch or Python.
 //
 // A segment is a run of tokens that see each other causally and, all of them, up to two runs of tokens elsewhere: a
-// response sees its group's prompt, and what all prompts of a microbatch begin with. Two loops do all the work, on "turned" matrices [channels][kWide] that have a token in each lane:
-// products of rows with the lanes, and sums of weighted rows into the lanes. Lanes are queries for outputs and for the
-// gradients of queries, and keys for those of keys and values, so that nothing is summed across lanes. Scores are
-// computed again for backward, from the logarithms of their sums (arXiv 2205.14135, section 3 and appendix B).
+// response sees its group's prompt, and what all prompts of a microbatch begin with. Neighbors that see the same runs,
+// such as the responses of a group, are computed together: short ones would leave most lanes empty.
+//
+// Two loops do all the work, on "turned" matrices [channels][kWide] with a vector in each lane: products of rows with
+// the lanes, and sums of weighted rows into the lanes. Lanes are queries for outputs and for the gradients of queries,
+// of all heads that share their keys, and keys for those of keys and values, so that nothing is summed across lanes.
+// Scores are computed again for backward, from the logarithms of their sums (arXiv 2205.14135, section 3 and appendix B).
 
 #include <algorithm>
 #include <cmath>
@@ -90,10 +93,14 @@ void add(Rows rows, int64_t num_rows, const float* weights, int64_t channels, fl
     for (; d < channels; ++d) add_channels<1>({rows.first + d, rows.stride}, num_rows, weights, turned + d * kWide);
 }
 
-// Lanes beyond `count` hold zeros.
-void turn(Rows rows, int64_t count, int64_t channels, float factor, float* turned) {
-    for (int64_t d = 0; d < channels; ++d)
-        for (int64_t lane = 0; lane < kWide; ++lane) turned[d * kWide + lane] = lane < count ? rows[lane][d] * factor : 0;
+// Writes the vectors row(lane); lanes beyond `count` hold zeros.
+template <class RowOf>
+void turn(RowOf row, int64_t count, int64_t channels, float factor, float* turned) {
+    if (count < kWide) std::fill(turned, turned + channels * kWide, 0.0f);
+    for (int64_t lane = 0; lane < count; ++lane) {
+        const float* from = row(lane);
+        for (int64_t d = 0; d < channels; ++d) turned[d * kWide + lane] = from[d] * factor;
+    }
 }
 
 // A matrix of lanes, with room for a chunk of rows.
@@ -105,38 +112,87 @@ struct Room {
     std::vector<float> scores, products;
 };
 
-// Calls visit(rows that are keys, their number, place among the segment's own or -1) for what queries up to `last` see.
-template <class Visit>
-void for_keys(const Segment& segment, int64_t last, Visit visit) {
-    for (const Run& seen : segment.seen)
-        for (int64_t i = 0; i < seen.count; i += kChunk)
-            visit(seen.first + i, std::min(kChunk, seen.count - i), int64_t(-1));
-    for (int64_t i = 0; i <= last; i += kChunk) visit(segment.own.first + i, std::min(kChunk, last + 1 - i), i);
-}
-
-struct Lanes {
-    int64_t first, count;  // places in a segment
+// Segments next to each other that see the same runs.
+struct Neighbors {
+    Run own;
+    Run seen[2];
 };
 
-// Scores of keys that come after a lane's query are -infinity.
-void hide(float* scores, int64_t num_keys, int64_t place, Lanes lanes) {
-    for (int64_t i = std::max<int64_t>(0, lanes.first - place); i < num_keys; ++i)
-        for (int64_t lane = 0; lane < kWide; ++lane)
-            if (place + i > lanes.first + lane) scores[i * kWide + lane] = -std::numeric_limits<float>::infinity();
-}
+bool is_same(const Run& a, const Run& b) { return a.first == b.first && a.count == b.count; }
+
+// The segments as neighbors, and where each token's segment begins and ends.
+struct Layout {
+    Layout(const Segment* segments, int64_t num_segments, int64_t num_tokens) : begin(num_tokens), end(num_tokens) {
+        for (int64_t s = 0; s < num_segments; ++s) {
+            const Segment& one = segments[s];
+            std::fill_n(begin.begin() + one.own.first, one.own.count, one.own.first);
+            std::fill_n(end.begin() + one.own.first, one.own.count, one.own.first + one.own.count);
+            if (!groups.empty()) {
+                Neighbors& last = groups.back();
+                if (last.own.first + last.own.count == one.own.first && is_same(last.seen[0], one.seen[0]) &&
+                    is_same(last.seen[1], one.seen[1])) {
+                    last.own.count += one.own.count;
+                    continue;
+                }
+            }
+            groups.push_back({one.own, {one.seen[0], one.seen[1]}});
+        }
+    }
+    std::vector<Neighbors> groups;
+    std::vector<int64_t> begin, end;
+};
+
+// Queries of the heads that share one head of keys, in lanes: token by token, and the heads of each.
+struct Queries {
+    Queries(const Layout& layout, const Neighbors& group, Shape shape, int64_t kv_head, int64_t first)
+        : repeats(shape.heads / shape.kv_heads), count(std::min<int64_t>(kWide, group.own.count * repeats - first)) {
+        for (int64_t lane = 0; lane < kWide; ++lane) {
+            const int64_t pair = first + std::min(lane, count - 1);
+            tokens[lane] = group.own.first + pair / repeats;
+            heads[lane] = kv_head * repeats + pair % repeats;
+            begins[lane] = layout.begin[tokens[lane]];
+        }
+    }
+    int64_t repeats, count;
+    int64_t tokens[kWide], heads[kWide], begins[kWide];
+
+    // A vector of the lane's query in [tokens][heads][head_dim].
+    auto rows(const float* x, Shape shape) const {
+        return [=, this](int64_t lane) { return shape.of(x, shape.heads, heads[lane], tokens[lane])[0]; };
+    }
+
+    // Calls visit(first key, number of keys, whether some lanes see only a part of them).
+    template <class Visit>
+    void for_keys(const Neighbors& group, Visit visit) const {
+        for (const Run& seen : group.seen)
+            for (int64_t i = 0; i < seen.count; i += kChunk) visit(seen.first + i, std::min(kChunk, seen.count - i), false);
+        for (int64_t i = begins[0]; i <= tokens[kWide - 1]; i += kChunk)
+            visit(i, std::min(kChunk, tokens[kWide - 1] + 1 - i), true);
+    }
+
+    // Scores of keys that a lane's query does not see become -infinity.
+    void hide(float* scores, int64_t key, int64_t count) const {
+        for (int64_t i = 0; i < count; ++i, ++key) {
+            if (key >= begins[kWide - 1] && key <= tokens[0]) continue;  // all lanes see it
+            for (int64_t lane = 0; lane < kWide; ++lane)
+                if (key < begins[lane] || key > tokens[lane])
+                    scores[i * kWide + lane] = -std::numeric_limits<float>::infinity();
+        }
+    }
+};
 
 void forward_tile(
-    const float* k, const float* v, const Segment& segment, Lanes lanes, int64_t kv_head, Rows q, Shape shape,
-    float* out, float* lse, int64_t out_stride, int64_t lse_stride, Room& room) {
+    const float* q, const float* k, const float* v, const Neighbors& group, const Queries& queries, int64_t kv_head,
+    Shape shape, int64_t num_tokens, float* out, float* lse, Room& room) {
     const int64_t channels = shape.head_dim;
-    turn(q, lanes.count, channels, shape.scale, room.first.data());
+    turn(queries.rows(q, shape), queries.count, channels, shape.scale, room.first.data());
     std::fill(room.one.begin(), room.one.end(), 0.0f);
     Floats most[2], sum[2] = {};
     most[0] = most[1] = Floats{} - std::numeric_limits<float>::infinity();
-    for_keys(segment, lanes.first + lanes.count - 1, [&](int64_t token, int64_t count, int64_t place) {
+    queries.for_keys(group, [&](int64_t token, int64_t count, bool partly) {
         float* scores = room.scores.data();
         multiply(shape.of(k, shape.kv_heads, kv_head, token), count, room.first.data(), channels, scores);
-        if (place >= 0) hide(scores, count, place, lanes);
+        if (partly) queries.hide(scores, token, count);
         for (int half = 0; half < 2; ++half) {
             Floats now = most[half];
             for (int64_t i = 0; i < count; ++i) {
@@ -152,19 +208,21 @@ void forward_tile(
                 std::memcpy(lane, &shrunk, sizeof(shrunk));
             }
             most[half] = now;
+            const Floats least = Floats{} - 1e30f, base = now > least ? now : least;  // of such a lane, no NaN
             for (int64_t i = 0; i < count; ++i) {
                 float* score = scores + i * kWide + half * kLanes;
-                const Floats p = exp_of_negative(load<Floats>(score) - now);
+                const Floats p = exp_of_negative(load<Floats>(score) - base);
                 sum[half] += p;
                 std::memcpy(score, &p, sizeof(p));
             }
         }
         add(shape.of(v, shape.kv_heads, kv_head, token), count, scores, channels, room.one.data());
     });
-    for (int64_t lane = 0; lane < lanes.count; ++lane) {
+    for (int64_t lane = 0; lane < queries.count; ++lane) {
         const float total = sum[lane / kLanes][lane % kLanes];
-        for (int64_t d = 0; d < channels; ++d) out[lane * out_stride + d] = room.one[d * kWide + lane] / total;
-        lse[lane * lse_stride] = most[lane / kLanes][lane % kLanes] + std::log(total);
+        float* to = out + (queries.tokens[lane] * shape.heads + queries.heads[lane]) * channels;
+        for (int64_t d = 0; d < channels; ++d) to[d] = room.one[d * kWide + lane] / total;
+        lse[queries.heads[lane] * num_tokens + queries.tokens[lane]] = most[lane / kLanes][lane % kLanes] + std::log(total);
     }
 }
 
@@ -191,67 +249,71 @@ struct Given {
 };
 
 void queries_tile(
-    const Given& x, const Segment& segment, Lanes lanes, int64_t head, Shape shape, float* grad_q, Room& room) {
-    const int64_t channels = shape.head_dim, kv_head = head / (shape.heads / shape.kv_heads);
-    const int64_t token = segment.own.first + lanes.first;
-    turn(shape.of(x.q, shape.heads, head, token), lanes.count, channels, shape.scale, room.first.data());
-    turn(shape.of(x.grad, shape.heads, head, token), lanes.count, channels, 1, room.second.data());
+    const Given& x, const Neighbors& group, const Queries& queries, int64_t kv_head, Shape shape, float* grad_q,
+    Room& room) {
+    const int64_t channels = shape.head_dim;
+    turn(queries.rows(x.q, shape), queries.count, channels, shape.scale, room.first.data());
+    turn(queries.rows(x.grad, shape), queries.count, channels, 1, room.second.data());
     std::fill(room.one.begin(), room.one.end(), 0.0f);
-    float lse[kWide] = {}, delta[kWide] = {};
-    std::memcpy(lse, x.lse + head * x.num_tokens + token, lanes.count * sizeof(float));
-    std::memcpy(delta, x.delta + head * x.num_tokens + token, lanes.count * sizeof(float));
-    for_keys(segment, lanes.first + lanes.count - 1, [&](int64_t from, int64_t count, int64_t place) {
+    float lse[kWide], delta[kWide];
+    for (int64_t lane = 0; lane < kWide; ++lane) {
+        const int64_t place = queries.heads[lane] * x.num_tokens + queries.tokens[lane];
+        lse[lane] = x.lse[place];
+        delta[lane] = x.delta[place];
+    }
+    queries.for_keys(group, [&](int64_t from, int64_t count, bool partly) {
         const Rows keys = shape.of(x.k, shape.kv_heads, kv_head, from);
         multiply(keys, count, room.first.data(), channels, room.scores.data());
-        if (place >= 0) hide(room.scores.data(), count, place, lanes);
+        if (partly) queries.hide(room.scores.data(), from, count);
         const Rows values = shape.of(x.v, shape.kv_heads, kv_head, from);
         multiply(values, count, room.second.data(), channels, room.products.data());
         weigh(room.scores.data(), room.products.data(), count, lse, delta, false);
         add(keys, count, room.products.data(), channels, room.one.data());
     });
-    for (int64_t lane = 0; lane < lanes.count; ++lane)
-        for (int64_t d = 0; d < channels; ++d)
-            grad_q[((token + lane) * shape.heads + head) * channels + d] = room.one[d * kWide + lane] * shape.scale;
+    for (int64_t lane = 0; lane < queries.count; ++lane) {
+        float* to = grad_q + (queries.tokens[lane] * shape.heads + queries.heads[lane]) * channels;
+        for (int64_t d = 0; d < channels; ++d) to[d] = room.one[d * kWide + lane] * shape.scale;
+    }
 }
 
-// Keys of a run in the lanes: the segment's own, which its queries see causally, or one that all of them see.
+// Keys in the lanes: of the neighbors' own tokens, whose queries see them causally and in their segment, or of a run
+// that all of them see.
 void keys_tile(
-    const Given& x, const Segment& segment, const Run& keys, Lanes lanes, int64_t kv_head, Shape shape, float* grad_k,
-    float* grad_v, Room& room) {
-    const int64_t channels = shape.head_dim, repeats = shape.heads / shape.kv_heads;
-    const bool own = &keys == &segment.own;
-    const int64_t token = keys.first + lanes.first;
-    turn(shape.of(x.k, shape.kv_heads, kv_head, token), lanes.count, channels, shape.scale, room.first.data());
-    turn(shape.of(x.v, shape.kv_heads, kv_head, token), lanes.count, channels, 1, room.second.data());
+    const Given& x, const Layout& layout, const Neighbors& group, Run keys, bool own, int64_t kv_head, Shape shape,
+    float* grad_k, float* grad_v, Room& room) {
+    const int64_t channels = shape.head_dim, repeats = shape.heads / shape.kv_heads, last = keys.first + keys.count - 1;
+    const Rows k = shape.of(x.k, shape.kv_heads, kv_head, keys.first), v = shape.of(x.v, shape.kv_heads, kv_head, keys.first);
+    turn([&](int64_t lane) { return k[lane]; }, keys.count, channels, shape.scale, room.first.data());
+    turn([&](int64_t lane) { return v[lane]; }, keys.count, channels, 1, room.second.data());
     std::fill(room.one.begin(), room.one.end(), 0.0f);
     std::fill(room.other.begin(), room.other.end(), 0.0f);
+    const int64_t first = own ? keys.first : group.own.first;
+    const int64_t end = own ? layout.end[last] : group.own.first + group.own.count;
     for (int64_t head = kv_head * repeats; head < (kv_head + 1) * repeats; ++head)
-        for (int64_t i = own ? lanes.first : 0; i < segment.own.count; i += kChunk) {
-            const int64_t count = std::min(kChunk, segment.own.count - i), from = segment.own.first + i;
+        for (int64_t from = first; from < end; from += kChunk) {
+            const int64_t count = std::min(kChunk, end - from);
             const Rows queries = shape.of(x.q, shape.heads, head, from), grads = shape.of(x.grad, shape.heads, head, from);
             float *scores = room.scores.data(), *products = room.products.data();
             multiply(queries, count, room.first.data(), channels, scores);
-            for (int64_t row = 0; own && row < count && i + row < lanes.first + kWide; ++row)
-                for (int64_t lane = std::max<int64_t>(0, i + row + 1 - lanes.first); lane < kWide; ++lane)
-                    scores[row * kWide + lane] = -std::numeric_limits<float>::infinity();
+            for (int64_t row = 0; own && row < count; ++row) {
+                const int64_t query = from + row, begin = layout.begin[query];
+                if (query >= last && begin <= keys.first) continue;  // it sees all lanes
+                for (int64_t lane = 0; lane < kWide; ++lane)
+                    if (keys.first + lane < begin || keys.first + lane > query)
+                        scores[row * kWide + lane] = -std::numeric_limits<float>::infinity();
+            }
             multiply(grads, count, room.second.data(), channels, products);
             const int64_t place = head * x.num_tokens + from;
             weigh(scores, products, count, x.lse + place, x.delta + place, true);
             add(grads, count, scores, channels, room.other.data());
             add(queries, count, products, channels, room.one.data());
         }
-    for (int64_t lane = 0; lane < lanes.count; ++lane)
+    for (int64_t lane = 0; lane < keys.count; ++lane)
         for (int64_t d = 0; d < channels; ++d) {
-            const int64_t place = ((token + lane) * shape.kv_heads + kv_head) * channels + d;
+            const int64_t place = ((keys.first + lane) * shape.kv_heads + kv_head) * channels + d;
             grad_k[place] += room.one[d * kWide + lane] * shape.scale;
             grad_v[place] += room.other[d * kWide + lane];
         }
-}
-
-// Calls visit(first, count) for lanes of so many tokens.
-template <class Visit>
-void for_tiles(int64_t count, Visit visit) {
-    for (int64_t first = 0; first < count; first += kWide) visit(Lanes{first, std::min<int64_t>(kWide, count - first)});
 }
 
 }  // namespace
@@ -263,15 +325,14 @@ void attend(
     const float* q, const float* k, const float* v, const Segment* segments, int64_t num_segments, int64_t num_tokens,
     int64_t heads, int64_t kv_heads, int64_t head_dim, float scale, float* out, float* lse) {
     const Shape shape{heads, kv_heads, head_dim, scale};
+    const Layout layout(segments, num_segments, num_tokens);
     Room room(head_dim);
-    for (int64_t s = 0; s < num_segments; ++s)
-        for (int64_t head = 0; head < heads; ++head)
-            for_tiles(segments[s].own.count, [&](Lanes lanes) {
-                const int64_t token = segments[s].own.first + lanes.first;
-                forward_tile(
-                    k, v, segments[s], lanes, head / (heads / kv_heads), shape.of(q, heads, head, token), shape,
-                    out + (token * heads + head) * head_dim, lse + head * num_tokens + token, heads * head_dim, 1, room);
-            });
+    for (const Neighbors& group : layout.groups)
+        for (int64_t kv_head = 0; kv_head < kv_heads; ++kv_head)
+            for (int64_t pair = 0; pair < group.own.count * (heads / kv_heads); pair += kWide) {
+                const Queries queries(layout, group, shape, kv_head, pair);
+                forward_tile(q, k, v, group, queries, kv_head, shape, num_tokens, out, lse, room);
+            }
 }
 
 // Gradients of q, which is written, and of k and v, to which is added. delta [heads][tokens] is scratch.
@@ -288,17 +349,19 @@ void attend_backward(
             delta[head * num_tokens + token] = sum;
         }
     const Given given{q, k, v, grad, lse, delta, num_tokens};
+    const Layout layout(segments, num_segments, num_tokens);
     Room room(head_dim);
-    for (int64_t s = 0; s < num_segments; ++s) {
-        for (int64_t head = 0; head < heads; ++head)
-            for_tiles(segments[s].own.count, [&](Lanes lanes) {
-                queries_tile(given, segments[s], lanes, head, shape, grad_q, room);
-            });
-        for (int64_t kv_head = 0; kv_head < kv_heads; ++kv_head)
-            for (const Run* keys : {&segments[s].own, &segments[s].seen[0], &segments[s].seen[1]})
-                for_tiles(keys->count, [&](Lanes lanes) {
-                    keys_tile(given, segments[s], *keys, lanes, kv_head, shape, grad_k, grad_v, room);
-                });
-    }
+    for (const Neighbors& group : layout.groups)
+        for (int64_t kv_head = 0; kv_head < kv_heads; ++kv_head) {
+            for (int64_t pair = 0; pair < group.own.count * (heads / kv_heads); pair += kWide) {
+                const Queries queries(layout, group, shape, kv_head, pair);
+                queries_tile(given, group, queries, kv_head, shape, grad_q, room);
+            }
+            for (const Run* run : {&group.own, &group.seen[0], &group.seen[1]})
+                for (int64_t i = 0; i < run->count; i += kWide) {
+                    const Run keys{run->first + i, std::min<int64_t>(kWide, run->count - i)};
+                    keys_tile(given, layout, group, keys, run == &group.own, kv_head, shape, grad_k, grad_v, room);
+                }
+        }
 }
 }

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from llamarl.distributed.mesh import ALONE, Axis
 from llamarl.kernels import gpu
+from llamarl.kernels.linear import Room, multiply_rounded
 from llamarl.kernels.products import INPUT, OUTPUT, WEIGHT, multiply
 from llamarl.models.masking import UnusedIds
 from llamarl.models.memory import TILE_LOGITS
@@ -32,6 +33,8 @@ def target_logprobs(
     tp: Axis = ALONE.tp,
     cutoffs_R: Tensor | None = None,
     unused_ids: UnusedIds = ALL_USED,
+    *,
+    rounds: bool = False,
 ) -> Tensor:
     """log softmax(hidden @ head.T / temperature)[target], [R], differentiable in `hidden` and `head`. Ids that are not
     used have no probability and no gradient; no target is one of them.
@@ -48,8 +51,12 @@ def target_logprobs(
 
     With several ranks on `tp` each has an equal part of the head, in rank order. All get the same log-probs, and the
     gradient of `hidden` is this rank's part of a sum over the ranks.
+
+    Args:
+        rounds: the factors of all products are rounded to bfloat16, on a CPU and of float32 inputs. Logits are float32
+            sums, by the kernel that generators use. Gradients are those of the unrounded inputs.
     """
-    return _TargetLogprobs.apply(hidden_R_D, head_V_D, targets_R, temperature, tp, cutoffs_R, unused_ids)
+    return _TargetLogprobs.apply(hidden_R_D, head_V_D, targets_R, temperature, tp, cutoffs_R, unused_ids, rounds)
 
 
 class _Tiles:
@@ -74,6 +81,7 @@ class _Tiles:
         # A power of two: products by oneDNN keep code for every size that they have met.
         most = 1 << (max(1, tile_logits(hidden_R_D) // max(1, len(hidden_R_D))).bit_length() - 1)
         self._size, self._room = min(most, len(head_V_D)), None
+        self._packed = Room()
         if not hidden_R_D.is_cuda:
             self._room = hidden_R_D.new_empty(len(hidden_R_D) * self._size, dtype=self.dtype)
 
@@ -86,7 +94,9 @@ class _Tiles:
                 logits_R_T = wide_product(self._hidden_R_D, head_T_D.T)
             else:
                 logits_R_T = self._room[: num_rows * len(head_T_D)].view(num_rows, len(head_T_D))
-                if self._hidden_R_D.dtype == self.dtype:
+                if head_T_D.dtype != self._hidden_R_D.dtype:
+                    multiply_rounded(self._hidden_R_D, head_T_D, self._packed, logits_R_T)
+                elif self._hidden_R_D.dtype == self.dtype:
                     multiply(OUTPUT, self._hidden_R_D, head_T_D, logits_R_T)
                 else:
                     logits_R_T.copy_(wide_product(self._hidden_R_D, head_T_D.T))
@@ -149,7 +159,10 @@ class _TargetLogprobs(torch.autograd.Function):
         tp: Axis,
         cutoffs_R: Tensor | None,
         unused_ids: UnusedIds,
+        rounds: bool,
     ) -> Tensor:
+        if rounds:
+            hidden_R_D, head_V_D = hidden_R_D.bfloat16().float(), head_V_D.bfloat16()
         first = tp.rank * len(head_V_D)
         targets_R, ctx.kernels = targets_R - first, _kernels(hidden_R_D, cutoffs_R)
         tiles = _Tiles(hidden_R_D, head_V_D, temperature, unused_ids, first)
@@ -181,12 +194,15 @@ class _TargetLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(  # pyrefly: ignore[bad-override]
         ctx: Any, *grad_outputs: Any
-    ) -> tuple[Tensor, Tensor | None, None, None, None, None, None]:
+    ) -> tuple[Tensor, Tensor | None, None, None, None, None, None, None]:
         (grad_R,) = grad_outputs
         hidden_R_D, head_V_D, targets_R, normalizers_R, floors_R_1 = ctx.saved_tensors
         tiles = _Tiles(hidden_R_D, head_V_D, ctx.temperature, *ctx.unused)
         grad_hidden_R_D = torch.zeros_like(hidden_R_D, dtype=tiles.dtype)
-        grad_head_V_D = torch.empty_like(head_V_D) if ctx.needs_input_grad[1] else None
+        rounds = head_V_D.dtype != hidden_R_D.dtype
+        head_dtype = hidden_R_D.dtype if rounds else head_V_D.dtype
+        grad_head_V_D = torch.empty_like(head_V_D, dtype=head_dtype) if ctx.needs_input_grad[1] else None
+        half_R_D = hidden_R_D.bfloat16() if rounds else hidden_R_D
         scale_R_1 = (grad_R / ctx.temperature)[:, None]
         for start, head_T_D, logits_R_T in tiles:
             if ctx.kernels:
@@ -198,11 +214,15 @@ class _TargetLogprobs(torch.autograd.Function):
                 # d logprob / d logits = onehot(target) - probs, over the temperature
                 grad_R_T = logits_R_T.sub_(normalizers_R[:, None]).exp_().mul_(-scale_R_1)
                 grad_R_T.scatter_add_(1, columns_R_1, scale_R_1.where(there_R_1, 0))
-            if hidden_R_D.dtype == tiles.dtype:
+            if head_T_D.dtype == tiles.dtype:
                 multiply(INPUT, grad_R_T, head_T_D, grad_hidden_R_D, add=True)
             else:
-                grad_R_T = grad_R_T.to(hidden_R_D.dtype)
+                grad_R_T = grad_R_T.to(head_T_D.dtype)
                 grad_hidden_R_D += wide_product(grad_R_T, head_T_D)
             if grad_head_V_D is not None:
-                multiply(WEIGHT, grad_R_T, hidden_R_D, grad_head_V_D[start : start + len(head_T_D)])
-        return grad_hidden_R_D.to(hidden_R_D.dtype), grad_head_V_D, None, None, None, None, None
+                rows = slice(start, start + len(head_T_D))
+                if rounds:
+                    grad_head_V_D[rows] = grad_R_T.t() @ half_R_D
+                else:
+                    multiply(WEIGHT, grad_R_T, hidden_R_D, grad_head_V_D[rows])
+        return grad_hidden_R_D.to(hidden_R_D.dtype), grad_head_V_D, None, None, None, None, None, None

@@ -19,6 +19,7 @@ from llamarl.distributed.collectives import gather_rows, summed
 from llamarl.distributed.mesh import RankMesh
 from llamarl.kernels import train_attention
 from llamarl.kernels.half import Rounded
+from llamarl.kernels.linear import rounds_activations
 from llamarl.models.attention import own_index, packed_attend
 from llamarl.models.scalar import ScalarModel
 from llamarl.models.transformer import Attend, Transformer
@@ -138,10 +139,11 @@ class Policy(RankModel[Transformer]):
             hidden_O_D = hidden_O_D.bfloat16()  # sums of the head's product stay float32; its factors need not be
         weight_V_D = self.transformer.head_weight_V_D
         head_V_D = weight_V_D.to(hidden_O_D.dtype)
-        if bfloat16 and hidden_O_D.device.type == "cpu" and weight_V_D.dtype == torch.float32:
-            head_V_D = Rounded.apply(head_V_D)  # generators serve it so; processors multiply it in float32
+        rounds = bfloat16 and hidden_O_D.device.type == "cpu" and weight_V_D.dtype == torch.float32
+        if rounds and not rounds_activations():
+            head_V_D, rounds = Rounded.apply(head_V_D), False  # as generators serve it; activations stay float32
         targets = inputs.targets_O, temperature, self.mesh.tp, inputs.cutoffs_O, self.transformer.unused_ids
-        logprobs_O = target_logprobs(hidden_O_D, head_V_D, *targets)
+        logprobs_O = target_logprobs(hidden_O_D, head_V_D, *targets, rounds=rounds)
         if self.mesh.cp.size == 1:
             return logprobs_O
         logprobs_R = logprobs_O.new_zeros(inputs.num_targets).index_copy(0, inputs.index_O, logprobs_O)

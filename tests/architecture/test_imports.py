@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.repository import PACKAGE, ROOT, imports, module_of, name_of, python_files, tree
+from tests.fork_server import PRELOADED
 
 TORCH_FREE = (
     "types",
@@ -96,6 +98,11 @@ def test_what_processes_of_a_run_import_is_little(module: str) -> None:
 
 def _is_light(module: str) -> bool:
     return f"{module}.".startswith(tuple(f"llamarl.{name}." for name in TORCH_FREE)) and "__main__" not in module
+
+
+def test_what_the_tests_fork_server_loads_exists() -> None:
+    """It passes over what it cannot import, so that each process would import it by itself."""
+    assert [name for name in PRELOADED if importlib.util.find_spec(name) is None] == []
 
 
 def test_optional_packages_have_one_adapter_each() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -133,6 +137,66 @@ class Echo(Executor):
     def start_child(self) -> int:
         """Its process id; it sleeps for an hour."""
         return subprocess.Popen(["sleep", "3600"]).pid
+
+    def surroundings(self) -> dict[str, Any]:
+        """What the process has got from who started it."""
+        status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        umask = os.umask(0o077)
+        os.umask(umask)
+        return {
+            "argv": sys.argv,
+            "path": sys.path,
+            "flags": tuple(sys.flags),
+            "executable": sys.executable,
+            "environment": dict(os.environ),
+            "folder": os.getcwd(),
+            "umask": umask,
+            "limits": Path("/proc/self/limits").read_text(),
+            "priority": os.getpriority(os.PRIO_PROCESS, 0),
+            "cores": os.sched_getaffinity(0),
+            "session": os.getsid(0),
+            "leads": os.getpgid(0) == os.getpid(),
+            "signals": {name: int(status[name], 16) & 0x7FFFFFFF for name in ("SigBlk", "SigIgn", "SigCgt")},
+            "threads": status["Threads"],
+            "descriptors": sorted(_kind(name) for name in os.listdir("/proc/self/fd")),
+            "collects": gc.isenabled(),
+            "main": list(vars(sys.modules["__main__"])),
+            "folder of its own": tempfile.gettempdir(),
+        }
+
+    def thread_counts(self) -> dict[str, int]:
+        """Threads of torch and numpy here, and those that the process has after both have worked."""
+        import numpy
+        import torch
+
+        before = len(os.listdir("/proc/self/task"))
+        for dtype in (torch.float32, torch.bfloat16):
+            whole = torch.ones(512, 512, dtype=dtype)
+            (whole @ whole).exp().sum()
+        with_torch = len(os.listdir("/proc/self/task"))
+        numpy.ones((512, 512)) @ numpy.ones((512, 512))
+        return {
+            "torch": torch.get_num_threads(),
+            "between operations": torch.get_num_interop_threads(),
+            "OpenMP": ctypes.CDLL("libgomp.so.1").omp_get_max_threads(),
+            "of torch": with_torch - before,
+            "of numpy": openblas_threads(),
+        }
+
+
+def openblas_threads() -> int:
+    """Threads that numpy's library for products of matrices uses."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    (path,) = {line.split(None, 5)[-1] for line in lines if "openblas" in line}
+    return ctypes.CDLL(path).scipy_openblas_get_num_threads64_()
+
+
+def _kind(descriptor: str) -> str:
+    """What a descriptor is of, without numbers."""
+    try:
+        return re.sub(r"[0-9]+", "N", os.readlink(f"/proc/self/fd/{descriptor}"))
+    except OSError:  # that of the listing
+        return ""
 
 
 class Sharing(Echo):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,10 +15,13 @@ from llamarl.cluster.api import (
     Cluster,
     ExecutorSpec,
 )
+from llamarl.cluster.fork_server import ForkServer
+from llamarl.cluster.launcher import SERVER
 from llamarl.cluster.open import open_cluster
 from llamarl.config.cluster import ClusterConfig
 
-Kind = Literal["monarch", "inline"]
+Kind = Literal["monarch", "inline", "forked"]
+"""Clusters; `forked` is Monarch's with ranks that a server forks."""
 HERE = Path(__file__).parent
 SPAWN_S = 240.0
 CALL_S = 240.0
@@ -25,13 +31,32 @@ def echo(name: str = "echo", target: str = "executors:Echo", **options: Any) -> 
     return ExecutorSpec(name=name, target=target, options=options, code_paths=(str(HERE),))
 
 
+@contextmanager
+def forking(*light: str) -> Iterator[ForkServer]:
+    """A server of this process that has imported the executors of these tests."""
+    sys.path.insert(0, str(HERE))
+    try:
+        server = ForkServer([["json", *light], ["executors"]])
+    finally:
+        sys.path.remove(str(HERE))
+    os.environ[SERVER] = server.place
+    try:
+        yield server
+    finally:
+        del os.environ[SERVER]
+        server.close()
+
+
 def run(main: Callable[[Cluster], Awaitable[None]], kind: Kind, log_folder: Path | None = None) -> None:
+    config = ClusterConfig(kind="inline" if kind == "inline" else "monarch")
+
     async def within() -> None:
         async with asyncio.timeout(500.0):
-            async with open_cluster(ClusterConfig(kind=kind), log_folder) as cluster:
+            async with open_cluster(config, log_folder) as cluster:
                 await main(cluster)
 
-    asyncio.run(within())
+    with forking() if kind == "forked" else nullcontext():
+        asyncio.run(within())
 
 
 def is_alive(pid: int) -> bool:

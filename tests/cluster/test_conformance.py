@@ -26,7 +26,7 @@ from llamarl.config import ConfigError
 from tests.cluster.harness import CALL_S, SPAWN_S, Kind, echo, run
 
 
-@pytest.fixture(params=["inline", "monarch"])
+@pytest.fixture(params=["inline", "monarch", "forked"])
 def kind(request: pytest.FixtureRequest) -> Kind:
     return request.param
 

@@ -105,7 +105,7 @@ def test_each_set_has_its_schedule_its_samples_and_its_reward(tmp_path: Path, se
 
 def test_a_run_that_is_killed_goes_on_to_the_same_evaluations(tmp_path: Path, several: Path) -> None:
     """And `replay` has nothing to say of them: they are no part of what is learnt."""
-    steps = 40
+    steps = 24
     whole = llamarl_here("train", several, "--output", tmp_path / "whole", "--steps", steps, *STEADY)
     assert whole.returncode == 0, whole.stderr
     command = ("train", several, "--output", tmp_path / "cut", "--steps", steps, *STEADY)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.end_to_end.tiny import Command, descendants, gone, llamarl, llamarl_here, rows
-from tests.nightly import NIGHTLY
+from tests.nightly import NIGHTLY, nightly
 
 STEPS = 24
 """Many more than are taken while a run is killed."""
@@ -31,11 +31,12 @@ def recorded(run: Path) -> list[tuple[Any, ...]]:
 
 
 def test_killed_it_becomes_what_it_would_have_become(tmp_path: Path, toml: Path) -> None:
-    """Twice: once before the first checkpoint, and between two. Bit for bit, with a critic and a reference, too."""
+    """Between two checkpoints, at night also before the first one. Bit for bit, with a critic and a reference, too."""
     whole, run = tmp_path / "whole" / "tiny", tmp_path / "killed" / "tiny"
     done = llamarl_here("train", toml, "--output", whole.parent, *EXACT)
     assert done.returncode == 0, done.stderr
-    for count, more in ((2, ()), (5, ("--resume",))):
+    for count in (2, 5) if NIGHTLY else (5,):
+        more = ("--resume",) if run.exists() else ()
         command = Command.start(tmp_path, "train", toml, "--output", run.parent, *EXACT, *more)
         command.until(lambda count=count: num_steps(run) >= count)
         command.end(signal.SIGKILL)
@@ -61,8 +62,9 @@ def test_killed_it_becomes_what_it_would_have_become(tmp_path: Path, toml: Path)
 def test_by_itself_with_processes_and_segments(tmp_path: Path, toml: Path) -> None:
     """`--restarts`: the controller is killed, at night twice; nobody is left of those that it had started."""
     run, kills = tmp_path / "tiny", (5, 11) if NIGHTLY else (5,)
+    steps = 90 if NIGHTLY else 45
     command = Command.start(
-        tmp_path, "train", toml, "--output", tmp_path, "--steps", 90, "--restarts", 2, "--checkpoint.every_steps", 4,
+        tmp_path, "train", toml, "--output", tmp_path, "--steps", steps, "--restarts", 2, "--checkpoint.every_steps", 4,
         "--rollout.segment_tokens", 4, "--rollout.prompts_per_step", 4,
     )  # fmt: skip
     killed = list[int]()
@@ -77,25 +79,32 @@ def test_by_itself_with_processes_and_segments(tmp_path: Path, toml: Path) -> No
     assert code == 0, said
     assert not gone(killed)
     assert re.findall(r"restart (\d) of 2", said) == ["1", "2"][: len(kills)] and "SIGKILL" in said
-    assert [row["step"] for row in rows(run / "metrics.jsonl") if row["kind"] == "step"] == list(range(1, 91))
+    assert [row["step"] for row in rows(run / "metrics.jsonl") if row["kind"] == "step"] == list(range(1, steps + 1))
     keys = [(row["group_id"], row["index"]) for row in rows(run / "rollouts.jsonl")]
-    assert len(set(keys)) == len(keys) == 90 * 4 * 3
-    assert {group_id for group_id, _ in keys} == set(range(360)), "every prompt once, in the order of admission"
+    assert len(set(keys)) == len(keys) == steps * 4 * 3
+    assert {group_id for group_id, _ in keys} == set(range(4 * steps)), "every prompt once, in the order of admission"
+
+
+RESTARTED = ("--steps", 1000, "--cluster.kind", "inline", "--restarts", 3)
 
 
 def test_whoever_starts_it_again_passes_signals_on(tmp_path: Path, toml: Path) -> None:
-    """And leaves nobody behind when it is killed itself; nothing is started again of what would end the same way."""
+    """Nothing is started again of what would end the same way."""
     run = tmp_path / "tiny"
-    train = ("train", toml, "--output", tmp_path, "--steps", 1000, "--cluster.kind", "inline", "--restarts", 3)
+    train = ("train", toml, "--output", tmp_path, *RESTARTED)
     command = Command.start(tmp_path, *train)
     command.until(lambda: num_steps(run) >= 2)
     code, said = command.end(signal.SIGTERM)
-    assert code == 130 and "restart " not in said and "ended by SIGTERM; go on with --resume" in said
-    done = num_steps(run)
-    command = Command.start(tmp_path, *train, "--resume")
-    command.until(lambda: num_steps(run) > done)
+    assert code == 130 and "restart " not in said and "SIGTERM" in said and "--resume" in said, said
+    fails = llamarl(*train, "--overwrite", "--model.path", tmp_path / "nowhere")
+    assert fails.returncode == 2 and "restart " not in fails.stderr and run.exists()
+
+
+@nightly("a child that ends with its parent is in tests/sandbox/test_child.py")
+def test_whoever_starts_it_again_and_is_killed_leaves_nobody_behind(tmp_path: Path, toml: Path) -> None:
+    run = tmp_path / "tiny"
+    command = Command.start(tmp_path, "train", toml, "--output", tmp_path, *RESTARTED)
+    command.until(lambda: num_steps(run) >= 2)
     below = descendants(command.process.pid)
     command.end(signal.SIGKILL)
     assert below and not gone(below)
-    fails = llamarl(*train, "--overwrite", "--model.path", tmp_path / "nowhere")
-    assert fails.returncode == 2 and "restart " not in fails.stderr and run.exists()

@@ -25,12 +25,16 @@ SYNCHRONOUS = (
 )  # fmt: skip
 
 
+ALONE = ("--cluster.kind", "inline")
+
+
 def learn_alike(folder: Path, toml: Path, *layouts: tuple[object, ...]) -> tuple[list[dict[str, Any]], ...]:
     """Three steps in one layout, and in each other, have the rollouts, losses and norms of one process, and all
     weights arrive; the steps of both runs."""
     for number, layout in enumerate(layouts):
         steps = ("--steps", 3 * (number + 1), *(["--resume"] if number else []), "--weight_sync.probe_every_steps", 1)
-        done = llamarl("train", toml, "--output", folder / "many", *SYNCHRONOUS, *steps, *layout)
+        train = llamarl_here if layout == ALONE else llamarl
+        done = train("train", toml, "--output", folder / "many", *SYNCHRONOUS, *steps, *layout)
         assert done.returncode == 0, done.stderr
     done = llamarl_here(
         "train", toml, "--output", folder / "one", *SYNCHRONOUS, "--cluster.kind", "inline",
@@ -51,6 +55,15 @@ def learn_alike(folder: Path, toml: Path, *layouts: tuple[object, ...]) -> tuple
 
 
 def test_a_run_changes_its_layout(tmp_path: Path, toml: Path) -> None:
+    """FSDP, and after three steps one process."""
+    learn_alike(tmp_path, toml, ("--trainer.parallelism.fsdp", 2), ALONE)
+    preflights = [path.read_text() for path in sorted((tmp_path / "many/tiny/logs").glob("trainer.*.log"))]
+    assert len(preflights) == 2
+    assert all("preflight of fsdp 2, tp 1, pp 1, cp 1: " in text for text in preflights)
+
+
+@nightly("two runs of two ranks; tests/training/test_layouts.py moves states between these layouts")
+def test_a_run_changes_between_layouts_of_several_ranks(tmp_path: Path, toml: Path) -> None:
     """FSDP, and after three steps tensor parallel."""
     many, one = learn_alike(tmp_path, toml, ("--trainer.parallelism.fsdp", 2), ("--trainer.parallelism.tp", 2))
     for row, expected in zip(many, one, strict=True):

@@ -108,13 +108,14 @@ def test_a_run_that_goes_on_is_the_one_that_was_never_interrupted(tmp_path: Path
 
 
 def test_a_run_that_is_killed_draws_nothing_twice(tmp_path: Path, mixture: Path) -> None:
-    """Asynchronous, in processes of its own: groups in flight keep their prompts."""
+    """Asynchronous: groups in flight keep their prompts."""
     options = ("--output", tmp_path, "--steps", 12, "--checkpoint.every_steps", 3, "--data.train.0.count", 30)
+    options += ("--cluster.kind", "inline")
     command, metrics = Command.start(tmp_path, "train", mixture, *options), tmp_path / "tiny/metrics.jsonl"
     command.until(lambda: metrics.exists() and '"step": 5,' in metrics.read_text())
     command.process.kill()
     command.process.wait()
-    done = llamarl_here("train", mixture, *options, "--resume", "--cluster.kind", "inline")
+    done = llamarl_here("train", mixture, *options, "--resume")
     assert done.returncode == 0, done.stderr
     groups = {row["group_id"]: row for row in rows(tmp_path / "tiny/rollouts.jsonl")}
     drawn = Counter(row["source"] for row in groups.values())

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +22,18 @@ from safetensors.torch import load_file, save_file
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.training import critic
 from tests.end_to_end.learning import write_task
-from tests.end_to_end.tiny import Command, descendants, environment, gone, is_alive, llamarl, llamarl_here, rows
-from tests.nightly import NIGHTLY
+from tests.end_to_end.tiny import (
+    SOMETIME_S,
+    Command,
+    descendants,
+    environment,
+    gone,
+    is_alive,
+    llamarl,
+    llamarl_here,
+    rows,
+)
+from tests.nightly import NIGHTLY, nightly
 
 END_S = 120.0
 """A run that was asked to end, or that has lost a process, ends within this time; a call that hangs takes 600 s."""
@@ -102,8 +113,7 @@ def test_ctrl_c_and_resume(running: Running, toml: Path) -> None:
     code, said = running.command.end(signal.SIGINT, END_S)
     assert time.monotonic() - start_s < END_S
     assert code == 130
-    assert said.strip().startswith("llamarl train: ended by SIGINT; go on with --resume. Files: ")
-    assert len(said.strip().splitlines()) == 1, said
+    assert len(said.strip().splitlines()) == 1 and "SIGINT" in said and "--resume" in said, said
     assert gone(running.pids, AT_ONCE_S) == []
     last = running.check_files()
     steps = [row["step"] for row in rows(running.folder / "metrics.jsonl") if row["kind"] == "step"]
@@ -121,25 +131,34 @@ def test_ctrl_c_and_resume(running: Running, toml: Path) -> None:
     assert not re.search(rf"step +{last}/", done.stdout), "a step was done again"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_being_asked_to_end_and_a_second_signal(tmp_path: Path, toml: Path, number: signal.Signals) -> None:
-    """One run is asked to end, or its terminal is closed, which the controller alone hears. Another, that starts beside
-    the first, is asked twice in a row."""
-    alone = ("--cluster.kind", "inline") if number == signal.SIGHUP else ()
-    polite = Running(tmp_path / "polite", toml, *alone)
-    hasty = Running(tmp_path / "hasty", toml) if number == signal.SIGTERM else None
-    polite.wait_for_steps(executors=frozenset() if alone else EXECUTORS)
+@pytest.mark.parametrize("kind", ["inline", *(["monarch"] if NIGHTLY else [])])
+def test_being_asked_to_end_and_a_second_signal(tmp_path: Path, toml: Path, kind: str) -> None:
+    """SIGTERM ends one run. A second run, which starts in parallel, receives two signals in a row."""
+    polite, hasty = (Running(tmp_path / name, toml, "--cluster.kind", kind) for name in ("polite", "hasty"))
+    end_politely(polite, signal.SIGTERM, kind)
+    end_hastily(hasty, kind)
+
+
+@nightly("SIGTERM and SIGINT have the same handler")
+def test_a_terminal_that_is_closed(tmp_path: Path, toml: Path) -> None:
+    end_politely(Running(tmp_path / "polite", toml, "--cluster.kind", "inline"), signal.SIGHUP, "inline")
+
+
+def executors_of(kind: str) -> frozenset[str]:
+    return EXECUTORS if kind == "monarch" else frozenset()
+
+
+def end_politely(polite: Running, number: signal.Signals, kind: str) -> None:
+    polite.wait_for_steps(executors=executors_of(kind))
     code, said = polite.command.end(number, END_S)
-    assert code == 130 and f"ended by {number.name}; go on with --resume" in said
+    assert code == 130 and number.name in said and "--resume" in said, said
     assert gone(polite.pids, AT_ONCE_S) == []
     polite.check_files()
-    if hasty is not None:
-        end_hastily(hasty)
 
 
-def end_hastily(hasty: Running) -> None:
+def end_hastily(hasty: Running, kind: str) -> None:
     """Two signals, at any moment of its end."""
-    hasty.wait_for_steps()
+    hasty.wait_for_steps(executors=executors_of(kind))
     hasty.command.process.send_signal(signal.SIGINT)
     start_s = time.monotonic()
     while hasty.command.process.poll() is None:
@@ -164,26 +183,23 @@ def test_kill_of_an_executor(tmp_path: Path, toml: Path, model: Path, kill: str)
     os.kill(pid, signal.SIGKILL)
     code, said = run.command.wait(END_S)
     assert code == 1
-    # An older kernel does not tell how a process ended that Monarch has reaped first.
-    how = "(was killed by SIGKILL|has ended)"
     lines = [line for line in said.splitlines() if "CPU threads work at once" not in line]
-    assert len(lines) == 2 and lines[1].startswith("Files: "), said
-    died = rf"llamarl train: MeshFailed: {kill} \(rank 0\): pid {pid} {how}"
-    found = re.fullmatch(rf"{died}; --resume continues from step (\d+)", lines[0])
+    assert len(lines) == 2 and str(run.folder) in lines[1], said
+    found = re.search(rf"MeshFailed: {kill} \(rank 0\): pid {pid} .*--resume \D+(\d+)$", lines[0])
     assert found, said
     assert gone(run.pids, AT_ONCE_S) == []
     last = [row["step"] for row in rows(run.folder / "metrics.jsonl") if row["kind"] == "step"][-1]
     saved = run.check_files()
     # The journal, from which it goes on, may have a step whose weights had not arrived yet.
-    assert int(found[2]) in (last, last + (kill == "trainer"))
+    assert int(found[1]) in (last, last + (kill == "trainer"))
     assert saved == last or kill == "trainer", "if the trainer lives it saves"
     assert f"{kill} (rank 0)" in (run.folder / "summary.json").read_text()
 
 
-@pytest.mark.parametrize("policy", ["drop", *(["respawn"] if NIGHTLY else [])])
+@nightly("a killed generator is replaced in test_restarts.py, dropped in tests/controller/test_failures.py")
+@pytest.mark.parametrize("policy", ["drop", "respawn"])
 def test_a_run_survives_the_kill_of_a_generator(tmp_path: Path, toml: Path, policy: str) -> None:
-    """Others take over its work, or another one comes (by day in `test_restarts.py`); each step and each rollout is on
-    record once."""
+    """Others take over its work, or another one comes; each step and each rollout is on record once."""
     on_failure = f"{{generator = '{policy}'}}"
     run = Running(tmp_path / "runs", toml, "--generator.replicas", 2, "--cluster.on_failure", on_failure)
     run.wait_for_steps(executors=EXECUTORS | {"generator-1"})
@@ -194,13 +210,14 @@ def test_a_run_survives_the_kill_of_a_generator(tmp_path: Path, toml: Path, poli
     last = int(re.findall(r'"step": (\d+),', metrics.read_text())[-1])
     run.command.until(lambda: f'"step": {last + 20},' in metrics.read_text())
     code, said = run.command.end(signal.SIGINT, END_S)
-    assert code == 130 and re.search(r"its work \(.* unfinished groups?\) goes to generator-0 and ", said), said
+    assert code == 130 and re.search(r"unfinished groups?\) .*generator-0 ", said), said
     run.check_files()
 
 
-@pytest.mark.parametrize("kind", ["inline", *(["monarch"] if NIGHTLY else [])])
+@nightly("half a minute of standing still; the clock that bears it is in tests/controller/test_clock.py")
+@pytest.mark.parametrize("kind", ["inline", "monarch"])
 def test_a_run_that_is_stopped_goes_on(tmp_path: Path, toml: Path, kind: str) -> None:
-    """As by Ctrl-Z: for longer than it may stall; at night for longer than Monarch waits for an answer."""
+    """As by Ctrl-Z: for longer than it may stall, and than Monarch waits for an answer."""
     stall_s, stopped_s = (10, 14.0) if kind == "inline" else (30, 50.0)
     run = Running(tmp_path / "runs", toml, "--cluster.kind", kind, "--cluster.stall_timeout_s", stall_s)
     metrics = run.folder / "metrics.jsonl"
@@ -214,6 +231,7 @@ def test_a_run_that_is_stopped_goes_on(tmp_path: Path, toml: Path, kind: str) ->
     assert code == 130 and "no checkpoint" not in said and "had no answer" not in said, said
 
 
+@nightly("test_keeping.py kills controllers with and without processes")
 def test_kill_of_the_controller(tmp_path: Path, toml: Path) -> None:
     run = Running(tmp_path / "runs", toml, *GRADERS)
     run.wait_for_steps()
@@ -248,11 +266,10 @@ def test_an_exception_in_an_executor(
     done = run("train", toml, "--output", tmp_path, "--cluster.kind", kind, *override)
     assert done.returncode == 1
     first, *trace, last, files = done.stderr.strip().splitlines()
-    assert first == f"llamarl train: RemoteError: {where}"
+    assert first.endswith(f"RemoteError: {where}")
     assert trace[0].startswith("Traceback")
     assert any("tests/end_to_end/parts.py" in line for line in trace)
-    assert last.startswith("ZeroDivisionError: the user's ")
-    assert files.startswith("Files: ")
+    assert last.startswith("ZeroDivisionError: the user's ") and str(tmp_path) in files
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
@@ -260,7 +277,7 @@ def test_an_exception_in_an_executor(
 def test_a_run_that_diverges_does_not_look_like_a_success(
     tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch, policy: str, who: str
 ) -> None:
-    """It ends with a sentence that names what was not finite: at once, or after so many skipped steps."""
+    """It ends with a sentence that names what was not finite: at once, or after some skipped steps."""
     part, rate = ("--trainer.loss", "tests.end_to_end.parts:InfiniteLoss"), "trainer.learning_rate"
     if who == "critic":
         monkeypatch.setattr(critic, "value_losses", lambda values_R, *_: values_R.exp() * float("inf"))
@@ -271,16 +288,14 @@ def test_a_run_that_diverges_does_not_look_like_a_success(
     *warnings, last, files = (line for line in done.stderr.splitlines() if "CPU threads work at once" not in line)
     name = "critic step" if who == "critic" else "step"
     count = 0 if policy == "stop" else 1
-    assert last.startswith(f"llamarl train: NonFiniteStep: {name} {count}: loss inf, gradient norm ")
-    assert "microbatch 1 of 1" in last and files.startswith("Files: ")
+    assert f"NonFiniteStep: {name} {count}: loss inf, " in last and "microbatch 1 of 1" in last
+    assert str(tmp_path) in files
     if policy == "stop":
-        assert last.endswith(f"; lower {rate}, or set trainer.on_nonfinite = 'skip'") and not warnings
+        assert rate in last and "trainer.on_nonfinite = 'skip'" in last and not warnings
     else:
-        assert last.endswith("; 2 steps in a row (trainer.max_skipped_steps)")
+        assert "trainer.max_skipped_steps" in last
         (warning,) = warnings
-        whose = "of the critic " if who == "critic" else ""
-        skipped = f"warning: step 1 {whose}was skipped (trainer.on_nonfinite = 'skip'): {name} 0: loss inf, "
-        assert warning.startswith(skipped)
+        assert f"{name} 0: loss inf, " in warning and "trainer.on_nonfinite = 'skip'" in warning
     assert last.partition("NonFiniteStep: ")[2] in (tmp_path / "tiny/summary.json").read_text()
 
 
@@ -291,11 +306,11 @@ def test_an_end_while_executors_start(tmp_path: Path, toml: Path, number: signal
     pids = descendants(command.process.pid)
     code, said = command.end(number, END_S)
     assert code == 130
-    assert said.strip().splitlines()[-1].startswith(f"llamarl train: ended by {number.name}"), said
+    assert number.name in said.strip().splitlines()[-1], said
     assert gone(pids, AT_ONCE_S) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *([signal.SIGKILL] if NIGHTLY else [])])
 def test_an_end_while_the_base_model_is_made(tmp_path: Path, number: signal.Signals) -> None:
     """At the first moment at which there is a process that makes it."""
     write_task(tmp_path)
@@ -331,16 +346,23 @@ def test_rewards_that_judge_nothing_end_the_run(tmp_path: Path, toml: Path) -> N
     assert done.returncode == 1
     said = done.stderr.strip().splitlines()
     assert len(said) == 2
-    assert said[0].startswith("llamarl train: TooManyInvalid: 6 of 6 rewards of step 1 are invalid")
-    assert said[0].endswith("the first says: the user's reward cannot say")
+    assert "TooManyInvalid: 6 of 6 " in said[0] and said[0].endswith("the user's reward cannot say")
 
 
 def test_a_run_whose_folder_is_deleted_ends(tmp_path: Path, toml: Path) -> None:
-    run = Running(tmp_path / "runs", toml, "--cluster.kind", "inline")
-    metrics = run.folder / "metrics.jsonl"
-    run.command.until(lambda: metrics.exists() and '"step": 2,' in metrics.read_text())
-    while run.folder.exists():  # the run may write into it while it goes
-        shutil.rmtree(run.folder, ignore_errors=True)
-    code, said = run.command.wait(END_S)
-    assert code == 1 and "Traceback" not in said, said
-    assert re.search(r"^llamarl train: FolderLost: .*/tiny was deleted or replaced during the run", said, re.M), said
+    folder, begun = tmp_path / "tiny", threading.Event()
+
+    def delete() -> None:
+        metrics, deadline_s = folder / "metrics.jsonl", time.monotonic() + SOMETIME_S
+        while not (metrics.exists() and '"step": 2,' in metrics.read_text()) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        begun.set()
+        while folder.exists():  # the run may write into it while it goes
+            shutil.rmtree(folder, ignore_errors=True)
+
+    deleting = threading.Thread(target=delete)
+    deleting.start()
+    done = llamarl_here("train", toml, "--output", tmp_path, *FOR_EVER, "--cluster.kind", "inline")
+    deleting.join(SOMETIME_S)
+    assert begun.is_set() and done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert re.search(r"^llamarl train: FolderLost: \S+/tiny ", done.stderr, re.MULTILINE), done.stderr

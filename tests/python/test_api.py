@@ -78,12 +78,12 @@ def test_the_record_starts_it_again_without_python(toml: Path) -> None:
     assert part.options["curve"] == "closure" and pickle.parent == Path("runs/.given")
     assert "return secret" in pickle.with_suffix(".py").read_text()
     assert "secret" not in run.path.joinpath("config.toml").read_text()
-    command = [sys.executable, "-m", "llamarl", "train", "runs/tiny/config.toml", "--resume", "--steps=3"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment() | {"PYTHONPATH": str(ROOT)})
+    command = ("train", "runs/tiny/config.toml", "--resume", "--steps=3")
+    done = llamarl_here(*command)
     assert done.returncode == 0, done.stderr
     assert {row["reward_mean"] for row in run.metrics()} == {7.0}
     pickle.unlink()
-    done = subprocess.run(command, capture_output=True, text=True, env=environment() | {"PYTHONPATH": str(ROOT)})
+    done = llamarl_here(*command)
     assert done.returncode == 2 and "is not there; start the run from Python again" in done.stderr
 
 

@@ -16,74 +16,7 @@ from llamarl.config import ConfigError
 from llamarl.sandbox.pool import Failure, WorkerPool
 from llamarl.sandbox.pool_server import FailureKind
 
-
-def act(job: list[Any]) -> Any:
-    """Runs in a worker: (verb, argument) -> what the verb makes of the argument."""
-    verb, argument = job
-    return _VERBS[verb](argument)
-
-
-def _spin(_: Any) -> None:
-    while True:
-        pass
-
-
-def _wait(mark: str) -> int:
-    """Writes its pid under `mark`, then waits to be killed or released."""
-    path = Path(mark)
-    with path.open("a") as file:
-        file.write(f"{os.getpid()}\n")
-    while not path.with_suffix(".go").exists():
-        time.sleep(0.005)
-    return os.getpid()
-
-
-def _sockets() -> list[int]:
-    return [int(fd) for fd in os.listdir("/proc/self/fd") if _link(fd).startswith("socket:")]
-
-
-def _link(fd: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{fd}")
-    except FileNotFoundError:  # the directory's own
-        return ""
-
-
-def _raise(message: str) -> None:
-    raise ValueError(message)
-
-
-def _start_others(mark: str) -> None:
-    """A child, and one that has left its session and lost its parent; then waits for its end."""
-    begets = "import subprocess; child = subprocess.Popen(['sleep', '99'], start_new_session=True)"
-    beget = f"{begets}; print(child.pid, file=open({mark!r}, 'a'))"
-    subprocess.run([sys.executable, "-c", beget], check=True)
-    child = subprocess.Popen(["sleep", "99"])
-    with Path(mark).open("a") as file:
-        file.write(f"{child.pid}\n")
-    if mark.endswith("hang"):
-        time.sleep(60)
-    os._exit(3)
-
-
-_VERBS: dict[str, Callable[[Any], Any]] = {
-    "echo": lambda value: value,
-    "pid": lambda _: os.getpid(),
-    "spin": _spin,
-    "wait": _wait,
-    "sleep": time.sleep,
-    "raise": _raise,
-    "memory": lambda num_bytes: len(bytearray(num_bytes)),
-    "exit": os._exit,
-    "parricide": lambda _: os.kill(os.getppid(), signal.SIGKILL) or time.sleep(60),
-    "babble": lambda _: [os.write(fd, b"[}\n") for fd in _sockets()] and time.sleep(60),
-    "start others": _start_others,
-    "closed": lambda _: os.closerange(3, 256) or _spin(0),
-    "environment": lambda _: dict(os.environ),
-    "input": lambda _: _link("0"),
-}
-
-FUNCTION = "tests.sandbox.test_pool:act"
+FUNCTION = "tests.sandbox.verbs:act"
 
 
 def alive(pid: int) -> bool:
@@ -148,19 +81,12 @@ def test_waiting_costs_no_cpu_but_has_a_wall_limit() -> None:
 
 
 def test_limit_is_per_item_not_per_worker() -> None:
-    pool = WorkerPool("tests.sandbox.test_pool:burn", num_workers=1, cpu_s=1, wall_s=240.0)
+    pool = WorkerPool("tests.sandbox.verbs:burn", num_workers=1, cpu_s=1, wall_s=240.0)
     try:
         pids = pool.map([0.4] * 5, 240)
         assert len(set(pids)) == 1
     finally:
         pool.close()
-
-
-def burn(cpu_s: float) -> int:
-    end_s = time.process_time() + cpu_s
-    while time.process_time() < end_s:
-        pass
-    return os.getpid()
 
 
 def test_batch_budget_keeps_what_is_done(pool: WorkerPool) -> None:
@@ -341,7 +267,7 @@ def test_two_threads_share_a_pool(pool: WorkerPool) -> None:
 _HOST = """
 import os, sys, threading
 from llamarl.sandbox.pool import WorkerPool
-pool = WorkerPool("tests.sandbox.test_pool:act", num_workers=2, cpu_s=600, wall_s=600.0)
+pool = WorkerPool("tests.sandbox.verbs:act", num_workers=2, cpu_s=600, wall_s=600.0)
 def start():
     pool.map([["echo", 1]] * 4, 600)
 thread = threading.Thread(target=start)  # the server must outlive the thread that started it

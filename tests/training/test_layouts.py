@@ -22,7 +22,7 @@ from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
 from llamarl.training.light import decoded
 from tests.distributed.ranks import Workers, num_ranks, rendezvous, results
-from tests.nightly import nightly
+from tests.nightly import also, nightly
 from tests.parts.sft.supervised import learn, learn_rank, make_documents
 from tests.training.critics import critic_alone, critic_rank
 from tests.training.layouts import (
@@ -60,10 +60,14 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
+DAILY = {"mistral": ({"tp": 2}, {"pp": 2}), "qwen2": ({"fsdp": 2}, {"tp": 2}, {"cp": 2})}
+"""Layouts by family. Qwen 3 has those of two axes; so each axis is there in two families, each pair in one."""
+
+
 def layouts_of(shape: dict[str, Any]) -> Iterator[Any]:
-    """One family in each layout, and all in simple ones; at night all in each."""
     for sizes in LAYOUTS:
-        marks = () if shape is QWEN3 or len(sizes) == 1 else nightly("another family does this layout")
+        is_daily = sizes in DAILY.get(shape["family"], [one for one in LAYOUTS if len(one) > 1])
+        marks = () if is_daily else nightly("another family does this layout")
         name = "x".join(f"{axis}{size}" for axis, size in sizes.items())
         yield pytest.param(shape, sizes, id=f"{shape['family']}-{name}", marks=marks)
 
@@ -108,7 +112,7 @@ def test_moments_of_8_bits_in_layouts(run, tmp_path, make_groups, sizes: dict) -
             assert torch.equal(tensor, decoded(name.partition(":")[2], saved[name], scale)), name
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"cp": 2}, *also({"tp": 2}, {"pp": 2})], ids=str)
 def test_supervised_training_too(run, sizes: dict) -> None:
     documents = make_documents(((3, 4), (2, 9), (5, 1), (1, 2), (4, 20)))
     assert_same(run(sizes, documents, function=learn_rank), learn(ALONE, documents), TOLERANCE)
@@ -138,7 +142,7 @@ def test_bfloat16_is_as_far_from_float32_as_in_one_process(run, make_groups) -> 
         assert one.metrics[0]["grad_norm"] == pytest.approx(exact.metrics[0]["grad_norm"], rel=0.03)
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}, *also({"fsdp": 2}, {"cp": 2})], ids=str)
 def test_weights_of_bfloat16(run, tmp_path, make_groups, sizes: dict) -> None:
     """They learn what float32 ones do, as far as they are coarse, and move between layouts bit for bit."""
     batches, folder = [make_groups(), make_groups(seed=1)], tmp_path / "checkpoints"
@@ -208,8 +212,8 @@ BFLOAT16 = {"weights": "bfloat16", "dtype": "bfloat16"}
     ("sizes", "config"),
     [
         ({"pp": 2}, {}), ({"fsdp": 3}, {"moments": "8bit"}), ({"fsdp": 2, "tp": 2}, BFLOAT16),
-        ({"pp": 2}, BFLOAT16 | {"moments": "8bit"}), ({"fsdp": 3}, BFLOAT16),
         ({"fsdp": 2}, {"lora": {"rank": 2}, "moments": "8bit"}),
+        *also(({"pp": 2}, BFLOAT16 | {"moments": "8bit"}), ({"fsdp": 3}, BFLOAT16)),
     ],
     ids=str,
 )  # fmt: skip
@@ -223,7 +227,7 @@ def test_what_goes_on_from_mirrors_learns_the_same(run, tmp_path, make_groups, s
             assert where == list(again[name][:2]) and torch.equal(part, again[name][2]), name
 
 
-@pytest.mark.parametrize("config", [{}, {"moments": "8bit"}], ids=str)
+@pytest.mark.parametrize("config", [{"moments": "8bit"}, *also({})], ids=str)
 def test_a_mirror_moves_between_layouts_bit_for_bit(run, tmp_path, make_groups, config: dict) -> None:
     """A host less: what four ranks had goes to two, and to one."""
     batches = [make_groups(seed=seed) for seed in range(2)]
@@ -236,7 +240,7 @@ def test_a_mirror_moves_between_layouts_bit_for_bit(run, tmp_path, make_groups, 
             assert torch.equal(tensor, again[name]), name
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"pp": 2}, *also({"tp": 2}, {"cp": 2})], ids=str)
 def test_a_critic_computes_what_one_process_computes(run, make_groups, sizes: dict) -> None:
     """Values, loss, gradients and weights; it values in the middle of a step, by the weights of before."""
     arguments = (QWEN3, [make_groups(), make_groups(seed=1)], {"passes": 2})
@@ -327,9 +331,9 @@ def saved(folder: Path, shape: dict[str, Any]) -> Transformer:
 @pytest.mark.parametrize(
     ("sizes", "shape", "share"),
     [
-        ({"fsdp": 2}, MISTRAL, 1 / 2), ({"tp": 2}, MISTRAL, 1 / 2), ({"pp": 2}, MISTRAL, 1 / 2),
         ({"fsdp": 2, "tp": 2}, MISTRAL, 1 / 4), ({"pp": 2, "fsdp": 2}, MISTRAL, 1 / 4), ({"cp": 2}, MISTRAL, 1 / 2),
         ({"fsdp": 3}, QWEN3 | {"head_dim": 4}, 1 / 3), ({"pp": 2, "tp": 2}, QWEN3, 1 / 2),
+        *also(({"fsdp": 2}, MISTRAL, 1 / 2), ({"tp": 2}, MISTRAL, 1 / 2), ({"pp": 2}, MISTRAL, 1 / 2)),
     ],
     ids=lambda value: value["family"] if "family" in str(value) else str(value),
 )  # fmt: skip
@@ -353,8 +357,14 @@ def test_a_rank_reads_what_it_holds(run, make_groups, tmp_path: Path, sizes: dic
     assert all(torch.equal(everywhere[name], weight) for name, weight in model.named_parameters())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        ({"fsdp": 2, "tp": 2}, "float32"), ({"pp": 2}, "bfloat16"),
+        *also(({"fsdp": 2, "tp": 2}, "bfloat16"), ({"pp": 2}, "float32")),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_weights_that_are_not_trained_are_read_too(run, make_groups, tmp_path: Path, sizes: dict, dtype: str) -> None:
     """And adapters, which are in no checkpoint, keep their first values."""
     model, config = saved(tmp_path / "model", MISTRAL), TrainerConfig(lora=LoraConfig(rank=2), dtype=dtype)
@@ -375,7 +385,7 @@ def test_a_critic_reads_what_it_holds_of_a_policy(run, tmp_path: Path) -> None:
 
 # Each of the last three takes a process with it, so they come last, the largest first.
 FAULTS = [
-    ("raise", {"fsdp": 2}), ("raise", {"fsdp": 2, "tp": 2}), ("raise", {"pp": 2, "fsdp": 2}),
+    *also(("raise", {"fsdp": 2}), ("raise", {"fsdp": 2, "tp": 2})), ("raise", {"pp": 2, "fsdp": 2}),
     ("hang", {"fsdp": 2, "tp": 2}), ("stop", {"fsdp": 3}), ("kill", {"fsdp": 2}),
 ]  # fmt: skip
 

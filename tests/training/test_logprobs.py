@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from llamarl.kernels.linear import rounds_activations
 from llamarl.models.masking import NEVER, UnusedIds
 from llamarl.training import logprobs
 from llamarl.training.logprobs import target_logprobs
@@ -178,3 +179,28 @@ def test_a_rank_leaves_out_the_unused_ids_of_its_part() -> None:
     tiles = logprobs._Tiles(hidden_R_D.detach(), head_V_D.detach()[7:], 1.0, unused, 7)
     ((_, _, logits_R_T),) = tiles
     assert [7 + one for one in range(V - 7) if bool((logits_R_T[:, one] == NEVER).all())] == [9, 10, 11]
+
+
+@pytest.mark.skipif(not rounds_activations(), reason="products with bfloat16 weights keep float32 activations here")
+@pytest.mark.parametrize("tile", [1, 4, R + 1])
+@pytest.mark.parametrize("cut", [False, True])
+def test_rounded_factors(monkeypatch: pytest.MonkeyPatch, tile: int, cut: bool) -> None:
+    """Values are those of rounded factors with sums in float32. Gradients go to the unrounded inputs."""
+    monkeypatch.setattr(logprobs, "TILE_LOGITS", tile * V)
+    hidden_R_D, head_V_D, targets_R = random_case(torch.float32)
+    cutoffs_R = torch.full((R,), -0.7) if cut else None
+    weights_R = torch.randn(R, generator=torch.Generator().manual_seed(1))
+    found_R = target_logprobs(hidden_R_D, head_V_D, targets_R, 0.6, cutoffs_R=cutoffs_R, rounds=True)
+    found = torch.autograd.grad(found_R @ weights_R, (hidden_R_D, head_V_D))
+    exact = [one.detach().bfloat16().double().requires_grad_() for one in (hidden_R_D, head_V_D)]
+    cutoffs_R = None if cutoffs_R is None else cutoffs_R.double()
+    exact_R = target_logprobs(*exact, targets_R, 0.6, cutoffs_R=cutoffs_R)
+    torch.testing.assert_close(found_R.double(), exact_R, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(found, torch.autograd.grad(exact_R @ weights_R.double(), exact), strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours.double() - theirs).norm() <= 1e-2 * theirs.norm()
+    with torch.inference_mode():
+        again_R = target_logprobs(
+            hidden_R_D, head_V_D, targets_R, 0.6, cutoffs_R=None if not cut else cutoffs_R.float(), rounds=True
+        )
+    torch.testing.assert_close(again_R, found_R.detach(), rtol=0, atol=0)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from llamarl.cluster.fork_server import fork_server
 from llamarl.cluster.open import check_cluster, open_cluster
 from llamarl.config import RunConfig
 from llamarl.config.ref import part
@@ -59,9 +60,10 @@ def evaluate_checkpoint(
         ConfigError: model, data or a combination of them cannot work.
         ExecutorError, Interrupted, Stalled: it failed, or was ended.
     """
-    loaded = load_held_out(config, load_shape(config.model.path).max_position_embeddings, only)
-    said = (*loaded.warnings, *loaded.first_prompts)
-    return _scored(config, loaded.sets, loaded.stops_of, progress, lambda: [*map(tell, said)])
+    with fork_server(config.cluster.kind):
+        loaded = load_held_out(config, load_shape(config.model.path).max_position_embeddings, only)
+        said = (*loaded.warnings, *loaded.first_prompts)
+        return _scored(config, loaded.sets, loaded.stops_of, progress, lambda: [*map(tell, said)])
 
 
 def measured_rates(
@@ -71,10 +73,11 @@ def measured_rates(
     the result, and lines of the file of pass rates that `data.filter` reads, with the name of the model.
     Takes and raises what `evaluate_checkpoint` does."""
     config = unfiltered(config)
-    train = train_prompts(config, load_shape(config.model.path).max_position_embeddings)
-    asked = HeldOutSet(settings=config.eval, prompts=train.prompts[: config.eval.max_prompts])
-    said = (*train.warnings, "\n".join(train.first_prompts))
-    (result,) = _scored(config, (asked,), train.stops_of, progress, lambda: [*map(tell, said)])
+    with fork_server(config.cluster.kind):
+        train = train_prompts(config, load_shape(config.model.path).max_position_embeddings)
+        asked = HeldOutSet(settings=config.eval, prompts=train.prompts[: config.eval.max_prompts])
+        said = (*train.warnings, "\n".join(train.first_prompts))
+        (result,) = _scored(config, (asked,), train.stops_of, progress, lambda: [*map(tell, said)])
     header = {"model": model, "samples": config.eval.samples, "temperature": config.eval.temperature}
     return result, [*rate_rows(header, _rates(result.groups, train.rows))]
 

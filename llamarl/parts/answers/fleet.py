@@ -9,11 +9,12 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from llamarl.cluster.api import ExecutorHandle
+from llamarl.cluster.fork_server import fork_server
 from llamarl.cluster.open import check_cluster, open_cluster
 from llamarl.cluster.port import port
 from llamarl.config import RunConfig
@@ -66,6 +67,8 @@ class Fleet:
         self._loop, self._tasks = PausableClockLoop(), list[asyncio.Task[None]]()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fleet", daemon=True)
         self._thread.start()
+        self._leaving = ExitStack()
+        self._leaving.enter_context(fork_server(config.cluster.kind))
         try:
             self._now(self._start(), math.inf)
         except BaseException:
@@ -84,6 +87,7 @@ class Fleet:
         self._now(self._end(limit_s), 2 * limit_s + 1)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=1)
+        self._leaving.close()
         self._logs.cleanup()
 
     @property

@@ -78,7 +78,8 @@ class WorkerLoop:
 
     def __init__(self, address: str, env: dict[str, str], log: Path) -> None:
         self._reader, self._lifeline = os.pipe()
-        code = "import sys; from llamarl.cluster.monarch import serve_host; serve_host(sys.argv[1])"
+        code = "from llamarl.cluster.fork_server import begin; begin()\n"  # before what takes long to import
+        code += "import sys; from llamarl.cluster.monarch import serve_host; serve_host(sys.argv[1])"
         with open_own(log, "ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code, address],

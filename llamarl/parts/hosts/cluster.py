@@ -120,4 +120,4 @@ def _command_at(
     number, local = divmod(place, alike[0][1].num_ranks)
     host, share = alike[number]
     env = spec.env | share.env | {ADDRESS: host.inventory.address, WEIGHTS_ADDRESS: host.inventory.weights_address}
-    return bootstrap_command(spec, first + place, local, env, Path(host.inventory.logs))
+    return bootstrap_command(spec, first + place, local, env, Path(host.inventory.logs), launches=True)

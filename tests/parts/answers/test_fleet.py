@@ -18,6 +18,7 @@ from llamarl.generation.backend import RolloutEngine
 from llamarl.parts.answers.fleet import Fleet
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
 from tests.end_to_end.tiny import make_model
+from tests.nightly import also
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def by_key(rollouts: Iterator[Rollout]) -> dict[tuple[int, int], list[int]]:
 
 
 @pytest.mark.parametrize(
-    "asked", [{"replicas": 2, "kind": "inline"}, {"replicas": 2}, {"tensor_parallel": 2, "kind": "monarch"}]
+    "asked", [{"replicas": 2, "kind": "inline"}, {"tensor_parallel": 2, "kind": "monarch"}, *also({"replicas": 2})]
 )
 def test_as_one_engine(model: Path, asked: dict[str, object]) -> None:
     config = settings(model, max_running=3, **asked)

@@ -12,6 +12,7 @@ from torch import Tensor
 from llamarl.kernels import gpu
 from llamarl.kernels.attention import BLOCK_SIZE
 from llamarl.parts.cuda import checks
+from tests.nightly import also
 from tests.parts.cuda.interpreter import computing_as_a_gpu, needs_interpreter
 
 decode = pytest.importorskip("llamarl.parts.cuda.decode")
@@ -85,7 +86,7 @@ def test_odd_lengths_and_shared_heads(heads: tuple[int, int], dtype: torch.dtype
     torch.testing.assert_close(out, exact, **tolerance(dtype))
 
 
-@pytest.mark.parametrize("head_dim", [8, 24, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [8, 80, *also(24, 128, 256)])
 def test_any_head_size(head_dim: int) -> None:
     out, exact = attended([(9, 70), (33, 20)], (4, 2), head_dim, torch.float32)
     torch.testing.assert_close(out, exact, **tolerance(torch.float32))
@@ -105,10 +106,18 @@ def test_no_error_grows_with_the_context(tokens: int) -> None:
     torch.testing.assert_close(out, exact, **tolerance(torch.bfloat16))
 
 
-@pytest.mark.parametrize("cached", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize(
-    ("heads", "head_dim"), [((8, 2), 64), ((8, 2), 128), ((8, 1), 128), ((4, 2), 128), ((2, 2), 256)], ids=str
-)
+    ("heads", "head_dim", "cached"),
+    [
+        ((8, 2), 64, torch.float8_e4m3fn), ((8, 1), 128, torch.bfloat16), ((2, 2), 256, torch.bfloat16),
+        *also(
+            ((8, 2), 64, torch.bfloat16), ((8, 2), 128, torch.bfloat16), ((4, 2), 128, torch.bfloat16),
+            *(((num, of), size, torch.float8_e4m3fn) for num, of, size in ((8, 2, 128), (8, 1, 128), (4, 2, 128),
+                                                                           (2, 2, 256))),
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU takes this branch in all tests")
 def test_the_branch_that_gpus_take(heads: tuple[int, int], head_dim: int, cached: torch.dtype) -> None:
     """Products of bfloat16 tiles; weights as two bfloat16 numbers; the result is rounded once.

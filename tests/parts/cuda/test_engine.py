@@ -36,7 +36,7 @@ def test_an_engine_generates_the_same(
     requests = [
         GenerationRequest(
             group_id=i, prompt_token_ids_T=torch.arange(1, 4 + 15 * i, dtype=torch.int32).numpy(), group_size=2 - i,
-            sampling=replace(sampling, max_new_tokens=6 + 12 * i),
+            sampling=replace(sampling, max_new_tokens=4 + 8 * i),
         )
         for i in range(2)
     ]  # fmt: skip

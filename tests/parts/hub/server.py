@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib
 import json
 import re
+import socket
 import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+from huggingface_hub import constants, set_client_factory
+from huggingface_hub.utils import disable_progress_bars
+
+from llamarl.parts.hub import client, process
 
 _LARGE = (".safetensors", ".parquet", ".bin")
 """Ends of names of files that are kept outside of git."""
@@ -363,12 +370,46 @@ def _send_body(http: Any, body: bytes, fault: Fault | None) -> None:
         http.connection.close()
 
 
+class ClientHere:
+    """Stands in for the process of the Hub's client: a thread of this process obeys the orders.
+
+    It takes the environment as it is at its start, as a process does, and cannot be killed: a test that ends the
+    client in the middle of its work needs the process (`own_process` in conftest.py).
+    """
+
+    def __init__(self, *_: str) -> None:
+        self.stream, theirs = socket.socketpair()
+        importlib.reload(constants)
+        client.TOKENS = f"{constants.ENDPOINT}/settings/tokens"
+        set_client_factory(client.checked_client)
+        disable_progress_bars()
+        self._thread = threading.Thread(target=self._obey, args=(theirs,), daemon=True)
+        self._thread.start()
+
+    def _obey(self, stream: socket.socket) -> None:
+        with suppress(ConnectionError, ValueError), stream, stream.makefile("rw", encoding="utf-8") as lines:
+            for line in lines:
+                client.sys = SimpleNamespace(stdout=lines)
+                client.obey(json.loads(line))
+
+    def end(self) -> None:
+        self.stream.close()
+        self._thread.join(30)
+        assert not self._thread.is_alive(), "it is in the middle of an order; use the fixture `own_process`"
+
+
 @contextmanager
 def only_hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """A Hub without repositories, the only one that this process finds, with an empty cache in `home`."""
+    """A Hub without repositories, the only one that this process finds, with an empty cache in `home`. Its client runs
+    in this process."""
+    before = dict(vars(constants))
+    monkeypatch.setattr(process, "Child", ClientHere)
+    monkeypatch.setattr(client, "TOKENS", client.TOKENS)
+    monkeypatch.setattr(client, "sys", client.sys)
     with HubServer() as server:
         for name in ("HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HUGGING_FACE_HUB_TOKEN"):
             monkeypatch.delenv(name, raising=False)
         for name, value in server.environment(home).items():
             monkeypatch.setenv(name, value)
         yield server
+    vars(constants).update(before)

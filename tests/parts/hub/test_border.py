@@ -203,6 +203,7 @@ def test_a_nonsense_endpoint(hub: HubServer, monkeypatch: pytest.MonkeyPatch) ->
     assert "HF_ENDPOINT = 'htp:/nowhere'" in refusal()
 
 
+@pytest.mark.usefixtures("own_process")
 def test_endless_pages_and_slow_bytes_end(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = hub.add("tiny/model", {"config.json": b"{}", "model.safetensors": b"x" * (1 << 16)})
     name, tree = HubName("tiny/model"), f"/api/models/tiny/model/tree/{commit}"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.config import RunConfig, dump_toml
-from tests.end_to_end.tiny import Command, llamarl, llamarl_here, make_model, rows, write_toml
+from tests.end_to_end.tiny import Command, llamarl_here, make_model, rows, write_toml
 from tests.parts.hub.server import HubServer
 
 SHORT = ("--cluster.kind", "inline", "--steps", 2, "--checkpoint.every_steps", 2)
@@ -43,7 +43,7 @@ def told(tmp_path: Path, toml: Path) -> list[object]:
 def test_a_run_its_resume_and_its_replay_take_one_commit(
     hub: HubServer, commit: str, files: dict[str, bytes], told: list[object], tmp_path: Path, monkeypatch
 ) -> None:
-    first = llamarl(*told)
+    first = llamarl_here(*told)
     assert first.returncode == 0, first.stderr
     assert f"llamarl train: model.path: tiny/model at commit {commit}\n" in first.stderr
     run = tmp_path / "tiny"

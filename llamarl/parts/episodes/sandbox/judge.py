@@ -100,9 +100,9 @@ class ProgramJudge:
     def judge(self, jobs: Sequence[JudgeJob], batch_s: float) -> list[ProgramVerdict | Failure]:
         """One verdict per job, in order; a `Failure` where the judge itself failed or `batch_s` seconds were over."""
         deadline = time.monotonic() + batch_s
-        answers: list[Any] = [[None, "", True]] * len(jobs)
+        answers: list[Any] = [[None, "", None]] * len(jobs)
         for options in self._attempts:
-            left = [n for n, answer in enumerate(answers) if not isinstance(answer, Failure) and answer[2]]
+            left = [n for n, answer in enumerate(answers) if _can_go_on(answer, options)]
             items = [{**options, "job": asdict(jobs[n])} for n in left]
             for n, answer in zip(
                 left,
@@ -120,9 +120,17 @@ class ProgramJudge:
         self._pool.close()
 
 
+def _can_go_on(answer: list[Any] | Failure, options: dict[str, Any]) -> bool:
+    """Whether an attempt with the limits of `options` can change an answer of an attempt before it."""
+    if isinstance(answer, Failure) or answer[2] == {}:
+        return False
+    limits = {"cpu_s": options["limits"]["cpu_s"], "wall_s": options["wall_s"]}
+    return answer[2] is None or any(limits[name] > limit for name, limit in answer[2].items())
+
+
 def judge(item: dict[str, Any]) -> list[Any]:
-    """Judges one item in a worker: [is_right, reason, whether that is for want of time]. Ends the worker where its fork
-    server is lost: the pool then tries once more."""
+    """Judges one item in a worker. Returns [is_right, reason, {name of the limit that was exceeded: the limit}]. Ends
+    the worker if its fork server is lost: the pool then tries once more."""
     limits, wall_s = item["limits"], item["wall_s"]
     try:
         server = _server().stream
@@ -140,16 +148,16 @@ def judge(item: dict[str, Any]) -> list[Any]:
     verdict = json.loads(said) if said.endswith(b"\n") else None
     if -signal.SIGXCPU in ends:  # first: tests may take the end of the program for an exception that they wait for
         who = "program" if ends[0] == -signal.SIGXCPU else "tests"
-        return [False, f"the {who} used over {limits['cpu_s']} s of CPU time", True]
+        return [False, f"the {who} used over {limits['cpu_s']} s of CPU time", {"cpu_s": limits["cpu_s"]}]
     if verdict and verdict[0]:
-        return [*verdict, False]
+        return [*verdict, {}]
     if is_late:
-        return [False, f"over {wall_s:g} s", True]
+        return [False, f"over {wall_s:g} s", {"wall_s": wall_s}]
     if is_idle:
-        return [False, "it waits for what never comes", False]
+        return [False, "it waits for what never comes", {}]
     if verdict is None:
         raise RuntimeError("the tester died")
-    return [*verdict, False]
+    return [*verdict, {}]
 
 
 def _ask(stream: socket.socket, job: bytes, deadline: float) -> tuple[bytes, bool]:

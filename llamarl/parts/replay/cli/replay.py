@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from llamarl.cli.main import FAILURE
 from llamarl.cli.options import TRUST, command_parser, report_delays, with_settings
 from llamarl.cluster.api import ExecutorError
+from llamarl.cluster.fork_server import fork_server
 from llamarl.config import ConfigError, RunConfig, load_recorded
 from llamarl.observability.metrics import counted
 from llamarl.parts.replay.against import first_divergence
@@ -120,10 +121,10 @@ def compare(
     config, parts = replayable(run, [options.only] if options.only else PARTS, tally)
     close, cause = arithmetic(run, folder, tally)
     cause = cause or other_code(folder)
-    request = _request(run, config, folder, steps[0], steps[1] - 1, tally)
-    was = Recorded(folder, close, cause)
-    request = request._replace(parts=parts, close=close, cause=cause, read=was.check_journal, learnt=was.check)
-    with redirect_stdout(io.StringIO()):  # executors in this process write to nobody
+    with fork_server(config.cluster.kind), redirect_stdout(io.StringIO()):  # executors here write to nobody
+        request = _request(run, config, folder, steps[0], steps[1] - 1, tally)
+        was = Recorded(folder, close, cause)
+        request = request._replace(parts=parts, close=close, cause=cause, read=was.check_journal, learnt=was.check)
         replay(request._replace(told=lambda step: told(step - steps[0] + 1)))
     return tally
 
@@ -161,7 +162,7 @@ def _what_if(options: argparse.Namespace, overrides: Sequence[str], first: int, 
     pinned = _pinned(asked, folder)
     config = replayable(pinned, ("train",), tally)[0]
     request = _request(_pinned(_settings(options), folder, ""), config, folder, first, last, tally)
-    with _bar(last - first + 1) as told, redirect_stdout(io.StringIO()):
+    with fork_server(config.cluster.kind), _bar(last - first + 1) as told, redirect_stdout(io.StringIO()):
         request = request._replace(parts=("train",), is_same=False, told=lambda step: told(step - first + 1))
         path = what_if(request, pinned, asked, overwrite=options.overwrite, tell=said.append)
     print(*said, f"llamarl report {options.run} {path} shows both", sep="\n")

@@ -97,6 +97,13 @@ def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
 def _fine_tune(config: RunConfig, options: argparse.Namespace) -> int:
     if options.dry_run:
         return _dry_run(config, options)
+    from llamarl.cluster.fork_server import fork_server
+
+    with fork_server(config.cluster.kind):  # imports torch while this process reads the documents
+        return _train(config, options)
+
+
+def _train(config: RunConfig, options: argparse.Namespace) -> int:
     resume, overwrite = options.resume, options.overwrite
 
     from llamarl.cluster.api import ExecutorError

@@ -132,18 +132,41 @@ os._exit(0)
     assert done.stdout == "[0, -1, -1, -1, -1]"
 
 
-def test_those_that_need_long_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, asked = JudgeJob(code="while True: pass", tests="f()"), []
+def attempts_of(judge: ProgramJudge, monkeypatch: pytest.MonkeyPatch, exceeds: dict[str, str]) -> list[list[Any]]:
+    """The jobs and limits of each attempt are added to this list; a job exceeds the limit that `exceeds` has for its
+    code, and is right if it has none."""
+    asked = list[list[Any]]()
 
     def answers(items: list[Any], batch_s: float) -> list[list[Any]]:
-        asked.append([(item["limits"]["cpu_s"], item["job"]["code"], batch_s <= 120.0) for item in items])
-        return [[item["job"]["code"] == HONEST.code, "", item["job"]["code"] == slow.code] for item in items]
+        assert batch_s <= 120.0
+        limits = [{"cpu_s": item["limits"]["cpu_s"], "wall_s": item["wall_s"]} for item in items]
+        codes = [item["job"]["code"] for item in items]
+        asked.append([(code, *of.values()) for code, of in zip(codes, limits, strict=True)])
+        over = [{name: of[name]} if (name := exceeds.get(code)) else {} for code, of in zip(codes, limits, strict=True)]
+        return [[not one, "", one] for one in over]
 
-    judge = ProgramJudge(workers=1, cpu_s=7, wall_s=60.0, memory_bytes=1 << 28)
     monkeypatch.setattr(judge._pool, "map", answers)
+    return asked
+
+
+def test_those_that_need_long_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = JudgeJob(code="while True: pass", tests="f()")
+    judge = ProgramJudge(workers=1, cpu_s=7, wall_s=60.0, memory_bytes=1 << 28)
+    asked = attempts_of(judge, monkeypatch, {slow.code: "cpu_s"})
     verdicts = judge.judge([slow, HONEST, slow, HONEST], 120.0)
     assert [verdict.is_right for verdict in verdicts] == [False, True, False, True]
-    assert asked == [[(1, job.code, True) for job in (slow, HONEST, slow, HONEST)], [(7, slow.code, True)] * 2]
+    assert asked == [[(job.code, 1, 10.0) for job in (slow, HONEST, slow, HONEST)], [(slow.code, 7, 60.0)] * 2]
+
+
+@pytest.mark.parametrize(("limit", "times"), [("cpu_s", 1), ("wall_s", 2)])
+def test_nothing_is_tried_again_within_the_limit_that_it_exceeded(
+    monkeypatch: pytest.MonkeyPatch, limit: str, times: int
+) -> None:
+    slow = JudgeJob(code="while True: pass", tests="f()")
+    judge = ProgramJudge(workers=1, cpu_s=1, wall_s=60.0, memory_bytes=1 << 28)
+    asked = attempts_of(judge, monkeypatch, {slow.code: limit})
+    assert [verdict.is_right for verdict in judge.judge([slow, HONEST], 120.0)] == [False, True]
+    assert [sum(code == slow.code for code, *_ in attempt) for attempt in asked] == [1] * times
 
 
 def test_over_its_seconds() -> None:

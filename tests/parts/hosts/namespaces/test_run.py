@@ -68,7 +68,10 @@ def test_a_host_is_cut_off_and_comes_back(tmp_path: Path) -> None:
     assert [row["step"] for row in steps(tmp_path)] == list(range(1, STEPS + 1))
     rollouts = Counter((row["group_id"], row["index"]) for row in rollout_rows(tmp_path / "runs/tiny"))
     assert set(rollouts.values()) == {1}, "none is trained twice"
-    assert (tmp_path / "runs/tiny/logs/host-host-c.log").exists()
+    logs = tmp_path / "runs/tiny/logs"
+    assert (logs / "host-host-c.log").exists()
+    # Each host forks its ranks: Monarch says so of a rank that its server may outlive.
+    assert all("PDEATHSIG disabled" in (logs / f"{name}.log").read_text() for name in ("trainer", "generator-0"))
 
 
 @pytest.mark.timeout(900)
