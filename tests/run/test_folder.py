@@ -51,13 +51,13 @@ def test_a_run_that_is_under_way_is_left_alone(config: RunConfig, way: str) -> N
     asked = {"resume": way == "resume", "overwrite": way == "overwrite"}
     with prepare_run_folder(config, resume=False, overwrite=False) as folder:
         folder.metrics.write_text(STEP)
-        with pytest.raises(ConfigError, match=rf"under way \(pid {os.getpid()}\); wait for its end"):
+        with pytest.raises(ConfigError, match=rf"is running \(pid {os.getpid()}\); wait for its end"):
             prepare_run_folder(config, **asked)
         assert folder.metrics.read_text() == STEP
         folder.check()
     with prepare_run_folder(config, **asked) as folder:
         assert folder.metrics.exists() == (way == "resume")
-        with pytest.raises(ConfigError, match="under way"):
+        with pytest.raises(ConfigError, match="is running"):
             prepare_run_folder(config, **asked)
 
 
@@ -95,7 +95,7 @@ def test_overwrite_deletes_what_commands_have_written(config: RunConfig, name: s
     prepare_run_folder(config, resume=False, overwrite=True).__exit__()
     assert not folder.saved_steps() and not [*folder.path.glob("profile.json"), *folder.path.glob("*-0*")]
     (folder.path / name).touch()
-    with pytest.raises(ConfigError, match=rf"also holds '{name}', so it is not deleted; move your files"):
+    with pytest.raises(ConfigError, match=rf"also contains '{name}', so it is not deleted; move your files"):
         prepare_run_folder(config, resume=False, overwrite=True)
     assert folder.config.exists()
 
@@ -112,8 +112,8 @@ def test_overwrite_of_a_link_replaces_what_it_leads_to(config: RunConfig, tmp_pa
     ("changes", "said"),
     [
         ({"steps": 7}, "the run has done 8 steps and steps = 7; give --steps 8 or more"),
-        ({"seed": 1}, "seed was 0 when the run began and is 1 now"),
-        ({"trainer": {"advantage": "gae"}}, "trainer.advantage was 'group_mean' when the run began and is 'gae' now"),
+        ({"seed": 1}, "seed was 0 when the run began and is now 1"),
+        ({"trainer": {"advantage": "gae"}}, "trainer.advantage was 'group_mean' when the run began and is now 'gae'"),
     ],
 )
 def test_settings_that_do_not_fit_the_checkpoints(config: RunConfig, changes: dict[str, object], said: str) -> None:

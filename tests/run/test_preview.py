@@ -97,7 +97,7 @@ def test_what_cannot_be_scored_is_said() -> None:
     share, warning = said(settings({"name": odd, "mode": "few"}), prompts)
     assert share.startswith("0 of the first 1 ") and "0 results" in warning
     with pytest.raises(
-        ConfigError, match=r"raised ZeroDivisionError: of their own \(.*test_preview.py, line \d+\); mend"
+        ConfigError, match=r"raised ZeroDivisionError: of their own \(.*test_preview.py, line \d+\); fix"
     ):
         said(settings({"name": odd, "mode": "raise"}), prompts)
 

@@ -195,7 +195,7 @@ def test_what_is_kept_for_resuming_says_so(tmp_path: Path, make_group: Any) -> N
     for step in (1, 2):
         writer.step(step)
     writer.journal.close()
-    said = f"{tmp_path}: rollouts of steps 1-2 cannot be derived: record.kind = 'resume' keeps what --resume needs"
+    said = f"{tmp_path}: rollouts of steps 1-2 cannot be derived: record.kind = 'resume' keeps only what --resume needs"
     for command in (lambda: derived(tmp_path), lambda: main([str(tmp_path), "--rollouts"])):
         with pytest.raises(ConfigError) as refused:
             command()

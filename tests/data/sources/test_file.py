@@ -204,7 +204,7 @@ def test_a_row_must_fit_a_message(tmp_path: Path) -> None:
 
 def test_half_of_a_character(tmp_path: Path) -> None:
     (path := tmp_path / "a.json").write_text('[{"question": "\\ud800", "answer": "1"}]')
-    with pytest.raises(ConfigError, match=r":1: holds half of a character"):
+    with pytest.raises(ConfigError, match=r":1: contains a lone surrogate"):
         len(File(path=str(path)))
 
 
