@@ -160,7 +160,7 @@ def test_arguments_reach_the_template_if_it_knows_them(make_tokenizer: MakeToken
     assert texts(config_of(tmp_path, ROW, **thinks), chat) == ["<user>1+1?<assistant>"]
     assert texts(config_of(tmp_path, ROW, **no), chat) == ["<user>1+1?<assistant><no thought>"]
     for name, says in (
-        ("enable_think", "the chat template of .* does not know 'enable_think'; leave it out"),
+        ("enable_think", "the chat template of .* does not use 'enable_think'; leave it out"),
         ("add_generation_prompt", "every chat template gets 'add_generation_prompt'"),
         ("bos_token", "every chat template gets 'bos_token'"),
     ):

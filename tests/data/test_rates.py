@@ -88,7 +88,7 @@ def test_what_was_not_measured(tmp_path: Path, unmeasured: Any, keeps: list[bool
     [
         (['{"question": "a row of data"}'], "rates.jsonl:1: the file does not contain pass rates"),
         (['{"kind": "pass rates"}', '{"right": 1, "samples": 2}'], "rates.jsonl:2: a row needs `problem`, `right` and"),
-        (['{"kind": "pass rates"}', '{"problem": "x", "right": "a", "samples": 2}'], "rates.jsonl:2: a row has"),
+        (['{"kind": "pass rates"}', '{"problem": "x", "right": "a", "samples": 2}'], "rates.jsonl:2: a row needs"),
         (['{"kind": "pass rates"}', '{"problem": "x", "right": 3, "samples": 2}'], "3 right of 2 samples"),
         ([], "rates.jsonl:1: the file is empty"),
     ],

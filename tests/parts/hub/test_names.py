@@ -174,4 +174,4 @@ def test_a_date_goes_with_the_chat_template_that_writes_it(tmp_path: Path) -> No
         found = llamarl_here(*one)
         assert found.returncode == 0 and "02 Jan 2020" not in found.stdout, found.stderr
     refused = llamarl_here("eval", plain, *short, "--data.date", "2020-01-02")
-    assert refused.returncode == 2 and "writes no date; leave it out" in refused.stderr
+    assert refused.returncode == 2 and "does not use a date; leave it out" in refused.stderr
