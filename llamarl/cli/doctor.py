@@ -12,7 +12,7 @@ from llamarl.cli.options import command_parser, with_settings
 
 MONARCH = "torchmonarch"
 LITTLE_BYTES = 5e9
-"""With less free disk space, checkpoints of a small run do not fit."""
+"""Least free disk space for the checkpoints of a small run."""
 PACKAGES = (
     "torch", MONARCH, "numpy", "pydantic", "tokenizers", "safetensors", "huggingface_hub", "math-verify",
 )  # fmt: skip

@@ -113,7 +113,7 @@ class OnFailureConfig(Section):
 
 class ClusterConfig(Section):
     kind: Kind = Field(default="auto", validate_default=True)
-    """Where executors run. `monarch`: processes on this machine; `hosts`: processes on hosts that connect; `inline`:
+    """Place of executors. `monarch`: processes on this machine; `hosts`: processes on hosts that connect; `inline`:
     all in this process; `auto`: `monarch` if it is installed, else `inline`."""
     listen: str = ""
     """Address of this machine, `address:port`, to which `llamarl host` connects; only with `hosts`."""

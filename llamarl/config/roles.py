@@ -133,7 +133,7 @@ class TrainerConfig(Section):
     """Moments of AdamW: exact, or 8-bit codes with a scale per 256 values, which take a quarter of the memory and train
     as well."""
     moments_on: Literal["device", "host"] = "device"
-    """Where moments are stored: on the device, or in host memory, from which each step copies them to the GPU. Results
+    """Place of the moments: on the device, or in host memory, from which each step copies them to the GPU. Results
     stay the same to the bit."""
     device: Device = "cpu"
     """`cpu`, `cuda` (the next free GPUs, one for each rank), or `cuda:0,2-3` to name them."""

@@ -39,7 +39,7 @@ from llamarl.weight_sync.layout import Address, TensorSpec
 from llamarl.weight_sync.select import Reader, open_subscriber, sample
 
 WAIT_S = 0.01
-"""How long an idle engine waits for weights before it looks for calls, in seconds."""
+"""Longest wait of an idle engine for weights before it looks for calls, in seconds."""
 
 
 _Fetched = tuple[Adoption, Mapping[str, Tensor]]

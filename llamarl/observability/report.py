@@ -1,4 +1,4 @@
-"""Where a run's time went, and the report of a run that has ended: text for the terminal, and `summary.json`."""
+"""Account of a run's time, and the report of a run that has ended: text for the terminal, and `summary.json`."""
 
 from __future__ import annotations
 

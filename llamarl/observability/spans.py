@@ -1,4 +1,4 @@
-"""What a process does, and when: spans of work, the stage that each thread is in, and the resources in use."""
+"""Activity of a process: spans of work, the stage that each thread is in, and the resources in use."""
 
 from __future__ import annotations
 

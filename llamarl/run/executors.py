@@ -135,7 +135,7 @@ class GeneratorSpecs:
     sleeps: bool = False
     """Whether generators use memory only from an adoption until the trainer's next step."""
     beside_bytes: int = 0
-    """As in `fit.beside_bytes`."""
+    """See `fit.beside_bytes`."""
 
     def first(self, places: Placer) -> list[ExecutorSpec]:
         """Returns the specifications of the generators that have a place at the start."""

@@ -75,7 +75,7 @@ class LoadedSets:
     warnings: tuple[str, ...]
     """Sentences about dropped rows and columns."""
     first_prompts: tuple[str, ...]
-    """For each set, a sentence that shows its first prompt as the model sees it."""
+    """Sentence for each set that shows its first prompt as the model sees it."""
 
 
 def load_held_out(config: RunConfig, context_tokens: int, only: Collection[str] = ()) -> LoadedSets:
@@ -123,7 +123,7 @@ def overlap_warnings(sets: Sequence[HeldOutSet], train: Sequence[Prompt]) -> lis
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """What a run needs to know about its model and data."""
+    """Facts about a run's model and data."""
 
     shape: ModelShape
     problems: Problems
@@ -233,7 +233,7 @@ class TrainPrompts(NamedTuple):
     notes: list[str]
     """Sentences on what `data.filter` drops."""
     first_prompts: list[str]
-    """For each source, a sentence that shows its first prompt as the model sees it."""
+    """Sentence for each source that shows its first prompt as the model sees it."""
 
 
 def check_entry(source: SourceConfig, option: str) -> None:
