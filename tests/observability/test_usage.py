@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.observability import usage as usages
+from llamarl.observability import spans as usages
 from llamarl.observability.spans import available_bytes, usage
 
 
