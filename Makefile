@@ -16,13 +16,14 @@ DEV := $(VENV)/.llamarl-dev
 REAL := $(VENV)/.llamarl-real
 VLLM := .venv-vllm
 VERIFIERS := .venv-verifiers
+LM_EVAL := .venv-lmeval
 
 # Set in many images: each process of a run, and of the tests, would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-real test-real test test-all pictures lint format types contract pytest vllm verifiers gpu-check gpu-real clean
+.PHONY: help demo demo-real test-real test test-all pictures lint format types contract pytest vllm verifiers test-lm-eval gpu-check gpu-real clean
 
 help: ## Show what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,14 +76,18 @@ gpu-real: ## On a machine with a GPU: a real model, synchronous and asynchronous
 
 vllm: $(DEV) $(VLLM)/.llamarl-ready ## Build an environment with vLLM, for the CPU, and check the adapter against it
 	@echo "vllm: pytest"
-	@LLAMARL_VLLM_PYTHON=$(VLLM)/bin/python $(VENV)/bin/python -m pytest --quiet tests/parts/vllm/test_vllm.py
+	@LLAMARL_NIGHTLY=1 LLAMARL_VLLM_PYTHON=$(VLLM)/bin/python $(VENV)/bin/python -m pytest --quiet tests/parts/vllm
 
 verifiers: $(DEV) $(VERIFIERS)/.llamarl-ready ## Build an environment with the package verifiers, and let it ask `llamarl serve`
 	@echo "verifiers: pytest"
 	@LLAMARL_NIGHTLY=1 $(VENV)/bin/python -m pytest --quiet tests/parts/episodes/test_verifiers.py
 
+test-lm-eval: $(DEV) $(LM_EVAL)/.llamarl-ready ## Build an environment with lm-eval, and let it score what `llamarl serve` answers
+	@echo "lm-eval: pytest"
+	@LLAMARL_NIGHTLY=1 $(VENV)/bin/python -m pytest --quiet tests/parts/episodes/test_lm_eval.py
+
 clean: ## Remove the environment and every cache; runs/ stays
-	rm -rf $(VENV) $(VLLM) $(VERIFIERS) .gpu-site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(VLLM) $(VERIFIERS) $(LM_EVAL) .gpu-site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and pinned: a later step that must choose a torch finds one that fits.
@@ -118,4 +123,11 @@ $(VERIFIERS)/.llamarl-ready:
 	@echo "install: verifiers in $(VERIFIERS), once (600 MB)"
 	@test -x $(VERIFIERS)/bin/python || "$(PYTHON)" -m venv $(VERIFIERS)
 	@$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install -qq $(PIP_ARGS) "verifiers==0.4.0"
+	@touch $@
+
+# Its prompts are tokenized here by transformers, which computes nothing and needs no torch.
+$(LM_EVAL)/.llamarl-ready: benchmarks/peers/lm-eval-constraints.txt
+	@echo "install: lm-eval in $(LM_EVAL), once (400 MB)"
+	@test -x $(LM_EVAL)/bin/python || "$(PYTHON)" -m venv $(LM_EVAL)
+	@$(LM_EVAL)/bin/python -m pip --disable-pip-version-check install -qq --constraint $< $(PIP_ARGS) "lm_eval[api]" transformers
 	@touch $@

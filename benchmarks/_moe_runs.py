@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from _moe_kl import Problems, by_cause, mismatch
 
-from llamarl.checkpoint.export import export_checkpoint
-from llamarl.checkpoint.store import CheckpointStore
+from llamarl.checkpoint.store import CheckpointStore, export_checkpoint
 from llamarl.config import load_config
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer

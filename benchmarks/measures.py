@@ -63,8 +63,15 @@ SENTENCES: dict[str, dict[str, str]] = {
         "(the first pairs: AMD EPYC)",
         "loop-2026-11-26": AGAINST_BASE,
         "loop-avx2-2026-11-26": f"{AGAINST_BASE}; both limited to AVX2",
-        "real-2026-11-27": "SmolLM2-135M on SVAMP in bfloat16, one seed: held-out accuracy {accuracy_before:.1%} to "
-        "{accuracy_after:.1%} in 100 steps, largest mismatch after a sync {mismatch_mean_max:.3f} nats",
+        "real-2026-11-28": "SmolLM2-135M on SVAMP in bfloat16, one seed: held-out accuracy {accuracy_before:.1%} to "
+        "{accuracy_after:.1%} in 150 steps and {minutes:.0f} minutes, largest mismatch after a sync "
+        "{mismatch_mean_max:.3f} nats; a step is {speedup:.1f} times as fast as at commit 23758f0a, three pairs",
+        "peers-real-2026-11-28": "first step of SmolLM2-135M on SVAMP: {ratio_vs_trl/samples_per_s:.0f} times TRL's "
+        "samples per second, {ratio_vs_trl/peak_memory:.2f} of its memory, AVX-512",
+        "start-2026-11-28": "start of the demo with executors forked from one process that has imported torch, "
+        "compared with executors that import it each: {cpu_s/0:.1f} instead of {cpu_s/1:.1f} seconds of processor time "
+        "per run of one step; all executors are ready {start_s_saved:.1f} s sooner ({start_s_saved_quartiles/0:.1f} to "
+        "{start_s_saved_quartiles/1:.1f} s, quartiles of {settings/pairs:.0f} pairs, both cores busy with other work)",
         "training-2026-11-21": "packed microbatches: {packing/ratio:.2f} times the tokens per second of padded ones; "
         "log-probabilities by tiles: {head/tiles_of_2^23/memory_ratio:.0%} of the memory, "
         "{head/tiles_of_2^23/time_ratio:.1f} times the time",

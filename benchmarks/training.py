@@ -42,7 +42,7 @@ from llamarl.models.lora import add_adapters
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
 from llamarl.parts.sft.bpe import train_byte_bpe
-from llamarl.training import logprobs
+from llamarl.training import policy
 from llamarl.training.cost import step_cost
 from llamarl.training.meter import device_seconds, peak_flops
 from llamarl.training.optimization import finished
@@ -142,7 +142,7 @@ def padded_step(trainer: Trainer, samples: list[SampleGroup]) -> None:
         hidden = model(ids_B_T.flatten(), torch.arange(width).repeat(len(part)), attend)[predictors_R]
         targets_R = ids_B_T.flatten()[predictors_R + 1]
         inputs = LossInputs(
-            logprobs_N=logprobs.target_logprobs(hidden, model.head_weight_V_D, targets_R, 1.0),
+            logprobs_N=policy.target_logprobs(hidden, model.head_weight_V_D, targets_R, 1.0),
             behavior_logprobs_N=torch.from_numpy(np.concatenate([s.behavior_logprobs_T for _, s in part])),
             advantages_N=torch.from_numpy(np.concatenate([s.advantages_T for _, s in part])),
             loss_mask_N=torch.ones(len(targets_R), dtype=torch.bool),
@@ -212,8 +212,8 @@ def head_once(kind: str, budget_bytes: int) -> dict[str, float]:
     if kind == "plain":
         values = (hidden @ head.T).log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
     else:
-        logprobs.TILE_LOGITS = int(kind)
-        values = logprobs.target_logprobs(hidden, head, targets, 1.0)
+        policy.TILE_LOGITS = int(kind)
+        values = policy.target_logprobs(hidden, head, targets, 1.0)
     values.sum().backward()
     return {"s": device_seconds(CPU) - start_s, "peak_mib": (memory_kib("VmHWM") - before) / 1024}
 
@@ -244,7 +244,7 @@ def head(repeats: int) -> dict[str, Any]:
                 row["peak_mib"] / plain["peak_mib"] for row, plain in zip(rows[kind], rows["plain"], strict=True)
             ),
         }
-    chosen = str(logprobs.TILE_LOGITS)
+    chosen = str(policy.TILE_LOGITS)
     within = {kind: in_process(kind, BUDGET_BYTES) for kind in ("plain", chosen)}
     return figures | {"tile_in_use": int(chosen), "within_1_gib": within}
 

@@ -29,7 +29,7 @@ from llamarl.config.ref import part
 from llamarl.config.section import checked_path
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.screen import print_to
-from llamarl.observability.spans import now_s
+from llamarl.observability.spans import now_s, report_delays
 from llamarl.run.python_inputs import Rewards, Rows, reward_settings, sources_of
 from llamarl.run.rollouts import RunRecord
 
@@ -46,7 +46,7 @@ def _note_computing() -> None:
     if _computed_in not in ([], [os.getpid()]):
         raise ConfigError(
             f"process {_computed_in[-1]} has trained or answered and was forked afterwards, and threads that it "
-            "started are missing in this process, so a run would wait without end; start processes with "
+            "started are missing in this process, so a run would hang; start processes with "
             "multiprocessing.get_context('spawn'), or fork before the first call"
         )
     for name in ("stdout", "stderr"):
@@ -64,7 +64,7 @@ class EvalRecord:
     """A row for each: prompt_id, prompt, response, answer, outcome, reward, right, reason."""
 
 
-@told_in_python()
+@told_in_python
 def train(
     config: Config, *, reward: Rewards = None, data: Rows = None, eval_data: Rows = None, resume: bool = False,
     overwrite: bool = False, watch: bool = False, trust: bool = False, **settings: Any,
@@ -105,7 +105,14 @@ def _trained(
     from llamarl.run.prepare import begin
     from llamarl.run.train import run
 
-    begun = begin(settled, resume=resume, overwrite=overwrite, command="llamarl", tell=_tell, trust=trust)
+    try:
+        begun = begin(
+            settled, resume=resume, overwrite=overwrite, command="llamarl", tell=_tell, trust=trust,
+            delays=lambda: report_delays(""),
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        again = " with resume=True" * resume
+        raise KeyboardInterrupt(f"interrupted before the run started; start it again{again}") from None
     try:
         with begun.folder, part("page", "watching")(begun.folder.path) if watch else nullcontext("") as address:
             if address:
@@ -113,12 +120,13 @@ def _trained(
             run(
                 begun.config, begun.prepared, begun.folder, resume=resume, command_started_s=started_s, watch=address
             )  # fmt: skip
-    except Interrupted as error:
-        raise KeyboardInterrupt(f"{error}; go on with resume=True. Files: {begun.folder.path}") from None
+    except (Interrupted, KeyboardInterrupt) as error:
+        cause = str(error) or "interrupted"
+        raise KeyboardInterrupt(f"{cause}; continue with resume=True. Files: {begun.folder.path}") from None
     return RunRecord(begun.folder.path)
 
 
-@told_in_python()
+@told_in_python
 def evaluate(
     model: str | Path,
     data: Rows = None,
@@ -151,7 +159,7 @@ def evaluate(
     return records[None] if None in records else {str(name): one for name, one in records.items()}
 
 
-@told_in_python()
+@told_in_python
 def generate(model: str | Path, prompts: Iterable[str], *, chat: bool = False, **settings: Any) -> list[dict[str, Any]]:
     """Answers prompts by the engine alone, as `llamarl generate` does: rows in the order of the prompts.
 
@@ -175,6 +183,7 @@ def generate(model: str | Path, prompts: Iterable[str], *, chat: bool = False, *
     return sorted(rows, key=lambda row: (row["number"], row["index"]))
 
 
+@told_in_python
 def open_run(path: str | Path) -> RunRecord:
     """The record of a run, under way or not. Raises ConfigError: there is none."""
     return RunRecord(checked_path(path, "path"))
@@ -196,14 +205,14 @@ def _given(
     """Tables, and the settings that win over them; rows and functions are written below the folder of runs. Raises
     ConfigError."""
     if not isinstance(config, str | os.PathLike | Mapping | RunConfig):
-        raise ConfigError(f"config = {config!r:.60} is no run; give the path of a TOML file, or its tables")
+        raise ConfigError(f"config = {config!r:.60} is not a run; give the path of a TOML file, or its tables")
     if isinstance(config, RunConfig):  # what nobody has set is left to recipes
         base = config.model_dump(mode="json", exclude_none=True, exclude_unset=True)
     else:
         base = dict(config) if isinstance(config, Mapping) else tables(config)
     given, output = dict(settings), settings.get("output", base.get("output", "runs"))
     if not isinstance(output, str | os.PathLike):
-        raise ConfigError(f"output = {output!r:.60} is no path; give the folder of runs as text")
+        raise ConfigError(f"output = {output!r:.60} is not a path; give the folder of runs as text")
     output = checked_path(output, "output")
     if reward is not None:
         if isinstance(held := base.get("reward"), Mapping):

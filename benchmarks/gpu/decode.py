@@ -15,8 +15,8 @@ from typing import Any
 
 from shapes import MODELS, RandomWeights, copy_bytes_per_s, requests, say, seconds_of, settings
 
+from llamarl.generation.attention import KVCache
 from llamarl.generation.engine import Engine
-from llamarl.generation.kv_cache import KVCache
 from llamarl.generation.model import GeneratorModel
 
 STEPS, REPEATS, WARM_UP = 32, 3, 8

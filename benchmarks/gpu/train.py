@@ -25,9 +25,9 @@ from llamarl.generation.model import part_reader
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
 from llamarl.training.cost import step_cost
-from llamarl.training.logprobs import target_logprobs
 from llamarl.training.optimization import finished
 from llamarl.training.parallel import Read
+from llamarl.training.policy import target_logprobs
 from llamarl.training.trainer import Trainer
 from llamarl.types import SampleGroup, TrainSample
 

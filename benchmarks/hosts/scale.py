@@ -43,8 +43,7 @@ from light_agents import light_certificates
 from namespaces import Namespaces, available
 from runs import PORT, ROOT, WAIT_S, agent, certificates
 
-from llamarl.cluster.api import ExecutorHandle, ExecutorSpec, HostShare
-from llamarl.cluster.payload import Deal
+from llamarl.cluster.api import Deal, ExecutorHandle, ExecutorSpec, HostShare
 from llamarl.config import RunConfig
 from llamarl.parts.hosts.certificates import monarch_env
 from llamarl.parts.hosts.hosting import HostPlacer

@@ -1,1 +1,1 @@
-"""Losses, advantages, filters: pure functions, one file each."""
+"""Losses, advantages and rewards' shaping: pure functions, one file each."""

@@ -1,4 +1,4 @@
-"""Reward shaping: what length costs, in shares of a penalty. Plain numpy. Shape suffix: G rollouts of one group."""
+"""Reward shaping: penalties for length, as shares. Plain numpy. Shape suffix: G rollouts of one group."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import numpy as np
 
 
 def length_share(num_tokens_G: np.ndarray, max_tokens: int) -> np.ndarray:
-    """|y| / max_tokens, float64 [G]: every token costs the same."""
+    """Returns |y| / max_tokens, float64 [G]: every token costs the same."""
     return num_tokens_G / max_tokens
 
 
 def overlong_share(num_tokens_G: np.ndarray, max_tokens: int, buffer_tokens: float) -> np.ndarray:
-    """0 up to max_tokens - buffer_tokens, then linear to 1 at max_tokens, float64 [G]: the soft overlong punishment of
-    DAPO (arXiv 2503.14476, equation 13) without its sign."""
+    """Returns 0 up to max_tokens - buffer_tokens, then linear to 1 at max_tokens, float64 [G]: the soft overlong
+    punishment of DAPO (arXiv 2503.14476, equation 13) without its sign."""
     return np.clip((num_tokens_G - (max_tokens - buffer_tokens)) / buffer_tokens, 0.0, 1.0)

@@ -1,1 +1,1 @@
-"""Checkpoints: safetensors and a JSON manifest, written whole or not at all. No pickle."""
+"""Checkpoints: safetensors and a JSON manifest. A checkpoint is written completely or not at all. No pickle."""

@@ -1,4 +1,4 @@
-"""`RemoteCopies`: checkpoints of a run in another place too, a mounted folder or what fsspec opens; without torch."""
+"""`RemoteCopies`: copies of a run's checkpoints in a mounted folder or a store that fsspec opens. No torch."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from llamarl.checkpoint.folder import (
     CheckpointError,
     describe,
     read_manifest,
+    removable_steps,
     step_folder,
-    superfluous,
 )
 from llamarl.config.errors import ConfigError
 from llamarl.config.schema import CheckpointConfig
 from llamarl.observability.files import sync
 
 BESIDE = ("config.toml", "weights.json")
-"""Files of a run's folder that say what its checkpoints mean."""
+"""Files of a run's folder that are needed to use its checkpoints."""
 
 
 class CopyFailed(OSError):
-    """The other place refuses, cannot be reached, or does not hold what was sent."""
+    """The remote place refuses, cannot be reached, or does not hold the bytes that were sent."""
 
 
 @contextmanager
@@ -40,13 +40,13 @@ def _failing() -> Iterator[None]:
 
 
 class RemoteCopies:
-    """`<checkpoint.copy_to>/<name>` looks like the run's folder of checkpoints. The manifest of each comes last, and
-    without it nothing counts."""
+    """Copies in `<checkpoint.copy_to>/<name>`, with the structure of the run's folder of checkpoints. The manifest of
+    each is written last; a copy without it is incomplete."""
 
     def __init__(self, settings: CheckpointConfig, name: str) -> None:
-        """Raises ConfigError: it cannot be opened."""
+        """Raises ConfigError if the remote place cannot be opened."""
         self._settings = settings
-        said = f"checkpoint.copy_to = {settings.copy_to!r}"
+        option = f"checkpoint.copy_to = {settings.copy_to!r}"
         try:
             from fsspec.core import url_to_fs
             from fsspec.implementations.local import LocalFileSystem
@@ -54,16 +54,21 @@ class RemoteCopies:
             self._files, root = url_to_fs(settings.copy_to)
         except (ImportError, ValueError) as error:
             raise ConfigError(
-                f"{said} cannot be opened: {error}; pip install 'llamarl[remote]', or name a mounted folder"
+                f"{option} cannot be opened: {error}; pip install 'llamarl[remote]', or name a mounted folder"
             ) from None
         self._is_local = isinstance(self._files, LocalFileSystem)
         if self._is_local and not os.path.isdir(root):
-            raise ConfigError(f"{said} is no folder; mount it, or make it")
+            raise ConfigError(f"{option} is not a folder; mount or create it")
         self._root = PurePosixPath(root, name)
         self.name = f"{settings.copy_to.rstrip('/')}/{name}"
 
     def steps(self, part: str = "", last: str = f"/{MANIFEST}") -> list[int]:
-        """Steps of the copies that were finished, ascending. Raises CopyFailed."""
+        """Returns the steps of complete copies, ascending. Raises CopyFailed.
+
+        Args:
+            part: folder of the executor, empty for the trainer.
+            last: end of the paths that are searched. Empty also finds incomplete copies.
+        """
         with _failing():
             self._files.invalidate_cache()
             found = self._files.glob(str(self._root / part / ("step-" + "[0-9]" * 8)) + last)
@@ -71,9 +76,9 @@ class RemoteCopies:
         return sorted(int(name.removeprefix("step-")) for name in names)
 
     def copy(self, checkpoints: Path, step: int) -> None:
-        """Puts this checkpoint there, unless it is, and removes those before it that nobody keeps.
+        """Copies a checkpoint unless the same one is there, then removes earlier copies that are not kept.
 
-        Its files are linked first, so that it stays while it is copied. Raises CopyFailed.
+        Its files are linked first, so that they exist until they are copied. Raises CopyFailed.
         """
         name, held = step_folder(step), checkpoints / ".copying"
         shutil.rmtree(held, ignore_errors=True)
@@ -95,7 +100,7 @@ class RemoteCopies:
         if self._files.exists(mark):
             if self._files.cat_file(mark) == (source / MANIFEST).read_bytes():
                 return
-            self._files.rm_file(mark)  # first: it was another's of the same step
+            self._files.rm_file(mark)  # first, because it belongs to another checkpoint of the same step
         self._files.makedirs(str(target), exist_ok=True)
         for name, file in manifest["files"].items():
             path = str(target / name)
@@ -103,7 +108,7 @@ class RemoteCopies:
             self._files.invalidate_cache()
             size = self._files.size(path)
             if size != file["bytes"] or (self._is_local and describe(Path(path)) != file):
-                raise CopyFailed(f"{path} is not what was sent: {size} of {file['bytes']} bytes")
+                raise CopyFailed(f"{path} differs from the sent file: {size} of {file['bytes']} bytes")
             if self._is_local:
                 sync(Path(path))
         self._files.put_file(str(source / MANIFEST), mark)
@@ -111,14 +116,14 @@ class RemoteCopies:
     def _prune(self, part: str, step: int) -> None:
         finished, settings = set(self.steps(part)), self._settings
         past = [one for one in self.steps(part, "") if one <= step]
-        for old in superfluous(past, settings.keep, settings.keep_every, finished.__contains__):
+        for old in removable_steps(past, settings.keep, settings.keep_every, finished.__contains__):
             self._files.rm(str(self._root / part / step_folder(old)), recursive=True)
 
     def bring_back(self, run: Path) -> int | None:
-        """Puts the newest whole checkpoint that is there into this run's folder; its step.
+        """Copies the newest intact checkpoint to this run's folder. Returns its step, or None if there is no copy.
 
         Raises:
-            CopyFailed: there is none, and why.
+            CopyFailed: all copies are damaged, or the place cannot be reached.
         """
         faults = list[str]()
         for step in reversed(steps := self.steps()):
@@ -134,7 +139,7 @@ class RemoteCopies:
             except CopyFailed as error:
                 faults.append(str(error))
         if steps:
-            raise CopyFailed(f"no copy is whole: {faults[0]}")
+            raise CopyFailed(f"no copy is intact: {faults[0]}")
         return None
 
     def _get(self, source: PurePosixPath, folder: Path) -> None:
@@ -151,7 +156,7 @@ class RemoteCopies:
         partial.rename(final)
 
     def clear(self) -> None:
-        """Removes all of them. Raises CopyFailed."""
+        """Removes all copies. Raises CopyFailed."""
         with _failing():
             for part in (CRITIC, ""):
                 for step in self.steps(part, ""):

@@ -1,4 +1,4 @@
-"""The folders of checkpoints without their tensors, and without torch: what is there, what is whole, what may go."""
+"""Folders of checkpoints without their tensors: which exist, which are complete, and which may be removed. No torch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ import xxhash
 T = TypeVar("T")
 MANIFEST = "manifest.json"
 CRITIC = "critic"
-"""Folder, beside the trainer's checkpoints, of those of the critic."""
+"""Folder of the critic's checkpoints, within the folder of the trainer's."""
 BLOCK_BYTES = 1 << 24
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is damaged; the message names the file and what is wrong with it."""
+    """A checkpoint is damaged. The message names the file and the fault."""
 
 
 def saved_steps(checkpoints: Path, last: str = MANIFEST) -> list[int]:
-    """Steps that have a checkpoint, ascending; not yet verified. Without `last`, or what is left of one."""
+    """Returns the steps with a checkpoint, ascending and not verified. An empty `last` includes incomplete
+    checkpoints."""
     found = checkpoints.glob("step-" + "[0-9]" * 8)
     return sorted(int(path.name.removeprefix("step-")) for path in found if (path / last).exists())
 
@@ -36,12 +37,12 @@ def step_folder(step: int) -> str:
 
 
 def digest_of(content: Mapping[str, Any]) -> str:
-    """Digest of JSON, which keeps order and every digit: what is read again has the same."""
+    """Returns the digest of JSON. Order and digits are kept, so content that is read again has the same digest."""
     return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Size and digest of a file as it is."""
+    """Returns the size and digest of a file on the disk."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
@@ -50,7 +51,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest in a checkpoint's folder, its own digest included. Raises CheckpointError."""
+    """Returns the manifest of a checkpoint's folder, with its own digest. Raises CheckpointError."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         digest = manifest.pop("xxh3_128")
@@ -62,8 +63,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises CheckpointError for a file that is missing or shorter or longer than it was written: little to ask of
-    terabytes, and most of what befalls them."""
+    """Raises CheckpointError for a file that is missing, truncated or too long. This check is fast for terabytes, and
+    finds most faults."""
     for name, file in files.items():
         try:
             size = (folder / name).stat().st_size
@@ -74,7 +75,7 @@ def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def seems_whole(folder: Path) -> bool:
-    """Whether a checkpoint is whole, by its manifest and the sizes of its files."""
+    """Returns whether a checkpoint is complete, by its manifest and the sizes of its files."""
     try:
         check_sizes(folder, read_manifest(folder)["files"])
     except CheckpointError:
@@ -82,11 +83,13 @@ def seems_whole(folder: Path) -> bool:
     return True
 
 
-def superfluous(steps: Sequence[int], keep: int, keep_every: int, counts: Callable[[int], bool]) -> list[int]:
-    """Steps, of these ascending ones, whose checkpoints may go: all before the newest `keep` that count, but for the
-    first at or after each multiple of `keep_every`.
+def removable_steps(steps: Sequence[int], keep: int, keep_every: int, counts: Callable[[int], bool]) -> list[int]:
+    """Returns the steps whose checkpoints may be removed: all before the newest `keep` valid ones, except the first at
+    or after each multiple of `keep_every`.
 
-    One that does not count, being damaged, pushes out none that may be good.
+    Args:
+        steps: steps with a checkpoint, ascending.
+        counts: returns whether the checkpoint of a step is valid. A damaged one replaces no valid one.
     """
     num_good = 0
     for position in reversed(range(len(steps))):
@@ -98,13 +101,13 @@ def superfluous(steps: Sequence[int], keep: int, keep_every: int, counts: Callab
 
 
 _idle = list[SimpleQueue[Callable[[], None]]]()
-"""Threads that have done their work."""
+"""Idle threads."""
 os.register_at_fork(after_in_child=_idle.clear)
 
 
-def aside(work: Callable[[], T]) -> Future[T]:
-    """Does it in a thread that no exit waits for, and which stays for the next: where memory has run out, a thread that
-    is being started would be waited for without end."""
+def run_in_background(work: Callable[[], T]) -> Future[T]:
+    """Runs `work` in a daemon thread, which is reused. If memory has run out, waiting for a new thread to start would
+    never end."""
     future = Future[T]()
     future.set_running_or_notify_cancel()
     try:
@@ -119,7 +122,7 @@ def aside(work: Callable[[], T]) -> Future[T]:
             tell = partial(future.set_result, work())
         except BaseException as error:
             tell = partial(future.set_exception, error)
-        _idle.append(queue)  # before whoever waits for this has more work
+        _idle.append(queue)  # before a caller that waits for this has more work
         tell()
 
     queue.put(run)

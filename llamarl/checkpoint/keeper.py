@@ -1,7 +1,7 @@
-"""`MirrorKeeper`: states of ranks on other hosts, in this host's memory, for when those hosts are lost. No torch.
+"""`MirrorKeeper`: keeps states of ranks on other hosts in this host's memory, in case those hosts are lost. No torch.
 
-Each request is a connection of its own, to a keeper's address and secret. A state is a file of tensors and a text, and
-counts once it is whole.
+Each request uses its own connection to a keeper's address, authenticated by its secret. A state is a file of tensors
+and a text, and is valid once both are complete.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from llamarl.distributed.links import connect, open_entrance
-from llamarl.distributed.streams import keep_pace, receive, send
+from llamarl.distributed.links import connect, keep_pace, open_entrance, receive, send
 
 KEPT = 2
-"""Newest states: the step of the newest one may have to be taken again."""
+"""Number of kept states. After a failure, the step of the newest one may have to be repeated."""
 SILENT_S = 5.0
-"""Longest wait for the other end to take, or send, some bytes."""
+"""Longest wait for the other end to receive or send some bytes."""
 BLOCK_BYTES = 1 << 23
 _NAME = re.compile(r"(?:[\w-]+/)*\d+-of-\d+/step-\d{8}")
 
@@ -29,7 +28,7 @@ Place = tuple[str, str]
 
 
 class MirrorPlace(NamedTuple):
-    """Folder where an executor's ranks keep their states in memory, and who may keep them for other hosts."""
+    """Folder where an executor's ranks keep their states in memory, and the keepers of other hosts."""
 
     run: str
     """A name that no other run has."""
@@ -37,16 +36,16 @@ class MirrorPlace(NamedTuple):
 
 
 class NotKept(OSError):
-    """A keeper refuses a state; the message says why."""
+    """A keeper refuses a state. The message says why."""
 
 
 class MirrorKeeper:
-    """One host's end."""
+    """The keeper of one host."""
 
     def __init__(self, folder: Path, host: str) -> None:
         """
         Args:
-            folder: in memory; the ranks of this host keep their own states there, too.
+            folder: a folder in memory. The ranks of this host keep their own states there, too.
             host: an address of this host that the others can reach.
         """
         self._folder, secret = folder, secrets.token_hex(16)
@@ -85,25 +84,25 @@ class MirrorKeeper:
             connection.send("")
 
     def _path(self, name: str) -> Path:
-        """Raises NotKept: nobody has such a name."""
+        """Returns the path of a state. Raises NotKept if the name is not valid."""
         if not _NAME.fullmatch(name):
-            raise NotKept(f"{name!r} is no state")
+            raise NotKept(f"{name!r} is not the name of a state")
         return self._folder / name
 
 
 def held(folder: Path) -> dict[str, list[int]]:
-    """Steps of the whole states of each part, `RANK-of-NUMBER`, of an executor."""
+    """Returns the steps of the complete states of each part, `RANK-of-NUMBER`, of an executor."""
     return {part.name: steps_of(part) for part in folder.glob("*-of-*")}
 
 
 def steps_of(part: Path) -> list[int]:
-    """Whole states of one rank."""
+    """Returns the steps of the complete states of one rank."""
     return sorted(int(path.name[5:]) for path in part.glob("step-" + "[0-9]" * 8))
 
 
 def complete(path: Path, about: str) -> None:
-    """The state `path`, whose tensors are there, counts from now on; what is older than is kept goes, and what ranks
-    of another layout have left before."""
+    """Makes a state valid whose tensors are written. Removes states beyond KEPT, and those of ranks in another
+    layout."""
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(about)
     unfinished.rename(path)
@@ -116,14 +115,15 @@ def complete(path: Path, about: str) -> None:
 
 
 def ask(keeper: Place, *request: Any) -> Any:
-    """A short answer. Raises what is in `links.BROKEN`."""
+    """Sends a request to a keeper and returns its short answer. Raises the errors in `links.BROKEN`."""
     with connect(*keeper, SILENT_S) as connection:
         connection.send(request)
         return connection.recv()
 
 
-def entrust(keeper: Place, path: Path) -> None:
-    """Has a keeper keep a state of this host under the same name. Raises what is in `links.BROKEN`."""
+def send_state(keeper: Place, path: Path) -> None:
+    """Sends a state of this host to a keeper, which keeps it under the same name. Raises the errors in
+    `links.BROKEN`."""
     tensors = path.with_suffix(".tensors")
     with connect(*keeper, SILENT_S) as connection, tensors.open("rb") as file:
         connection.send(("keep", name_of(path), tensors.stat().st_size, path.read_text()))
@@ -134,7 +134,7 @@ def entrust(keeper: Place, path: Path) -> None:
 
 
 def fetch(keeper: Place, path: Path) -> None:
-    """Brings a state to this host, under the same name. Raises what is in `links.BROKEN`."""
+    """Copies a state from a keeper to this host, under the same name. Raises the errors in `links.BROKEN`."""
     with connect(*keeper, SILENT_S) as connection:
         connection.send(("give", name_of(path)))
         size, about = connection.recv()
@@ -143,19 +143,19 @@ def fetch(keeper: Place, path: Path) -> None:
 
 
 def name_of(path: Path) -> str:
-    """Run, executor, part and step."""
+    """Returns run, executor, part and step."""
     return "/".join(path.parts[-4:])
 
 
 def _put(connection: Connection, file: BinaryIO) -> None:
-    """The rest of a file, at the pace of a way that may be long or bad."""
+    """Sends the rest of a file, paced for a high-latency or lossy link."""
     keep_pace(connection)
     while block := file.read(BLOCK_BYTES):
         send(connection, [memoryview(block)])
 
 
 def _take(connection: Connection, path: Path, num_bytes: int, about: str) -> None:
-    """A state that comes; nothing that had this name counts meanwhile."""
+    """Receives a state. An earlier state of this name is invalid meanwhile."""
     path.unlink(missing_ok=True)
     block = bytearray(min(num_bytes, BLOCK_BYTES))
     with path.with_suffix(".tensors").open("wb") as file:

@@ -1,11 +1,11 @@
-"""`Mirror`: the newest states of one rank in this host's memory, which its process does not take along when it dies,
-and in another host's, which is there when this one is lost.
+"""`Mirror`: the newest states of one rank in this host's memory, where they outlive its process, and in another host's
+memory, where they outlive the host.
 
-A checkpoint is for the loss of all machines and is as far away as `checkpoint.every_steps`; this is for the loss of a
-process or a host, and at most a step away. A file of each state lies in a folder in memory, which belongs to whoever
-started the process and goes with that one; a copy goes to a keeper (`keeper.py`) elsewhere, where there are some. New
-processes go on from the newest state that all of them can have whole: each from its own part, or, in another layout,
-from all parts.
+A checkpoint covers the loss of all machines, and is up to `checkpoint.every_steps` old. The mirror covers the loss of a
+process or a host, and is at most one step old. Each state is a file in a folder in memory, which belongs to the process
+that started the executor and is removed with it. A copy is sent to a keeper (`keeper.py`) on another host, if there is
+one. New processes resume from the newest state that all of them can read completely: each from its own part or, in
+another layout, from all parts.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from llamarl.checkpoint import keeper
-from llamarl.checkpoint.checkpoint import TORCH_DTYPES, Checkpoint, Saved
-from llamarl.checkpoint.files import TensorBuffers, write_safetensors
-from llamarl.checkpoint.folder import aside, describe
+from llamarl.checkpoint.folder import describe, run_in_background
 from llamarl.checkpoint.keeper import KEPT, Place
+from llamarl.checkpoint.store import TORCH_DTYPES, Checkpoint, Saved, TensorBuffers, write_safetensors
 from llamarl.config.errors import ConfigError
 from llamarl.distributed.links import BROKEN, own_address
 from llamarl.sharding.box import Box
@@ -36,19 +35,19 @@ from llamarl.weight_sync.layout import TensorSpec
 
 Shards = Mapping[str, tuple[TensorSpec, Tensor]]
 Elsewhere = Sequence[tuple[Place, Mapping[str, Sequence[int]]]]
-"""Keepers, each with the steps that it has of each part."""
+"""Keepers, each with its steps of each part."""
 
 
 class Mirror:
-    """One rank's end; all but `save` are calls of all ranks."""
+    """One rank's end. All ranks call every method but `save` together."""
 
     def __init__(
         self, folder: Path, rank: int, num_ranks: int, exchange: Exchange, keepers: Iterable[Place] = ()
     ) -> None:
         """
         Args:
-            folder: the executor's, in memory.
-            keepers: of hosts, this one among them; the first are asked first to keep states for this one.
+            folder: the executor's folder in memory.
+            keepers: keepers of hosts, including this one. The first are asked first to keep states for this one.
         """
         self._executor, self._rank, self._num_ranks = folder, rank, num_ranks
         self._folder = folder / f"{rank}-of-{num_ranks}"
@@ -56,10 +55,11 @@ class Mirror:
         self._exchange = exchange
         self._copied = TensorBuffers()
         self._written: Future[None] | None = None
-        self.keep_at(keepers)
+        self.choose_keepers(keepers)
 
-    def keep_at(self, keepers: Iterable[Place]) -> None:
-        """From now on, those on other hosts keep states for this one: best where no rank of the executor is."""
+    def choose_keepers(self, keepers: Iterable[Place]) -> None:
+        """Chooses which other hosts keep states for this one from now on. Hosts without a rank of the executor are
+        preferred."""
         everywhere, own = self._exchange(own_address()), own_address()
         self._keepers = [(address, secret) for address, secret in keepers]
         others = [one for one in self._keepers if _host(one) != own]
@@ -67,8 +67,8 @@ class Mirror:
         self._away = deque(able)
         self._away.rotate(-self._rank)
 
-    def check_room(self, num_bytes: int) -> None:
-        """Raises ConfigError when there is no room for states of so many bytes of this rank, here or at its keeper."""
+    def check_space(self, num_bytes: int) -> None:
+        """Raises ConfigError if this rank's states of `num_bytes` do not fit into memory here or at its keeper."""
         wanted = self._exchange((self._away[0] if self._away else None, num_bytes))
         needed, free = (KEPT + 1) * num_bytes, shutil.disk_usage(self._folder).free
         if needed > free:
@@ -78,7 +78,7 @@ class Mirror:
             )
         if self._away:
             needed = (KEPT + 1) * sum(size for place, size in wanted if place == self._away[0])
-            with suppress(*BROKEN):  # who is gone is left when states are sent
+            with suppress(*BROKEN):  # a keeper that is gone is skipped when states are sent
                 free = keeper.ask(self._away[0], "free")
                 if needed > free:
                     raise ConfigError(
@@ -88,7 +88,8 @@ class Mirror:
                     )
 
     def save(self, step: int, shards: Shards, state: Mapping[str, Any]) -> None:
-        """Copies what this rank holds, and writes it beside what comes next; nothing, while the last is still written.
+        """Copies this rank's tensors and writes them in the background. Does nothing while the previous state is being
+        written.
 
         Args:
             state: JSON.
@@ -104,33 +105,34 @@ class Mirror:
             "boxes": {name: (spec.box.starts, spec.box.stops) for name, (spec, _) in shards.items()},
             "state": state,
         }
-        self._written = aside(lambda: self._write(step, own, json.dumps(about)))
+        self._written = run_in_background(lambda: self._write(step, own, json.dumps(about)))
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], about: str) -> None:
-        """Raises OSError: there is no memory left here, or nobody keeps it elsewhere."""
+        """Writes a state. Raises OSError if memory is full here, or no other host keeps it."""
         path = _state(self._folder, step)
         written = write_safetensors(path.with_suffix(".tensors"), tensors, is_kept=False)
         keeper.complete(path, json.dumps(written | {"about": about}))
         reasons, away = list[str](), self._away
         for _ in range(len(away)):
             try:
-                keeper.entrust(away[0], path)
+                keeper.send_state(away[0], path)
                 return
             except BROKEN as error:
                 reasons.append(f"{_host(away[0])}: {error}")
                 away.rotate(-1)
         if reasons:
-            raise keeper.NotKept(f"no other host keeps it ({'; '.join(reasons)})")
+            raise keeper.NotKept(f"no other host can keep it ({'; '.join(reasons)})")
 
     def load(self, newest: int) -> State | Checkpoint | None:
-        """The newest state up to step `newest` that all ranks can have whole, and best in this layout."""
+        """Returns the newest state up to step `newest` that all ranks can read completely; of the same step, that of
+        this layout. Returns None if there is none."""
         elsewhere: Elsewhere = self._exchange(list(self._ask_all()) if self._rank == 0 else [])[0]
         can = [one for one in self._candidates(elsewhere) if one[0] <= newest]
         everyones = self._exchange(can)
         common = set(everyones[0]).intersection(*everyones)
         for step, num in sorted(common, key=lambda one: (one[0], one[1] == self._num_ranks), reverse=True):
             self._bring(step, num, elsewhere)
-            self._exchange(None)  # another rank of this host may bring what is read here
+            self._exchange(None)  # another rank of this host may fetch files that are read here
             state = self._read(step) if num == self._num_ranks else self._read_all(step, num)
             if all(self._exchange(state is not None)):
                 return state
@@ -138,11 +140,11 @@ class Mirror:
 
     def _ask_all(self) -> Iterable[tuple[Place, dict[str, list[int]]]]:
         for one in self._keepers:
-            with suppress(*BROKEN):  # it is gone
+            with suppress(*BROKEN):  # the keeper is gone
                 yield one, keeper.ask(one, "held", "/".join(self._executor.parts[-2:]))
 
     def _candidates(self, elsewhere: Elsewhere) -> list[tuple[int, int]]:
-        """Steps, and numbers of the ranks that had them, of which this rank can have what it needs."""
+        """Returns steps and numbers of ranks whose states this rank can read completely."""
         steps = dict[str, set[int]]()
         for there in (keeper.held(self._executor), *(there for _, there in elsewhere)):
             for part, found in there.items():
@@ -152,11 +154,11 @@ class Mirror:
         return sorted((step, num) for num, held in wanted.items() for step in set.intersection(*held))
 
     def _parts(self, num: int) -> list[str]:
-        """Parts that this rank needs of a state that so many ranks had."""
+        """Returns the parts that this rank needs of a state of `num` ranks."""
         return [self._folder.name] if num == self._num_ranks else [f"{rank}-of-{num}" for rank in range(num)]
 
     def _bring(self, step: int, num: int, elsewhere: Elsewhere) -> None:
-        """Brings what is not here; of what all need, the first rank of each host does."""
+        """Fetches missing parts. Parts that all ranks need are fetched by the first rank of each host."""
         hosts = self._exchange(own_address())
         if num != self._num_ranks and hosts.index(own_address()) != self._rank:
             return
@@ -174,7 +176,7 @@ class Mirror:
         return State(step, path.with_suffix(".tensors"), about["shapes"], about["state"])
 
     def _read_all(self, step: int, num: int) -> Checkpoint | None:
-        """A state of ranks in another layout, as if it were on the disk; None: it is not whole."""
+        """Returns a state of another layout as if it were on the disk. None means that it is incomplete."""
         pieces, shapes, dtypes = dict[str, dict[Box, str]](), dict[str, tuple[int, ...]](), dict[str, Any]()
         state = dict[str, Any]()
         for part in self._parts(num):
@@ -205,7 +207,7 @@ def _state(folder: Path, step: int) -> Path:
 
 
 def _about(path: Path) -> dict[str, Any] | None:
-    """Text of a state; None: it is not whole."""
+    """Returns the text of a state. None means that the state is incomplete."""
     with suppress(OSError, ValueError, KeyError):
         written = json.loads(path.read_text())
         about = json.loads(written.pop("about"))
@@ -224,5 +226,5 @@ class State:
         self._tensors = safe_open(path, framework="pt")
 
     def read(self, name: str, _: Box) -> Tensor:
-        """The part of a tensor that this rank held."""
+        """Returns the part of a tensor that this rank held."""
         return self._tensors.get_tensor(name)

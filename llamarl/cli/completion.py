@@ -27,7 +27,7 @@ class Completed:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command. Returns the exit code."""
-    parser = command_parser("completion", "Print a script with which a shell completes commands and options.", EPILOG)
+    parser = command_parser("completion", "Print the script with which a shell completes commands and options.", EPILOG)
     parser.add_argument("shell", choices=[*SHELLS])
     shell = parser.parse_args(arguments).shell
     print(SHELLS[shell]({name: completed(name) for name in COMMANDS}), end="")

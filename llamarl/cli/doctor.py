@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--hosts",
         metavar="RUN.toml",
-        help="wait for the hosts of this run, with settings as for `train`, and check them and their connections",
+        help="wait for the hosts of this run (settings as for `train`) and check them and the network between them",
     )
     options, overrides = with_settings(parser, arguments)
     if options.hosts:
@@ -88,6 +88,6 @@ def _hosts(path: str, overrides: Sequence[str]) -> int:
 
     config = load_config(path, overrides)
     if config.cluster.kind != "hosts":
-        raise ConfigError(f"--hosts {path}: cluster.kind = {config.cluster.kind!r} has one machine; set 'hosts'")
+        raise ConfigError(f"--hosts {path}: cluster.kind = {config.cluster.kind!r} runs on one machine; set 'hosts'")
     part("hosts", "inspect")(config, lambda line: print(line, flush=True))
     return 0

@@ -11,6 +11,7 @@ from llamarl.cli.options import check_output, command_parser, write_into_run, wr
 from llamarl.config import ConfigError, RunConfig, load_recorded
 from llamarl.config.hub import HubName, open_hub
 from llamarl.config.ref import nothing_run
+from llamarl.config.section import not_a_run
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -29,16 +30,18 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--step", type=int, help="checkpoint of this step (the newest)")
     parser.add_argument(
-        "--rollouts", action="store_true", help="write every rollout that was trained on instead, as JSON Lines"
+        "--rollouts",
+        action="store_true",
+        help="instead of the model, write every rollout that was trained on, as JSON Lines",
     )
-    parser.add_argument("--output", metavar="FILE", help="file for --rollouts (RUN/rollouts.jsonl)")
+    parser.add_argument("--output", metavar="FILE", help="with --rollouts: file to write (RUN/rollouts.jsonl)")
     parser.add_argument(
         "--push",
         metavar="OWNER/NAME",
-        help="upload the model to the Hugging Face Hub, with a model card (HF_TOKEN)",
+        help="upload the result to the Hugging Face Hub, with a model card (needs HF_TOKEN)",
     )
     parser.add_argument(
-        "--public", action="store_true", help="if --push creates a repository, make it public (private)"
+        "--public", action="store_true", help="with --push: a repository that is created is public (private)"
     )
     options = parser.parse_args(arguments)
     with nothing_run():
@@ -49,11 +52,11 @@ def _export(options: argparse.Namespace) -> int:
     """Exports what the options name. Returns the exit code. Raises ConfigError."""
     run, name = Path(options.run), _name(options)
     if not (run / "config.toml").exists():
-        raise ConfigError(f"RUN = {options.run!r} is not a run folder (no config.toml); name one, such as runs/demo")
+        raise not_a_run(run)
     if options.rollouts:
         return _export_rollouts(run, options)
     if options.output:
-        raise ConfigError("--output is for --rollouts; name the folder of the model after RUN")
+        raise ConfigError("--output is for --rollouts; give the model's folder after RUN")
 
     from llamarl.run.export import export
 
@@ -75,7 +78,7 @@ def _name(options: argparse.Namespace) -> HubName | None:
         return None
     name = HubName.of(options.push)
     if name is None or name.revision or options.rollouts:
-        why = "rollouts are not a model" if options.rollouts else "it is not a repository"
+        why = "rollouts are not a model" if options.rollouts else "it is not the name of a repository"
         raise ConfigError(f"--push {options.push}: {why}; give OWNER/NAME, and a model to push")
     return name
 
@@ -94,7 +97,7 @@ def _export_rollouts(run: Path, options: argparse.Namespace) -> int:
 
     for name in ("folder", "merge", "step", "dtype"):
         if getattr(options, name) not in (None, False):
-            raise ConfigError(f"--rollouts writes rows, not a model, so {name} has no effect; leave one of them out")
+            raise ConfigError(f"--rollouts writes rows and not a model, so {name} has no effect; leave one of them out")
     output = check_output(options.output or run / "rollouts.jsonl")
     lacks = list[str]()
     write = write_output if options.output else write_into_run

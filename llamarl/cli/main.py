@@ -22,24 +22,24 @@ from llamarl.observability.spans import MIN_FILES
 COMMANDS = {
     "init": "write the TOML file of a first run, for a model, data and GPUs",
     "train": "run reinforcement learning from a TOML file",
-    "explain": "show each setting of a run, and what follows from all of them",
+    "explain": "show each setting of a run and what they result in",
     "sft": "fine-tune a checkpoint on worked solutions, or make a small base model from scratch",
     "generate": "answer the prompts of a file",
-    "serve": "answer other programs over OpenAI's protocol",
+    "serve": "serve a model over an OpenAI-compatible API",
     "eval": "score a checkpoint on held-out problems",
     "export": "write a run's checkpoint as a Hugging Face folder",
     "plan": "predict step time and find the best layout for a cluster",
-    "profile": "turn a short run into measured constants for plan and simulate",
-    "report": "show one or several runs as one HTML file",
-    "replay": "repeat a run from its record, and compare",
-    "watch": "show a running run in a browser",
+    "profile": "measure constants for plan and simulate from a short run",
+    "report": "write one HTML file about a run, or several side by side",
+    "replay": "repeat a run from its record and compare the results",
+    "watch": "show a run in a browser, live",
     "simulate": "run the real controller in virtual time on a simulated cluster",
-    "launch": "start a run on several hosts with Slurm or Kubernetes",
-    "certs": "make the certificates by which the hosts of a run authenticate each other",
-    "host": "lend this machine to a run on several hosts",
+    "launch": "submit a run on several hosts to Slurm or Kubernetes",
+    "certs": "create the TLS certificates of the hosts of a run",
+    "host": "make this machine available to a run on several hosts",
     "doctor": "check that this machine can run llamarl",
     "schema": "print the JSON schema of a run file, for editors",
-    "completion": "print a script with which bash, zsh or fish completes commands and options",
+    "completion": "print the completion script for bash, zsh or fish",
 }
 PARTS_OF = {
     **dict.fromkeys(("explain", "init", "plan", "profile", "simulate"), "forecast"),
@@ -55,9 +55,9 @@ PARTS_OF = {
 MAX_FILES = 1 << 16
 """Most open files, where the system allows it. Executors inherit the limit."""
 _OUTSIDE = {
-    errno.ENOSPC: " at the output; free space on that disk",
+    errno.ENOSPC: " while writing the output; free space on that disk",
     errno.EMFILE: "; raise the limit (ulimit -n)",
-    errno.EIO: ": the terminal is gone",
+    errno.EIO: ": the terminal was closed",
 }
 """Ends of messages on errors outside of a command, by error number."""
 _PATHS = (
@@ -141,7 +141,7 @@ def _end_for(name: str, error: OSError) -> NoReturn:
     """Ends the command with a message if the user or the system caused the error. Raises it again otherwise."""
     if error.errno in _PATHS and error.filename is not None:
         cause = f"cannot use {error.filename!s:.800}: {error.strerror}"
-        print(f"llamarl {name}: {cause}; name another path, or fix this one", file=sys.stderr)
+        print(f"llamarl {name}: {cause}; give another path, or fix this one", file=sys.stderr)
         sys.exit(USER_ERROR)
     if error.errno not in _OUTSIDE:
         raise error
@@ -163,7 +163,7 @@ def _check_surroundings() -> None:
     try:
         sys.path.append(os.getcwd())  # for the user's components; last, so that they hide nothing
     except FileNotFoundError:
-        raise ConfigError("the working folder was deleted; go to one that exists") from None
+        raise ConfigError("the working folder has been deleted; change to one that exists") from None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if limit < MIN_FILES:

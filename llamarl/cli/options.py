@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import reduce
@@ -16,13 +14,13 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 
 from llamarl.cli.main import USER_ERROR
 from llamarl.config import ConfigError, RunConfig, from_home, settled
-from llamarl.config.errors import near_names, one_of
+from llamarl.config.errors import known_hint, near_hint
 from llamarl.config.load import last_names
 from llamarl.config.ref import Ref
 from llamarl.config.schema import GeneratorConfig
 from llamarl.config.section import FilePath, Section
 from llamarl.observability.files import write_atomically
-from llamarl.observability.spans import stage_here
+from llamarl.observability.spans import report_delays
 
 RENAMED = {
     "data.max_prompt_tokens": "prompt-tokens",
@@ -31,35 +29,14 @@ RENAMED = {
     "rollout.stop_strings": "stop",
 }
 """Former names of options that differ from the setting's name."""
-MODEL_HELP = "Hugging Face folder, or a name on the Hub: owner/name, owner/name@revision"
+MODEL_HELP = "Hugging Face folder, or a model on the Hub: owner/name or owner/name@revision"
 ASKED_HELP = f"run folder (its newest checkpoint), export, or {MODEL_HELP}"
 ENGINE = tuple(f"generator.{name}" for name in GeneratorConfig.model_fields if name not in ("backend", "vllm"))
 """Settings of a generator's engine without a run."""
+__all__ = ["report_delays"]  # which commands import from here, with the rest of this file
 MOST_LETTERS = 80
 """Longer words are not misspelled options."""
-DELAY_S = 8.0
-"""Longest time without output of a command, in seconds."""
-
-
-@contextmanager
-def report_delays(command: str, work: str = "checking the settings") -> Iterator[Callable[[], None]]:
-    """Prints a line on stderr every `DELAY_S` that names the current stage, until the end of the block or the first
-    call of the yielded function. `work` is printed if there is no stage."""
-    thread, is_over = threading.get_ident(), threading.Event()
-
-    def tell() -> None:
-        while not is_over.wait(DELAY_S):
-            doing = stage_here(thread) or work
-            print(f"llamarl {command}: still {doing}; Ctrl-C ends it", file=sys.stderr, flush=True)
-
-    threading.Thread(target=tell, name="delay", daemon=True).start()
-    try:
-        yield is_over.set
-    finally:
-        is_over.set()
-
-
-TRUST = "import and run code that the settings name and that does not come with llamarl"
+TRUST = "run the code that the settings name, even if it does not come with llamarl"
 
 
 class ParserAsked(Exception):
@@ -105,8 +82,8 @@ def _near_option(parser: argparse.ArgumentParser, word: str, schema: type[Sectio
     for action in parser._actions:
         for option in action.option_strings if action.help != argparse.SUPPRESS else ():
             known.setdefault(option.lstrip("-").rpartition(".")[2].replace("-", "_"), []).append(option)
-    near = near_names(word.lstrip("-"), known)
-    return one_of(dict.fromkeys(near)) if near else ""
+    name, full = word.lstrip("-"), {last: [*dict.fromkeys(names)] for last, names in known.items()}
+    return known_hint(name, full) or near_hint(name, full)
 
 
 def with_settings(
@@ -185,7 +162,7 @@ def add_settings(parser: argparse.ArgumentParser, base: Mapping[str, Any], *name
         base: settings of the command, as parsed TOML.
         names: dotted names.
     """
-    config, group = settled(base), parser.add_argument_group("settings, as in the TOML of a run")
+    config, group = settled(base), parser.add_argument_group("settings, named as in a run file")
     for name in names:
         *sections, last = name.split(".")
         section = reduce(getattr, sections, config)
@@ -207,7 +184,7 @@ def check_output(path: str | Path, *read: str | None, option: str = "--output") 
 
     path = Path(path)
     if run := run_of_record(path):
-        raise ConfigError(f"{option} {path} is part of the record of run {run}; give {option} another path")
+        raise ConfigError(f"{option} {path} belongs to the record of run {run}; give {option} another path")
     if any(one and Path(one).exists() and path.exists() and path.samefile(one) for one in read):
         raise ConfigError(f"{option} {path} is a file that this command reads; give {option} another path")
     if not path.parent.is_dir():

@@ -18,7 +18,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command. Returns the exit code."""
     parser = command_parser("schema", "Print the JSON schema of a run file, for editors.", EPILOG)
     parser.add_argument(
-        "kind", nargs="?", choices=[*KINDS], default="run", help="kind of file: a run, or a warm start (run)"
+        "kind", nargs="?", choices=[*KINDS], default="run", help="schema of run files or of warm starts (run)"
     )
     print(schema_text(parser.parse_args(arguments).kind), end="")
     return 0

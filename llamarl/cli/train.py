@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from llamarl.cli.main import FAILURE, INTERRUPTED
 from llamarl.cli.options import TRUST, command_parser, report_delays, with_settings
 from llamarl.cli.restarts import WOULD_FAIL_AGAIN, run_with_restarts
 from llamarl.config import ConfigError, RunConfig, dump_toml, load_config
+from llamarl.config.hub import NotFetched, nothing_fetched
 from llamarl.config.ref import part
 from llamarl.observability.screen import print_to
 from llamarl.observability.spans import now_s, stage
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from llamarl.run.memory import MachineMemory
 
 EPILOG = """Every setting of the file can be overridden: --steps 10 --trainer.learning_rate 1e-5
---trainer.loss aipo --trainer.loss.rho 8. A recipe sets what file and command line leave open: --recipe grpo.
-Your own components are `package.module:Class`, found from the working folder.
+--trainer.loss aipo --trainer.loss.rho 8. A recipe sets what file and command line do not: --recipe grpo.
+Your own classes are `package.module:Class`, imported from the working folder.
 Exit codes: 0 all steps done, 1 the run failed, 2 a setting cannot work, 130 ended by Ctrl-C or SIGTERM."""
 
 
@@ -33,19 +34,19 @@ def main(arguments: Sequence[str]) -> int:
     started_s = now_s()
     parser = command_parser("train", "Asynchronous reinforcement learning from a TOML file.", EPILOG)
     parser.add_argument("config", metavar="RUN.toml")
-    parser.add_argument("--resume", action="store_true", help="continue a run that ended, for any reason")
+    parser.add_argument("--resume", action="store_true", help="continue the run from where it ended")
     parser.add_argument("--trust", action="store_true", help=f"with --resume: {TRUST}")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing run folder")
     parser.add_argument(
         "--dry-run", action="store_true", help="check the settings, print how the run would start, and stop"
     )
     parser.add_argument("--settings", action="store_true", help="with --dry-run: print all settings as TOML first")
-    parser.add_argument("--gpus", metavar="NxGB", help="with --dry-run: GPUs of the run's machine, such as 8x80")
-    parser.add_argument("--json", action="store_true", help="with --dry-run: one JSON object, as `llamarl explain`")
+    parser.add_argument("--gpus", metavar="NxGB", help="with --dry-run: GPUs of the target machine, such as 8x80")
     parser.add_argument(
-        "--restarts", type=int, metavar="N", help="when the run dies, restart it with --resume, at most N times"
+        "--json", action="store_true", help="with --dry-run: print one JSON object, as `llamarl explain --json`"
     )
-    parser.add_argument("--watch", action="store_true", help="show the run in a browser, as `llamarl watch`")
+    parser.add_argument("--restarts", type=int, metavar="N", help="if the run dies, resume it, at most N times")
+    parser.add_argument("--watch", action="store_true", help="also show the run in a browser, as `llamarl watch` does")
     options, overrides = with_settings(parser, arguments)
     config = load_config(options.config, overrides)
     if options.dry_run:
@@ -94,8 +95,8 @@ def _run(config: RunConfig, options: argparse.Namespace, started_s: float) -> in
         print(f"llamarl train: {error}; continue with --resume. Files: {folder.path}", file=sys.stderr)
         return INTERRUPTED
     except (ExecutorError, FolderLost, NonFiniteStep, NotSaved, Stalled, TooManyInvalid, WeightsWrong) as error:
-        if isinstance(error, NotSaved):  # before a summary that looks like success
-            print(f"llamarl train: the model after the last step is not saved: {error}", file=sys.stderr, flush=True)
+        if isinstance(error, NotSaved):  # before a summary whose numbers look like success
+            print(f"llamarl train: the model after the last step was not saved: {error}", file=sys.stderr, flush=True)
         _say_last("".join(getattr(error, "__notes__", ())), f"the summary is in {folder.summary}")
         way_on = f"; {folder.way_on()}" if isinstance(error, MeshFailed | NotSaved) else ""
         print(f"llamarl train: {type(error).__name__}: {error}{way_on}", file=sys.stderr)
@@ -112,7 +113,7 @@ def _say_last(text: str, instead: str) -> None:
     try:
         print(text, flush=True)
     except OSError as error:
-        print(f"llamarl train: {error.strerror} at the output; {instead}", file=sys.stderr)
+        print(f"llamarl train: {error.strerror} while writing the output; {instead}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -123,9 +124,14 @@ def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence
     from llamarl.run.models import with_start_model
 
     machine = None if options.gpus is None else described_machine(options.gpus)
-    with report_delays("train"):
+    with report_delays("train"), ExitStack() as opened:
         start = with_start_model(config, command="llamarl train", writes=False)
-        taken, beginning = _beginning(start, options, machine)  # fetches files that the forecast needs
+        try:
+            taken, beginning = _beginning(start, options, machine)  # fetches what it needs, and the forecast finds it
+        except NotFetched as error:
+            _check_built_in(start, machine, error)
+            taken, beginning = str(error), {"first prompt": ["not known: the model or the data are not here"]}
+            opened.enter_context(nothing_fetched(str(error)))
         try:
             explained = part("forecast", "explained")
         except ConfigError as error:
@@ -144,6 +150,20 @@ def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence
     for name, said in found["consequences"].items():
         print(f"{begin}{name}:", *(f"{indent}{line}" for line in said), sep="\n")
     return 0
+
+
+def _check_built_in(config: RunConfig, machine: MachineMemory | None, error: NotFetched) -> None:
+    """Checks a run whose files cannot be fetched by the built-in shape of its model. Raises ConfigError: there is no
+    such shape, or the model does not fit."""
+    from llamarl.run.memory import check_memory
+
+    try:
+        shape = part("forecast", "built_in_model")(config)
+    except ConfigError:
+        shape = None
+    if shape is None:
+        raise ConfigError(f"{error}; a dry run of a model without a built-in shape needs the Hub, or a folder")
+    check_memory(config, shape, machine)
 
 
 def _start_lines(config: RunConfig, options: argparse.Namespace, taken: str) -> list[str]:
@@ -183,7 +203,7 @@ def _beginning(
         taken = str(error)
     run = path if options.resume else None
     if not has_base_model(config):
-        return taken, {"first prompt": [f"unknown until the start has made {config.model.path}"]}
+        return taken, {"first prompt": [f"not known until the start has made {config.model.path}"]}
     _, pinned, prepared = looked_ahead(config, run, command="llamarl train", weights=False, machine=machine)
     if machine is None and pinned.cluster.kind != "hosts":
         taken = taken or disk_need(pinned, prepared.shape).lack

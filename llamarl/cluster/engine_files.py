@@ -1,8 +1,8 @@
-"""Files that Monarch, the engine of executors, writes on a machine beside the run: its log, and sockets in temporary
+"""Files that Monarch, the engine of executors, writes outside of the run's folder: its log, and sockets in temporary
 folders.
 
-Left alone it appends everything that it does to one file of all runs, whose name others know beforehand, and leaves a
-folder for each process that is killed.
+By default Monarch appends its log to one file for all runs, with a predictable name, and leaves a folder for each
+killed process.
 """
 
 from __future__ import annotations
@@ -25,23 +25,26 @@ from llamarl.config.errors import ConfigError
 
 PREFIX = "llamarl-tmp-"
 MEMORY = "LLAMARL_MEMORY"
-"""Environment variable: a folder in this host's memory that goes with the process which set it."""
+"""Environment variable with a folder in this host's memory, which is removed with the process that set it."""
 IN_MEMORY = Path("/dev/shm")
 MAX_PATH_CHARS = 60
-"""Longest path of a temporary folder, in characters: a socket's address has room for 107, and its name comes behind."""
+"""Longest path of a temporary folder, in characters. A socket's address has room for 107, including the file's name."""
 MOST_TRIES = 1000
-"""Folders that a start makes at most until it has locked one: others may sweep the moment that it is made."""
+"""Most folders that a start makes until it has locked one, because other starts may sweep a new folder."""
 _held = list[int]()
 """Descriptors of this process's temporary folders, which are locked."""
 _making = threading.Lock()
 
 
 def log_env(folder: Path | None, shared: Path = Path("/tmp")) -> dict[str, str]:
-    """Environment of a process that will import Monarch: only errors are logged, into `folder`/monarch.log, which is
-    its user's alone; without a folder, into the user's own in `shared`.
+    """Returns the environment of a process that will import Monarch. Monarch then logs only errors, into
+    `folder`/monarch.log, which only its user can read.
+
+    Args:
+        folder: None means the user's own folder in `shared`.
 
     Raises:
-        ConfigError: somebody else has made the folder in `shared` that Monarch wants for this user.
+        ConfigError: another user owns the folder in `shared` that Monarch uses for this user.
     """
     with suppress(KeyError):  # a user without a name
         _check_own(shared / pwd.getpwuid(os.getuid()).pw_name)
@@ -50,7 +53,7 @@ def log_env(folder: Path | None, shared: Path = Path("/tmp")) -> dict[str, str]:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder.absolute() / "monarch.log"
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
-        # Monarch appends this to a name in that folder; above the root is the root.
+        # Monarch appends this to a name in that folder; the parent of the root is the root.
         found["MONARCH_LOG_SUFFIX"] = "/.." * 32 + str(path.with_suffix(""))
     return found
 
@@ -60,7 +63,7 @@ def _check_own(home: Path) -> None:
         home.mkdir(mode=0o700)
     found = home.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise ConfigError(f"{home} is another user's, and Monarch would write its log there; remove it")
+        raise ConfigError(f"{home} belongs to another user, and Monarch would write its log there; remove it")
     home.chmod(stat.S_IMODE(found.st_mode) & ~0o022)
     for name in ("monarch_log.log", "monarch_log_"):
         if (home / name).is_symlink():
@@ -68,8 +71,8 @@ def _check_own(home: Path) -> None:
 
 
 def own_temporary_folder() -> None:
-    """TMPDIR of this process, and of those that it starts, becomes a folder that goes with it; what killed ones have
-    left goes now. Raises ConfigError."""
+    """Sets TMPDIR of this process and its children to a folder that is removed with it. Removes the folders of killed
+    processes. Raises ConfigError."""
     with _making:  # two threads may start runs at the same time
         if not _held:
             sweep()
@@ -79,20 +82,20 @@ def own_temporary_folder() -> None:
 def _make_own() -> None:
     """Raises ConfigError."""
     beside = Path(tempfile.gettempdir())
-    if beside.name.startswith(PREFIX):  # a process that started this one has its own there: paths stay short
+    if beside.name.startswith(PREFIX):  # the parent process has its own there: paths stay short
         beside = beside.parent
     try:
         folder, descriptor = make_locked(beside)
     except OSError as error:
-        raise ConfigError(f"no temporary folder can be made ({error}); set TMPDIR to one that can be written") from None
+        raise ConfigError(f"no temporary folder can be created ({error}); set TMPDIR to a writable folder") from None
     _held.append(descriptor)
     atexit.register(_remove_own, folder, os.getpid())
     if len(str(folder)) > MAX_PATH_CHARS:
         os.close(_held.pop())
         os.rmdir(folder)
-        raise ConfigError(f"TMPDIR = {tempfile.gettempdir()!r} is too long for sockets in it; name a shorter one")
+        raise ConfigError(f"TMPDIR = {tempfile.gettempdir()!r} is too long for sockets in it; use a shorter path")
     os.environ["TMPDIR"] = tempfile.tempdir = os.environ[MEMORY] = str(folder)
-    with suppress(OSError):  # no such file system, or nobody may write there: the disk serves
+    with suppress(OSError):  # no such file system, or it is not writable: the disk serves
         in_memory, descriptor = make_locked(IN_MEMORY)
         _held.append(descriptor)
         os.environ[MEMORY] = str(in_memory)
@@ -100,10 +103,9 @@ def _make_own() -> None:
 
 
 def make_locked(beside: Path) -> tuple[Path, int]:
-    """Makes a temporary folder that `sweep` leaves alone. Returns it with the descriptor that holds its lock.
+    """Makes a temporary folder that `sweep` ignores. Returns it with the descriptor that holds its lock.
 
-    Another start may sweep between the moment that the folder is made and the moment that it is locked; then the
-    next one is made.
+    Another start may sweep a folder after it is made and before it is locked. Then the next one is made.
 
     Raises:
         OSError: no folder can be made there.
@@ -118,7 +120,7 @@ def make_locked(beside: Path) -> tuple[Path, int]:
             if os.path.samestat(os.fstat(descriptor), folder.stat()):
                 return folder, descriptor
         os.close(descriptor)
-    raise BlockingIOError(errno.EAGAIN, f"{MOST_TRIES} folders were taken away as they were made", str(beside))
+    raise BlockingIOError(errno.EAGAIN, f"{MOST_TRIES} folders were removed as they were made", str(beside))
 
 
 def _remove_own(folder: Path, pid: int) -> None:
@@ -128,14 +130,14 @@ def _remove_own(folder: Path, pid: int) -> None:
 
 
 def mirror_folder(run: str) -> Path:
-    """Folder where trainer and critic of a run keep copies of their state in this host's memory."""
+    """Returns the folder where trainer and critic of a run keep copies of their state in this host's memory."""
     return Path(os.environ[MEMORY], "mirror", run)
 
 
 def sweep() -> None:
-    """Removes what processes have left that were killed: nobody holds its lock."""
+    """Removes the folders of killed processes, whose locks are free."""
     for folder in (*Path(tempfile.gettempdir()).glob(f"{PREFIX}*"), *IN_MEMORY.glob(f"{PREFIX}*")):
-        with suppress(OSError):  # held, somebody else's, or gone
+        with suppress(OSError):  # locked, owned by another user, or gone
             descriptor = _locked(folder)
             shutil.rmtree(folder, ignore_errors=True)
             os.close(descriptor)
@@ -153,7 +155,7 @@ def _locked(folder: Path) -> int:
 
 @contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """The engine's start prints where its logs are, past Python and past its own settings."""
+    """Discards standard error while the engine starts, whose messages bypass Python and its own settings."""
     sys.stderr.flush()
     kept = os.dup(2)
     null = os.open(os.devnull, os.O_WRONLY)

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -41,7 +42,7 @@ EXECUTORS = (
 """Modules that the server imports, by stage. Each stage is a process that also has the modules of the stages before it.
 The first stage has no torch, like the executors that are forked from it."""
 _LIGHT = "llamarl.parts.episodes.executors."
-"""Beginning of the names of other modules that need no torch."""
+"""Prefix of the names of other modules that need no torch."""
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _EARLY = (
     "ACC_", "ATEN_", "COMPILE_STROBELIGHT_", "DNNL_", "FX_", "GFORTRAN_", "GLIBC_", "GOMP_", "GOTO_", "HF_", "HOME",
@@ -49,9 +50,9 @@ _EARLY = (
     "OMP", "ONEDNN_", "OPENBLAS_", "OPENSSL_", "PYDANTIC_", "PYTHON", "PYTORCH_", "RUST_", "TOKENIZERS_LOG", "TORCH",
     "TRITON_", "TZ",
 )  # fmt: skip
-"""Beginnings of the names of variables that Python, and libraries that the server imports, read as they are loaded."""
+"""Prefixes of the names of variables that Python, and libraries that the server imports, read at import."""
 DEVICES = ("/dev/nvidia", "/dev/kfd")
-"""Beginnings of the names of devices that a driver opens as it is initialized."""
+"""Prefixes of the devices that a driver opens when it is initialized."""
 _PROGRAM = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -61,6 +62,8 @@ __import__("llamarl.cluster.fork_server", fromlist=["serve"]).serve()
 from llamarl.cluster.start_up import main
 main()
 """
+_LOOK_S = 0.01
+"""Interval in seconds between two checks whether the server is ready."""
 _END_S = 0.5
 """Longest wait in seconds for the server to end its stages and itself."""
 _NAME_CHARS = 4000
@@ -77,9 +80,13 @@ class ForkServer:
         """Raises OSError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         until, self._lifeline = os.pipe()
-        held = [theirs.fileno(), until, *map(int, filter(None, [os.environ.get(LIFELINE)]))]
+        self._news, tells = os.pipe()
+        os.set_blocking(self._news, False)
+        self._num_ready, self._has_ended = 0, False
+        held = [theirs.fileno(), until, tells, *map(int, filter(None, [os.environ.get(LIFELINE)]))]
         paths = json.dumps(list(dict.fromkeys(map(os.path.abspath, sys.path))))
-        own = [json.dumps(stages), str(theirs.fileno()), str(until), str(os.getpid()), " " * _NAME_CHARS]
+        numbers = map(str, (theirs.fileno(), until, os.getpid(), tells))
+        own = [json.dumps(stages), *numbers, " " * _NAME_CHARS]
         with theirs:
             try:
                 self._process = subprocess.Popen(
@@ -89,7 +96,8 @@ class ForkServer:
                 )  # fmt: skip
             finally:
                 os.close(until)
-        self._control = ours
+                os.close(tells)
+        self._control, self._stages = ours, stages
         self._control.set_inheritable(True)  # by the processes that Monarch starts
         self.place = f"{os.getpid()}:{ours.fileno()}"
         """Value of the variable `SERVER` by which launchers find the server."""
@@ -97,6 +105,17 @@ class ForkServer:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def is_ready(self, module: str) -> bool:
+        """Returns whether a launcher's request for a module would be answered at once. True if the server has ended."""
+        while not self._has_ended:
+            try:
+                told = os.read(self._news, len(self._stages))
+            except BlockingIOError:
+                break
+            self._num_ready, self._has_ended = self._num_ready + len(told), not told
+        stage = next((number for number, one in enumerate(self._stages) if module in one), len(self._stages) - 1)
+        return self._has_ended or self._num_ready > stage
 
     def close(self) -> None:
         """Ends the server. Forked ranks continue."""
@@ -107,6 +126,7 @@ class ForkServer:
         kill_group(self._process.pid)  # a server that still imports does not look at its socket
         self._process.wait()
         os.close(self._lifeline)
+        os.close(self._news)
 
 
 _lock = threading.Lock()
@@ -118,7 +138,7 @@ _shared: list[ForkServer] = []
 
 @contextmanager
 def fork_server(kind: str) -> Iterator[None]:
-    """Has ranks forked, where possible, that Monarch starts within it. Simultaneous runs of a process share one server.
+    """Context in which Monarch's ranks are forked if possible. Simultaneous runs of a process share one server.
 
     Args:
         kind: `cluster.kind`. With another kind than `monarch` this process starts no ranks, and no server.
@@ -164,10 +184,20 @@ def end() -> None:
         _shared.pop().close()
 
 
+async def ready(module: str, timeout_s: float) -> None:
+    """Waits until the server of this process can fork ranks of a module at once, for `timeout_s` at most: Monarch gives
+    a rank that it starts less time than imports may take."""
+    import asyncio  # the command that starts the server has not imported it yet
+
+    until_s = time.monotonic() + timeout_s
+    while _shared and not _shared[0].is_ready(module) and time.monotonic() < until_s:
+        await asyncio.sleep(_LOOK_S)
+
+
 def serve() -> None:
     """Runs the server. Returns only in each forked rank, with the `sys.argv` of the ordinary start."""
     stages: list[list[str]] = json.loads(sys.argv[2])
-    control, until, starter = map(int, sys.argv[3:6])
+    control, until, starter, tells = map(int, sys.argv[3:7])
     _die_with(until)
     _rename([sys.executable, "-m", "llamarl.cluster.fork_server"])
     gc.disable()  # a search for garbage among modules takes a sixth of their import
@@ -177,6 +207,7 @@ def serve() -> None:
     for number, modules in enumerate(stages):
         for name in modules:
             importlib.import_module(name)
+        os.write(tells, b"0")
         if number + 1 < len(stages):
             if reason := unfit():
                 sys.exit(reason)
@@ -187,13 +218,14 @@ def serve() -> None:
             following.close()
             listener.close()
             following, listener = None, theirs
+    os.close(tells)
     gc.freeze()
-    server = _Server(listener, following, next_stage, parent, until, here, modules)
+    server = _Stage(listener, following, next_stage, parent, until, here, modules)
     request, descriptors = server.next_request()
     _become(request, descriptors)
 
 
-class _Server:
+class _Stage:
     """One stage: forks a rank for each request about its modules, and sends other requests to the next stage."""
 
     def __init__(
@@ -245,20 +277,21 @@ class _Server:
         reason = _objection(request["environment"], self._environment) or unfit()
         if not (self._is_own(request["module"]) or request["module"].startswith("llamarl.")):
             reason = f"the fork server does not know {request['module']}"
+        pid = -1
         try:
-            if not reason and not (pid := os.fork()):
-                reply.close()
-                self._leave()
-                return True
+            pid = -1 if reason else os.fork()
         except OSError as error:
             reason = f"no process can be forked: {error}"
-        if reason:
+        if pid == 0:
+            self._leave()
+        elif reason:
             _tell(reply, declined=reason)
-            reply.close()
         else:
             self._poll.register(watched := os.pidfd_open(pid), select.POLLIN)
             self._ranks[watched] = pid, reply
-        return False
+            return False
+        reply.close()
+        return pid == 0
 
     def _end(self) -> NoReturn:
         """Ends the following stage, then this one."""
@@ -298,8 +331,8 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
             os.dup2(stream, number)
             os.close(stream)
         os.umask(request["umask"])
-        for kind, *limits in request["limits"]:
-            resource.setrlimit(kind, limits)
+        for kind, soft, hard in request["limits"]:
+            resource.setrlimit(kind, (soft, hard))
         os.sched_setaffinity(0, request["cores"])
         os.setpriority(os.PRIO_PROCESS, 0, request["priority"])
     except (OSError, ValueError) as error:  # ValueError: a limit is higher than this process may set

@@ -1,4 +1,4 @@
-"""All executors in this process, one thread each: for tests, debugging and runs on one device."""
+"""`InlineCluster`: all executors in this process, one thread each. For tests, debugging and runs on one device."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import pickle
 import sys
 from pathlib import Path
 
-from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, Tell
+from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, Reply, Tell, error_of, pickled, value_of
 from llamarl.cluster.handle import BaseHandle, stop_all
-from llamarl.cluster.payload import Reply, error_of, pickled, value_of
 from llamarl.cluster.rank import CLOSE, FAILURE, ExecutorRank
 from llamarl.config.errors import ConfigError
 
@@ -18,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class InlineHandle(BaseHandle):
-    """Calls cross from the event loop to the executor's thread as bytes, so nothing is shared by accident."""
+    """Passes calls from the event loop to the executor's thread as bytes, so no object is shared by accident."""
 
     def __init__(self, spec: ExecutorSpec, packed_spec: bytes, log: Path | None) -> None:
         super().__init__(spec)
@@ -47,10 +46,13 @@ class InlineHandle(BaseHandle):
 
 
 class InlineCluster(Cluster):
-    """Executors share the interpreter, its environment and its devices; one rank each."""
+    """Executors share the interpreter, its environment and its devices. Each has one rank."""
 
     def __init__(self, log_folder: Path | None = None) -> None:
-        """`log_folder` gets a file of technical notes for each executor; None means that they go to standard output."""
+        """
+        Args:
+            log_folder: folder with a file of technical notes for each executor. None means standard output.
+        """
         self._log_folder = log_folder
         self._handles: list[InlineHandle] = []
 

@@ -1,4 +1,4 @@
-"""The program that Monarch starts for a rank: asks the fork server of its parent for the process, and stands for it.
+"""The program that Monarch starts for a rank. It requests the process from a fork server, and represents the process.
 
 It ends as that process ends, and that process is killed when it ends first. Without a server, or when the server
 declines, it becomes the ordinary start. A bare interpreter (`-I -S`) runs the text of this file, so it imports little.
@@ -26,8 +26,11 @@ SERVER = "LLAMARL_FORK_SERVER_AT"
 ORDINARY = "LLAMARL_ORDINARY_START"
 """Environment variable: why a rank that could have been forked imports everything itself."""
 SERVER_ENDED = "the fork server has ended"
+WAIT_S = 15.0
+"""Longest wait in seconds for a rank to be forked. Monarch waits 30 s for a rank to report, and the ordinary start must
+fit into the rest."""
 REAPED_S = 0.5
-"""Longest wait in seconds for the system to reap a process that has ended: before, it does not tell how."""
+"""Longest wait in seconds for the system to reap an ended process, whose exit status it then reports."""
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3
 """Request and flag of linux/pidfd.h."""
 
@@ -52,7 +55,7 @@ def _run(place: str, module: str, arguments: list[str]) -> str:
         return "the fork server is another process's"
     parent = os.pidfd_open(starter)
     answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    until, lifeline = os.pipe()  # the rank is killed when the last one that holds `lifeline` ends: this process
+    until, lifeline = os.pipe()  # the rank is killed when no process holds `lifeline`, which only this process does
     with socket.socket(fileno=control) as server, theirs:
         request = json.dumps(_request(module, arguments)).encode()
         try:
@@ -60,13 +63,17 @@ def _run(place: str, module: str, arguments: list[str]) -> str:
         except (BrokenPipeError, ConnectionError):
             return SERVER_ENDED
     os.close(until)
-    answer = _answer(answers, parent)
+    if not _wait(answers.fileno(), parent, WAIT_S):
+        os.close(lifeline)
+        return f"the fork server has not answered within {WAIT_S:g} s"
+    answer = _answer(answers)
     if "pid" not in answer:
         os.close(lifeline)
         return str(answer.get("declined", SERVER_ENDED))
     rank = _opened(answer["pid"])
     signal.signal(signal.SIGTERM, lambda *_: _terminate(rank))
-    if "status" not in (answer := _answer(answers, parent)):
+    _wait(answers.fileno(), parent)
+    if "status" not in (answer := _answer(answers)):
         if rank is not None:
             _wait(rank, parent)
         answer = {"status": _status(rank)}
@@ -90,7 +97,7 @@ def _terminate(rank: int | None) -> None:
 
 
 def _request(module: str, arguments: list[str]) -> dict[str, Any]:
-    """What the rank is to run and in which surroundings."""
+    """Returns the request for a rank: its arguments and its environment."""
     umask = os.umask(0o077)
     os.umask(umask)
     kinds = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
@@ -106,22 +113,24 @@ def _request(module: str, arguments: list[str]) -> dict[str, Any]:
     }
 
 
-def _answer(answers: socket.socket, parent: int) -> dict[str, Any]:
+def _answer(answers: socket.socket) -> dict[str, Any]:
     """The next message of the server or the rank; empty when both have closed the socket."""
-    _wait(answers.fileno(), parent)
     try:
         return json.loads(answers.recv(1 << 16) or "{}")
     except OSError:
         return {}
 
 
-def _wait(descriptor: int, parent: int) -> None:
-    """Returns when there is something to read; ends this process when its parent ends first."""
+def _wait(descriptor: int, parent: int, timeout_s: float = -1.0) -> bool:
+    """Waits until there is something to read. Returns False if nothing came in time; a negative time means no limit.
+    Ends this process if its parent ends first."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     poll.register(parent, select.POLLIN)
-    if descriptor not in dict(poll.poll()):
+    ready = dict(poll.poll(timeout_s * 1e3))
+    if ready and descriptor not in ready:
         os._exit(1)
+    return bool(ready)
 
 
 def _status(rank: int | None) -> int:

@@ -1,7 +1,8 @@
-"""Executors in processes of their own, on Monarch. The only file that imports it; parts take its names from here.
+"""Executors in processes, run by Monarch. No other file imports Monarch; parts import its names from here.
 
-Monarch starts the processes, carries the calls and stops the processes. Order, threads, errors and payloads are ours:
-one endpoint passes bytes to the `ExecutorRank` of each rank. One proc mesh per executor makes it the unit of failure.
+Monarch starts the processes, carries the calls and stops the processes. llamarl defines the order of calls, threads,
+errors and payloads: one endpoint passes bytes to the `ExecutorRank` of each rank. Each executor has its own proc mesh,
+and fails as a whole.
 """
 
 from __future__ import annotations
@@ -22,15 +23,23 @@ from functools import partial
 from pathlib import Path
 
 from llamarl.child import kill_group
-from llamarl.cluster import launcher, start_up
-from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle, ExecutorSpec, MeshFailed, Tell
-from llamarl.cluster.deaths import cause_of, cause_of_reaped, killed_by, rank_of
+from llamarl.cluster import fork_server, launcher, start_up
+from llamarl.cluster.api import (
+    Cluster,
+    ExecutorError,
+    ExecutorHandle,
+    ExecutorSpec,
+    MeshFailed,
+    Reply,
+    Tell,
+    error_of,
+    pickled,
+    value_of,
+)
 from llamarl.cluster.engine_files import quiet_stderr
-from llamarl.cluster.engine_ports import bound_strangers
-from llamarl.cluster.handle import CAUSE_S, BaseHandle, stop_all
+from llamarl.cluster.engine_sockets import keep_private, limit_unauthenticated, warn_if_open
+from llamarl.cluster.handle import CAUSE_S, BaseHandle, cause_of, cause_of_reaped, killed_by, rank_of, stop_all
 from llamarl.cluster.launcher import SERVER
-from llamarl.cluster.payload import Reply, error_of, pickled, value_of
-from llamarl.cluster.private_sockets import keep_private, warn_if_open
 from llamarl.cluster.rank import CLOSE, FAILURE, ExecutorRank
 from llamarl.config.errors import ConfigError
 
@@ -58,44 +67,42 @@ except ImportError as error:
 
 __all__ = ["BootstrapCommand", "MonarchCluster", "MonarchHandle", "ProcMesh", "attach_to_workers", "serve_host"]
 keep_private()
-bound_strangers()
+limit_unauthenticated()
 _ENGINE_MODULE = "monarch._src.actor.bootstrap_main"
 _LAUNCHER = Path(launcher.__file__).read_text(encoding="utf-8")
 MAX_SENDS = 16
-"""Most messages with which a call to all ranks of a mesh leaves this process, or a rank that passes it on: rank 0's and
-those of Monarch's tree."""
+"""Most messages in which a call to all ranks of a mesh leaves this process, or a rank that forwards it in Monarch's
+tree."""
 _SETTINGS = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "60s",
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "60s",
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "30s",
     "HYPERACTOR_MESH_MAX_CAST_FANOUT": f"{MAX_SENDS - 1}",
-    "HYPERACTOR_HOST_SPAWN_READY_TIMEOUT": "1h",
-    "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "1h",
-    "HYPERACTOR_MESH_ACTOR_SPAWN_MAX_IDLE": "1h",
 }
-"""Environment variables of Monarch. With its defaults the death of a process may take 9 s to be noticed, and a start
-fails if torch, which a fork server imports before it forks a rank, takes 30 s. `cluster.start_timeout_s` is the
+"""Environment variables of Monarch. With its defaults, it may take 9 s until the death of a process is noticed. A start
+fails if torch, which a fork server imports before it forks a rank, takes 30 s. Here `cluster.start_timeout_s` is the
 limit."""
 _WAITS = "MESH_ORPHAN MESH_SUPERVISION_WATCHDOG MESSAGE_DELIVERY CHANNEL_RECONNECT"
 _PATIENT = {f"HYPERACTOR_{name}_TIMEOUT": "1h" for name in _WAITS.split()}
-"""Timeouts where pidfds tell who is dead, on one machine: with less, a controller stopped for 30 s hears of nobody."""
+"""Timeouts for one machine, where pidfds show which process is dead. Shorter ones would fail all executors of a
+controller that was stopped for 30 s."""
 TRUST = "trust_all_connections"
-"""Who may connect is TLS's matter, or the file system's."""
+"""Monarch trusts all connections, because TLS or the file system restricts them."""
 _CLIENT_S = 0.3
 """Seconds that Monarch's client has for each of its two last flushes."""
 _END_S = 10.0
-"""Longest wait for Monarch's client to end. Where the interpreter goes on before, a thread of Monarch's that notices
-ends the process with code 1, so that a run that went well looks failed; one busy machine needs more than a second."""
+"""Longest wait for Monarch's client to end. If the interpreter ends before, a thread of Monarch's ends the process with
+exit code 1, so that a successful run looks failed. A busy machine needs more than a second."""
 
 
 def serve_host(address: str) -> None:
-    """The engine's part of another host: says where it can be attached, and serves until the process is killed, at the
-    latest when its parent ends."""
+    """Runs the engine on another host. Prints the address at which it can be attached, and serves until the process is
+    killed, at the latest when its parent ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     with socket.create_server((address, 0)) as probe:
         port = probe.getsockname()[1]
-    # Beside these two it brings a web server and pyarrow, which every executor would import.
+    # Its package also brings a web server and pyarrow, which every executor would import.
     from monarch.job import new_service_proc_id, service_proc_addr
 
     url = service_proc_addr(f"tls://{address}:{port}", new_service_proc_id())
@@ -115,14 +122,17 @@ class Rank(Actor):
 
 
 class MonarchHandle(BaseHandle):
-    """Calls go through Monarch; the death of a local process is seen through its pidfd, in milliseconds."""
+    """Passes calls through Monarch. Notices the death of a local process by its pidfd, in milliseconds."""
 
     def __init__(self, spec: ExecutorSpec, meshes: Sequence[tuple[ProcMesh, Rank]]) -> None:
-        """`meshes`: processes, and what runs in them; their ranks follow each other."""
+        """
+        Args:
+            meshes: processes and the rank actors in them. Ranks are numbered through all meshes.
+        """
         super().__init__(spec)
         self._meshes = meshes
         self._exits: list[asyncio.Future[None]] = []
-        """Per rank, resolved when its process has ended, and its launcher, if there is one."""
+        """Resolved when the process of a rank, and its launcher if there is one, has ended."""
         self._running: list[set[int]] = []
         """Descriptors of the processes of each rank that have not ended."""
         self._stopping: asyncio.Task[None] | None = None
@@ -148,7 +158,7 @@ class MonarchHandle(BaseHandle):
         return replies
 
     def _slice(self, rank: int) -> Rank:
-        """One rank."""
+        """Returns one rank's actor."""
         for _, ranks in self._meshes:
             if rank < ranks.size():
                 return ranks.flatten("ranks").slice(ranks=rank)
@@ -176,13 +186,13 @@ class MonarchHandle(BaseHandle):
             first += ranks.size()
 
     def _hear(self, first: int, failures: Iterator[Future[Reply]]) -> None:
-        """The next failure of a mesh."""
+        """Waits for the next failure of a mesh."""
         if failure := next(failures, None):
             failure.as_asyncio().add_done_callback(partial(self._failure_told, first, failures))
 
     def _failure_told(self, first: int, failures: Iterator[Future[Reply]], failure: asyncio.Future[Reply]) -> None:
-        """Either `work()` raised in a rank of a mesh, which begins with rank `first`, or Monarch has lost one. A rank
-        that has but lost others may be heard before them."""
+        """Handles a failure of a mesh, which begins with rank `first`: `work()` has raised in a rank, or Monarch has
+        lost a rank. A rank that only lost other ranks may report before them."""
         if (lost := failure.exception()) is not None:
             rank, cause = first + rank_of(str(lost)), cause_of(str(lost))
             self._fail(MeshFailed(self.name, (rank,), f"pid {self.pids[rank]}{self._where(rank)} {cause}"))
@@ -193,11 +203,12 @@ class MonarchHandle(BaseHandle):
             self._fail(raised)
 
     def _where(self, rank: int) -> str:
-        """Which host, where it may be another one."""
+        """Returns the host of a rank for a message, empty for this machine."""
         return ""
 
     def _process_ended(self, rank: int, descriptor: int) -> None:
-        """A rank has ended, or its launcher, which ends as the rank does and whose cause this process can learn."""
+        """Handles the end of a rank or of its launcher. The launcher ends as the rank does, and this process can learn
+        its cause."""
         asyncio.get_running_loop().remove_reader(descriptor)
         cause = None
         try:
@@ -218,7 +229,7 @@ class MonarchHandle(BaseHandle):
         self._dead(rank, cause)
 
     def _dead(self, rank: int, cause: str | None) -> None:
-        """Without a cause, Monarch is given time to tell it."""
+        """Marks a rank dead. None as cause means that Monarch gets time to report it."""
         error = MeshFailed(self.name, (rank,), f"pid {self.pids[rank]}{self._where(rank)} {cause or 'has ended'}")
         if cause is not None:
             self._fail(error)
@@ -239,7 +250,7 @@ class MonarchHandle(BaseHandle):
         await asyncio.shield(self._stopping)
 
     async def _stop(self, deadline_s: float, timeout_s: float) -> None:
-        """Close, leave, kill: the first may take half of the time, the second two thirds of what is left."""
+        """Closes, leaves, then kills. The close may take half of the time, and leaving two thirds of the rest."""
         closed = self._send(CLOSE, b"", timeout_s)
         closed.add_done_callback(lambda replies: replies.exception())
         await asyncio.wait((closed,), timeout=timeout_s / 2)
@@ -255,7 +266,7 @@ class MonarchHandle(BaseHandle):
                 value_of(reply, self.name)
 
     async def _leave(self) -> None:
-        """Meshes whose processes are dead may refuse to stop; the processes are what counts: they are killed next."""
+        """Stops the meshes. Meshes with dead processes may refuse to stop; their other processes are killed next."""
         stopping = (mesh.stop("stopped by the controller") for mesh, _ in self._meshes)
         await asyncio.gather(*stopping, return_exceptions=True)
 
@@ -268,12 +279,15 @@ class MonarchHandle(BaseHandle):
 class MonarchCluster(Cluster):
     """Executors on this machine, over Unix sockets.
 
-    Monarch's client, once shut down, cannot start again in the same process; it ends with the interpreter, and every
+    Monarch's client, once shut down, cannot start again in the same process. It ends with the interpreter, and every
     cluster of the process shares it.
     """
 
     def __init__(self, log_folder: Path | None, transport: str = "ipc") -> None:
-        """`transport`: where Monarch listens."""
+        """
+        Args:
+            transport: where Monarch listens.
+        """
         if log_folder is not None:
             log_folder.mkdir(parents=True, exist_ok=True)
         self._log_folder = log_folder
@@ -285,9 +299,15 @@ class MonarchCluster(Cluster):
         with quiet_stderr():
             monarch.actor.enable_transport(transport)
             self._machine = this_host()
-        atexit.register(_end_client)  # before Monarch's own, which would report that it has run out of time
+        atexit.register(_end_client)  # before Monarch's own, which would report a timeout
 
     async def spawn(self, spec: ExecutorSpec, timeout_s: float, tell: Tell | None = None) -> ExecutorHandle:
+        if SERVER in os.environ:
+            began_s = time.monotonic()
+            if tell:
+                tell("imports modules")
+            await fork_server.ready(spec.target.partition(":")[0], timeout_s)
+            timeout_s = max(0.0, timeout_s - (time.monotonic() - began_s))
         handle = MonarchHandle(spec, [self._start(spec, self._machine, spec.num_ranks, self._bootstrap_command)])
         return await self._ready(handle, timeout_s, tell)
 
@@ -302,7 +322,11 @@ class MonarchCluster(Cluster):
         num_ranks: int,
         command: Callable[[ExecutorSpec, int], BootstrapCommand],
     ) -> tuple[ProcMesh, Rank]:
-        """So many ranks on `machine`; `command` gives how each is started."""
+        """Starts ranks on `machine`.
+
+        Args:
+            command: returns the command with which a rank is started.
+        """
         packed_spec = pickled(spec, spec.name, "the specification")
         mesh = machine.spawn_procs(
             per_host={"ranks": num_ranks},
@@ -325,7 +349,11 @@ class MonarchCluster(Cluster):
 def bootstrap_command(
     spec: ExecutorSpec, rank: int, local_rank: int, env: Mapping[str, str], log_folder: Path | None, *, launches: bool
 ) -> BootstrapCommand:
-    """Returns the command with which Monarch starts a rank. `launches`: a fork server may be there to fork it."""
+    """Returns the command with which Monarch starts a rank.
+
+    Args:
+        launches: a fork server may be available to fork the rank.
+    """
     found: dict[str, str | None] = dict(env)
     log_name = spec.name
     if spec.num_ranks > 1:
@@ -339,10 +367,11 @@ def bootstrap_command(
 
 
 def _end_client() -> None:
-    """Ends Monarch's client; all executors have been stopped, so nothing is lost when it takes too long."""
+    """Ends Monarch's client. All executors have been stopped, so a timeout loses nothing."""
     with suppress(TimeoutError):
         monarch.actor.shutdown_context(host_timeout=_CLIENT_S).get(timeout=_END_S)
 
 
 def _ignore_fault(failure: MeshFailure) -> None:
-    """Every handle watches its own processes; the default hook would interrupt the main thread."""
+    """Ignores a failure, since every handle watches its own processes. The default hook would interrupt the main
+    thread."""

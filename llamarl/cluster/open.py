@@ -1,4 +1,4 @@
-"""`open_cluster`: the backend that a setting names. Each is imported only where it is used."""
+"""`open_cluster`: opens the backend of a setting. Each backend is imported only if it is used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llamarl.config.ref import part
 
 
 def check_cluster(settings: ClusterConfig) -> None:
-    """Whether this machine has what `settings` ask for, before anything is started. Raises ConfigError."""
+    """Checks, before anything is started, that this machine has what `settings` require. Raises ConfigError."""
     if settings.kind != "inline" and (lack := lack_of_monarch()):
         raise ConfigError(f"cluster.kind = {settings.kind!r}: {lack}, or set cluster.kind = 'inline'")
     if settings.kind == "hosts":
@@ -21,13 +21,14 @@ def check_cluster(settings: ClusterConfig) -> None:
 
 
 def open_cluster(settings: ClusterConfig, log_folder: Path | None = None) -> Cluster:
-    """The cluster on this machine that `settings` ask for.
+    """Opens the cluster of `settings` on this machine.
 
-    With `log_folder`, the standard output and error of each rank go to `<log_folder>/<executor>.log`
-    (`<executor>.<rank>.log` above one rank).
+    Args:
+        log_folder: folder for the standard output and error of each rank, in `<executor>.log`, or
+            `<executor>.<rank>.log` for several ranks. None means those of this process.
 
     Raises:
-        ConfigError: something is missing that this kind needs.
+        ConfigError: this kind needs something that is missing.
     """
     if settings.kind == "inline":
         from llamarl.cluster.inline import InlineCluster
@@ -40,6 +41,6 @@ def open_cluster(settings: ClusterConfig, log_folder: Path | None = None) -> Clu
 
 
 def prepare_monarch(log_folder: Path | None) -> None:
-    """Before it is imported: it looks at the environment then."""
+    """Sets Monarch's environment variables, which it reads when it is imported."""
     own_temporary_folder()
     os.environ.update(log_env(log_folder))

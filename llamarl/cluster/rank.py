@@ -1,4 +1,4 @@
-"""One rank of one executor: a thread that owns it, and a queue of calls in front of that thread."""
+"""One rank of one executor: a thread that owns the executor, and a queue of calls for that thread."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.cluster import start_up
-from llamarl.cluster.api import ExecutorSpec, HostStatus
-from llamarl.cluster.executor import Executor
-from llamarl.cluster.payload import Deal, Reply, error_reply, parts, pickled
+from llamarl.cluster.api import Deal, Executor, ExecutorSpec, HostStatus, Reply, error_reply, parts, pickled
 from llamarl.observability.notes import keep_notes_in
 from llamarl.observability.spans import Span, SpanLog, now_s, stage, stage_of, usage
 
@@ -28,28 +26,26 @@ READY = "@ready"
 FAILURE = "@failure"
 """Answered, with the error, when `work()` raises."""
 STATUS = "@status"
-"""Answered at once, with a HostStatus that takes the spans."""
+"""Answered at once, with a HostStatus. Clears the spans."""
 PEEK = "@peek"
-"""Call that is answered as `STATUS` is, and leaves the spans."""
+"""Answered like `STATUS`, but keeps the spans."""
 PART = "@part"
 """A part of the arguments of the next call; answered at once."""
 DEALT = "@dealt"
-"""A part of the arguments of a call, which other ranks get others of, with the deal and its place; answered at once."""
+"""A part of distributed arguments, with the number of the deal and its place; answered at once."""
 DEAL = "@deal"
 """A call whose arguments were `DEALT` before; the payload is a `Deal`."""
 REST = "@rest"
 """Answered with the next part of a long result, which the first part's `rest_of` names."""
 CLOSE = "@close"
 """Refuses further calls; answered once the running method has ended and `close()` has run."""
-
-
 ABANDONED_S = 5.0
-"""A long result that nobody has taken so long after the caller's deadline is dropped."""
+"""Time after the caller's deadline at which the rest of a long result is dropped."""
 
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Meanwhile nobody looks for garbage: modules stay, and that takes a sixth of their import."""
+    """Disables garbage collection during the import of modules, which then takes a sixth less time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -61,45 +57,48 @@ def _uncollected() -> Iterator[None]:
 
 @dataclass(eq=False, slots=True)
 class _QueuedCall:
-    """One call on its way through the host."""
+    """A queued or running call."""
 
     method: str
     payload: bytes | Deal
     """The pickled (args, kwargs, whether each rank answers)."""
     deadline_s: float
-    """Time on the monotonic clock, in seconds, after which nobody waits for the answer."""
+    """Time on the monotonic clock after which the caller no longer waits."""
     number: int
     """Number in the order of the calls, from 1; the same on all ranks."""
     reply: Future[Reply]
     is_answered: bool = True
-    """Whether somebody wants this rank's result."""
+    """Whether the caller wants this rank's result."""
 
 
 class ExecutorRank:
-    """Builds the executor on its own thread and runs every call there, first in, first out."""
+    """Builds the executor on its own thread and runs every call there, in the order of arrival."""
 
     def __init__(self, spec: ExecutorSpec, log: Path | None = None) -> None:
-        """`log` is the file of the executor's technical notes; None means standard output."""
+        """
+        Args:
+            log: file of the executor's technical notes. None means standard output.
+        """
         self._spec = spec
         self._log = log
         self._rank = int(os.environ.get("RANK", "0")) if spec.num_ranks > 1 else None
-        """None: it is the only one."""
+        """None means that there is only one rank."""
         self._queue: queue.SimpleQueue[_QueuedCall | None] = queue.SimpleQueue()
         self._lock = threading.Condition()
-        """Notified when a part of a deal has come."""
+        """Notified when a part of a deal has arrived."""
         self._open: set[_QueuedCall] = set()
         """Calls without an answer."""
         self._refusal: Reply | None = None
-        """Answer to every call once the executor has failed or closes."""
+        """Answer to every call once the executor has failed or closes. None before."""
         self._deferred: list[tuple[_QueuedCall, Future[Any]]] = []
-        """Calls whose method answered with a future; used on the executor's thread only."""
+        """Calls whose method returned a future; used only on the executor's thread."""
         self._arriving: list[bytes] = []
         """The first parts of a call's arguments."""
         self._dealt = dict[tuple[int, int], bytes]()
-        """Parts that were dealt to this rank, by deal and place."""
+        """Parts of deals for this rank, by deal and place."""
         self._num_calls = 0
         self._leaving: dict[int, tuple[float, list[bytes]]] = {}
-        """Rest of long results by call: until when somebody waits for it, and its parts."""
+        """Rest of long results by call: time at which it is dropped, and its parts."""
         self._closing = threading.Event()
         self._ready, self._failure, self._closed = _promise(), _promise(), _promise()
         self._span_log = SpanLog()
@@ -110,7 +109,7 @@ class ExecutorRank:
         self._thread.start()
 
     def submit(self, method: str, payload: bytes, timeout_s: float) -> Future[Reply]:
-        """Queues a call, or answers one of the host's own (`READY`, `STATUS`, ...). Any thread may submit."""
+        """Queues a call, or answers a call of the rank itself (`READY`, `STATUS`, ...). Thread-safe."""
         if method == READY:
             return self._ready
         if method == FAILURE:
@@ -145,7 +144,7 @@ class ExecutorRank:
             keep_notes_in(self._log)
         try:
             reply = self._live()
-        except BaseException as error:  # no memory was left to say so where it happened
+        except BaseException as error:  # no memory was left to report the error where it occurred
             text = f"{type(error).__name__}: {error}"
             reply = Reply(method=self._doing[0], remote_traceback=text, rank=self._rank)
             if not self._failure.done():
@@ -153,12 +152,12 @@ class ExecutorRank:
             for promise in (self._ready, self._closed):
                 if not promise.done():
                     promise.set_result(reply)
-        else:  # what the executor held is freed: a process that ended meanwhile would be torn apart
+        else:  # frees the executor's objects first: a process that ended meanwhile would crash
             self._begin("closed")
             self._closed.set_result(reply)
 
     def _live(self) -> Reply:
-        """Builds the executor, has it serve, closes it; the answer to that."""
+        """Builds the executor, serves calls and closes it. Returns the reply to the close."""
         executor = self._build()
         if executor is not None:
             self._serve(executor)
@@ -176,7 +175,7 @@ class ExecutorRank:
         return reply
 
     def _build(self) -> Executor | None:
-        """The executor, or None when its constructor (or the import of its module) raised."""
+        """Returns the executor, or None if its constructor or the import of its module raised."""
         module_name, _, class_name = self._spec.target.partition(":")
         try:
             with stage("imports modules"), _uncollected():
@@ -193,7 +192,7 @@ class ExecutorRank:
         return executor
 
     def _serve(self, executor: Executor) -> None:
-        """Calls first, then `work()`; returns when the host closes or `work()` raises."""
+        """Runs calls first, then `work()`. Returns when the rank closes or `work()` raises."""
         asleep = False
         while True:
             self._cancel_expired()
@@ -213,7 +212,8 @@ class ExecutorRank:
             self._end(is_work=not asleep)
 
     def _next_call(self, wait: bool) -> _QueuedCall | None:
-        """The next call; None when none is queued, or when `wait` ends at the deadline of a deferred reply."""
+        """Returns the next call. None if no call is queued, or, with `wait`, none until the deadline of a deferred
+        reply."""
         timeout_s = None
         if wait and self._deferred:
             timeout_s = max(0.0, min(call.deadline_s for call, _ in self._deferred) - time.monotonic())
@@ -244,7 +244,7 @@ class ExecutorRank:
             self._answer(call, reply)
 
     def _arguments(self, executor: Executor, call: _QueuedCall) -> bytes | memoryview:
-        """Pickled arguments; those that were dealt are put together by all ranks, when this one's parts have come."""
+        """Returns pickled arguments. All ranks join distributed arguments once this rank's parts have arrived."""
         deal = call.payload
         if not isinstance(deal, Deal):
             return deal
@@ -301,7 +301,7 @@ class ExecutorRank:
         call.reply.set_result(reply)
 
     def _part(self, method: str, payload: bytes) -> Reply:
-        """Takes a part of arguments, or gives one of a result; with the lock held."""
+        """Stores a part of arguments, or returns a part of a result. The lock is held."""
         if method == REST:
             return self._next_part(pickle.loads(payload))
         if method == PART:
@@ -313,7 +313,8 @@ class ExecutorRank:
         return Reply()
 
     def _next_part(self, number: int) -> Reply:
-        """Next part of a long result; with the lock held. Empty where this rank's result is shorter than another's."""
+        """Returns the next part of a long result, empty if this rank's result is shorter than another's. The lock is
+        held."""
         deadline_s, left = self._leaving.pop(number, (0.0, []))
         if len(left) > 1:
             self._leaving[number] = deadline_s, left[1:]
@@ -366,7 +367,7 @@ class ExecutorRank:
 
 
 def _promise() -> Future[Reply]:
-    """A future that a backend which stops waiting cannot cancel."""
+    """Returns a future that a backend which stops waiting cannot cancel."""
     future: Future[Reply] = Future()
     future.set_running_or_notify_cancel()
     return future

@@ -1,4 +1,4 @@
-"""First lines of an executor's process: what must be set before the engine and the executor are imported."""
+"""First steps of an executor's process, before the engine and the executor are imported."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from llamarl.cluster.launcher import ORDINARY
 
 LIFELINE = "LLAMARL_LIFELINE"
-"""Environment variable with the descriptor of a pipe whose other end the agent of this host holds."""
+"""Environment variable with the descriptor of a pipe whose other end this host's agent holds."""
 launcher_pid = 0
-"""Process that Monarch has started for this rank, which a fork server has forked; 0 means this process itself."""
+"""Process that Monarch has started for this rank, which a fork server has forked. 0 means this process itself."""
 _PROGRAM = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -27,26 +27,25 @@ main()
 
 
 def dependent(code: str) -> list[str]:
-    """A command that runs Python code until it has ended, or this process does, however that happens: SIGTERM ends it
-    then."""
+    """Returns a command that runs Python code. SIGTERM ends it when this process ends, however it ends."""
     end = f"ctypes.CDLL(None).prctl(1, {signal.SIGTERM:d})"  # PR_SET_PDEATHSIG
     ended = f"if os.getppid() != {os.getpid()}: sys.exit()"
     return [sys.executable, "-c", f"import ctypes, os, sys\n{end}\n{ended}\n{code}"]
 
 
 def command(engine_module: str, code_paths: tuple[str, ...], log_file: Path | None) -> list[str]:
-    """Arguments for the Python interpreter that run `engine_module` for a rank.
+    """Returns arguments for the Python interpreter that run `engine_module` for a rank.
 
-    The rank gets this process's `sys.path`, with `code_paths` in front, so what can be imported here can be there.
+    The rank's `sys.path` is `code_paths` and this process's, so it can import the same modules.
     """
     paths = [*map(os.path.abspath, code_paths), *map(os.path.abspath, sys.path)]
     return ["-c", _PROGRAM, json.dumps(list(dict.fromkeys(paths))), engine_module, str(log_file or ""), os.getcwd()]
 
 
 def main() -> None:
-    """Prepares the process and hands it to the engine; `sys.argv` is what `command` made."""
-    # Ctrl-C goes to the whole foreground group of a terminal; stopping the ranks is up to the controller. The group
-    # of its own lets the controller kill a rank together with the processes that it has started.
+    """Prepares the process and runs the engine. `sys.argv` comes from `command`."""
+    # Ctrl-C goes to the foreground group of a terminal, but the controller stops the ranks. With its own group, the
+    # controller can kill a rank together with the processes that it has started.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.setpgid(0, 0)
     _, engine_module, log_file, folder = sys.argv[1:]
@@ -57,7 +56,7 @@ def main() -> None:
         os.close(descriptor)
     if reason := os.environ.pop(ORDINARY, ""):
         sys.stderr.write(f"llamarl: this process imports its modules itself: {reason}\n")
-    os.chdir(folder)  # on another host the agent's would be meant, and paths of the run mean the controller's
+    os.chdir(folder)  # relative paths of a run refer to the controller's folder, not to an agent's
     if descriptor := os.environ.get(LIFELINE):
         threading.Thread(target=_end_with_the_agent, args=(int(descriptor),), daemon=True).start()
     del sys.argv[1:]
@@ -65,6 +64,7 @@ def main() -> None:
 
 
 def _end_with_the_agent(lifeline: int) -> None:
-    """Nobody writes there: reading ends when the agent does, however that happens."""
+    """Kills this process's group when the agent has ended: reading then returns, because no process ever writes
+    there."""
     os.read(lifeline, 1)
     os.killpg(0, signal.SIGKILL)

@@ -106,7 +106,7 @@ class OnFailureConfig(Section):
         if value in ("respawn", "restart"):
             return {}
         raise ValueError(
-            f"cluster.on_failure = {value!r} is not a policy for all roles; use 'stop' or 'restart', or name a role: "
+            f"cluster.on_failure = {value!r} is not a policy for all roles; use 'stop' or 'restart', or name roles: "
             "cluster.on_failure.generator = 'drop'"
         )
 
@@ -162,8 +162,8 @@ class ClusterConfig(Section):
                 )
             if not re.fullmatch(r"[^\s:/]+:[0-9]{1,5}", self.listen):
                 raise ValueError(
-                    f"cluster.listen = {self.listen!r} is not address:port; give an IPv4 address or a name (no IPv6), "
-                    "for example '10.0.0.1:6700'"
+                    f"cluster.listen = {self.listen!r} is not address:port; give an IPv4 address or a name (no "
+                    "IPv6), for example '10.0.0.1:6700'"
                 )
             if int(self.listen.rpartition(":")[2]) > MAX_PORT:
                 raise ValueError(f"cluster.listen = {self.listen!r}: ports end at {MAX_PORT}; choose a free one below")

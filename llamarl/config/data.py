@@ -32,7 +32,7 @@ MAX_RATIO = 1e9
 def _day(value: object) -> object:
     """Returns the text of a date, which TOML also has without quotes."""
     if isinstance(value, str) and value and date.fromisoformat(value).isoformat() != value:
-        raise ValueError(f"{value!r} is not a date such as 2026-07-26")
+        raise ValueError(f"{value!r} is not a day as in 2026-07-26")
     return value.isoformat() if type(value) is date else value
 
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from llamarl.config.errors import ConfigError
+from llamarl.config.errors import ConfigError, one_of
 from llamarl.config.ref import part_module
+from llamarl.config.section import near_path
 
 if TYPE_CHECKING:
     from llamarl.config.schema import RunConfig
@@ -24,6 +25,14 @@ Choose = Callable[[Mapping[str, int]], Sequence[str]]
 _PART = r"[A-Za-z0-9](?:[\w.-]*\w)?"
 _NAME = re.compile(rf"(?!.*(?:--|\.\.))({_PART}/{_PART})(?:@([\w./-]+))?", re.ASCII)
 _COMMIT = re.compile("[0-9a-f]{40}")
+RUNS = "runs"
+"""Folder of runs, unless `output` names another: no owner on the Hub."""
+OF_MODELS = ("config.json", "config.toml", "adapter_config.json")
+"""Files of which the folder of a model, of a run or of an adapter has at least one."""
+
+
+class NotFetched(ConfigError):
+    """Files that a setting names by a name of the Hub are not on this machine and cannot be fetched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +131,37 @@ def open_hub() -> HubAccess:
 
 
 def hub_name(path: str | Path) -> HubName | None:
-    """Returns the name on the Hub that a path means. None means that it is a path, or that a folder has this name.
-    Raises ConfigError if the path cannot be examined."""
+    """Returns the name on the Hub that a path means. None means that it is a path: a folder has that name, or it begins
+    with the name of a local folder, or with `runs/`, and names no revision. Raises ConfigError if the path cannot be
+    examined."""
     try:
-        return None if Path(path).is_dir() else HubName.of(str(path))
+        if Path(path).is_dir() or (name := HubName.of(str(path))) is None:
+            return None
+        return None if not name.revision and _begins_here(name.repo) else name
     except OSError as error:
         raise ConfigError(f"{str(path)!r:.200} cannot be read ({error.strerror}); name a model's folder") from None
+
+
+def _begins_here(path: str) -> bool:
+    """Whether the first name of a path is that of a local folder, or of the folder of runs."""
+    first = path.partition("/")[0]
+    return first == RUNS or Path(first).is_dir()
+
+
+def of_hub_anyway(path: str | Path) -> str:
+    """Returns the name with a revision that is looked up on the Hub although a local folder has its first part. Empty
+    if the path cannot be such a name."""
+    name = HubName.of(str(path))
+    return str(name.at("main")) if name and not name.revision and not name.repo.startswith(f"{RUNS}/") else ""
+
+
+def missing_folder(path: str | Path, option: str = "") -> str:
+    """Returns a sentence about a model's folder that does not exist, as the value of an option: which one may be meant,
+    or what to name."""
+    meant = [*filter(None, (near_path(path, OF_MODELS), of_hub_anyway(path)))]
+    fix = one_of(meant) if meant else "name a Hugging Face model folder, or OWNER/NAME of the Hub"
+    cause = f"{option} = {str(path)!r}: there is no such folder" if option else f"there is no folder {path}"
+    return f"{cause}; {fix}"
 
 
 def folder_of(path: str | Path) -> Path:

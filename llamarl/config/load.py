@@ -17,11 +17,11 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from llamarl.config.data import ONE, SEVERAL
-from llamarl.config.errors import ConfigError, did_you_mean, near_names, one_of
+from llamarl.config.errors import ConfigError, did_you_mean, known_hint, near_hint, one_of
 from llamarl.config.files import open_file
 from llamarl.config.ref import Ref, find
 from llamarl.config.schema import RunConfig
-from llamarl.config.section import NO_TEXT, Section, checked_path, from_home
+from llamarl.config.section import NO_TEXT, Section, checked_path, from_home, near_path
 from llamarl.config.sft import SftConfig
 
 S = TypeVar("S", bound=Section)
@@ -117,9 +117,10 @@ def _check_once(settings: Mapping[str, Any]) -> None:
 
 
 def _with(data: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges settings into `data`, table by table. Raises ConfigError."""
-    for name, value in settings.items():
-        first, _, rest = str(name).partition(".")
+    """Merges settings into `data`, table by table. The name of a component is set before its options, in any order of
+    `settings`. Raises ConfigError."""
+    for name, value in sorted(_by_part(settings), key=lambda one: one[0].count(".")):
+        first, _, rest = name.partition(".")
         if rest or (isinstance(value, Mapping) and "name" not in value):
             below, given = data.get(first) or {}, {rest: value} if rest else value
             if isinstance(below, list):  # entries are addressed by number, as on the command line
@@ -131,6 +132,15 @@ def _with(data: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
         else:  # a named component replaces the options, too
             data[first] = os.fspath(value) if isinstance(value, os.PathLike) else value
     return data
+
+
+def _by_part(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and value of each setting. A part that is named is one value, with its options."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value and "name" not in value:
+            yield from _by_part(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def settled(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
@@ -177,8 +187,7 @@ def file_of_run(path: str | Path) -> Path:
 
 
 def _parsed(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
-    names = ", ".join(packaged_names())
-    text = read_text(path := _place(path), f"give the path of a TOML file, or one of {names}")
+    text = read_text(path := _place(path), _meant(path))
     try:
         return _overridden(tomllib.loads(text), overrides)
     except RecursionError:
@@ -187,6 +196,18 @@ def _parsed(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def _meant(path: Path) -> str:
+    """Returns the fix for a path that may be no file: the one that it may mean, or all names of packaged files."""
+    if path.is_file():
+        return "give the path of a TOML file"
+    for found in (path, Path(near_path(path))):
+        if found.name and (near := found / RECORD if found.is_dir() else found).is_file():
+            return one_of([str(near)])
+    names = packaged_names()
+    known = f"give the path of a TOML file, or one of {', '.join(names)}"
+    return did_you_mean(path.stem, names, known) if path.name == str(path) else known
 
 
 def _overridden(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -271,7 +292,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} appears twice")
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
     return found
 
 
@@ -299,7 +320,8 @@ def _parse_row(line: bytes, place: str) -> dict[str, Any]:
 
 
 def _pairs(overrides: Sequence[str]) -> list[tuple[str, Any]]:
-    """Returns [("a.b", 1)] for `--a.b 1` and `--a.b=1`. Values are TOML; a value that is not TOML is a string."""
+    """Returns [("a.b", 1)] for `--a.b 1` and `--a.b=1`. Values are TOML; a value that is not TOML is a string. The name
+    of a component precedes its options, because it would replace them."""
     pairs, rest = [], list(overrides)
     while rest:
         word = rest.pop(0)
@@ -311,7 +333,7 @@ def _pairs(overrides: Sequence[str]) -> list[tuple[str, Any]]:
                 raise ConfigError(f"`{word}` has no value; write {word} VALUE")
             text = rest.pop(0)
         pairs.append((key.replace("-", "_"), _parse_value(text)))
-    return pairs
+    return sorted(pairs, key=lambda pair: pair[0].count("."))
 
 
 def _parse_value(text: str) -> Any:
@@ -353,10 +375,9 @@ def _explain(error: ValidationError, schema: type[Section], has_options: bool = 
     where = ".".join(map(str, place))
     if first["type"] == "extra_forbidden":
         known, name = list(_section_at(schema, place[:-1]).model_fields), str(place[-1])
-        elsewhere = near_names(name, last_names(schema))
-        listed = one_of(elsewhere) if elsewhere else f"known here: {', '.join(known)}"
-        is_exact = any(one.endswith(f".{name}") for one in elsewhere)
-        return f"unknown option `{where}`; {listed if is_exact else did_you_mean(name, known, listed)}"
+        names, below = last_names(schema), _below(first["input"])
+        listed = known_hint(below, names) or near_hint(name, names) or f"known here: {', '.join(known)}"
+        return f"unknown option `{where}`; {known_hint(name, names) or did_you_mean(name, known, listed)}"
     if first["type"] == "missing":
         # No option sets a section, so the message names its first setting.
         for section in _sections(schema.model_fields[where].annotation) if len(place) == 1 else ():
@@ -372,6 +393,15 @@ def _explain(error: ValidationError, schema: type[Section], has_options: bool = 
         return f"`{where} = {first['input']!r}`: it names files and curves; {fix}"
     hint = "; put quotes around it" if first["type"] == "string_type" and not isinstance(first["input"], dict) else ""
     return f"`{where} = {first['input']!r}`: {first['msg'][0].lower()}{first['msg'][1:]}{hint}"
+
+
+def _below(value: Any) -> str:
+    """Returns the names of tables within each other that lead to one value, each behind a dot: `.optim.lr`."""
+    names = ""
+    while isinstance(value, dict) and len(value) == 1:
+        ((name, value),) = value.items()
+        names += f".{name}"
+    return names
 
 
 def last_names(schema: type[Section]) -> dict[str, list[str]]:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
+from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
-from llamarl.config.errors import ConfigError
+from llamarl.config.errors import ConfigError, one_of
 
 
 class Section(BaseModel):
@@ -29,6 +32,8 @@ NO_TEXT = re.compile("[\0\ud800-\udfff]")
 """Characters that no setting may contain: NUL and lone surrogates."""
 MAX_NAME_BYTES, MAX_PATH_CHARS = 255, 4000
 """Limits of Linux for a file name, and approximately for a path."""
+MAX_ENTRIES, MAX_NEAR = 10_000, 3
+"""Entries of a folder that are compared with a misspelled name, and how many of the nearest are tried."""
 
 
 def from_home(path: str | os.PathLike[str]) -> str:
@@ -50,6 +55,55 @@ def checked_path(path: Any, option: str) -> Path:
     if longest > MAX_NAME_BYTES or len(text) > MAX_PATH_CHARS:
         raise ConfigError(f"{option} = {text!r:.100} is too long for a path; shorten it")
     return Path(from_home(text))
+
+
+def near_path(path: str | Path, holds: Collection[str] = ()) -> str:
+    """Returns an existing path that differs from `path` in the spelling of one name. Empty if there is none.
+
+    Args:
+        holds: names of files. The returned folder has at least one of them. Empty accepts every path.
+    """
+    missing = given = Path(path)
+    try:
+        while not missing.parent.is_dir():
+            missing = missing.parent
+        with os.scandir(missing.parent) as entries:
+            names = [entry.name for entry in islice(entries, MAX_ENTRIES)]
+        for name in get_close_matches(missing.name, names, n=MAX_NEAR):
+            found = missing.with_name(name) / given.relative_to(missing)
+            if _has(found, holds) if holds else found.exists():
+                return str(found)
+    except (OSError, ValueError):  # not a file name, or a folder without permission to read
+        return ""
+    return ""
+
+
+def not_a_run(path: str | Path, holds: Collection[str] = ("config.toml",)) -> ConfigError:
+    """Returns the exception for a path that is not the folder of a run. The message names the run that it may mean.
+
+    Args:
+        holds: names of files. A folder of a run has at least one of them.
+    """
+    if Path(path).is_dir():
+        cause = f"{path} is not the folder of a run: it has no {' or '.join(holds)}"
+    else:
+        cause = f"there is no folder {path}" if not Path(path).exists() else f"{path} is a file"
+    meant = _inside(Path(path), holds) or [*filter(None, [near_path(path, holds)])]
+    return ConfigError(f"{cause}; " + (one_of(meant) if meant else "give the folder of a run, such as runs/demo"))
+
+
+def _inside(folder: Path, holds: Collection[str]) -> list[str]:
+    """Returns the first folders in `folder` that have at least one of the files."""
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in islice(entries, MAX_ENTRIES))
+    except OSError:
+        return []
+    return list(islice((str(folder / name) for name in names if _has(folder / name, holds)), MAX_NEAR))
+
+
+def _has(folder: Path, holds: Collection[str]) -> bool:
+    return any((folder / file).is_file() for file in holds)
 
 
 def settled_path(value: Any) -> Any:
@@ -86,7 +140,7 @@ def _checked(text: str) -> str:
     fits = re.fullmatch(r"cpu|cuda(:\d+(-\d+)?(,\d+(-\d+)?)*)?", text, re.ASCII)
     devices = named_devices(text) if fits else ()
     if not fits or len(set(devices)) < len(devices) or (":" in text and not devices):
-        raise ValueError(f"{text!r} is not a device; use 'cpu', 'cuda', or 'cuda:0,2-3' to name GPUs, each once")
+        raise ValueError(f"{text!r} is not a device; use 'cpu', 'cuda', or 'cuda:0,2-3' to name some, each once")
     return text
 
 

@@ -9,8 +9,7 @@ from itertools import count
 
 import numpy as np
 
-from llamarl.cluster.api import ExecutorHandle
-from llamarl.cluster.port import port
+from llamarl.cluster.api import ExecutorHandle, port
 from llamarl.config.roles import RewardModelConfig
 from llamarl.controller.admission import Admission, RolloutBuffer
 from llamarl.controller.flight import Flight, PendingGroup, Replica, Replicas, RolloutState, requests_for

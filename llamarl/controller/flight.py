@@ -29,8 +29,7 @@ from functools import partial, reduce
 from statistics import median_low
 from typing import TypeVar
 
-from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, MeshFailed
-from llamarl.cluster.port import port
+from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, MeshFailed, port
 from llamarl.config import RunConfig, build
 from llamarl.controller.ports import GeneratorPort, split_requests
 from llamarl.controller.progress import NO_VERSION, Progress

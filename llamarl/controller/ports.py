@@ -1,6 +1,6 @@
 """Ports: the calls that the controller makes to each role, and how it cuts long calls into parts.
 
-Executors have methods of the same names (`tests/architecture/test_ports.py`). `llamarl.cluster.port.port` turns a port
+Executors have methods of the same names (`tests/architecture/test_ports.py`). `llamarl.cluster.api.port` turns a port
 and a handle into an object whose methods make the calls::
 
     trainer = port(TrainerPort, executors.trainer, config.cluster.call_timeout_s)
@@ -16,8 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from llamarl.cluster.api import ExecutorHandle
-from llamarl.cluster.port import each_rank
+from llamarl.cluster.api import ExecutorHandle, each_rank
 from llamarl.config import RunConfig
 from llamarl.config.ref import part
 from llamarl.executors.replies import Adoption, Collected, ControllerState, Published, ScoredResponse
@@ -82,7 +81,7 @@ class OptimizingPort(Protocol):
 
     async def add_groups(self, groups: Sequence[RolloutGroup]) -> None: ...
     async def commit(self) -> str: ...
-    async def keep_at(self, keepers: Sequence[tuple[str, str]]) -> None: ...
+    async def choose_keepers(self, keepers: Sequence[tuple[str, str]]) -> None: ...
 
 
 class TrainerPort(OptimizingPort, Protocol):

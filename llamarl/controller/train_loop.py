@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.cluster.api import ExecutorError, ExecutorHandle, RemoteError
-from llamarl.cluster.port import port
+from llamarl.cluster.api import ExecutorError, ExecutorHandle, RemoteError, port
 from llamarl.config import RunConfig
 from llamarl.controller.admission import Admission
 from llamarl.controller.causes import by_cause

@@ -20,8 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from llamarl.cluster.api import ExecutorHandle
-from llamarl.cluster.port import port
+from llamarl.cluster.api import ExecutorHandle, port
 from llamarl.config import RunConfig
 from llamarl.controller.causes import scored_by_generator
 from llamarl.controller.flight import Replica, Replicas

@@ -187,7 +187,7 @@ def left_out(source: ProblemSource, option: str) -> list[str]:
     if not isinstance(source, Table) or not source.left_out:
         return []
     names = ", ".join(f"`{name}` ({kind})" for name, kind in source.left_out.items())
-    return [f"{option}: columns with values that JSON cannot represent are dropped: {names}"]
+    return [f"{option}: columns that hold values that are not JSON are left out: {names}"]
 
 
 def shown_prompt(given: str, template: str, text: str) -> str:

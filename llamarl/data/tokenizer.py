@@ -27,7 +27,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llamarl.config import ConfigError, read_json, read_text
-from llamarl.config.hub import folder_of
+from llamarl.config.hub import folder_of, missing_folder
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -81,9 +81,7 @@ class Tokenizer:
         """
         self.folder = folder_of(folder)
         if not self.folder.is_dir():
-            raise ConfigError(
-                f"there is no folder {folder}; name a Hugging Face model folder, or OWNER/NAME of the Hub"
-            )
+            raise ConfigError(missing_folder(folder))
         if (self.folder / "checkpoints").is_dir() and not (self.folder / TOKENIZER_FILE).exists():
             raise ConfigError(
                 f"{folder} is the folder of a run; name its export, {self.folder / 'export'}, which `llamarl export "

@@ -1,1 +1,1 @@
-"""Processes of an executor that compute together; the only home of process-wide torch set-up."""
+"""Processes of an executor that compute together. Only this package changes torch's process-wide settings."""

@@ -1,6 +1,8 @@
-"""`RankMesh`: the ranks of an executor, as a grid of pipeline stages, data shares, context parts and tensor parts.
+"""`RankMesh`: the ranks of an executor, as a grid of pipeline stages, data shards, context parts and tensor parts.
 
-Tensors go by gloo (CPU) or NCCL (GPU), small messages by way of rank 0.
+Tensors go by gloo (CPU) or NCCL (GPU), small messages by connections to rank 0. `set_up_device` makes torch's
+process-wide settings. `gather_rows`, `scatter_rows`, `summed` and `exchange_rows` are collectives with gradients: the
+gradient of a gather is a reduce-scatter, and vice versa. With one rank on the axis, collectives return their input.
 """
 
 from __future__ import annotations
@@ -21,32 +23,49 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from llamarl.distributed.interrupt import deafen, end_collectives, open_sockets
-from llamarl.distributed.links import BROKEN, RankLinks, RanksLost, interface_of, local_host, own_address
-from llamarl.distributed.rendezvous import Rendezvous
+from llamarl.config import ConfigError
+from llamarl.config.section import PLACED, named_devices
+from llamarl.distributed.links import BROKEN, RankLinks, RanksLost, Rendezvous, interface_of, local_host, own_address
 from llamarl.distributed.store import TorchStore
-from llamarl.distributed.watch import Watch
+from llamarl.distributed.watch import Watch, drop_incoming, end_collectives, open_sockets
 from llamarl.observability.spans import stage
 
 CPU = torch.device("cpu")
 AXES = ("pp", "fsdp", "cp", "tp")
-"""Slowest first: ranks that talk most often are neighbors, which a host's links serve best."""
+"""Axes, slowest first: ranks that communicate most often are neighbors, which share the fast links of a host."""
+
+
+def set_up_device(name: str, threads: int, option: str) -> torch.device:
+    """Returns the device to compute on, and sets this process's number of CPU threads.
+
+    Raises:
+        ConfigError: `name` is no usable device; names `option`.
+    """
+    torch.set_num_threads(threads)
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"`{option} = {name!r}`, but torch sees no GPU; use `cpu` or install a CUDA build of torch")
+    named = () if PLACED in os.environ else named_devices(name)
+    device = torch.device("cuda", named[0] if named else int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)  # otherwise NCCL and synchronizations make a context on the first device
+    return device
 
 
 class OtherFailed(RuntimeError):
-    """Another rank could not do what all of them were to do; all are there, and in step."""
+    """Another rank has failed in work that all ranks do alike. All ranks are alive and in step."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """Stands in the place of what a rank was to give."""
+    """Takes the place of the value that a failed rank could not send."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """This rank's place on one axis. With one rank there is no group, and collectives give back what they get."""
+    """This rank's place on one axis. With one rank there is no group, and collectives return their input."""
 
     rank: int = 0
     size: int = 1
@@ -57,7 +76,7 @@ class Axis:
         return self.rank == self.size - 1
 
     def gather(self, x: Tensor) -> Tensor:
-        """The rows of all ranks, in rank order; each has as many."""
+        """Returns the rows of all ranks in rank order. All ranks have equally many."""
         if self.size == 1:
             return x
         rows = x.new_empty((self.size * len(x), *x.shape[1:]))
@@ -65,7 +84,7 @@ class Axis:
         return rows
 
     def scatter(self, x: Tensor) -> Tensor:
-        """This rank's equal share of the rows of the sum over all ranks."""
+        """Returns this rank's equal share of the rows of the sum over all ranks."""
         if self.size == 1:
             return x
         rows = x.new_empty((len(x) // self.size, *x.shape[1:]))
@@ -73,23 +92,23 @@ class Axis:
         return rows
 
     def sum(self, x: Tensor) -> Tensor:
-        """Over all ranks, the same bits on each; may overwrite `x`."""
+        """Returns the sum over all ranks, with the same bits on each. May overwrite `x`."""
         if self.size > 1:
-            self.group.allreduce([x]).wait()  # a call per layer of a decoding step: `dist.all_reduce` takes longer
+            self.group.allreduce([x]).wait()  # per layer of a decoding step: `dist.all_reduce` takes longer
         return x
 
-    def spread(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """So many rows of a matrix, in rank order, to each rank; those that each sends here, in rank order."""
+    def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """Sends rows of a matrix to each rank and returns the received rows. Rows and counts are in rank order."""
         if self.size == 1:
             return x
         found = x.new_empty((sum(receives), *x.shape[1:]))
-        # As bytes: which types travel differs between backends.
+        # As bytes, because backends support different types.
         into, rows = (one.flatten(1).view(torch.uint8) for one in (found, x.contiguous()))
         dist.all_to_all_single(into, rows, list(receives), list(sends), group=self.group)
         return found
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """Sends to some ranks of this axis and fills what comes from some, all at once."""
+        """Sends tensors to some ranks of this axis and receives others in place, all at once."""
         kinds = ((dist.isend, sends), (dist.irecv, receives))
         ops = [
             dist.P2POp(op, x, group=self.group, group_peer=rank) for op, tensors in kinds for rank, x in tensors.items()
@@ -100,34 +119,37 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMesh:
-    """This rank's place among the ranks of an executor. The default is a process by itself."""
+    """This rank's place among the ranks of an executor. The default is a single process."""
 
     pp: Axis = Axis()
-    """Consecutive layers."""
+    """Pipeline stages: consecutive layers."""
     fsdp: Axis = Axis()
-    """Shares of the batch."""
+    """Shards of the batch."""
     cp: Axis = Axis()
     """Parts of every sequence."""
     tp: Axis = Axis()
     """Heads, feed-forward columns and vocabulary."""
     ep: Axis = Axis()
-    """Experts of a mixture: some neighbors of the fsdp and cp axes."""
+    """Experts of a mixture: neighboring ranks of the fsdp and cp axes."""
     world: Axis = Axis()
     shards: DeviceMesh | None = None
-    """The fsdp and cp axes as one, over which FSDP2 cuts what is the same on all of these ranks; None: just one."""
+    """The fsdp and cp axes as one, over which FSDP2 shards parameters that all of these ranks share. None means one
+    rank."""
     expert_shards: DeviceMesh | None = None
-    """Ranks of them that have the same experts, over which FSDP2 cuts these; None: experts are cut as all else."""
+    """Ranks with the same experts, over which FSDP2 shards these. None means that experts are sharded like other
+    weights."""
 
     links: RankLinks | None = None
-    """Links to the other ranks; None: there are none."""
+    """Links to the other ranks. None means that there are no others."""
     watch: Watch | None = None
-    """Watch over the other ranks; None: there are none."""
+    """Watch over the other ranks. None means that there are no others."""
     store: TorchStore | None = None
-    """Kept for the groups that were made with it."""
+    """Kept alive for the groups that were made with it."""
 
     @contextmanager
     def together(self, *alike: type[Exception]) -> Iterator[None]:
-        """Work with collectives or messages. When one rank fails in it, the others end at once, and say why.
+        """Context of work with collectives or messages. If one rank fails in it, the work of all ranks ends at once,
+        with the cause.
 
         Args:
             alike: errors that all ranks raise, for the same reason.
@@ -148,8 +170,8 @@ class RankMesh:
 
     @contextmanager
     def tried(self) -> Iterator[None]:
-        """Work with messages and without collectives, which all ranks do alike and which may fail on some of them: then
-        it fails on all at once, and they go on.
+        """Context of work with messages and without collectives, which all ranks do alike and which may fail on some
+        ranks. If one fails, all raise an error and stay in step.
 
         Raises:
             OtherFailed: another rank has failed, with its error.
@@ -158,7 +180,7 @@ class RankMesh:
             yield
         except OtherFailed:
             raise
-        except BaseException as error:  # others wait for a message, now or at the end
+        except BaseException as error:  # other ranks wait for a message, now or at the end
             with suppress(OtherFailed, RanksLost):
                 self.exchange(_Failed(f"rank {self.world.rank} failed: {type(error).__name__}: {error}"))
             raise
@@ -169,23 +191,24 @@ class RankMesh:
             raise RanksLost("collectives were ended")
 
     def check(self) -> None:
-        """Raises RanksLost when work has ended by a rank that may never answer."""
+        """Raises RanksLost if work was ended by a rank that may never answer."""
         if self.watch is not None and self.watch.lost is not None:
             raise self.watch.lost
 
     def exchange(self, value: Any) -> list[Any]:
-        """Gives a small picklable value to all ranks and returns theirs in rank order. Raises OtherFailed: within
-        `tried` one of them has none to give."""
+        """Sends a small picklable value to all ranks and returns theirs in rank order. Raises OtherFailed if a rank
+        failed before it could send one, within `tried`."""
         values = [value] if self.links is None else self.links.exchange(value)
         if failed := next((one for one in values if isinstance(one, _Failed)), None):
             raise OtherFailed(failed.text)
         return values
 
     def gathered(self, parts: Mapping[int, bytes], owners: Sequence[int], num_bytes: int) -> memoryview:
-        """Bytes of which each part is on one rank, as `torch.chunk` cuts them, over the ranks' own network.
+        """Collects bytes from all ranks over the ranks' own network. `torch.chunk` cuts the bytes into parts, each on
+        one rank.
 
         Args:
-            parts: this rank's, by their place.
+            parts: this rank's parts, by their place.
             owners: the rank that has each part.
         """
         whole = torch.empty(num_bytes, dtype=torch.uint8)
@@ -193,7 +216,7 @@ class RankMesh:
         for place, (owner, part) in enumerate(zip(owners, whole.chunk(len(owners)), strict=True)):
             if owner == self.world.rank:
                 if place not in parts:
-                    raise TimeoutError(f"part {place} of {len(owners)} of a call has not come in time")
+                    raise TimeoutError(f"part {place} of {len(owners)} of a call did not arrive in time")
                 part.numpy()[:] = np.frombuffer(parts[place], np.uint8)
             sent.append(dist.broadcast(part, owner, self.world.group, async_op=True))
         for one in sent:
@@ -201,12 +224,12 @@ class RankMesh:
         return whole.numpy().data
 
     def close(self) -> None:
-        """Leaves the others; may be called again."""
+        """Disconnects from the other ranks. May be called again."""
         if self.watch is None or self.links is None or self.store is None:
             return
         self.watch.stop()
         if dist.is_initialized():
-            with suppress(RuntimeError):  # they may be gone
+            with suppress(RuntimeError):  # the other ranks may be gone
                 dist.destroy_process_group()
         self.links.close()
         self.store.close()
@@ -224,22 +247,21 @@ def join_mesh(
     start_timeout_s: float = 120.0,
     timeout_s: float = 60.0,
 ) -> RankMesh:
-    """Meets the other ranks of this executor, if it has any. FSDP2 needs torch's default process group: one mesh in a
-    process.
+    """Connects the ranks of this executor. FSDP2 needs torch's default process group, so a process has one mesh.
 
     Args:
-        sizes: of `AXES`, and of `ep`; those that are missing are 1.
-        rendezvous: the same for all ranks, and another for each epoch of them; None: there is one rank.
-        start_timeout_s: for all ranks to arrive.
-        timeout_s: for one collective, message or reply: so far may ranks be apart.
+        sizes: sizes of `AXES` and of `ep`; missing ones are 1.
+        rendezvous: the same for all ranks, and a new one for each restart. None means that there is one rank.
+        start_timeout_s: limit for all ranks to connect.
+        timeout_s: limit for one collective, message or reply, and so the largest delay between ranks.
 
     Raises:
-        RanksLost: not all ranks have come.
+        RanksLost: not all ranks have connected.
     """
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     if math.prod(shape) == 1:
         return ALONE
-    assert rendezvous is not None, "ranks have to meet somewhere"
+    assert rendezvous is not None, "several ranks need a rendezvous"
     rank, world = own_rank()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -260,8 +282,8 @@ def join_mesh(
         cause = f"{type(error).__name__}: {error}"
         raise RanksLost(f"rank {rank} did not meet all {world} ranks in {start_timeout_s:g} s: {cause}") from error
     sockets = open_sockets().keys() - others
-    if device.type == "cpu":  # NCCL comes back to its ports
-        deafen(sockets)
+    if device.type == "cpu":  # NCCL returns to its ports
+        drop_incoming(sockets)
     places = zip(AXES, mesh.get_coordinate() or (), shape, strict=True)
     return RankMesh(
         **{axis: Axis(place, size, mesh.get_group(axis)) for axis, place, size in places},
@@ -276,18 +298,19 @@ def join_mesh(
 
 
 def own_rank() -> tuple[int, int]:
-    """Rank of this process and number of ranks, as a cluster or torchrun has put them into the environment."""
+    """Returns the rank of this process and the number of ranks, from the environment variables of a cluster or
+    torchrun."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @contextmanager
 def _own_interface(device: torch.device) -> Iterator[None]:
-    """Groups made meanwhile listen where the others reach this process, on one host at the loopback, where nobody else
-    can connect, unless the user's environment says where."""
+    """Context in which new groups listen where the others reach this process, unless the user's environment says
+    otherwise. On one host this is the loopback, where other hosts cannot connect."""
     interface, given = interface_of(own_address()), os.environ.get("GLOO_SOCKET_IFNAME")
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if interface and device.type == "cuda":  # NCCL looks whenever it connects
+    if interface and device.type == "cuda":  # NCCL reads it at each connection
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     try:
         yield
@@ -299,13 +322,14 @@ def _own_interface(device: torch.device) -> Iterator[None]:
 def _open_groups(
     store: TorchStore, shape: tuple[int, ...], device: torch.device, rank: int, world: int, timeout_s: float
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The mesh of `AXES`, and of what FSDP2 cuts over. Raises RuntimeError."""
+    """Returns the mesh of `AXES`, and the mesh over which FSDP2 shards experts. Raises RuntimeError."""
     timeout = timedelta(seconds=timeout_s)
     backend, bound = "gloo", None
     if device.type == "cuda":
         # NCCL's own watchdog would end the process at the time limit, before `Watch` can say where it was.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-        # Bound to the device, communicators are made here, by all ranks: the first sends of a pipeline are not by all.
+        # With a bound device, all ranks make communicators here. The first sends of a pipeline do not involve all
+        # ranks.
         backend, bound = "cpu:gloo,cuda:nccl", device
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=bound)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
@@ -313,12 +337,13 @@ def _open_groups(
     joined = ("pp", "shards", "tp")
     shards = init_device_mesh(device.type, (pp, fsdp * cp, tp), mesh_dim_names=joined) if cp > 1 else mesh
     for group in (*mesh.get_all_groups(), *shards.get_all_groups()):
-        _set_pg_timeout(timeout, group)  # else theirs is half an hour
+        _set_pg_timeout(timeout, group)  # otherwise the limit is half an hour
     return mesh, shards["shards" if cp > 1 else "fsdp"] if fsdp * cp > 1 else None
 
 
 def _expert_groups(shape: tuple[int, ...], ep: int, device: torch.device, timeout_s: float) -> DeviceMesh | None:
-    """The same ranks, of which neighbors among what FSDP2 cuts over share experts; None: all have the same."""
+    """Returns a mesh of the same ranks in which neighbors share experts. None means that all ranks have the same
+    experts."""
     if ep == 1:
         return None
     pp, fsdp, cp, tp = shape
@@ -326,3 +351,72 @@ def _expert_groups(shape: tuple[int, ...], ep: int, device: torch.device, timeou
     for group in mesh.get_all_groups():
         _set_pg_timeout(timedelta(seconds=timeout_s), group)
     return mesh
+
+
+def gather_rows(x: Tensor, axis: Axis) -> Tensor:
+    """Returns the rows of all ranks in rank order. The gradient is this rank's share of the sum over all ranks'
+    gradients."""
+    return _Gather.apply(x, axis) if axis.size > 1 else x
+
+
+def scatter_rows(x: Tensor, axis: Axis) -> Tensor:
+    """Returns this rank's share of the rows of the sum over all ranks."""
+    return _Scatter.apply(x, axis) if axis.size > 1 else x
+
+
+def summed(x: Tensor, axis: Axis) -> Tensor:
+    """Returns the sum over all ranks, for a value that each rank then uses alike. The gradient stays as it is."""
+    return _Sum.apply(x, axis) if axis.size > 1 else x
+
+
+def exchange_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis) -> Tensor:
+    """Sends rows to each rank and returns the received rows, in rank order. Gradients go the other way.
+
+    Args:
+        sends: number of rows for each rank.
+        receives: number of rows from each rank.
+    """
+    return _AllToAll.apply(x, sends, receives, axis) if axis.size > 1 else x
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return axis.gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
+        return ctx.axis.scatter(grads[0]), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return axis.scatter(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
+        return ctx.axis.gather(grads[0]), None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis) -> Tensor:
+        ctx.axis, ctx.sends, ctx.receives = axis, sends, receives
+        return axis.all_to_all(x, sends, receives)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:  # pyrefly: ignore[bad-override]
+        return ctx.axis.all_to_all(grads[0], ctx.receives, ctx.sends), None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return axis.sum(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
+        return grads[0], None

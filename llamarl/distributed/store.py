@@ -1,4 +1,4 @@
-"""`TorchStore`: a connection to the rendezvous store, as torch's process groups ask it."""
+"""`TorchStore`: a client of the rendezvous store for torch's process groups."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from llamarl.distributed.rendezvous import ANSWER_S, Rendezvous
+from llamarl.distributed.links import ANSWER_S, Rendezvous
 
 
 class TorchStore(dist.Store):
-    """Keep it as long as the groups that were made with it: they come back to it."""
+    """Must live as long as the groups that were made with it, which use it again."""
 
     def __init__(self, rendezvous: Rendezvous, timeout_s: float, answer_s: float = ANSWER_S) -> None:
         """
         Args:
-            timeout_s: to wait for a value at most.
-            answer_s: for the store to take a request, beside that.
+            timeout_s: longest wait for a value.
+            answer_s: time in which the store must answer a request, in addition to its wait.
 
-        Raises what is in `BROKEN`.
+        Raises the errors in `BROKEN`.
         """
         super().__init__()
         self._connection = rendezvous.connect(timeout_s=answer_s)

@@ -14,27 +14,24 @@ import numpy as np
 import xxhash
 from torch import Tensor
 
-from llamarl.cluster.executor import Executor
+from llamarl.cluster.api import Executor
 from llamarl.config.ref import part
 from llamarl.config.roles import LoraConfig
 from llamarl.config.schema import GeneratorConfig, RunConfig
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.distributed.mesh import join_mesh
-from llamarl.distributed.rendezvous import Rendezvous
-from llamarl.distributed.runtime import set_up_device
+from llamarl.distributed.links import Rendezvous
+from llamarl.distributed.mesh import join_mesh, set_up_device
 from llamarl.executors.replies import GROUPS_INTERVAL_S, LATEST_S, REPLY_INTERVAL_S, Adoption, Collected, GeneratorStats
 from llamarl.executors.rescorer import Rescorer
 from llamarl.generation.backend import GenerationBackend
 from llamarl.generation.engine import Engine, kv_budget
-from llamarl.generation.lora import AdapterMerger
-from llamarl.generation.model import load_generator_model
+from llamarl.generation.model import AdapterMerger, load_generator_model
 from llamarl.generation.tensor_parallel import FollowerRank, ModelRanks, TensorParallelEngine
 from llamarl.kernels.build import keep_choices_in
 from llamarl.models.hf import open_model
 from llamarl.observability.notes import note
 from llamarl.types import CandidateSets, GenerationRequest, Rollout
-from llamarl.weight_sync.base import FingerprintMismatch, Subscriber, Superseded, TransferFailed
-from llamarl.weight_sync.copying import Room
+from llamarl.weight_sync.base import FingerprintMismatch, Room, Subscriber, Superseded, TransferFailed
 from llamarl.weight_sync.layout import Address, TensorSpec
 from llamarl.weight_sync.select import Reader, open_subscriber, sample
 

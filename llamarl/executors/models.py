@@ -15,24 +15,23 @@ import torch
 
 from llamarl.checkpoint.folder import CRITIC
 from llamarl.checkpoint.keeper import MirrorPlace
-from llamarl.cluster.executor import Executor
+from llamarl.cluster.api import Executor
 from llamarl.config import RunConfig, build
 from llamarl.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from llamarl.distributed.rendezvous import Rendezvous
-from llamarl.distributed.runtime import set_up_device
+from llamarl.distributed.links import Rendezvous
+from llamarl.distributed.mesh import set_up_device
 from llamarl.executors.trainer import OptimizingExecutor
 from llamarl.generation.model import load_generator_model
-from llamarl.generation.score import logprobs_of, packs
+from llamarl.generation.sampler import logprobs_of, packs
 from llamarl.models.attention import causal_attend
 from llamarl.models.scalar import load_scalar_model, open_scalar_model
 from llamarl.rewards._base import MAX_REWARD, invalid
 from llamarl.training.critic import Critic
 from llamarl.training.meter import device_seconds
-from llamarl.training.packing import Microbatch, sequences_of
+from llamarl.training.packing import Microbatch, sequences_of, shaping
 from llamarl.training.preflight import check_critic_layout
 from llamarl.training.responses import hidden_of, per_response
 from llamarl.training.result import NonFiniteStep, StepResult
-from llamarl.training.shaping import shaping
 from llamarl.training.state import load_training_state, training_state
 from llamarl.types import Outcome, Prompt, RewardResult, Rollout
 

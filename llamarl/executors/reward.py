@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from llamarl.cluster.executor import Executor
+from llamarl.cluster.api import Executor
 from llamarl.config.schema import RewardConfig
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.executors.replies import ScoredResponse

@@ -18,14 +18,13 @@ from llamarl.checkpoint.folder import CRITIC
 from llamarl.checkpoint.keeper import MirrorPlace, Place
 from llamarl.checkpoint.mirror import Mirror
 from llamarl.checkpoint.store import CheckpointStore
+from llamarl.cluster.api import Executor
 from llamarl.cluster.engine_files import mirror_folder
-from llamarl.cluster.executor import Executor
 from llamarl.config import ConfigError, RunConfig, build
 from llamarl.config.roles import CriticConfig, TrainerConfig
 from llamarl.config.schema import CheckpointConfig
-from llamarl.distributed.mesh import join_mesh
-from llamarl.distributed.rendezvous import Rendezvous
-from llamarl.distributed.runtime import set_up_device
+from llamarl.distributed.links import Rendezvous
+from llamarl.distributed.mesh import join_mesh, set_up_device
 from llamarl.executors.replies import ControllerState, Probes, Published
 from llamarl.kernels import build as kernel_build
 from llamarl.kernels import fused, half, products
@@ -34,20 +33,20 @@ from llamarl.models.lora import add_adapters
 from llamarl.models.memory import MOMENTS_BYTES
 from llamarl.models.transformer import Transformer
 from llamarl.observability.notes import note
-from llamarl.training.compute import uses_halves
 from llamarl.training.meter import check_memory, device_seconds, peak_flops, peak_memory_bytes, rates
 from llamarl.training.optimization import Optimization
+from llamarl.training.packing import shaping
 from llamarl.training.parallel import Read
+from llamarl.training.policy import uses_halves
 from llamarl.training.preflight import check_layout
 from llamarl.training.result import NonFiniteStep, PolicyStepResult
-from llamarl.training.shaping import shaping
 from llamarl.training.state import StateMismatch, load_training_state, training_state
 from llamarl.training.trainer import Trainer
 from llamarl.types import RolloutGroup
 from llamarl.weight_sync.base import Publisher, plan_writers
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
 from llamarl.weight_sync.select import candidates, publisher_class, sample
-from llamarl.weight_sync.transports.in_place import lies_alike
+from llamarl.weight_sync.transports.in_place import is_same_layout
 
 
 class OptimizingExecutor(Executor):
@@ -103,7 +102,7 @@ class OptimizingExecutor(Executor):
         if self._mirror:
             each = MOMENTS_BYTES[optimization.config.moments]
             held = [tensor for _, tensor in optimization.shards().values()]
-            self._mirror.check_room(int(sum(tensor.nbytes + each * tensor.numel() for tensor in held)))
+            self._mirror.check_space(int(sum(tensor.nbytes + each * tensor.numel() for tensor in held)))
 
     def work(self) -> bool:
         """Raises RanksLost if ranks are lost: the current call of all ranks might never end."""
@@ -123,11 +122,11 @@ class OptimizingExecutor(Executor):
             held = self._groups.get(group.group_id)
             self._groups[group.group_id] = group if held is None else held.with_more(group)
 
-    def keep_at(self, keepers: Sequence[Place]) -> None:
+    def choose_keepers(self, keepers: Sequence[Place]) -> None:
         """Sets other hosts that may keep copies of the state."""
         if self._mirror:
             with self._mesh.together():
-                self._mirror.keep_at(keepers)
+                self._mirror.choose_keepers(keepers)
 
     def commit(self) -> Future[str] | None:
         """Makes the last saved state the newest checkpoint. Returns its folder. Raises OSError if the disk is full."""
@@ -236,7 +235,7 @@ class TrainerExecutor(OptimizingExecutor):
             check_memory(model.shape, config, self._device)
             self._built(self._trainer)
             if resume:
-                beside = [self._store.beside(CRITIC)] if isinstance(self._trainer.advantage, ValueAdvantage) else []
+                beside = [self._store.substore(CRITIC)] if isinstance(self._trainer.advantage, ValueAdvantage) else []
                 self._resumed = self._resume(self._trainer, "controller", beside)
         self._peak_flops = peak_flops(settings, self._device)
         self._weights = self._trainer.sharding.held
@@ -295,7 +294,7 @@ class TrainerExecutor(OptimizingExecutor):
     def transports(self, same_host: bool, same_process: bool) -> list[str]:
         """Returns the transports that can carry weights to the generators, the preferred one first."""
         in_place = self._sleeps and same_host and self._mesh.world.size == 1 and len(self._layouts) == 1
-        in_place = in_place and lies_alike(self._layouts[0], self._trainer.sharding.specs)
+        in_place = in_place and is_same_layout(self._layouts[0], self._trainer.sharding.specs)
         on_gpu = self._device.type == "cuda"
         return candidates(same_host, same_process, self._delta, on_gpu=on_gpu, in_place=in_place)
 

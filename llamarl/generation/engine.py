@@ -3,9 +3,9 @@
     submit -> Scheduler.schedule -> [parked rows leave, new rows join] -> forward -> Sampler -> finished rollouts leave
 
 One step is one forward over packed tokens: the next token of every running rollout, then up to `prefill_tokens` of
-prompts. Weights may be swapped between two steps, and each token carries the version that sampled it; what becomes of
-the KV cache then says `Scheduler`. A parked rollout prefills its tokens again when it resumes, here or in another
-engine, with the weights of that moment.
+prompts. Weights may be swapped between two steps, and each token carries the version that sampled it. `Scheduler`
+decides what happens to the KV cache then. A parked rollout prefills its tokens again when it resumes, here or in
+another engine, with the weights of that moment.
 
 Shape suffixes: T tokens of one sequence, B running rollouts, N packed tokens, J kv heads, D model dim, V vocabulary.
 """
@@ -28,21 +28,23 @@ from torch import Tensor
 from llamarl.config.errors import ConfigError
 from llamarl.config.ref import part
 from llamarl.config.section import ALONE
-from llamarl.generation.attention import KernelAttention, backend_name
-from llamarl.generation.backend import EngineModel, EngineStats, StepGraphs
-from llamarl.generation.blocks import BlockPool
-from llamarl.generation.inputs import StepInputs, gather_inputs, new_routes
-from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
+from llamarl.generation.attention import (
+    BLOCK_SIZE,
+    KernelAttention,
+    KVCache,
+    StepGraphs,
+    StepInputs,
+    TorchAttention,
+    backend_name,
+    gather_inputs,
+    new_routes,
+)
+from llamarl.generation.backend import EngineModel, EngineStats, accept, failed, response_limit, same
 from llamarl.generation.model import GeneratorModel
-from llamarl.generation.requests import accept, failed, response_limit, same
 from llamarl.generation.routes import Routes
 from llamarl.generation.rows import Rows
-from llamarl.generation.sampler import Drawn, Sampler
-from llamarl.generation.scheduler import Chunk, Schedule, Scheduler
-from llamarl.generation.score import score
-from llamarl.generation.sequence import Group, Sequence
-from llamarl.generation.stop import StopStrings
-from llamarl.generation.torch_attention import TorchAttention
+from llamarl.generation.sampler import Drawn, Sampler, score
+from llamarl.generation.scheduler import BlockPool, Chunk, Group, Schedule, Scheduler, Sequence, StopStrings
 from llamarl.kernels import gpu
 from llamarl.models.transformer import Attend
 from llamarl.types import CandidateSets, FinishReason, GenerationRequest, Rollout
@@ -52,7 +54,7 @@ _WORK_SHARE = 0.05
 
 
 class Engine:
-    """A `GenerationBackend`: one model on one device. Not thread-safe: call everything from one thread."""
+    """A `GenerationBackend`: one model on one device. Not thread-safe: use it from one thread."""
 
     keyed_sampling = True
 
@@ -74,18 +76,18 @@ class Engine:
         """
         Args:
             max_running: rollouts that decode at once.
-            prefill_tokens: prompt tokens that join one step at most.
-            kv_bytes: memory for keys and values. None: what `max_running` full contexts need, but at most a quarter of
-                the machine's memory (CPU), or nine tenths of what is free beside a second set of weights (GPU), half
-                where others share the device.
+            prefill_tokens: largest number of prompt tokens in one step.
+            kv_bytes: memory for keys and values. None means what `max_running` full contexts need, but at most a
+                quarter of the machine's memory (CPU), or nine tenths of the free memory next to a second set of weights
+                (GPU), half if other processes share the device.
             version: policy version of the model's weights.
-            kv_on_update: what becomes of keys and values when the weights change. "keep" costs nothing; "recompute"
-                prefills every token again, and then rollouts go on as if the new weights had seen all of it.
-            decode: tokens to text; only stop strings need it.
-            graphs: decode by CUDA graphs. None: on GPUs where the Triton kernels run.
-            records_routes: rollouts of a mixture of experts tell which experts computed them.
-            asleep: takes no memory until weights are replaced.
-            beside_bytes: what others on its device will take later while it works.
+            kv_on_update: what happens to keys and values when the weights change. "keep" costs nothing. "recompute"
+                prefills every token again, so rollouts continue as if the new weights had seen all of it.
+            decode: turns tokens into text. Only stop strings need it.
+            graphs: decode by CUDA graphs. None means on GPUs on which the Triton kernels run.
+            records_routes: whether rollouts of a mixture record the experts that computed them.
+            asleep: take no memory until weights are replaced.
+            beside_bytes: memory that other executors on the device will take later while this engine works.
         """
         self.model = model
         self.version = version
@@ -94,14 +96,14 @@ class Engine:
         self._no_graphs_because = model.no_graphs_because if isinstance(model, GeneratorModel) else ""
         moe = model.shape.moe if isinstance(model, GeneratorModel) and records_routes else None
         self._routes = Routes(moe) if moe is not None else None
-        # A group records the experts of its own prompt, so that prompt is computed whole.
-        shares = self._routes is None
-        self._scheduler = Scheduler(0, BLOCK_SIZE, max_running, prefill_tokens, shares_prefixes=shares)
+        # A group records the experts of its prompt, so that prompt is computed whole.
+        shares_prefixes = self._routes is None
+        self._scheduler = Scheduler(0, BLOCK_SIZE, max_running, prefill_tokens, shares_prefixes=shares_prefixes)
         self._scheduler.version = version
         self._rows = Rows(max_running, BLOCK_SIZE, (self._routes.width, self._routes.dtype) if self._routes else None)
         self._sampler = Sampler(model.device)
         self._cache: KVCache | None = None
-        """None: it sleeps."""
+        """None means that the engine sleeps."""
         self._graphs: StepGraphs | None = None
         if not asleep:
             self.wake()
@@ -114,7 +116,7 @@ class Engine:
         self._recompute_s = 0.0
 
     def describe(self) -> str:
-        """Text for the log of what computes what: C++ kernels, or torch and why."""
+        """Returns text for the log: which kernels compute, or torch and the reason."""
         if self._cache is None:
             return "asleep until weights come"
         weights = getattr(self.model, "multiplies_by", "torch")
@@ -124,8 +126,8 @@ class Engine:
         return f"weights by {weights}, attention by {backend_name(self._cache)}{graphs}"
 
     def sleep(self) -> None:
-        """Gives the memory of weights, keys, values and graphs back; there must be no work. Rollouts that are held for
-        their environment lose theirs. It wakes when weights are replaced."""
+        """Frees the memory of weights, keys, values and graphs until weights are replaced. There must be no work. Held
+        rollouts lose their KV cache."""
         assert not self.has_work, "rollouts decode here"
         self._scheduler.evict(list(self._scheduler.held))
         self._cache = self._graphs = None
@@ -135,8 +137,7 @@ class Engine:
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Takes memory for keys and values, each time as much, where it has none. Raises ConfigError: there is too
-        little."""
+        """Allocates memory for keys and values, always the same amount. Raises ConfigError: there is too little."""
         if self._cache is not None:
             return
         model, scheduler = self.model, self._scheduler
@@ -163,15 +164,15 @@ class Engine:
         return bool(self._scheduler.waiting or self._scheduler.active or self._refused)
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
-        """First in, first out. Whatever is wrong with one of them is the end of that one, as FAILED."""
+        """Queues requests, first in, first out. A request that raises ends as FAILED rollouts."""
         requests = list(requests)
         self._check_new(requests)
         for request in requests:
             try:
                 self._submit(request)
-            except Exception as error:  # others decode here
-                said = f"{type(error).__name__}: {error}"
-                self._refused += [failed(request, index, said) for index in request.indices]
+            except Exception as error:  # other requests decode here
+                text = f"{type(error).__name__}: {error}"
+                self._refused += [failed(request, index, text) for index in request.indices]
 
     def _submit(self, request: GenerationRequest) -> None:
         siblings = self._siblings(request)
@@ -195,14 +196,14 @@ class Engine:
     def abort(self, group_ids: Iterable[int]) -> list[Rollout]:
         groups, group_ids = self._scheduler.groups, set(group_ids)
         self._scheduler.evict([key for key in self._scheduler.held if key[0] in group_ids])
-        aborted = [one for i in group_ids if i in groups for one in groups[i].unfinished.values()]
+        aborted = [rollout for i in group_ids if i in groups for rollout in groups[i].unfinished.values()]
         return self._leave(dict.fromkeys(aborted, (FinishReason.ABORTED, "")))
 
     def so_far(self, group_ids: Iterable[int]) -> list[Rollout]:
-        """Rollouts of these groups that decode now, as they are."""
+        """Returns copies of the rollouts of these groups that decode now."""
         groups = (self._scheduler.groups[i] for i in group_ids if i in self._scheduler.groups)
-        decoding = [one for group in groups for one in group.unfinished.values() if one.row >= 0]
-        return [replace(one.rollout(FinishReason.PARKED), columns=self._rows.so_far(one)) for one in decoding]
+        decoding = [sequence for group in groups for sequence in group.unfinished.values() if sequence.row >= 0]
+        return [replace(each.rollout(FinishReason.PARKED), columns=self._rows.so_far(each)) for each in decoding]
 
     def release(self, rollouts: Iterable[tuple[int, int]]) -> None:
         self._scheduler.evict(rollouts)
@@ -218,7 +219,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Rollout]:
-        """One token for each running rollout and some prefill; returns the rollouts that leave."""
+        """Samples one token for each running rollout and prefills some. Returns the rollouts that leave."""
         finished, self._refused = self._refused, []
         plan, start_s = self._scheduler.schedule(), time.perf_counter()
         self._join_rows(plan)
@@ -261,19 +262,19 @@ class Engine:
         )
 
     def _check_new(self, requests: Iterable[GenerationRequest]) -> None:
-        """Raises ValueError, before anything is queued, when somebody works on one of the rollouts already."""
+        """Raises ValueError, before anything is queued, if a rollout is in the engine already."""
         groups = self._scheduler.groups
         taken = defaultdict[int, set[int]](set)
         for request in requests:
             group_id, indices = request.group_id, set(request.indices)
             if group_id in groups:
                 taken[group_id] |= groups[group_id].unfinished.keys()
-            if twice := sorted(indices & taken[group_id]):
-                raise ValueError(f"rollouts {twice} of group {group_id} are submitted twice")
+            if repeated := sorted(indices & taken[group_id]):
+                raise ValueError(f"rollouts {repeated} of group {group_id} are submitted twice")
             taken[group_id] |= indices
 
     def _siblings(self, request: GenerationRequest) -> Group | None:
-        """Rollouts of the group that decode, or are held for it."""
+        """Returns the group of the request if it is in the engine or held."""
         siblings = self._scheduler.groups.get(request.group_id)
         if siblings and not siblings.unfinished and not same(siblings.request, request):
             self.abort([request.group_id])
@@ -281,7 +282,7 @@ class Engine:
         return siblings
 
     def _enqueue(self, request: GenerationRequest, starts: list[Rollout]) -> None:
-        """Queue the rollouts of a new group, if one of them fits into the KV cache."""
+        """Queues the rollouts of a new group if one of them fits into the KV cache."""
         prompt_T = np.array(request.prompt_token_ids_T, np.int32)
         strings = request.sampling.stop_strings
         group = Group(
@@ -290,7 +291,7 @@ class Engine:
             limit=response_limit(request, self._context),
             stop_strings=self._stop_strings(strings) if self._stop_strings and strings else None,
         )
-        # Own tokens that are fed: the last prompt token and the response without its last token.
+        # The fed own tokens are the last prompt token and the response without its last token.
         if not self._scheduler.fits(group.prefix_tokens, group.limit):
             tokens = self._scheduler.pool.num_blocks * BLOCK_SIZE
             error = (
@@ -303,7 +304,6 @@ class Engine:
         self._scheduler.add(group)
 
     def _join_rows(self, plan: Schedule) -> None:
-        """Rows leave, join and grow as the schedule says."""
         for sequence in plan.parked:
             if sequence.row >= 0:
                 self._rows.remove(sequence)
@@ -315,8 +315,8 @@ class Engine:
             self._cache.clear(plan.new_blocks)
 
     def _forward(self, chunks: list[Chunk]) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Hidden states of the running rows, then of the chunks; how rows are sampled, where that is on the device; and
-        the experts of all, if they are recorded."""
+        """Returns hidden states of the running rows, then of the chunks; sampling settings, if they are on the device;
+        and the experts of all tokens, if they are recorded."""
         rows, count, cache = self._rows, len(self._rows), self._cache
         assert cache is not None, "it sleeps"
         own_B = rows.length_R[:count]
@@ -350,7 +350,7 @@ class Engine:
     def _computed(
         self, token_N: Tensor, position_N: Tensor, attend: Attend, settings_5_B: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Answer of `_forward`, without a graph."""
+        """Returns the result of `_forward`, without a graph."""
         if not self._routes:
             return self.model(token_N, position_N, attend), settings_5_B, None
         assert isinstance(self.model, GeneratorModel)
@@ -358,7 +358,7 @@ class Engine:
         return self.model(token_N, position_N, attend, routes_N_W), settings_5_B, routes_N_W
 
     def _append(self, drawn: Drawn, routes_B_W: np.ndarray | None = None) -> list[Rollout]:
-        """Every running rollout gets a token; returns those that leave."""
+        """Appends a token to every running rollout. Returns the rollouts that leave."""
         rows, count = self._rows, len(self._rows)
         self._decode_tokens += count
         failed_B = ~np.isfinite(drawn.logprobs_B)
@@ -376,28 +376,28 @@ class Engine:
         return self._leave(leaving)
 
     def _leave(self, leaving: dict[Sequence, tuple[FinishReason, str]]) -> list[Rollout]:
-        """Rollouts leave the engine with everything they hold."""
-        if not leaving:  # as after most steps
+        """Removes rollouts from the engine with everything that they hold."""
+        if not leaving:  # the usual case
             return []
         for sequence in leaving:
             if sequence.row >= 0:
                 self._rows.remove(sequence)
-        stopped = (one for one, (reason, _) in leaving.items() if reason is FinishReason.STOP)
-        self._scheduler.remove(leaving, {one for one in stopped if one.group.request.has_turns})
+        stopped = (sequence for sequence, (reason, _) in leaving.items() if reason is FinishReason.STOP)
+        self._scheduler.remove(leaving, {sequence for sequence in stopped if sequence.group.request.has_turns})
         return [sequence.rollout(reason, error) for sequence, (reason, error) in leaving.items()]
 
 
 def kv_budget(model: EngineModel, max_running: int, num_ranks: int = 1, sleeps_beside: int | None = None) -> int:
-    """Bytes that keys and values of this rank take when nobody says how many.
+    """Returns bytes for keys and values of this rank, if the configuration sets none.
 
-    Tensor-parallel ranks agree on the least of theirs; on a CPU they share the memory that bounds it.
+    Tensor-parallel ranks agree on the least of theirs. On a CPU they share the memory that bounds it.
 
     Args:
-        sleeps_beside: it has its weights and gives all up while others work, who take so much more later while it
-            works; None: it never sleeps.
+        sleeps_beside: bytes that other executors on the device take later while this one works. It frees all memory
+            while they work. None means that it never sleeps.
 
     Raises:
-        ConfigError: a GPU is too small for new weights beside those in use.
+        ConfigError: a GPU is too small for new weights next to those in use.
     """
     shape, device = model.shape, model.device
     full = max_running * -(-shape.max_position_embeddings // BLOCK_SIZE) * KVCache.block_bytes(shape, model.kv_dtype)
@@ -410,7 +410,7 @@ def kv_budget(model: EngineModel, max_running: int, num_ranks: int = 1, sleeps_b
                 f"{free / 1e9:.3g} GB of {device} are free, but {reserved / 1e9:.3g} GB are needed for new weights and "
                 "for work; use more generator.tensor_parallel or a smaller generator.dtype"
             )
-        # Whoever shares the device may take more later than it has now.
+        # Other processes on the device may take more memory later than they hold now.
         is_alone = os.environ.get(ALONE) or sleeps_beside is not None
         return min(full, int((free - reserved) * (0.9 if is_alone else 0.5)))
     return min(full, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 // num_ranks)

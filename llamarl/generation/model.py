@@ -1,17 +1,20 @@
 """`GeneratorModel`: the forward of `models/transformer.py` for generation, in float32, bfloat16, int8 or fp8.
 
-It owns no weights. `specs` says which tensors it wants, in which order; `use` points it to them. Projections of one
-input (q, k, v; gate, up) are neighbors in that order, so that the tensors of one flat buffer serve as one matrix.
+It owns no weights. `specs` lists the tensors that it needs, in order, and `use` sets them. Projections of one input (q,
+k, v; gate, up) are neighbors in that order, so the tensors of one flat buffer can serve as one matrix.
 
-The residual stream is float32 everywhere, as the trainer's is: no rounding is left between two layers. What is
-multiplied is float32 too on the CPU, as its kernels accumulate in float32 anyway; on GPUs it is bfloat16 unless the
-weights are float32.
+The residual stream is float32 everywhere, as in the trainer: nothing is rounded between two layers. Factors of products
+are float32 on the CPU, whose kernels accumulate in float32 anyway. On GPUs they are bfloat16 unless the weights are
+float32.
 
-In a mixture of experts the router is float32 in every precision, what it chooses can be recorded, and tensor-parallel
-ranks have columns of every expert, or some experts each (`sharding/tensor_parallel.py` says which).
+In a mixture of experts the router is float32 in every precision, and the experts that it chooses can be recorded.
+Tensor-parallel ranks hold columns of every expert, or some experts each (`sharding/tensor_parallel.py` decides).
+
+`AdapterMerger` is for a generator that receives adapters: it merges them into the frozen model. Merging costs a pass
+over the weights per version, in the background. Decoding then costs the same as without adapters, in every precision.
 
 Shape suffixes: N packed tokens, D model dim, H query heads, J kv heads, K head dim, V vocabulary, W experts of a token
-in all layers.
+in all layers; O outputs and I inputs of a projection, R rank of its adapter.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.config.errors import ConfigError
-from llamarl.generation.attention import KernelAttention
+from llamarl.config.roles import LoraConfig
+from llamarl.generation.attention import KernelAttention, TorchAttention
 from llamarl.generation.network import (
     ExpertMixture,
     GatedLinears,
@@ -39,12 +43,12 @@ from llamarl.generation.network import (
     linears_of,
     stack_of,
 )
-from llamarl.generation.torch_attention import TorchAttention
 from llamarl.kernels import gpu
-from llamarl.kernels.linear import Linear, QuantizedRows, Room, is_exact
+from llamarl.kernels.linear import Linear, QuantizedRows, Workspace, is_exact
 from llamarl.kernels.ops import rms_norm, rotate
 from llamarl.models.folder import load_shape, loading_text
 from llamarl.models.hf import EMBEDDING, HEAD, Read, open_model
+from llamarl.models.lora import A, B, adapted_weights, adapter_of, merged
 from llamarl.models.masking import UnusedIds
 from llamarl.models.quantize import QUANTIZED_DTYPES, quantize_rows
 from llamarl.models.shape import ModelShape
@@ -77,16 +81,16 @@ class TensorParallel(Protocol):
     def rank(self) -> int: ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks; may overwrite `x`."""
+        """Returns the sum over all ranks. May overwrite `x`."""
         ...
 
     def all_gather_vocab(self, logits_N_V: Tensor) -> Tensor:
-        """The ranks' parts of the vocabulary side by side, [N, V]."""
+        """Returns the ranks' parts of the vocabulary side by side, [N, V]."""
         ...
 
 
 class GeneratorModel:
-    """Runs in the engine like `Transformer`; its weights are wherever `use` last said."""
+    """A model for the engine, like `Transformer`. Its weights are the tensors of the last `use`."""
 
     def __init__(
         self,
@@ -98,8 +102,8 @@ class GeneratorModel:
     ) -> None:
         """
         Args:
-            dtype: of the projections. Embedding and head are float32 for float32, else bfloat16.
-            kv_dtype: of cached keys and values; "auto": as the head.
+            dtype: type of the projections. Embedding and head are float32 for float32, else bfloat16.
+            kv_dtype: type of cached keys and values. "auto" means the type of the head.
 
         Raises:
             ValueError: this device cannot multiply `dtype`, or the ranks cannot share the model evenly.
@@ -112,7 +116,7 @@ class GeneratorModel:
         self.head_dtype = torch.float32 if full else torch.bfloat16
         """Type of embedding and head."""
         self.kv_dtype = self.head_dtype if kv_dtype == "auto" else getattr(torch, _QUANTIZED.get(kv_dtype, kv_dtype))
-        """Type in which keys and values are cached."""
+        """Type of cached keys and values."""
         self._parallel = tensor_parallel if tensor_parallel and tensor_parallel.size > 1 else None
         num_ranks, rank = (self._parallel.size, self._parallel.rank) if self._parallel else (1, 0)
         self._specs = _specs(shape, self._dtype_of, num_ranks, rank)
@@ -123,7 +127,7 @@ class GeneratorModel:
             num_heads=boxes[_name(0, "self_attn.q_proj.weight")].shape[0] // shape.head_dim,
             num_kv_heads=boxes[_name(0, "self_attn.k_proj.weight")].shape[0] // shape.head_dim,
         )
-        """Sizes of the model with the heads of this rank."""
+        """Sizes of the model, with the heads of this rank."""
         heads = self.shape.num_heads, self.shape.num_kv_heads, self.shape.num_kv_heads
         self._qkv_sizes = [count * shape.head_dim for count in heads]
         self._first_id, self._first_expert = boxes[EMBEDDING].starts[0], 0
@@ -134,48 +138,50 @@ class GeneratorModel:
         self._head_name = EMBEDDING if shape.tie_embeddings else HEAD
         self._used: Mapping[str, Tensor] = {}
         self._network = Network()
-        self._rooms = [Room(), Room()]
+        self._workspaces = [Workspace(), Workspace()]
         self._spare: Mapping[str, Tensor] | None = None
         self._spare_is_whole = False
         self._swapped: torch.Event | torch.cuda.Event | None = None
-        """Until then the GPU may read what is the spare now."""
+        """The GPU may read the current spare until this event. None means that it does not."""
         self.merges = False
-        """Adapters are merged into weights that it has, so it keeps them asleep."""
+        """True if adapters are merged into the weights in use, so `sleep` must keep them."""
         self.weights_at = 0
-        """Another number when the weights in use lie elsewhere."""
+        """A number that changes when the addresses of the weights in use change."""
 
     @property
     def is_whole(self) -> bool:
-        """No other rank holds a part of it."""
+        """True if no other rank holds a part of the model."""
         return self._parallel is None
 
     @property
     def multiplies_by(self) -> str:
-        """Names for the log of what computes the projections: paths of `kernels/paths.py` and the shapes of weights."""
+        """Text for the log: the paths of `kernels/paths.py` that compute the projections, with the shapes of
+        weights."""
         shapes = dict[str, dict[str, None]]()
         for path, shape in self._network.multipliers():
             shapes.setdefault(path, {})[shape] = None
-        names = ", ".join(f"{path} ({'; '.join(of_it)})" for path, of_it in shapes.items())
+        names = ", ".join(f"{path} ({'; '.join(of_path)})" for path, of_path in shapes.items())
         return names + (f", packed in 2 x {self.packed_bytes / 1e6:.3g} MB" if self.packed_bytes else "")
 
     @property
     def no_graphs_because(self) -> str:
-        """Reason why steps cannot be CUDA graphs; empty: they can."""
-        if any(one.experts.reads_counts for one in self._network.mixtures()):
-            return f"the host reads how many rows each expert has, as {self.precision} ones are multiplied one by one"
+        """Reason why steps cannot be CUDA graphs; "" means that they can."""
+        if any(mixture.experts.reads_counts for mixture in self._network.mixtures()):
+            return f"{self.precision} experts are multiplied one by one, and the host reads their numbers of rows"
         return ""
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of one packed copy of the weights; there are two at most."""
-        return self._network.room.num_bytes
+        """Bytes of one packed copy of the weights. There are at most two copies."""
+        return self._network.workspace.num_bytes
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """The tensors of this rank, in the order in which they must lie in one buffer to be used as they are."""
+        """Returns the tensors of this rank, in the order in which they must be in one buffer for joined projections."""
         return self._specs
 
     def load(self, weights: Transformer | Mapping[str, Tensor] | Read) -> None:
-        """Fill a new buffer from whole parameters, or from what reads parts of them, cast or quantized, and use it.
+        """Fills a new buffer from whole parameters, or from a function that reads parts of them, cast or quantized, and
+        uses it.
 
         Raises:
             NonFiniteWeights: a parameter to be quantized holds NaN or infinity.
@@ -197,9 +203,11 @@ class GeneratorModel:
         self.use(tensors)
 
     def hold(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Tensors for `use`: the same where they are on this model's device, else copies, which stay until the next
-        call but one; packed as the kernels want them, until the next call. Another thread may call this while the model
-        computes."""
+        """Returns tensors for `use`, packed for the kernels until the next call.
+
+        They are the given tensors if these are on this model's device, else copies, which stay until the call after the
+        next. Another thread may call this while the model computes.
+        """
         if not self._are_here(tensors):
             spare = self.spare()
             with device_stream(self.device):
@@ -209,15 +217,15 @@ class GeneratorModel:
         return self._built(tensors)
 
     def spare(self, whole: bool = False) -> Mapping[str, Tensor]:
-        """Tensors to write into and then to `use`, which nobody reads any more.
+        """Returns tensors that nothing reads any more, to be overwritten and then passed to `use`.
 
         Args:
-            whole: they hold weights, of now or of before, for who will not overwrite all of them.
+            whole: fill them with weights, current or older, for a caller that does not overwrite all of them.
         """
         if self._spare is None:
             self._spare = self._buffer()
         if self._swapped is not None:
-            self._swapped.synchronize()  # on the host: others than this GPU may write there
+            self._swapped.synchronize()  # on the host: other devices may write there
         if whole and not self._spare_is_whole:
             with device_stream(self.device):
                 for key, tensor in self._used.items():
@@ -226,13 +234,14 @@ class GeneratorModel:
         return self._spare
 
     def sleep(self) -> None:
-        """Lets go of all weights until `use` gives others; of those in use only where `merges` does not need them."""
+        """Frees all weights until `use` sets new ones. Keeps the weights in use if `merges`."""
         if not self.merges:
-            self._used, self._network, self._rooms = {}, Network(), [Room(), Room()]
+            self._used, self._network, self._workspaces = {}, Network(), [Workspace(), Workspace()]
         self._spare, self._spare_is_whole, self._swapped = None, False, None
 
     def room(self, specs: Sequence[TensorSpec]) -> Callable[[], Mapping[str, Tensor]]:
-        """Gives memory on this device to write tensors like `specs` into: that of `spare`, if they are the weights."""
+        """Returns a function that gives memory on this device for tensors like `specs`: that of `spare` if they are the
+        weights."""
         if tuple(specs) == self._specs:
             return self.spare
         layout = lay_out(specs)
@@ -247,40 +256,40 @@ class GeneratorModel:
         return views(layout, torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.device))
 
     def use(self, tensors: Mapping[str, Tensor]) -> None:
-        """Compute with these tensors (by `TensorSpec.key`) from now on; they must stay as they are. Nothing is copied.
+        """Computes with these tensors (by `TensorSpec.key`) from now on. They must not change. Nothing is copied.
 
-        Views of one flat buffer laid out by `lay_out(specs())` give joined projections; others are multiplied one by
-        one.
+        Views of one flat buffer laid out by `lay_out(specs())` give joined projections. Other tensors are multiplied
+        separately.
         """
         network = tensors if isinstance(tensors, Network) else self._built(tensors)
-        assert network.built == network.room.begun, "later weights took the room of these"
+        assert network.built == network.workspace.begun, "later weights took the buffer of these"
         if self._spare is not None and network[EMBEDDING] is self._spare[EMBEDDING]:
             self._spare, self._spare_is_whole = self._used or None, bool(self._used)
-            if self.device.type == "cuda":  # steps that were launched read on
+            if self.device.type == "cuda":  # launched steps still read them
                 self._swapped = torch.cuda.current_stream(self.device).record_event()
         self._used = self._network = network
         self.weights_at = hash(tuple(network[key].data_ptr() for key in self._shapes))
 
     def _built(self, tensors: Mapping[str, Tensor]) -> Network:
-        """Builds a network in the room that the weights in use do not have."""
+        """Builds a network in the buffer that the weights in use do not occupy."""
         for key, shape in self._shapes.items():
             assert tensors[key].shape == shape, f"{key} is not {shape}"
         network = Network(tensors)
-        network.room = self._rooms[bool(self._used) and self._network.room is self._rooms[0]]
-        network.built = network.room.begin()
+        network.workspace = self._workspaces[bool(self._used) and self._network.workspace is self._workspaces[0]]
+        network.built = network.workspace.begin()
         network.layers = [self._layer(network, index) for index in range(self.shape.num_layers)]
         network.stack = stack_of(network.layers, self.shape) if self._parallel is None else None
-        network.head = Linear(network[self._head_name], room=network.room)
+        network.head = Linear(network[self._head_name], workspace=network.workspace)
         return network
 
     def __call__(
         self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend, routes_N_W: Tensor | None = None
     ) -> Tensor:
-        """Hidden states after the final norm, [N, D].
+        """Returns hidden states after the final norm, [N, D].
 
         Args:
-            routes_N_W: of a mixture, filled with the experts that each token chooses, layer by layer, the likeliest
-                first; of any integer type that holds them.
+            routes_N_W: for a mixture; filled with the experts that each token chooses, layer by layer, the likeliest
+                first. Any integer type that can hold them.
         """
         chosen = list[Tensor]()
         x_N_D, delta_N_D, eps = self._embed(token_ids_N), None, self.shape.rms_norm_eps
@@ -289,7 +298,7 @@ class GeneratorModel:
             return rms_norm(x_N_D, self._used["model.norm.weight"], eps)
         rotates_all = self.shape.rotary_dim == self.shape.head_dim
         paged = attend if isinstance(attend, TorchAttention) and attend.rotates and rotates_all else None
-        rotation = self._rope(positions_N, torch.float32)  # as the trainer, whatever attends
+        rotation = self._rope(positions_N, torch.float32)  # as in the trainer, for every kind of attention
         for index, layer in enumerate(self._network.layers):
             normed_N_D = rms_norm(x_N_D, layer.input_norm_D, eps, delta_N_D, layer.qkv[0].takes)
             flats = _project(layer.qkv, normed_N_D, self._qkv_sizes)
@@ -311,8 +320,8 @@ class GeneratorModel:
         return rms_norm(x_N_D, self._used["model.norm.weight"], eps, delta_N_D)
 
     def logits(self, hidden_N_D: Tensor) -> Tensor:
-        """[N, V], float32; unused ids have no probability."""
-        if self.dtype == torch.bfloat16:  # torch rounds the sums of a bfloat16 product unless told otherwise
+        """Returns logits [N, V], float32. Unused ids have probability 0."""
+        if self.dtype == torch.bfloat16:  # without `out_dtype` torch rounds the sums of a bfloat16 product
             logits_N_V = torch.mm(hidden_N_D, self._used[self._head_name].t(), out_dtype=torch.float32)
         else:
             logits_N_V = self._network.head(hidden_N_D)
@@ -322,11 +331,11 @@ class GeneratorModel:
     def _check_device(self, kv_dtype: KvPrecision) -> None:
         if self.precision == "fp8" and self.device.type != "cuda":
             raise ValueError(f"fp8 weights need a GPU with float8 units, not `{self.device}`; use int8 or bfloat16")
-        wanted = [what for what, dtype in (("weights", self.precision), ("keys", kv_dtype)) if dtype == "fp8"]
+        in_fp8 = [tensors for tensors, dtype in (("weights", self.precision), ("keys", kv_dtype)) if dtype == "fp8"]
         on_gpu = self.device.type == "cuda"
-        if wanted and on_gpu and torch.cuda.get_device_capability(self.device) < (8, 9):
+        if in_fp8 and on_gpu and torch.cuda.get_device_capability(self.device) < (8, 9):
             name = torch.cuda.get_device_name(self.device)
-            raise ValueError(f"{name} has no float8 units, which fp8 {wanted[0]} need; use int8 or bfloat16")
+            raise ValueError(f"{name} has no float8 units, which fp8 {in_fp8[0]} need; use int8 or bfloat16")
 
     def _dtype_of(self, name: str) -> str:
         if is_router(name):
@@ -340,7 +349,7 @@ class GeneratorModel:
             return tensors[_name(index, name)]
 
         def linears(*modules: str) -> tuple[Linear, ...]:
-            return linears_of(tensors, [_name(index, module) for module in modules], tensors.room)
+            return linears_of(tensors, [_name(index, module) for module in modules], tensors.workspace)
 
         return GeneratorLayer(
             input_norm_D=get("input_layernorm.weight"),
@@ -354,8 +363,8 @@ class GeneratorModel:
     def _feed_forward(self, tensors: Network, index: int) -> GatedLinears | ExpertMixture:
         module, moe = _name(index, "mlp"), self.shape.moe
         if moe is None or index not in moe.sparse_layers:
-            return gated_linears(tensors, module, tensors.room)
-        return expert_mixture(tensors, module, tensors.room, moe, self._first_expert)
+            return gated_linears(tensors, module, tensors.workspace)
+        return expert_mixture(tensors, module, tensors.workspace, moe, self._first_expert)
 
     def _embed(self, token_ids_N: Tensor) -> Tensor:
         embedding_V_D = self._used[EMBEDDING]
@@ -367,7 +376,7 @@ class GeneratorModel:
         return self._parallel.all_reduce(x_N_D.masked_fill_(elsewhere_N[:, None], 0.0))
 
     def _add(self, project: Linear, x: Tensor | QuantizedRows, residual_N_D: Tensor) -> Tensor | None:
-        """Adds the product to the residual stream, or returns it for the next norm to add."""
+        """Adds the product to the residual stream and returns None, or returns it for the next norm to add."""
         if self._parallel is not None:
             return self._parallel.all_reduce(project(x))
         if gpu.kernel("ops", self.device):
@@ -378,9 +387,9 @@ class GeneratorModel:
 
 @contextmanager
 def device_stream(device: torch.device) -> Iterator[None]:
-    """Work on a GPU beside the decoding; done at the end."""
+    """Runs work on a GPU in parallel with decoding, and waits for it at the end."""
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    if stream is not None:  # what was launched before may still use the memory that is written here
+    if stream is not None:  # launched work may still use the memory that is written here
         stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield
@@ -393,9 +402,9 @@ def _name(layer: int, name: str) -> str:
 
 
 def _specs(shape: ModelShape, dtype_of: Callable[[str], str], num_ranks: int, rank: int) -> tuple[TensorSpec, ...]:
-    """Projections of one input follow each other, first their values and then their scales."""
+    """Returns the tensors of a rank. Projections of one input are adjacent: first their values, then their scales."""
     with torch.device("meta"):
-        shapes = {name: tuple(one.shape) for name, one in Transformer(shape).state_dict().items()}
+        shapes = {name: tuple(weight.shape) for name, weight in Transformer(shape).state_dict().items()}
     specs, moe = list[TensorSpec](), shape.moe
     by_expert = moe is not None and cuts_by_expert(moe.num_experts, moe.expert_size, num_ranks)
 
@@ -421,7 +430,7 @@ def _specs(shape: ModelShape, dtype_of: Callable[[str], str], num_ranks: int, ra
 
 
 def _groups(names: Iterable[str]) -> list[list[str]]:
-    """Parameters in the order of the forward; weights, or biases, that are applied to the same input are one group."""
+    """Returns parameters in the order of the forward. Weights, or biases, of the same input are one group."""
     groups = dict[str, list[str]]()
     for name in names:
         key = re.sub(r"self_attn\.[qkv]_proj", "qkv", re.sub(r"(gate|up)_proj", "gate_up", name))
@@ -430,14 +439,14 @@ def _groups(names: Iterable[str]) -> list[list[str]]:
 
 
 def _project(projections: tuple[Linear, ...], x_N_D: Tensor | QuantizedRows, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """The outputs, of `sizes`, of what is computed as one or one by one."""
+    """Applies several projections, or one joined projection whose output is split into `sizes`."""
     if len(projections) > 1:
         return [project(x_N_D) for project in projections]
     return projections[0](x_N_D).split_with_sizes(sizes, -1)
 
 
 def part_reader(weights: Mapping[str, Tensor]) -> Read:
-    """A reader of parts of these whole parameters."""
+    """Returns a reader of parts of these whole parameters."""
     return lambda name, box: weights[name].detach()[box.within(Box.whole(weights[name].shape))]
 
 
@@ -454,13 +463,14 @@ def load_generator_model(
     asleep: bool = False,
     tokens_of: str | Path | None = None,
 ) -> GeneratorModel:
-    """The model in a Hugging Face folder, or this rank's part of it, of which no more is read; asleep without weights.
+    """Returns the model in a Hugging Face folder, or this rank's part of it. Reads nothing else.
 
     Args:
+        asleep: return it without weights.
         tokens_of: folder whose tokenizer decides which ids are used; None means `folder`.
 
     Raises:
-        ConfigError: no such model, or this machine cannot serve it in this way.
+        ConfigError: there is no such model, or this machine cannot serve it with these settings.
     """
     try:
         shape = load_shape(folder)
@@ -473,3 +483,58 @@ def load_generator_model(
     except ValueError as error:
         raise ConfigError(f"{folder} cannot be served in {precision!r} here: {error}") from None
     return model
+
+
+class AdapterMerger:
+    """Merges adapters on one rank. Replaces `GeneratorModel.specs` and `GeneratorModel.hold`."""
+
+    def __init__(self, model: GeneratorModel, base: Transformer, config: LoraConfig, read: Read | None = None) -> None:
+        """
+        Args:
+            model: the serving model, which has loaded `base`.
+            base: the whole frozen model, or one on the meta device with `read` for its weights.
+        """
+        self._model, self._scale = model, config.scale
+        model.merges = True
+        self._targets = {spec.name: spec for spec in model.specs() if spec.part == "values"}
+        self._frozen, specs = dict[str, Tensor](), list[TensorSpec]()
+        """Returns the tensors that this rank receives: its part of each adapter."""
+        read = read or part_reader(dict(base.named_parameters()))
+        for name, (num_outputs, num_inputs) in adapted_weights(base.shape, config):
+            box, rank = self._targets[name].box, config.rank
+            self._frozen[name] = _smallest(read(name, box)).to(model.device, copy=True)
+            module = name.removesuffix("weight")
+            shapes = {A: (rank, num_inputs), B: (num_outputs, rank)}
+            boxes = {
+                A: Box((0, box.starts[1]), (rank, box.stops[1])),
+                B: Box((box.starts[0], 0), (box.stops[0], rank)),
+            }
+            specs += [
+                TensorSpec(name=f"{module}{kind}", global_shape=shapes[kind], box=boxes[kind], dtype="float32")
+                for kind in (A, B)
+            ]
+        self._specs = tuple(specs)
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Tensors that this rank wants to receive: its part of each adapter."""
+        return self._specs
+
+    @torch.no_grad()
+    def hold(self, adapters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Returns the frozen weights with `adapters` merged in, for `GeneratorModel.use`. Raises NonFiniteWeights."""
+        spare = self._model.spare(whole=True)
+        with device_stream(self._model.device):
+            for name, frozen in self._frozen.items():
+                a_R_I, b_O_R = (matrix.to(frozen.device) for matrix in adapter_of(adapters, name))
+                weight_O_I, spec = merged(frozen, a_R_I, b_O_R, self._scale), self._targets[name]
+                if spec.dtype in QUANTIZED_DTYPES:
+                    quantize_rows(weight_O_I, spec.dtype, out=(spare[name], spare[f"{name}.scale"]))
+                else:
+                    spare[name].copy_(weight_O_I)
+        return self._model.hold(spare)
+
+
+def _smallest(weight: Tensor) -> Tensor:
+    """Returns the weight in bfloat16 if that is exact, as for checkpoints saved in bfloat16, else the weight."""
+    half = weight.bfloat16()
+    return half if torch.equal(half.to(weight.dtype), weight) else weight

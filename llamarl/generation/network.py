@@ -1,4 +1,4 @@
-"""Network that a `GeneratorModel` computes with: matrices over its tensors, joined where they lie side by side.
+"""The network that a `GeneratorModel` computes with: matrices over its tensors, joined if they are adjacent in memory.
 
 Shape suffixes: N packed tokens (in `Linear`'s arguments: outputs), K inputs of a matrix, or experts of a token; E
 experts, D model dim, F feed-forward dim.
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from llamarl.kernels import experts
 from llamarl.kernels.experts import ExpertFeedForward, RouteKernel
-from llamarl.kernels.linear import Linear, QuantizedRows, Room, is_exact
+from llamarl.kernels.linear import Linear, QuantizedRows, Workspace, is_exact
 from llamarl.kernels.ops import silu_mul
 from llamarl.kernels.stack import NUM_LINEARS, LayerStack, Norms, can_stack
 from llamarl.models.experts import route
 from llamarl.models.shape import ModelShape, MoeShape
 
 _ARGUMENTS = {"weight": "values_N_K", "weight.scale": "scales_N", "bias": "bias_N"}
-"""Arguments of `Linear`, by the names of a module's tensors."""
+"""Argument of `Linear` by the name of a module's tensor."""
 _HALVES = 2
 
 
@@ -32,7 +32,7 @@ class GatedLinears:
     """A dense feed-forward, or the shared expert of a mixture."""
 
     gate_up: tuple[Linear, ...]
-    """One for both, or two."""
+    """One joined matrix, or two."""
     down: Linear
 
     @property
@@ -41,15 +41,15 @@ class GatedLinears:
         return self.gate_up[0].takes
 
     def inner(self, x_N_D: Tensor | QuantizedRows) -> Tensor | QuantizedRows:
-        """silu(gate(x)) * up(x), which `down` multiplies."""
-        parts = [one(x_N_D) for one in self.gate_up]
+        """Returns silu(gate(x)) * up(x), the input of `down`."""
+        parts = [linear(x_N_D) for linear in self.gate_up]
         gate_N_F, up_N_F = parts if len(parts) == _HALVES else parts[0].chunk(_HALVES, -1)
         return silu_mul(gate_N_F, up_N_F, self.down.takes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertMixture:
-    """A feed-forward in which each token chooses its experts; float32 decides."""
+    """A feed-forward in which a float32 router chooses the experts of each token."""
 
     moe: MoeShape
     router: Linear
@@ -57,21 +57,22 @@ class ExpertMixture:
     selection_bias_E: Tensor | None
     experts: ExpertFeedForward
     shared: GatedLinears | None
-    """Serves every token."""
+    """Expert that serves every token."""
     kernel: RouteKernel | None
-    """Chooses in the place of `route`."""
+    """Kernel that replaces `route`; None means that torch chooses."""
 
     @property
     def takes(self) -> torch.dtype | None:
-        """None: the router takes rows that were not quantized."""
+        """None: the router needs rows that are not quantized."""
 
     def multipliers(self) -> list[tuple[str, str]]:
-        """(path, shape) of the experts' products, and who chooses, for the log."""
+        """Returns (path, shape) of the experts' products and of the choice of experts, for the log."""
         chooses = "choice in torch" if self.kernel is None else "choice in c++"
         return [*self.experts.multipliers(), (chooses, f"{self.moe.experts_per_token} of {self.moe.num_experts}")]
 
     def __call__(self, x_N_D: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of what each token's experts give, [N, D], and which these are, int64 [N, K]."""
+        """Returns the weighted sum of the outputs of each token's experts, [N, D], and the ids of these experts, int64
+        [N, K]."""
         logits_N_E = self.router(x_N_D.float())
         if self.kernel is None or is_exact():
             ids_N_K, gates_N_K = route(logits_N_E, self.selection_bias_E, self.moe)
@@ -87,7 +88,7 @@ class ExpertMixture:
 class GeneratorLayer:
     input_norm_D: Tensor
     qkv: tuple[Linear, ...]
-    """One for all three, or three."""
+    """One joined matrix, or three."""
     qk_norms: tuple[Tensor, Tensor] | None
     o: Linear
     post_norm_D: Tensor
@@ -108,92 +109,104 @@ class GeneratorLayer:
 
 
 class Network(dict[str, Tensor]):
-    """Tensors, and what computes with them."""
+    """Tensors by name, and the layers that compute with them."""
 
     layers: Sequence[GeneratorLayer] = ()
     stack: LayerStack | None = None
-    """All layers in one call, where that can be."""
+    """All layers in one call; None if that is not possible."""
     head: Linear
-    room: Room
-    """Holds the packed copies."""
+    workspace: Workspace
+    """Buffer of the packed copies."""
     built: int
-    """Number of the use of `room`, as `room.begin` gave it."""
+    """Number of the use of `workspace`, from `workspace.begin`."""
 
     def linears(self) -> list[Linear]:
-        return [*(one for layer in self.layers for one in layer.linears()), self.head]
+        return [*(linear for layer in self.layers for linear in layer.linears()), self.head]
 
     def mixtures(self) -> list[ExpertMixture]:
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertMixture)]
 
     def multipliers(self) -> list[tuple[str, str]]:
-        """(path, shape of weights), for the log."""
-        linears = [(one.path, one.describe()) for one in self.linears()]
-        return [*linears, *(pair for one in self.mixtures() for pair in one.multipliers())]
+        """Returns (path, shape of weights), for the log."""
+        linears = [(linear.path, linear.describe()) for linear in self.linears()]
+        return [*linears, *(pair for mixture in self.mixtures() for pair in mixture.multipliers())]
 
 
 @functools.cache
 def route_kernel(moe: MoeShape) -> RouteKernel | None:
-    """Kernel that chooses as `route` does, where there are kernels, checked at the first call; None: torch chooses."""
+    """Returns a kernel that chooses like `route`, which the first call verifies, or None if there is no kernel."""
     kernel = RouteKernel(
         moe.num_experts, moe.experts_per_token, moe.num_groups, moe.groups_per_token, moe.scoring == "sigmoid",
         moe.normalized, moe.scaling,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     logits_N_E = torch.randn(9, moe.num_experts, generator=generator)
-    logits_N_E[0], bias_E = 0.0, torch.randn(moe.num_experts, generator=generator) / 4  # all alike
+    logits_N_E[0], bias_E = 0.0, torch.randn(moe.num_experts, generator=generator) / 4  # the first row is a tie
     for bias in (None, bias_E):
-        (ids, gates), (own_ids, own_gates) = route(logits_N_E, bias, moe), kernel(logits_N_E, bias)
-        if not (torch.equal(ids, own_ids) and torch.allclose(gates, own_gates, 1e-5, 1e-6)):
+        (ids, gates), (kernel_ids, kernel_gates) = route(logits_N_E, bias, moe), kernel(logits_N_E, bias)
+        if not (torch.equal(ids, kernel_ids) and torch.allclose(gates, kernel_gates, 1e-5, 1e-6)):
             return None
     return kernel
 
 
-def linears_of(tensors: Mapping[str, Tensor], modules: Sequence[str], room: Room) -> tuple[Linear, ...]:
-    """One where the weights of the modules, and what belongs to them, lie side by side; else one for each."""
+def linears_of(tensors: Mapping[str, Tensor], modules: Sequence[str], workspace: Workspace) -> tuple[Linear, ...]:
+    """Returns one `Linear` for all modules if their tensors are adjacent in memory, else one for each module."""
     kinds = [kind for kind in _ARGUMENTS if f"{modules[0]}.{kind}" in tensors]
     parts = {_ARGUMENTS[kind]: [tensors[f"{module}.{kind}"] for module in modules] for kind in kinds}
-    joined = {argument: whole for argument, each in parts.items() if (whole := _joined(each)) is not None}
+    joined = {argument: whole for argument, tensors in parts.items() if (whole := _joined(tensors)) is not None}
     if len(joined) == len(parts):
-        return (Linear(**joined, room=room),)
-    return tuple(Linear(**dict(zip(parts, one, strict=True)), room=room) for one in zip(*parts.values(), strict=True))
+        return (Linear(**joined, workspace=workspace),)
+    by_module = zip(*parts.values(), strict=True)
+    return tuple(Linear(**dict(zip(parts, tensors, strict=True)), workspace=workspace) for tensors in by_module)
 
 
 def stack_of(layers: Sequence[GeneratorLayer], shape: ModelShape) -> LayerStack | None:
-    """The layers in one call, where they are dense, joined, and multiplied by C++ kernels. `shape` has their heads."""
+    """Returns all layers as one call, or None unless they are dense, joined, and multiplied by C++ kernels.
+
+    Args:
+        shape: with the heads of this rank.
+    """
     linears = [tuple(layer.linears()) for layer in layers]
     is_dense = all(isinstance(layer.mlp, GatedLinears) for layer in layers)
-    if not (is_dense and all(len(each) == NUM_LINEARS for each in linears) and can_stack(list(chain(*linears)))):
+    if not (
+        is_dense and all(len(of_layer) == NUM_LINEARS for of_layer in linears) and can_stack(list(chain(*linears)))
+    ):
         return None
     return LayerStack(
-        [(layer.norms(), each) for layer, each in zip(layers, linears, strict=True)], num_heads=shape.num_heads,
+        [(layer.norms(), of_layer) for layer, of_layer in zip(layers, linears, strict=True)], num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, rotary_dim=shape.rotary_dim, eps=shape.rms_norm_eps,
     )  # fmt: skip
 
 
-def gated_linears(tensors: Mapping[str, Tensor], module: str, room: Room) -> GatedLinears:
-    """The feed-forward of this name."""
+def gated_linears(tensors: Mapping[str, Tensor], module: str, workspace: Workspace) -> GatedLinears:
     return GatedLinears(
-        gate_up=linears_of(tensors, [f"{module}.gate_proj", f"{module}.up_proj"], room),
-        down=linears_of(tensors, [f"{module}.down_proj"], room)[0],
+        gate_up=linears_of(tensors, [f"{module}.gate_proj", f"{module}.up_proj"], workspace),
+        down=linears_of(tensors, [f"{module}.down_proj"], workspace)[0],
     )
 
 
-def expert_mixture(tensors: Mapping[str, Tensor], module: str, room: Room, moe: MoeShape, first: int) -> ExpertMixture:
-    """The mixture of this name, of which experts are here from number `first` on."""
+def expert_mixture(
+    tensors: Mapping[str, Tensor], module: str, workspace: Workspace, moe: MoeShape, first: int
+) -> ExpertMixture:
+    """Returns the mixture of this name.
+
+    Args:
+        first: number of the first expert that this rank holds.
+    """
     names = (f"{module}.experts.{kind}_proj" for kind in ("gate", "up", "down"))
     gate, up, down = ((tensors[name], tensors.get(f"{name}.scale")) for name in names)
     return ExpertMixture(
         moe=moe,
-        router=linears_of(tensors, [f"{module}.gate"], room)[0],
+        router=linears_of(tensors, [f"{module}.gate"], workspace)[0],
         selection_bias_E=tensors.get(f"{module}.gate.e_score_correction_bias"),
-        experts=ExpertFeedForward(gate, up, down, first, room),
-        shared=gated_linears(tensors, f"{module}.shared_experts", room) if moe.shared_size else None,
+        experts=ExpertFeedForward(gate, up, down, first, workspace),
+        shared=gated_linears(tensors, f"{module}.shared_experts", workspace) if moe.shared_size else None,
         kernel=route_kernel(moe) if gate[0].device.type == "cpu" and experts.kernels().library is not None else None,
     )
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """One view over tensors that follow each other in one buffer; None where they do not."""
+    """Returns one view over tensors that follow each other in one buffer, or None if they do not."""
     first = parts[0]
     if len(parts) == 1:
         return first

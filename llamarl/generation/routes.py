@@ -1,11 +1,11 @@
-"""`Routes`: the experts of what a step computes, on their way from the forward to who keeps them. No torch.
+"""`Routes`: records the experts of computed tokens, from the forward to the columns of rollouts. No torch.
 
-A row of the column `routes` is of the position that predicts the token. A rollout's first own token is the last of its
-prompt, so its own token t predicts its response token t: the row has the place of the token that was fed. Those of a
-prefix are kept with it, once for all rollouts that share it.
+A row of the column `routes` belongs to the position that predicts the token. A rollout's first own token is the last of
+its prompt, so its own token t predicts its response token t: the row has the index of the token that was fed. Routes of
+a prefix are kept with it, once for all rollouts that share it.
 
-What was recorded as a token was sampled stays: it is what the token's log-probability was computed with. Only places of
-which nothing is known, as of tokens that an environment wrote, take what their prefill computes.
+Routes recorded when a token was sampled stay: the token's log-probability was computed with them. A prefill only fills
+places with unknown routes, such as those of tokens that an environment wrote.
 
 Shape suffixes: N packed tokens, B running rows, T tokens of one sequence, W experts of a token in all layers.
 """
@@ -17,22 +17,24 @@ from collections.abc import Iterable
 import numpy as np
 
 from llamarl.generation.rows import Rows
-from llamarl.generation.scheduler import Chunk
-from llamarl.generation.sequence import Group, Sequence
+from llamarl.generation.scheduler import Chunk, Group, Sequence
 from llamarl.models.shape import MoeShape
 from llamarl.types import Rollout, unknown_routes
 
 
 class Routes:
-    """Keeps them for one engine."""
+    """The routes of one engine."""
 
     def __init__(self, moe: MoeShape) -> None:
         self.width = moe.route_width
         self.dtype = np.dtype(np.uint8 if moe.route_bytes == 1 else np.uint16)
 
     def sequence(self, group: Group, start: Rollout) -> Sequence:
-        """A rollout that goes on from `start`, with an array of its own; what is not recorded of it is unknown. Raises
-        ValueError: it was recorded with another model."""
+        """Returns a rollout that continues from `start`, with a new array of routes; unrecorded ones are unknown.
+
+        Raises:
+            ValueError: `start` was recorded with another model.
+        """
         sequence, known = Sequence.of(group, start), start.columns.get("routes")
         if known is None:
             known = unknown_routes(start.num_tokens, self.width, self.dtype)
@@ -47,7 +49,7 @@ class Routes:
         return sequence
 
     def prefilled(self, rows: Rows, chunks: Iterable[Chunk], routes_N_W: np.ndarray) -> None:
-        """Keeps those of the chunks of a step, which follow one another."""
+        """Records the routes of the chunks of a step, which are consecutive."""
         done = 0
         for chunk in chunks:
             count = chunk.stop - chunk.start
@@ -67,7 +69,7 @@ class Routes:
         prefix.routes_T_W[places] = routes_T_W
 
     def begun(self, joined: Iterable[Sequence]) -> None:
-        """These have their prefix: it is what their first tokens are computed with."""
+        """Gives these rollouts, whose prefix is complete, the routes of their prefix."""
         for sequence in joined:
             if sequence.prompt_routes is None:
                 whole = sequence.group.prefix.routes_T_W

@@ -1,4 +1,4 @@
-"""`Rows`: the running rollouts as arrays, one row each, without holes. No torch.
+"""`Rows`: the running rollouts as arrays, one row each, without gaps.
 
 Shape suffixes: R rows (capacity), B running rows, T response tokens, M blocks of one rollout, W experts of a token in
 all layers.
@@ -11,25 +11,28 @@ from typing import Any
 import numpy as np
 
 from llamarl.generation.sampler import Drawn, SamplingRows, noise_key
-from llamarl.generation.sequence import Group, Sequence
+from llamarl.generation.scheduler import Group, Sequence
 from llamarl.types import COLUMNS, Columns, continued, filled
 
 
 class Rows:
-    """Arrays of what a decode step reads and writes of each running rollout."""
+    """The arrays that a decode step reads and writes."""
 
     def __init__(self, capacity: int, block_size: int, routes: tuple[int, np.dtype] | None = None) -> None:
-        """`routes`: number and type of a token's experts in all layers; None: they are not recorded."""
+        """
+        Args:
+            routes: number and type of a token's experts in all layers. None means that experts are not recorded.
+        """
         self.block_size = block_size
         self.sequences: list[Sequence] = []
-        # The token that the next step feeds, its position in the context, response tokens so far and at most; tokens
-        # and blocks of the prefix.
+        # The token that the next step feeds, its position in the context, response tokens so far, their limit, tokens
+        # of the prefix, blocks of the prefix.
         self._numbers_6_R = np.zeros((6, capacity), np.int64)
         self.input_R, self.position_R, self.length_R, self.limit_R, self.prefix_R, self.start_R = self._numbers_6_R
         self.sampling = SamplingRows(capacity)
         self.blocks_R_M = np.full((capacity, 1), -1, np.int64)
-        # Blocks of the prefix and then of its own; what lies behind names one of its own, which is masked, yet may be
-        # multiplied by 0, and that leaves NaN of others.
+        # Blocks of the prefix, then own blocks. Later entries repeat an own block: it is masked, but a kernel may
+        # multiply its values by 0, which would keep NaN from a foreign block.
         self.table_R_M = np.zeros((capacity, 1), np.int32)
         self.columns_R_T = {
             column.name: np.zeros((capacity, 1), column.dtype)
@@ -39,13 +42,13 @@ class Rows:
         if routes is not None:
             self.columns_R_T["routes"] = np.zeros((capacity, 1, routes[0]), routes[1])
         self.stop_R_S = np.full((capacity, 1), -1, np.int64)
-        self.passed: list[set[int] | None] = []  # tokens that end no stop string; None: there are none of those
+        self.passed: list[set[int] | None] = []  # tokens that end no stop string; None: no stop strings
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def add(self, sequence: Sequence) -> None:
-        """A rollout joins, fresh or resumed."""
+        """Adds a rollout, fresh or resumed."""
         row, group = len(self.sequences), sequence.group
         request, length = group.request, len(sequence.token_ids_T)
         prefix, own = group.prefix.blocks, sequence.own.blocks
@@ -69,7 +72,7 @@ class Rows:
             values_R_T[row, :length] = filled(sequence.columns, name, length, values_R_T[row])
 
     def remove(self, sequence: Sequence) -> None:
-        """A rollout leaves with its tokens; the last row takes its place."""
+        """Removes a rollout and stores its tokens in it. The last row takes its place."""
         row, last = sequence.row, len(self.sequences) - 1
         has_others = not sequence.columns.keys() <= self.columns_R_T.keys()
         columns = self.so_far(sequence, len(sequence.token_ids_T) if has_others else 0)
@@ -89,34 +92,35 @@ class Rows:
         self.sampling.move(last, row)
 
     def so_far(self, sequence: Sequence, start: int = 0) -> Columns:
-        """A copy of what a rollout has from token `start` on, without columns that say nothing but their default."""
+        """Returns copies of a rollout's columns from token `start` on, without columns that hold only their default."""
         row, length = sequence.row, self.length_R[sequence.row]
-        found = {name: values_R_T[row, start:length] for name, values_R_T in self.columns_R_T.items()}
+        views = {name: values_R_T[row, start:length] for name, values_R_T in self.columns_R_T.items()}
         return {
             name: values_T.copy()
-            for name, values_T in found.items()
+            for name, values_T in views.items()
             if (default := COLUMNS[name].default) is None or (values_T != default).any()
         }
 
     def of_groups(self) -> dict[Group, list[int]]:
-        """Rows by the prefix that they share."""
+        """Returns the rows of each group, which share a prefix."""
         members: dict[Group, list[int]] = {}
         for row, sequence in enumerate(self.sequences):
             members.setdefault(sequence.group, []).append(row)
         return members
 
     def of(self, sequence: Sequence) -> Columns:
-        """Views of a rollout's columns, with room behind its tokens."""
+        """Returns views of a rollout's columns, which are longer than its tokens."""
         return {name: values_R_T[sequence.row] for name, values_R_T in self.columns_R_T.items()}
 
     def grow(self, sequence: Sequence) -> None:
-        """The rollout got one more block."""
+        """Enters the newest block of a rollout."""
         blocks = sequence.own.blocks
         self.blocks_R_M[sequence.row, len(blocks) - 1] = blocks[-1]
         self.table_R_M[sequence.row, self.start_R[sequence.row] + len(blocks) - 1] = blocks[-1]
 
     def append(self, drawn: Drawn, version: int, routes_B_W: np.ndarray | None = None) -> np.ndarray:
-        """Each row gets its sampled token; returns which rows are done, bool [B, 2]: (stop token or string, limit)."""
+        """Appends the sampled token to each row. Returns which rows are done, bool [B, 2]: (stop token or string,
+        limit)."""
         count = len(self.sequences)
         rows_B, length_B = np.arange(count), self.length_R[:count]
         token_ids_B = drawn.token_ids_B
@@ -138,7 +142,8 @@ class Rows:
         return np.stack((stopped_B, length_B >= self.limit_R[:count]), axis=1)
 
     def _widen(self, limit: int, num_prefix: int, num_stop: int) -> None:
-        """Room for `limit` tokens, which need as many own tokens, behind so many blocks, and `num_stop` stop tokens."""
+        """Widens the arrays for `limit` response tokens, which need as many own tokens, `num_prefix` prefix blocks and
+        `num_stop` stop tokens."""
         num_blocks = -(-limit // self.block_size)
         self.columns_R_T = {name: _widened(values_R_T, limit, 0) for name, values_R_T in self.columns_R_T.items()}
         self.blocks_R_M = _widened(self.blocks_R_M, num_blocks, -1)

@@ -1,14 +1,14 @@
 """Several ranks that generate as one: each holds a part of the model and runs the same engine, in lockstep.
 
-    rank 0   TensorParallelEngine.submit, step, ...  -- (method, argument) -->  Follower.follow   other ranks
+    rank 0   TensorParallelEngine.submit, step, ...  -- (method, argument) -->  FollowerRank.follow   other ranks
                                                      <-- report --------------
 
-Rank 0 owns the calls and tells the others of each before the next forward. So all engines see the same requests, aborts
-and weights in the same order, schedule alike, and, as gathered logits are the same bits everywhere, sample alike. With
-each step rank 0 sends what its engine has done so far; a rank that has done anything else stops.
+Rank 0 receives the calls and forwards each to the other ranks before the next forward. So all engines see the same
+requests, aborts and weights in the same order, schedule alike, and sample alike, because gathered logits have the same
+bits everywhere. With each step rank 0 sends a summary of its engine's work so far. A rank with another summary stops.
 
-Every rank fetches its own part of new weights while it decodes, and reports. Once all have it, rank 0 points its model
-to the new version and calls `set_version`; the others do the same before the same step.
+Every rank fetches its part of new weights while it decodes, and reports. Once all ranks have theirs, rank 0 points its
+model to the new version and calls `set_version`. The other ranks do the same before the same step.
 
 Shape suffixes: R ranks, N packed tokens, V vocabulary.
 """
@@ -31,35 +31,36 @@ from llamarl.types import CandidateSets, GenerationRequest, Rollout
 
 
 class ModelRanks:
-    """The collectives of one forward; the `TensorParallel` of `llamarl/generation/model.py`."""
+    """The collectives of one forward: the `TensorParallel` of `llamarl/generation/model.py`."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
         self.size, self.rank = axis.size, axis.rank
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks; may overwrite `x`."""
+        """Returns the sum over all ranks. May overwrite `x`."""
         return self._axis.sum(x.contiguous())
 
     def all_gather_vocab(self, logits_N_V: Tensor) -> Tensor:
-        """The ranks' parts of the vocabulary side by side, [N, V]."""
+        """Returns the ranks' parts of the vocabulary side by side, [N, V]."""
         parts_R_N_V = self._axis.gather(logits_N_V).unflatten(0, (self.size, -1))
         return parts_R_N_V.transpose(0, 1).flatten(1)
 
 
 class OutOfStep(RuntimeError):
-    """A rank's engine has done something else than rank 0's."""
+    """A rank's engine has computed something else than rank 0's engine."""
 
 
 class _Steps:
-    """Steps of one rank's engine, and what must then be the same on all ranks."""
+    """Steps of one rank's engine, with a summary that must be the same on all ranks."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._crc = 0
 
     def done(self) -> tuple[float, ...]:
-        """Tokens sampled and prefilled, use of the KV cache, and a checksum over the rollouts that have left."""
+        """Returns the summary: tokens sampled and prefilled, use of the KV cache, and a checksum of the rollouts that
+        have left."""
         stats = self._engine.stats()
         return stats.decode_tokens, stats.prefill_tokens, stats.kv_use, self._crc
 
@@ -71,15 +72,15 @@ class _Steps:
 
 
 class TensorParallelEngine:
-    """A `GenerationBackend` on rank 0. When it raises `RanksLost`, the ranks must be started anew."""
+    """A `GenerationBackend` on rank 0. After `RanksLost` the ranks must be restarted."""
 
     def __init__(self, engine: Engine, mesh: RankMesh) -> None:
-        assert mesh.links is not None, "it has other ranks"
-        assert mesh.world.rank == 0, "they follow"
+        assert mesh.links is not None, "there are no other ranks"
+        assert mesh.world.rank == 0, "rank 0 leads"
         self.keyed_sampling = engine.keyed_sampling
         self._engine, self._mesh, self._links, self._steps = engine, mesh, mesh.links, _Steps(engine)
         self._reports = dict[int, dict[int, Any]]()
-        """Version -> rank -> outcome."""
+        """Outcome by version and rank."""
 
     @property
     def has_work(self) -> bool:
@@ -87,7 +88,7 @@ class TensorParallelEngine:
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
         requests = list(requests)
-        self._engine.submit(requests)  # what it refuses, the others need not hear of
+        self._engine.submit(requests)  # the other ranks need not know a call that it refuses
         self._tell("submit", requests)
 
     def step(self) -> list[Rollout]:
@@ -113,13 +114,13 @@ class TensorParallelEngine:
         self._engine.sleep()
 
     def set_version(self, version: int) -> None:
-        """All ranks have reported that they hold `version`, and this one's model uses it."""
+        """Adopts `version` on all ranks, which have reported that they hold it. This rank's model uses it already."""
         self._tell("set_version", version)
         self._engine.set_version(version)
         self._reports = {other: outcomes for other, outcomes in self._reports.items() if other > version}
 
     def score(self, sequences: Sequence[np.ndarray], candidates: CandidateSets | None = None) -> list[np.ndarray]:
-        with self._mesh.together(ValueError):  # every rank refuses alike, before any forward
+        with self._mesh.together(ValueError):  # every rank refuses the same sequences, before any forward
             self._send("score", (list(sequences), candidates))
             return self._engine.score(sequences, candidates)
 
@@ -127,11 +128,12 @@ class TensorParallelEngine:
         return self._engine.stats()
 
     def report(self, version: int, outcome: Any) -> None:
-        """This rank has fetched a version, or why not: anything small that can be pickled."""
+        """Records that this rank has fetched a version, or why it could not. `outcome` is small and can be pickled."""
         self._reports.setdefault(version, {})[0] = outcome
 
     def reports(self, version: int, wait_s: float = 0.0) -> list[Any] | None:
-        """Reports of each rank on a version; None while some have not come. Waits for each at most so long."""
+        """Returns the reports of all ranks on a version, or None while some are missing. Waits up to `wait_s` for
+        each."""
         with self._mesh.together():
             for rank in range(1, self._links.size):
                 while self._links.poll(rank, 0.0 if rank in self._reports.get(version, {}) else wait_s):
@@ -141,7 +143,7 @@ class TensorParallelEngine:
         return [outcomes[rank] for rank in range(self._links.size)] if len(outcomes) == self._links.size else None
 
     def close(self) -> None:
-        """Ends all ranks' engines; the last call."""
+        """Stops all ranks' engines. The last call."""
         with suppress(RanksLost):
             self._send("stop", None)
         self._mesh.close()
@@ -156,41 +158,43 @@ class TensorParallelEngine:
 
 
 class FollowerRank:
-    """A rank other than 0; runs what rank 0 tells it."""
+    """A rank other than 0. It repeats the calls of rank 0."""
 
     def __init__(self, engine: Engine, mesh: RankMesh, use: Callable[[int], None]) -> None:
         """
         Args:
             use: points this rank's model to its part of a version that it has reported.
         """
-        assert mesh.links is not None, "rank 0 is another process"
+        assert mesh.links is not None, "rank 0 must be another process"
         self._engine, self._mesh, self._links = engine, mesh, mesh.links
         self._use, self._steps = use, _Steps(engine)
         self.stopped = False
-        """Rank 0 has closed."""
+        """True once rank 0 has closed."""
 
     def follow(self, wait_s: float = 0.02) -> bool:
-        """Does what rank 0 has told, up to a step; waits at most so long for a first word. False: there was none.
+        """Repeats the calls of rank 0, up to a step. Waits up to `wait_s` for the first call. Returns False if there
+        was none.
 
-        Call it again and again. Rank 0 may be idle for as long as it likes; that it is gone shows at once.
+        The caller repeats it. Rank 0 may be idle for any time; its death is noticed at once.
 
         Raises:
-            RanksLost: others are gone.
-            OutOfStep: the engines no longer do the same.
+            RanksLost: other ranks are gone.
+            OutOfStep: the engines have diverged.
         """
         method = ""
         with self._mesh.together():
             while not self.stopped and method != "step" and self._links.poll(0, 0.0 if method else wait_s):
-                method, argument = self._links.receive(0, "go on")
+                method, argument = self._links.receive(0, "send a call")
                 self._do(method, argument)
         return bool(method)
 
     def report(self, version: int, outcome: Any) -> None:
-        """Tells rank 0 that this rank has fetched a version, or why not: anything small that can be pickled."""
+        """Reports to rank 0 that this rank has fetched a version, or why it could not. `outcome` is small and can be
+        pickled."""
         self._links.send(0, (version, outcome))
 
     def close(self) -> None:
-        """Ends it; rank 0 fails when it goes on."""
+        """Closes the connection. The next call of rank 0 fails."""
         self.stopped = True
         self._mesh.close()
 
@@ -213,7 +217,7 @@ class FollowerRank:
                 self._use(argument)
                 engine.set_version(argument)
             case "score":
-                with suppress(ValueError):  # rank 0 tells its caller
+                with suppress(ValueError):  # rank 0 raises it for its caller
                     engine.score(*argument)
             case "stop":
                 self.stopped = True

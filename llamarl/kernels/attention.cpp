@@ -1,14 +1,14 @@
-// Attention to a KV cache in blocks, on one core: the keys and values of packed tokens are stored, then the queries see
-// what their tasks name. No header of torch or Python.
+// Attention to a KV cache in blocks, on one core: stores the keys and values of packed tokens, then computes the
+// attention of the queries to the runs in their tasks. Uses no header of torch or Python.
 //
-// A task is a run of blocks and the tokens ("members") that see it: one decoding rollout its own tokens, the rollouts
-// of a group their shared prompt, the tokens of a prefill chunk what lies before each. Up to 6 queries go through a run
-// together, 256 keys at a time: their scores, the exponentials, the sums of values. What a query gathered so far,
-// maximum and sum of weights and weighted values, waits between runs (online softmax, arXiv 1805.02867, algorithm 3).
+// A task is a run of blocks and the tokens ("members") that see it: the own tokens of a decoding rollout, the shared
+// prompt of a group's rollouts, the tokens before a prefill chunk. Up to 6 queries go through a run together, 256 keys
+// at a time: scores, exponentials, sums of values. The state of a query, maximum, sum of weights and weighted values,
+// is kept between runs (online softmax, arXiv 1805.02867, algorithm 3).
 //
-// Keys lie as [K][16] in a block: a vector holds one channel of neighboring tokens, and scores need no sum over lanes.
-// Values lie as [16][K]. An output is computed by the same operations whatever other queries share its tile, and
-// whatever lies behind the last token of a run is not used.
+// Keys are [K][16] in a block: a vector holds one channel of neighboring tokens, so scores need no sum over lanes.
+// Values are [16][K]. An output has the same operations for any other queries in its tile, and memory behind the last
+// token of a run does not affect it.
 
 #include <cmath>
 #include <vector>
@@ -18,21 +18,21 @@
 namespace {
 
 constexpr int kBlock = 16;   // tokens
-constexpr int kChunk = 256;  // tokens whose scores are held at once
+constexpr int kChunk = 256;  // tokens whose scores are in memory at once
 constexpr int kTile = 6;     // queries: with two vectors each, 12 sums of 16 registers
 
 struct Task {
     int64_t first_member, num_members;
     int64_t first_block;
-    int64_t num_tokens;  // that the first member sees
-    int64_t step;        // so many more for each next member
+    int64_t num_tokens;  // seen by the first member
+    int64_t step;        // more for each next member
 };
 
 struct Query {
     const float* q;
     float* out;
     float* state;   // maximum, sum
-    int64_t count;  // tokens of the chunk that it sees
+    int64_t count;  // tokens of the chunk that the query sees
 };
 
 // Keys and values of one kv head, up to 256 tokens.
@@ -51,12 +51,12 @@ struct Run {
 template <class T, int Q>
 struct Tile {
     Query query[Q];
-    Run<T> run, next;  // what comes next is fetched meanwhile: blocks lie apart, and the processor cannot guess
+    Run<T> run, next;  // `next` is prefetched: blocks are apart, and the processor cannot guess
     int64_t head_dim;
     alignas(64) float scores[Q][kChunk + 8 * kLanes];
     float decay[Q];
 
-    // scores = q . k, unscaled, for `count` tokens from block `first` on and some more.
+    // scores = q . k, unscaled, for at least `count` tokens from block `first` on.
     template <int num_vectors>
     void multiply_keys(int64_t count, int64_t first) {
         constexpr int num_blocks = num_vectors * kLanes / kBlock;
@@ -88,7 +88,7 @@ struct Tile {
         }
     }
 
-    // scores become weights relative to the largest score so far, 0 where a query sees nothing.
+    // Turns scores into weights relative to the largest score so far, 0 for keys that a query does not see.
     void exponentiate(float scale, int64_t padded) {
         for (int i = 0; i < Q; ++i) {
             float* s = scores[i];
@@ -119,8 +119,8 @@ struct Tile {
         }
     }
 
-    // out = out * decay + weights . values, from channel `d` on, as many as a multiple of `num_vectors` holds, then
-    // the rest.
+    // out = out * decay + weights . values, from channel `d` on: first as many channels as fill multiples of
+    // `num_vectors`, then the rest.
     template <int lanes, int num_vectors>
     void add_values(int64_t count, int64_t d) {
         using Lanes = typename Vector<lanes>::Floats;
@@ -173,7 +173,7 @@ struct Attention {
         return {keys + head * size, values + head * size, num_kv_heads * size, first, (count + kBlock - 1) / kBlock};
     }
 
-    // Queries `first` to `first + Q` of a task and a kv head go through one run.
+    // Computes queries `first` to `first + Q` of a task and a kv head on one run.
     template <int Q>
     void tile(const Task& task, int64_t head, int64_t first, int64_t start, const Run<T>& run, const Run<T>& next) const {
         Tile<T, Q> tile;

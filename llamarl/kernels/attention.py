@@ -1,7 +1,7 @@
 """Attention of packed tokens to a KV cache in blocks, in C++ on the CPU (`attention.cpp`).
 
-It is used after it has reproduced attention in float64; otherwise `kernel().reason` says why not, and the caller takes
-its torch path. A token's result has the same bits whatever tokens and tasks lie beside its own.
+The kernel serves once it has reproduced attention in float64. Otherwise `kernel().reason` says why not, and the caller
+uses torch. A token's result has the same bits for any other tokens and tasks.
 
 Shape suffixes: N packed tokens, H query heads, J kv heads, K head dim, C blocks, S tokens of one block.
 """
@@ -20,31 +20,32 @@ from torch import Tensor
 from llamarl.kernels.build import Kernel, load
 
 BLOCK_SIZE = 16
-"""Tokens per block. Half a block per rollout is lost; smaller blocks cost more in bookkeeping than they save."""
+"""Tokens per block. A rollout wastes half a block on average; smaller blocks cost more in bookkeeping than they
+save."""
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 _FUNCTIONS = {torch.float32: "attend_float32", torch.bfloat16: "attend_bfloat16"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tasks:
-    """Tasks of attention: what each token of a step sees, in int64 arrays; the same for every layer.
+    """The tokens that each token of a step sees, in int64 arrays, the same for every layer.
 
     A token's runs of keys are merged in the order of their tasks.
     """
 
     table: np.ndarray
-    """[tasks, 5]: first of `members` and how many, first of `blocks`, tokens that the first member sees of them, and
-    how many more each next member sees (0, or 1 where members follow each other in the run)."""
+    """[tasks, 5]: first of `members`, their number, first of `blocks`, tokens of them that the first member sees, and
+    how many more each next member sees (0, or 1 if members are consecutive in the run)."""
     members: np.ndarray
     """Packed tokens."""
     blocks: np.ndarray
     """Block ids."""
     slots_N: np.ndarray
-    """Slot of each token's own keys and values: block * BLOCK_SIZE + place in the block."""
+    """Slot of each token's keys and values: block * BLOCK_SIZE + place in the block."""
 
 
 def unusable(dtype: torch.dtype, device: torch.device, head_dim: int) -> str:
-    """Why the kernel cannot serve a cache; empty when it can."""
+    """Returns why the kernel cannot serve a cache, or "" if it can."""
     if device.type != "cpu":
         return f"{device.type} device"
     if dtype not in _FUNCTIONS:
@@ -54,7 +55,7 @@ def unusable(dtype: torch.dtype, device: torch.device, head_dim: int) -> str:
 
 @functools.cache
 def kernel() -> Kernel:
-    """Compiled, and checked against torch, at the first call."""
+    """Compiles the kernel, and checks it against torch, at the first call."""
     loaded = load("attention")
     library = loaded.library
     if library is None:
@@ -72,12 +73,12 @@ def kernel() -> Kernel:
 
 
 def instructions(library: ctypes.CDLL) -> str:
-    """Instructions that the kernel was compiled for: `avx2`, `avx512`, `neon` or `generic`."""
+    """Returns the instructions that the kernel was compiled for: `avx2`, `avx512`, `neon` or `generic`."""
     return library.instructions().decode()
 
 
 class PagedStep(ctypes.Structure):
-    """Attention of one step's tokens in all layers, as `stack.cpp` takes it."""
+    """Attention of one step's tokens in all layers, as `stack.cpp` reads it."""
 
     _fields_ = (
         ("attend", _P), ("slots", _P), ("tasks", _P), ("num_tasks", _I),
@@ -86,12 +87,15 @@ class PagedStep(ctypes.Structure):
 
 
 class PagedAttention:
-    """Attention of one step's tokens; called once per layer."""
+    """Attention of one step's tokens, called once per layer."""
 
     __slots__ = ("_arguments", "_cache_shapes", "_function", "_tasks")
 
     def __init__(self, library: ctypes.CDLL, tasks: Tasks, keys_C_J_K_S: Tensor, values_C_J_S_K: Tensor) -> None:
-        """The cache of some layer tells the type and the shapes of all."""
+        """
+        Args:
+            keys_C_J_K_S, values_C_J_S_K: the cache of any layer, for type and shape.
+        """
         self._tasks = tasks
         self._function = getattr(library, _FUNCTIONS[keys_C_J_K_S.dtype])
         self._cache_shapes = keys_C_J_K_S.shape, values_C_J_S_K.shape
@@ -110,7 +114,8 @@ class PagedAttention:
     def __call__(
         self, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor, keys_C_J_K_S: Tensor, values_C_J_S_K: Tensor
     ) -> Tensor:
-        """Store the tokens' keys and values, then attend, with scores scaled by K ** -0.5; [N, H, K], typed as q."""
+        """Stores the tokens' keys and values, then attends, with scores scaled by K ** -0.5. Returns [N, H, K], in the
+        type of q."""
         num_tokens, num_heads, head_dim = q_N_H_K.shape
         num_kv_heads = k_N_J_K.shape[1]
         assert len(self._tasks.slots_N) == num_tokens
@@ -128,24 +133,26 @@ class PagedAttention:
         return out_N_H_K if q_N_H_K.dtype == torch.float32 else out_N_H_K.to(q_N_H_K.dtype)
 
     def step(self, num_tokens: int, keys_L_C_J_K_S: Tensor, values_L_C_J_S_K: Tensor) -> PagedStep:
-        """Pointers for C++; they hold while this, and the cache of all layers, live."""
+        """Returns pointers for C++, valid while this object and the cache of all layers exist."""
         assert len(self._tasks.slots_N) == num_tokens
         assert self._cache_shapes == (keys_L_C_J_K_S.shape[1:], values_L_C_J_S_K.shape[1:])
         cached = keys_L_C_J_K_S, values_L_C_J_S_K
-        assert all(one.is_contiguous() for one in cached)
-        pointers = (one.data_ptr() for one in cached)
+        assert all(tensor.is_contiguous() for tensor in cached)
+        pointers = (tensor.data_ptr() for tensor in cached)
         layer_bytes = keys_L_C_J_K_S.stride(0) * keys_L_C_J_K_S.element_size()
         return PagedStep(ctypes.cast(self._function, _P), *self._arguments, *pointers, layer_bytes)
 
 
 def _rows(x_N_H_K: Tensor) -> Tensor:
-    """Rows in float32. They may be apart, as in a fused projection; the heads of a row may not."""
+    """Returns rows in float32. They may be apart, as in a joined projection, but the heads of a row must be
+    contiguous."""
     x_N_H_K = x_N_H_K.float()
     return x_N_H_K if x_N_H_K.stride()[1:] == (x_N_H_K.shape[2], 1) else x_N_H_K.contiguous()
 
 
 def _error(library: ctypes.CDLL, dtype: torch.dtype) -> float:
-    """Largest difference to float64: a prefix of 300 tokens, and a chunk of 21, of which the last 19 see the prefix."""
+    """Returns the largest difference to float64, for a prefix of 300 tokens and a chunk of 21, of which the last 19 see
+    the prefix."""
     num_heads, num_kv_heads, head_dim, before, count = 6, 2, 24, 300, 21
     total, num_blocks = before + count, 21
     generator = torch.Generator().manual_seed(0)

@@ -1,9 +1,9 @@
 """Compiles the C++ files of this folder for this machine, once, and loads them.
 
-The files use no header of torch or Python: a kernel is a C function on raw pointers, so it compiles in a second or two
-and calls need no binding code. A machine without a compiler, or whose compiler refuses a file, gets None and the
-reason; callers then take their torch path and say so. Compiled files lie in the user's cache folder, named after the
-source, the compiler and the processor, so a changed one of these is compiled anew.
+The files use no header of torch or Python. A kernel is a C function on raw pointers, so it compiles in a second or two
+and calls need no binding code. Without a working compiler callers get None and the reason, and then use torch and say
+so. Compiled files are in the user's cache folder, named by source, compiler and processor, so a change of these
+compiles anew.
 
 `LLAMARL_KERNELS` pins the instructions: `amx`, `avx512`, `avx2`, or `torch` for no kernels at all.
 """
@@ -35,52 +35,53 @@ _NEEDS = {
     "avx512": {"avx512f", "avx512bw"},
     "avx2": {"avx2", "fma"},
 }
-"""Instructions -> flags of the processor."""
+"""Flags of the processor, by instructions."""
 _LIMITS = {"avx512": ("-mno-amx-tile",), "avx2": ("-mno-avx512f",)}
-"""Flags that keep the compiler from using more, by instructions."""
+"""Flags that keep the compiler from using wider instructions."""
 COMPILE_TIMEOUT_S = 120
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fPIC", "-Wall")
-"""Sums may be reordered to fill vector registers; NaN and infinity keep their meaning."""
+"""Sums may be reordered to fill vector registers. NaN and infinity keep their meaning."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """One compiled file, or why there is none."""
+    """One compiled file, or the reason why there is none."""
 
     library: ctypes.CDLL | None
     reason: str
-    """Empty when it is there."""
+    """"" if there is a library."""
 
 
 def offered() -> tuple[str, ...]:
-    """Values that `LLAMARL_KERNELS` can have on this processor, the widest first."""
+    """Returns values that `LLAMARL_KERNELS` can have on this processor, the widest first."""
     flags = set(processor().split())
     return (*(name for name, needs in _NEEDS.items() if needs <= flags), "torch")
 
 
 def pinned() -> str:
-    """The value that `LLAMARL_KERNELS` asks for; empty when measurements decide.
+    """Returns the value of `LLAMARL_KERNELS`, or "" if measurements decide.
 
     Raises:
         ConfigError: this processor does not have it.
     """
     if FORMER_VARIABLE in os.environ:
-        raise ConfigError(f"{FORMER_VARIABLE} is gone: set {VARIABLE}=torch, or unset it")
-    asked = os.environ.get(VARIABLE, "")
-    if asked not in ("", *offered()):
-        raise ConfigError(f"{VARIABLE}={asked}: this processor offers {', '.join(offered())}; unset it to measure them")
-    return asked
+        raise ConfigError(f"{FORMER_VARIABLE} is no longer supported; set {VARIABLE}=torch, or unset it")
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", *offered()):
+        raise ConfigError(f"{VARIABLE}={value}: this processor offers {', '.join(offered())}; unset it to measure them")
+    return value
 
 
 @functools.cache
 def load(name: str, instructions: str = "") -> Kernel:
-    """The kernels of `<name>.cpp`, compiled at the first call on this machine. Never raises for want of a compiler.
+    """Returns the kernels of `<name>.cpp`, compiled at the first call on this machine. A missing compiler does not
+    raise.
 
     Args:
-        instructions: of `offered()`; by default those that are pinned, or all that the processor has.
+        instructions: one of `offered()`. By default the pinned ones, or all that the processor has.
 
     Raises:
-        ConfigError: `LLAMARL_KERNELS` asks for what there is not.
+        ConfigError: `LLAMARL_KERNELS` has a value that this processor lacks.
     """
     if pinned() == "torch":
         return Kernel(library=None, reason=f"{VARIABLE}=torch")
@@ -99,12 +100,12 @@ def load(name: str, instructions: str = "") -> Kernel:
 
 
 def cache_folder() -> Path:
-    """Folder of compiled files: `$XDG_CACHE_HOME/llamarl`, by default `~/.cache/llamarl`."""
+    """Returns the folder of compiled files: `$XDG_CACHE_HOME/llamarl`, by default `~/.cache/llamarl`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llamarl"
 
 
 def source_text(name: str) -> str:
-    """Text of a kernel and of what it includes."""
+    """Returns the text of a kernel and of its includes."""
     folder = Path(__file__).parent
     return "\0".join(path.read_text() for path in (folder / f"{name}.cpp", *sorted(folder.glob("*.h"))))
 
@@ -119,17 +120,17 @@ def _compiled(compiler: str, source: Path, limits: tuple[str, ...]) -> Path:
     proof = target.with_suffix(".sha256")
     if not (target.exists() and proof.exists() and proof.read_text(encoding="utf-8") == _digest(target)):
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Several processes may compile at once: each into a folder of its own, and the last rename wins.
+        # Several processes may compile at once: each in a separate folder, and the last rename wins.
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             object_file, made = Path(folder) / "object.o", Path(folder) / target.name
-            # Linked without -ffast-math, with which loading the library would flush the process's denormals to zero.
+            # Linked without -ffast-math: loading such a library would flush the process's denormals to zero.
             for command in (
                 [compiler, *flags, "-c", str(source), "-o", str(object_file)],
                 [compiler, "-shared", str(object_file), "-o", str(made)],
             ):
                 subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT_S)
             with made.open("rb") as file:
-                os.fsync(file.fileno())  # a crash must not leave a name without its bytes: running those is SIGBUS
+                os.fsync(file.fileno())  # after a crash a file without its bytes would raise SIGBUS
             text = Path(folder) / proof.name
             text.write_text(_digest(made), encoding="utf-8")
             made.replace(target)
@@ -145,37 +146,37 @@ _run_folder: list[Path] = []
 
 
 def keep_choices_in(folder: Path | None) -> None:
-    """Keeps what is measured from now on in `folder`, too, and what lies there holds: a run goes on as it began. None:
-    in the cache folder alone."""
+    """Keeps later measurements also in `folder`, and uses those in it, so that a resumed run computes alike. None means
+    only in the cache folder."""
     _run_folder[:] = [folder] if folder else []
 
 
 def kept_in() -> Path | None:
-    """The folder of the run."""
+    """Returns the folder of the run."""
     return _run_folder[0] if _run_folder else None
 
 
 def is_kept(name: str, parts: Iterable[str]) -> bool:
-    """Whether this run has what `remembered` would give."""
+    """Returns whether this run has the answer of `remembered` on record."""
     return bool(_run_folder) and (_run_folder[0] / f"{name}-{_key(parts)}.json").exists()
 
 
 def remembered(name: str, parts: Iterable[str], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The answer of `measure` to the first process that asked on this kind of processor: of this run, or ever.
+    """Returns the first answer of `measure` on this kind of processor: of this run, or of any.
 
     Args:
-        parts: what else it depends on.
+        parts: texts that the answer depends on.
     """
     key = _key(parts)
 
-    def ever() -> dict[str, Any]:
+    def of_any_run() -> dict[str, Any]:
         try:
             folder = cache_folder()
-        except RuntimeError:  # there is no home
+        except RuntimeError:  # there is no home folder
             return measure()
         return _kept(folder / f"measured-{key}" / f"{name}.json", measure)
 
-    return _kept(_run_folder[0] / f"{name}-{key}.json", ever) if _run_folder else ever()
+    return _kept(_run_folder[0] / f"{name}-{key}.json", of_any_run) if _run_folder else of_any_run()
 
 
 def _key(parts: Iterable[str]) -> str:
@@ -184,22 +185,23 @@ def _key(parts: Iterable[str]) -> str:
 
 @stage("measuring which kernels are fastest")
 def _kept(file: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The file's content; the first of several processes makes it. Where none can be written it is this process's."""
+    """Returns the file's content. The first of several processes makes it. If it cannot be written, the answer is this
+    process's."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except OSError:
         pass
-    except ValueError:  # cut off by a crash
+    except ValueError:  # truncated by a crash
         file.unlink(missing_ok=True)
-    found = make()
+    content = make()
     with suppress(OSError, ValueError):
-        _keep(file, json.dumps(found))
+        _keep(file, json.dumps(content))
         return json.loads(file.read_text(encoding="utf-8"))
-    return found
+    return content
 
 
 def _keep(file: Path, text: str) -> None:
-    """Writes a file that is whole or not there, unless it is there. Raises OSError."""
+    """Writes a file atomically, unless it exists. Raises OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     made = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}")
     try:
@@ -209,7 +211,7 @@ def _keep(file: Path, text: str) -> None:
             os.fsync(out.fileno())
         try:
             os.link(made, file)
-        except FileExistsError:  # another process was first, and its measurement holds
+        except FileExistsError:  # another process was first, and its measurement counts
             return
         except OSError:  # a file system without links
             made.replace(file)
@@ -219,10 +221,11 @@ def _keep(file: Path, text: str) -> None:
 
 @functools.cache
 def processor() -> str:
-    """Name and flags of the processor, on which `-march=native` and speed depend: machines may share a cache folder."""
+    """Returns name and flags of the processor, on which `-march=native` and speed depend. Machines may share a cache
+    folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
-    found = [next((line for line in lines if line.startswith(key)), "") for key in ("model name", "flags")]
-    return " ".join(found).strip() or platform.machine()
+    texts = [next((line for line in lines if line.startswith(key)), "") for key in ("model name", "flags")]
+    return " ".join(texts).strip() or platform.machine()

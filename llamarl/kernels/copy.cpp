@@ -1,4 +1,4 @@
-// Copies rows of a tensor, casting on the way, and sums up a fingerprint of what was stored, in one pass over memory.
+// Copies rows of a tensor, casting on the way, and fingerprints the stored bytes, in one pass over memory.
 //
 // The fingerprint of a tensor is the sum over its bytes of value * coefficient(position) mod 2^64, where
 //   coefficient(p) = block_key(p / 8192) * word_key(p / 4 mod 2048) * 256^(p mod 4),
@@ -50,7 +50,7 @@ struct Lines32 {
 };
 #endif
 #if defined(__AVX512F__)
-struct Lines64 {  // a store fills a line
+struct Lines64 {  // a store fills a cache line
     using Type = __m512i;
     static Type load(const void* from) { return _mm512_loadu_si512(from); }
     static void store(void* to, Type x) { _mm512_storeu_si512(to, x); }
@@ -61,7 +61,7 @@ struct Lines64 {  // a store fills a line
 };
 #endif
 
-// Stores words of source at target, unless that is null, from `i` on while there are words for it; adds to `sum`.
+// Stores words of source at target, unless target is null, from `i` on in whole vectors. Adds to `sum`.
 struct Words {
     uint8_t* target;
     const uint8_t* source;
@@ -83,7 +83,7 @@ struct Words {
     void by_vectors(size_t bytes) {
         using Vector = typename V::Type;
         constexpr size_t WIDE = sizeof(Vector);
-        // Stores that bypass the cache need aligned targets; they save reading what is overwritten.
+        // Stores that bypass the cache need aligned targets. They save reading the overwritten memory.
         if (target) one_by_one(std::min(bytes, size_t(-uintptr_t(target)) % WIDE / WORD_BYTES * WORD_BYTES));
         Vector even = {}, odd = {};
         const bool aligned = uintptr_t(target + i) % WIDE == 0;
@@ -111,7 +111,7 @@ struct Words {
 #endif
 };
 
-// Which is fastest differs by processor: wider vectors, one place or two at once, and how far ahead memory is fetched.
+// The fastest variant depends on the processor: vector width, one or two places at once, and prefetch distance.
 void (Words::*const ways[])(size_t) = {
 #if defined(__AVX2__)
     &Words::by_vectors<Lines32, false, 256>,  &Words::by_vectors<Lines32, false, 512>,
@@ -126,7 +126,7 @@ void (Words::*const ways[])(size_t) = {
 };
 int way = 0;
 
-// The sum with one key per word.
+// Returns the sum with one key per word.
 uint64_t copy_words(uint8_t* target, const uint8_t* source, const uint32_t* key, size_t bytes) {
     Words words{target, source, key};
     (words.*ways[way])(bytes);
@@ -134,7 +134,7 @@ uint64_t copy_words(uint8_t* target, const uint8_t* source, const uint32_t* key,
     return words.sum;
 }
 
-// The same for bytes that begin or end within a word.
+// Returns the sum of bytes that begin or end within a word.
 uint64_t copy_bytes(uint8_t* target, const uint8_t* source, uint64_t position, size_t bytes) {
     uint64_t sum = 0;
     for (size_t i = 0; i < bytes; i++) {
@@ -145,7 +145,7 @@ uint64_t copy_bytes(uint8_t* target, const uint8_t* source, uint64_t position, s
     return sum;
 }
 
-// One piece within a block.
+// Copies a piece within one block.
 uint64_t copy_piece(uint8_t* target, const uint8_t* source, uint64_t position, size_t bytes) {
     const size_t head = std::min<size_t>(bytes, -position % WORD_BYTES), words = (bytes - head) & ~(WORD_BYTES - 1);
     const uint64_t first = position + head, end = first + words;
@@ -159,7 +159,7 @@ uint64_t copy_piece(uint8_t* target, const uint8_t* source, uint64_t position, s
     return sum * block_key(position / BLOCK_BYTES);
 }
 
-// Round to nearest even; every NaN becomes the same one.
+// Rounds to nearest even. Every NaN becomes the same NaN.
 void to_bfloat16(uint16_t* target, const uint8_t* source, size_t count) {
     for (size_t i = 0; i < count; i++) {
         uint32_t x;
@@ -171,14 +171,14 @@ void to_bfloat16(uint16_t* target, const uint8_t* source, size_t count) {
 
 }  // namespace
 
-// How many ways there are, and the one to use from now on; all give the same bytes and sums.
+// The number of variants, and the choice of one. All have the same bytes and sums.
 extern "C" int32_t num_ways() { return sizeof(ways) / sizeof(ways[0]); }
 extern "C" void use_way(int32_t index) { way = index; }
 extern "C" int32_t way_in_use() { return way; }
 
-// Copies rows of `row_bytes`, as counted in the target, and returns their part of the fingerprint. `position` is where
-// the first row lies in its tensor, in bytes, and `position_stride` the distance of rows there; the target may be a
-// packed buffer. With `cast`, source is float32 and target bfloat16. Without target, only the fingerprint is computed.
+// Copies rows of `row_bytes` bytes of the target, and returns their part of the fingerprint. `position` is the place of
+// the first row in its tensor, in bytes, and `position_stride` the distance of rows there. The target may be a packed
+// buffer. With `cast`, source is float32 and target bfloat16. Without target, only the fingerprint is computed.
 extern "C" uint64_t copy_rows(uint8_t* target, const uint8_t* source, int64_t rows, int64_t row_bytes,
                               int64_t target_stride, int64_t source_stride, uint64_t position, int64_t position_stride,
                               int32_t cast) {
@@ -201,6 +201,6 @@ extern "C" uint64_t copy_rows(uint8_t* target, const uint8_t* source, int64_t ro
 #if defined(__AVX2__)
     _mm_sfence();
 #endif
-    std::atomic_thread_fence(std::memory_order_seq_cst);  // whoever sees the version word sees the bytes
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // a reader that sees the version word sees the bytes
     return sum;
 }

@@ -1,8 +1,8 @@
-"""Copies a part of a tensor, casting on the way, and fingerprints what was stored in the same pass over memory.
+"""Copies a part of a tensor, casting on the way, and fingerprints the stored bytes in the same pass over memory.
 
 The fingerprint of a tensor is the sum over its bytes of value * coefficient(position) mod 2^64, with the coefficients
-of `copy.cpp`. Being linear, the parts that several processes write add up to the fingerprint of the whole; being keyed
-by position, exchanged rows change it.
+of `copy.cpp`. It is linear, so the parts that several processes write add up to the fingerprint of the whole. It is
+keyed by position, so exchanged rows change it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK_BYTES = 8192
 WORD_BYTES = 4
 MODULUS = 1 << 64
 CHUNK_ELEMENTS = 1 << 20
-"""Torch computes on at most so many elements at once."""
+"""Largest number of elements that torch computes on at once."""
 _TIMED_BYTES = 1 << 26
 UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -35,22 +35,22 @@ Share = int | Tensor
 
 
 def read(shares: Sequence[Share]) -> list[int]:
-    """Numbers; waits once for all that GPUs have still to compute."""
-    later = [share for share in shares if isinstance(share, Tensor)]
-    found = iter(torch.stack(later).tolist() if later else ())
-    return [(next(found) if isinstance(share, Tensor) else share) % MODULUS for share in shares]
+    """Returns shares as numbers. Waits once for GPUs."""
+    pending = [share for share in shares if isinstance(share, Tensor)]
+    numbers = iter(torch.stack(pending).tolist() if pending else ())
+    return [(next(numbers) if isinstance(share, Tensor) else share) % MODULUS for share in shares]
 
 
 def copy_part(target: Tensor, source: Tensor, whole_shape: tuple[int, ...], starts: tuple[int, ...]) -> Share:
-    """Stores `source` in `target`, cast to its type, and returns its share of the fingerprint.
+    """Stores `source` in `target`, cast to its type. Returns its share of the fingerprint.
 
-    It is the share in a tensor of `whole_shape` in which this part begins at `starts`. `target` is that part of the
-    tensor itself or a packed buffer; nobody may write the source meanwhile.
+    The share is that of a part of a tensor of `whole_shape` that begins at `starts`. `target` is that part of the
+    tensor itself or a packed buffer. The source must not change meanwhile.
     """
     assert target.shape == source.shape, f"{tuple(source.shape)} does not fit into {tuple(target.shape)}"
     source, cast = source.detach(), source.dtype is torch.float32 and target.dtype is torch.bfloat16
     library = kernel().library if target.device.type == "cpu" else None
-    if source.device != target.device:  # cast there, so that no more bytes travel than are stored, straight into place
+    if source.device != target.device:  # cast on the source's device, so that only stored bytes travel
         source, cast = target.copy_(source.to(target.dtype)), False
     if source.dtype != target.dtype and not (cast and library is not None):
         source = source.to(target.dtype)
@@ -64,7 +64,8 @@ def copy_part(target: Tensor, source: Tensor, whole_shape: tuple[int, ...], star
 
 
 def fingerprint(tensor: Tensor, first: int = 0) -> Share:
-    """Fingerprint of a whole, contiguous tensor, or the share of one that begins at element `first` of a larger one."""
+    """Returns the fingerprint of a whole, contiguous tensor, or the share of a part that begins at element `first` of a
+    larger one."""
     assert tensor.is_contiguous()
     library = kernel().library if tensor.device.type == "cpu" else None
     size, num_elements = tensor.element_size(), tensor.numel()
@@ -75,31 +76,31 @@ def fingerprint(tensor: Tensor, first: int = 0) -> Share:
 
 @functools.cache
 def kernel() -> Kernel:
-    """The compiled loops, or why torch does their work."""
-    found = load("copy")
-    if found.library is None:
-        return found
-    found.library.copy_rows.restype = ctypes.c_uint64
-    found.library.copy_rows.argtypes = (
+    """Returns the compiled loops, or why torch replaces them."""
+    loaded = load("copy")
+    if (library := loaded.library) is None:
+        return loaded
+    library.copy_rows.restype = ctypes.c_uint64
+    library.copy_rows.argtypes = (
         *(ctypes.c_void_p,) * 2,
         *(ctypes.c_int64,) * 4,
         ctypes.c_uint64,
         ctypes.c_int64,
         ctypes.c_int32,
     )
-    num_ways = found.library.num_ways()
+    num_ways = library.num_ways()
     for way in range(num_ways):
-        found.library.use_way(way)
-        if not _agrees(found.library):
+        library.use_way(way)
+        if not _agrees(library):
             return Kernel(library=None, reason=f"copy.cpp, way {way}, disagrees with torch on this machine")
-    library, parts = found.library, (build.source_text("copy"), str(num_ways))
+    parts = build.source_text("copy"), str(num_ways)
     measured = build.remembered("copy", parts, lambda: {"seconds": [_seconds(library, way) for way in range(num_ways)]})
-    found.library.use_way(measured["seconds"].index(min(measured["seconds"])))
-    return found
+    library.use_way(measured["seconds"].index(min(measured["seconds"])))
+    return loaded
 
 
 def _seconds(library: ctypes.CDLL, way: int) -> float:
-    """Seconds of copying, and then proving, what no cache holds; the least of some."""
+    """Returns the least seconds of copying, and then fingerprinting, more bytes than caches hold."""
     library.use_way(way)
     source, target = (torch.ones(_TIMED_BYTES, dtype=torch.uint8) for _ in range(2))
     times = list[float]()
@@ -112,17 +113,16 @@ def _seconds(library: ctypes.CDLL, way: int) -> float:
 
 
 def _agrees(library: ctypes.CDLL) -> bool:
-    """Whether the kernel stores and sums up what torch does, across a block's end and within words."""
+    """Returns whether the kernel stores and sums like torch, across a block's end and within words."""
     source = torch.linspace(-3, 3, 3 * 2999).view(3, 2999)
     target = torch.zeros(3, 2999, dtype=torch.bfloat16)
-    found = _run(library, target, source, (5, 3001), (1, 1))
-    return torch.equal(target, source.bfloat16()) and found == share_by_torch(target, (5, 3001), (1, 1))
+    share = _run(library, target, source, (5, 3001), (1, 1))
+    return torch.equal(target, source.bfloat16()) and share == share_by_torch(target, (5, 3001), (1, 1))
 
 
 def _run(
     library: ctypes.CDLL, target: Tensor, source: Tensor, whole_shape: tuple[int, ...], starts: tuple[int, ...]
 ) -> int:
-    """The kernel on each matrix of a part."""
     whole_strides = _strides(whole_shape)
     dims = _merged(target.shape, target.stride(), source.stride(), whole_strides)
     dims = [(1, 0, 0, 0)] * (2 - len(dims)) + dims
@@ -152,12 +152,12 @@ def _run(
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements."""
+    """Returns the strides of a contiguous tensor, in elements."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _merged(shape: tuple[int, ...], *strides: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """(size, strides...) of the fewest dims that walk the same elements in the same order in all operands."""
+    """Returns (size, strides...) of the fewest dims that visit the same elements in the same order in all operands."""
     ones = (1,) * (1 + len(strides))
     merged: list[tuple[int, ...]] = [ones]
     for size, *steps in reversed(list(zip(shape, *strides, strict=True))):
@@ -172,7 +172,7 @@ def _merged(shape: tuple[int, ...], *strides: tuple[int, ...]) -> list[tuple[int
 
 
 def _mix(value: Tensor) -> Tensor:
-    """splitmix64 of int64 as unsigned numbers, as in the kernel."""
+    """Returns splitmix64 of int64 as unsigned numbers, as in the kernel."""
     value = value + _signed(0x9E3779B97F4A7C15)
     value = (value ^ _shifted(value, 30)) * _signed(0xBF58476D1CE4E5B9)
     value = (value ^ _shifted(value, 27)) * _signed(0x94D049BB133111EB)
@@ -180,7 +180,6 @@ def _mix(value: Tensor) -> Tensor:
 
 
 def _shifted(value: Tensor, by: int) -> Tensor:
-    """Right, with zeros from the left."""
     return (value >> by) & ((1 << (64 - by)) - 1)
 
 
@@ -189,14 +188,15 @@ def _signed(value: int) -> int:
 
 
 def _share(part: Tensor, whole_shape: tuple[int, ...], starts: tuple[int, ...]) -> Share:
-    """Share of a fingerprint by a part that no C++ serves."""
+    """Returns the share of a part that C++ does not serve."""
     kernel = gpu.kernel("fingerprint", part.device) if part.numel() else None
     share = share_of(kernel, part, whole_shape, starts) if kernel is not None else None
     return share_by_torch(part, whole_shape, starts) if share is None else share
 
 
 def share_of(kernel: ModuleType, part: Tensor, whole_shape: tuple[int, ...], starts: tuple[int, ...]) -> Tensor | None:
-    """Share of a part by the GPU's kernel; None: its rows begin or end within words, or it has more dims than rows."""
+    """Returns the share of a part by the GPU's kernel, or None if its rows begin or end within words, or if it has more
+    dims than rows."""
     whole_strides, size = _strides(whole_shape), part.element_size()
     dims = _merged(part.shape, _strides(part.shape), whole_strides)
     (rows, _, whole_row), (columns, *_) = ([(1, 0, 0)] * (2 - len(dims)) + dims)[-2:]
@@ -212,7 +212,7 @@ def _word_coefficients() -> Tensor:
 
 
 def share_by_torch(part: Tensor, whole_shape: tuple[int, ...], starts: tuple[int, ...]) -> int:
-    """Share of `part` in torch, on any device; integers wrap at 2^64 as in the kernel."""
+    """Returns the share of `part` by torch, on any device. Integers wrap at 2^64 as in the kernel."""
     size, total = part.element_size(), 0
     values = part.contiguous().view(-1).view(UNSIGNED[size])
     for first in range(0, part.numel(), CHUNK_ELEMENTS):
@@ -225,7 +225,7 @@ def share_by_torch(part: Tensor, whole_shape: tuple[int, ...], starts: tuple[int
 
 
 def _positions(index: Tensor, part: Tensor, whole_shape: tuple[int, ...], starts: tuple[int, ...]) -> Tensor:
-    """Positions in bytes, in the whole tensor, of the elements `index` of `part`, counted row by row."""
+    """Returns positions in bytes, in the whole tensor, of the elements `index` of `part`, counted row by row."""
     position = torch.zeros_like(index)
     for length, start, inner, stride in zip(
         part.shape, starts, _strides(part.shape), _strides(whole_shape), strict=True

@@ -1,8 +1,9 @@
-// The feed-forward of a mixture of experts on one core, float32 around whatever multiplies. No header of torch or Python.
+// The feed-forward of a mixture of experts on one core, in float32 around the products. Uses no header of torch or
+// Python.
 //
-// Places of rows are sorted by expert, rows of one expert in their order, and each expert that is chosen is read once.
-// The products are those of `linear.cpp` and `packed.cpp`, in which a row's bits do not depend on the rows beside it,
-// and a row adds up what its experts give by their numbers: so its bits depend on nothing beside it here either.
+// Places of rows are sorted by expert, rows of one expert in their order, and each chosen expert is read once. The
+// products are those of `linear.cpp`, `panels.cpp` and `packed.cpp`, in which a row's bits do not depend on other rows.
+// A row sums its experts' outputs in the order of their numbers. So the bits of a row do not depend on other rows.
 
 #include "rows.h"
 #include "vectors.h"
@@ -15,7 +16,7 @@ using Plain = void (*)(const float*, const void*, const float*, float*, int64_t,
 using Scaled = void (*)(const float*, const void*, const float*, const float*, float*, int64_t, int64_t, int64_t, int);
 using SiluMul = void (*)(const float*, int64_t, const float*, int64_t, float*, int64_t, int64_t);
 
-// Fills `taken` with the numbers of the `count` largest of some values, the largest first, of equal ones the first.
+// Fills `taken` with the indices of the `count` largest values, the largest first, among equal ones the first.
 void largest(const float* values, int64_t num, int64_t count, int64_t* taken) {
     for (int64_t candidate = 0, filled = 0; candidate < num; ++candidate) {
         int64_t at = filled;
@@ -53,9 +54,9 @@ extern "C" {
 // One projection of all experts.
 struct Matrices {
     void* multiply;
-    const char* first;  // weights of the first expert; those of the next are `step_bytes` further
+    const char* first;  // weights of the first expert; each next expert's are `step_bytes` further
     int64_t step_bytes;
-    const float* scales;  // a row for each expert; null: the weights have none
+    const float* scales;  // a row for each expert; null if the weights have none
     int64_t num_outputs, num_inputs;
 
     void operator()(int64_t expert, const float* x, float* y, int64_t num_rows) const {
@@ -66,8 +67,8 @@ struct Matrices {
     }
 };
 
-// y[row] = sum over the row's experts of gates * down(silu(gate(x[row])) * up(x[row])); experts are those from number
-// `first` on, and others give nothing. Without `up`, the outputs of `gate` are both, side by side.
+// y[row] = sum over the row's experts of gates * down(silu(gate(x[row])) * up(x[row])). Experts are numbered from
+// `first` on, and others add nothing. Without `up`, `gate` has both outputs side by side.
 void feed_forward(
     const Matrices* gate, const Matrices* up, const Matrices* down, SiluMul silu_mul, const float* x,
     const int64_t* ids, const float* gates, float* y, int64_t num_rows, int64_t per_row, int64_t first,
@@ -81,7 +82,7 @@ void feed_forward(
         if (is_here(place)) ++ends[ids[place] - first + 1];
     for (int64_t expert = 0; expert < num_experts; ++expert) ends[expert + 1] += ends[expert];
     for (int64_t place = 0; place < num_places; ++place)
-        if (is_here(place)) order[ends[ids[place] - first]++] = place;  // then ends[e] is where expert e ends
+        if (is_here(place)) order[ends[ids[place] - first]++] = place;  // afterwards ends[e] is the end of expert e
     float* rows = rows_scratch.get<float>(kChunk * dim);
     float* inner = inner_scratch.get<float>(kChunk * 2 * width);
     float* hidden = hidden_scratch.get<float>(kChunk * width);
@@ -106,7 +107,7 @@ void feed_forward(
         }
 }
 
-// Which experts a router's logits choose.
+// The rule by which a router's logits choose experts.
 struct Rule {
     int64_t num_experts, per_row, num_groups, groups_per_row;
     int32_t is_sigmoid, is_normalized;
@@ -122,7 +123,7 @@ void route(const float* logits, const float* bias, const Rule* rule, int64_t num
     for (int64_t row = 0; row < num_rows; ++row, logits += num, ids += rule->per_row, gates += rule->per_row) {
         score(logits, num, rule->is_sigmoid, scores);
         for (int64_t i = 0; i < num; ++i) wanted[i] = scores[i] + (bias ? bias[i] : 0.0f);
-        if (rule->num_groups > 1) {  // the others' experts are out
+        if (rule->num_groups > 1) {  // experts of other groups are excluded
             for (int64_t group = 0; group < rule->num_groups; ++group) {
                 const float* own = wanted + group * of_group;
                 largest(own, of_group, 2, pair);

@@ -1,8 +1,8 @@
 """The small operations of training on CPUs, in float32 with their gradients: one pass over memory each.
 
-Torch makes several passes of a norm and twice as many of its gradient: on small models a fifth of a step. For all but
-plain float32 tensors of a CPU, with several threads, inside of `torch.compile`, and where there is no compiled
-`ops.cpp`, torch serves.
+Torch makes several passes for a norm and twice as many for its gradient: on small models a fifth of a step. Torch
+serves everything except plain float32 tensors of a CPU, and serves with several threads, inside of `torch.compile`, and
+without a compiled `ops.cpp`.
 
 Shape suffixes: N packed tokens, D model dim, H heads, K head dim, F feed-forward dim, R rotated channels of a head.
 """
@@ -20,21 +20,21 @@ from llamarl.kernels import ops, train_attention
 
 
 def rms_norm(x: Tensor, shape: tuple[int, ...], weight_D: Tensor, eps: float) -> Tensor:
-    """`F.rms_norm` over the last dimension."""
+    """Computes `F.rms_norm` over the last dimension."""
     if x.shape[-1:] != shape or not _are_served(x, weight_D):
         return F.rms_norm(x, shape, weight_D, eps)
     return _NormFunction.apply(x, weight_D, eps)
 
 
 def rotate(x_N_H_K: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """`ops.rotate_by_torch`."""
+    """Computes `ops.rotate_by_torch`."""
     if not _are_served(x_N_H_K, *rotation):
         return ops.rotate_by_torch(x_N_H_K, rotation)
     return _RotationFunction.apply(x_N_H_K, *rotation)
 
 
 def silu_mul(gate_N_F: Tensor, up_N_F: Tensor) -> Tensor:
-    """silu(gate) * up."""
+    """Returns silu(gate) * up."""
     return (
         GateFunction.apply(gate_N_F, up_N_F, ops)
         if _are_served(gate_N_F, up_N_F)
@@ -43,17 +43,17 @@ def silu_mul(gate_N_F: Tensor, up_N_F: Tensor) -> Tensor:
 
 
 def describe() -> str:
-    """Line for the log: what serves in float32 on a CPU."""
-    threads = "it takes one thread" if torch.get_num_threads() > 1 else ""
+    """Returns a line for the log: the kernels that serve in float32 on a CPU."""
+    threads = "kernels need one thread" if torch.get_num_threads() > 1 else ""
     reasons = {
         "norms, rotations and activations": threads or ops.kernels().reason,
         "attention": threads or train_attention.kernels().reason,
     }
-    return "; ".join(f"{what}: {f'torch ({reason})' if reason else 'fused'}" for what, reason in reasons.items())
+    return "; ".join(f"{name}: {f'torch ({reason})' if reason else 'fused'}" for name, reason in reasons.items())
 
 
-def _are_served(*given: Tensor) -> bool:
-    return ops.are_plain(*given) and ops.kernels().library is not None
+def _are_served(*tensors: Tensor) -> bool:
+    return ops.are_plain(*tensors) and ops.kernels().library is not None
 
 
 class _NormFunction(torch.autograd.Function):
@@ -81,12 +81,12 @@ class _RotationFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         cos_N_1_R, sin_N_1_R = ctx.saved_tensors
-        # The transpose: what the upper half gave the lower one comes back with the upper one's sine.
+        # The transpose: the gradient from the upper half to the lower one has the upper one's sine.
         return ops.rotated(grads[0], cos_N_1_R, sin_N_1_R.roll(sin_N_1_R.shape[-1] // 2, -1)), None, None
 
 
 class GateFunction(torch.autograd.Function):
-    """The gated activation by the `silu_mul` and `silu_mul_backward` of `ops`, or of another module of kernels."""
+    """The gated activation, by the `silu_mul` and `silu_mul_backward` of a module of kernels."""
 
     @staticmethod
     def forward(ctx: Any, gate_N_F: Tensor, up_N_F: Tensor, kernels: Any) -> Tensor:

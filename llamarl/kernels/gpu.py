@@ -1,4 +1,4 @@
-"""Kernels of GPUs, where the part `cuda` has some that reproduce torch; elsewhere torch computes, and says why."""
+"""GPU kernels of the part `cuda` that reproduce torch. Elsewhere torch computes, with a reason."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ _CPU = torch.device("cpu")
 
 
 def kernel(name: str, device: torch.device) -> Any:
-    """The functions of `parts/cuda/<name>.py`, compiled and checked at the first call; None: torch does their work."""
-    return None if device == _CPU else _found(name, device)[0]  # asked in each layer of each step
+    """Returns the functions of `parts/cuda/<name>.py`, compiled and checked at the first call, or None if torch
+    replaces them."""
+    return None if device == _CPU else _checked(name, device)[0]  # called in each layer of each step
 
 
 def reason(name: str, device: torch.device) -> str:
-    """Why torch does their work; empty where it does not."""
-    return _found(name, device)[1]
+    """Returns why torch replaces them, or "" if it does not."""
+    return _checked(name, device)[1]
 
 
 @functools.cache
-def _found(name: str, device: torch.device) -> tuple[Any, str]:
+def _checked(name: str, device: torch.device) -> tuple[Any, str]:
     if device.type != "cuda":
         return None, f"{device.type} device"
     try:
         checked = part("cuda", "checked")
-    except ConfigError as lacks:  # a GPU computes without, too
-        return None, str(lacks)
+    except ConfigError as error:  # a GPU computes without the part too
+        return None, str(error)
     return checked(name, device)

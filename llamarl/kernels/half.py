@@ -1,12 +1,12 @@
-"""Training in bfloat16, of float32 weights: products, and on GPUs norms, rotations and gated activations.
+"""Training in bfloat16 with float32 weights: products, and on GPUs norms, rotations and gated activations.
 
-Autocast would cast a weight in each forward, again where activations are recomputed, and its gradient to float32 before
-it is added up: 30 bytes a weight and microbatch. Here a weight is cast when it has changed, and the product for its
-gradient adds to it. What lies between products is one launch each (`parts/cuda/train.py`). Without autocast on a GPU,
-for sharded weights, and inside of `torch.compile`, torch serves.
+Autocast would cast a weight in each forward, again for recomputed activations, and its gradient to float32 before it is
+added: 30 bytes per weight and microbatch. Here a weight is cast when it has changed, and the product for its gradient
+adds to the gradient. Each operation between products is one launch (`parts/cuda/train.py`). Torch serves without
+autocast on a GPU, for sharded weights, and inside of `torch.compile`.
 
-On processors a product rounds its factors to bfloat16 and returns float32, so that what lies between products stays in
-float32 and the kernels of `fused.py` serve.
+On CPUs a product rounds its factors to bfloat16 and returns float32, so operations between products stay in float32 and
+the kernels of `fused.py` serve.
 
 Shape suffixes: M rows, I inputs, O outputs; N packed tokens, D model dim, H heads, K head dim, F feed-forward dim, R
 rotated channels of a head.
@@ -28,7 +28,7 @@ from llamarl.kernels.fused import GateFunction
 
 
 def prepare(device: torch.device) -> None:
-    """Compiles and checks now, not inside of a first forward, whose tensors are counted."""
+    """Compiles and checks kernels now instead of inside of the first forward, whose tensors are counted."""
     if device.type == "cpu":
         ops.kernels()
         train_attention.kernels()
@@ -38,53 +38,53 @@ def prepare(device: torch.device) -> None:
 
 
 def describe(device: torch.device) -> str:
-    """Line for the log: what serves in bfloat16."""
+    """Returns a line for the log: the kernels that serve in bfloat16."""
     if device.type == "cpu":
         return f"products: bfloat16; {fused.describe()}"
     reason = gpu.reason("train", device)
-    added = "in place" if _adds_in_place(device) else "by a sum of its own, as torch has no product for it"
+    added = "in place" if _adds_in_place(device) else "by a separate sum, as torch has no product for it"
     return f"norms, rotations, activations: {f'torch ({reason})' if reason else 'fused'}; gradients are added {added}"
 
 
 class Product:
-    """x W^T + b for one weight, of which it has a copy in bfloat16 until `forget`: torch's fused optimizers change
+    """x W^T + b for one weight. Keeps a bfloat16 copy of it until `forget`, because torch's fused optimizers change
     weights without changing their version."""
 
     def __init__(self) -> None:
         self._half_O_I: Tensor | None = None
-        self._seen: tuple[int, int] | None = None
+        self._copied_version: tuple[int, int] | None = None
 
     def __call__(self, x: Tensor, weight_O_I: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        is_whole = weight_O_I.dtype == torch.float32 and not hasattr(weight_O_I, "placements")  # of a DTensor
+        is_whole = weight_O_I.dtype == torch.float32 and not hasattr(weight_O_I, "placements")  # not a DTensor
         is_narrow = weight_O_I.dtype == torch.bfloat16 and weight_O_I.device.type == "cpu"
         if not ((is_whole or is_narrow) and _is_autocast(x)):
             return F.linear(x, weight_O_I, bias_O)
         x_M_I = x.to(torch.bfloat16).flatten(0, -2)
         half_O_I = weight_O_I if is_narrow else self._half(weight_O_I)
-        product = _ProductFunction if x.is_cuda else _CpuProductFunction
-        y_M_O = product.apply(x_M_I, weight_O_I, half_O_I, bias_O)
+        y_M_O = _ProductFunction.apply(x_M_I, weight_O_I, half_O_I, bias_O)
         return y_M_O.view(*x.shape[:-1], len(weight_O_I))
 
     def _half(self, weight_O_I: Tensor) -> Tensor:
-        seen = weight_O_I.data_ptr(), weight_O_I._version
-        if self._half_O_I is None or self._seen != seen:
-            # Not in place: of passes before, who reads the old one may still be under way.
-            self._half_O_I, self._seen = weight_O_I.detach().to(torch.bfloat16), seen
+        version = weight_O_I.data_ptr(), weight_O_I._version
+        if self._half_O_I is None or self._copied_version != version:
+            # Not in place: kernels of earlier passes may still read the old copy.
+            self._half_O_I, self._copied_version = weight_O_I.detach().to(torch.bfloat16), version
         return self._half_O_I
 
     def forget(self) -> None:
-        """Gives the memory of the copy back."""
-        self._half_O_I = self._seen = None
+        """Frees the memory of the copy."""
+        self._half_O_I = self._copied_version = None
 
 
 def forget(products: Iterable[Product]) -> None:
-    """Gives the memory of their copies back; they are made anew."""
+    """Frees the memory of the copies, which are made anew when needed."""
     for product in products:
         product.forget()
 
 
 def rms_norm(x: Tensor, shape: tuple[int, ...], weight_D: Tensor, eps: float) -> Tensor:
-    """`F.rms_norm`, in float32 arithmetic; of float32 rows, of the residual stream, rounded to bfloat16 once."""
+    """Computes `F.rms_norm` in float32 arithmetic. Float32 rows, of the residual stream, are rounded to bfloat16
+    once."""
     kernels = gpu.kernel("train", x.device) if x.ndim == 2 and x.dtype == torch.float32 and _is_half(x) else None
     if kernels is None:
         return F.rms_norm(x.float(), shape, weight_D.float(), eps)
@@ -92,7 +92,7 @@ def rms_norm(x: Tensor, shape: tuple[int, ...], weight_D: Tensor, eps: float) ->
 
 
 def rotate(x_N_H_K: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """`ops.rotate_by_torch`, rounded to bfloat16 once."""
+    """Computes `ops.rotate_by_torch`, rounded to bfloat16 once."""
     kernels = gpu.kernel("train", x_N_H_K.device) if x_N_H_K.dtype == torch.bfloat16 and _is_half(x_N_H_K) else None
     if kernels is None or rotation[0].dtype != torch.float32:
         return ops.rotate_by_torch(x_N_H_K, rotation)
@@ -100,7 +100,7 @@ def rotate(x_N_H_K: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, rounded to bfloat16 once."""
+    """Returns silu(gate) * up, rounded to bfloat16 once."""
     kernels = gpu.kernel("train", gate.device) if gate.dtype == torch.bfloat16 and _is_half(gate) else None
     return ops.gate_by_torch(gate, up) if kernels is None else GateFunction.apply(gate, up, kernels)
 
@@ -123,68 +123,69 @@ def add_product(sum_O_I: Tensor, grad_M_O: Tensor, x_M_I: Tensor) -> None:
 
 @functools.cache
 def _adds_in_place(device: torch.device) -> bool:
-    """Whether torch adds such a product in place here, and rightly."""
+    """Returns whether torch adds such a product in place here, and correctly."""
     generator = torch.Generator().manual_seed(0)
     grad, x, total = (torch.randn(size, generator=generator) for size in ((40, 24), (40, 16), (24, 16)))
     exact = total.double() + grad.bfloat16().double().t() @ x.bfloat16().double()
-    given, *factors = total.to(device), grad.t().to(device, torch.bfloat16), x.to(device, torch.bfloat16)
+    result, *factors = total.to(device), grad.t().to(device, torch.bfloat16), x.to(device, torch.bfloat16)
     try:
-        torch.addmm(given, *factors, out_dtype=torch.float32, out=given)
-        return bool((given.double().cpu() - exact).abs().max() < 1e-4)
+        torch.addmm(result, *factors, out_dtype=torch.float32, out=result)
+        return bool((result.double().cpu() - exact).abs().max() < 1e-4)
     except RuntimeError:
         return False
 
 
 class _ProductFunction(torch.autograd.Function):
+    """Product of bfloat16 factors: on GPUs rounded once, after the bias, on CPUs rounded once and returned in float32.
+
+    Torch has no product of bfloat16 factors with float32 sums on CPUs.
+    """
+
     @staticmethod
     def forward(ctx: Any, x_M_I: Tensor, weight_O_I: Tensor, half_O_I: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_M_I if ctx.needs_input_grad[1] else None, half_O_I)
         ctx.weight, ctx.bias_dtype = weight_O_I, None if bias_O is None else bias_O.dtype
-        return F.linear(x_M_I, half_O_I, None if bias_O is None else bias_O.to(half_O_I.dtype))  # rounded once
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        (grad_M_O,), (x_M_I, half_O_I), weight_O_I = grads, ctx.saved_tensors, ctx.weight
-        if x_M_I is not None:
-            if weight_O_I.grad is None:
-                weight_O_I.grad = torch.mm(grad_M_O.t(), x_M_I, out_dtype=torch.float32)
-            else:
-                add_product(weight_O_I.grad, grad_M_O, x_M_I)
-        grad_O = grad_M_O.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
-        return grad_M_O @ half_O_I if ctx.needs_input_grad[0] else None, None, None, grad_O
-
-
-class _CpuProductFunction(torch.autograd.Function):
-    """Torch has no product of bfloat16 factors with float32 sums on processors, so each product is rounded once."""
-
-    @staticmethod
-    def forward(ctx: Any, x_M_I: Tensor, weight_O_I: Tensor, half_O_I: Tensor, bias_O: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x_M_I if ctx.needs_input_grad[1] else None, half_O_I)
-        ctx.weight = weight_O_I
-        ctx.bias_dtype = None if bias_O is None else bias_O.dtype
+        if x_M_I.is_cuda:
+            return F.linear(x_M_I, half_O_I, None if bias_O is None else bias_O.to(half_O_I.dtype))
         y_M_O = torch.mm(x_M_I, half_O_I.t()).float()
         return y_M_O if bias_O is None else y_M_O.add_(bias_O)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        (grad_M_O,), (x_M_I, half_O_I), weight_O_I = grads, ctx.saved_tensors, ctx.weight
+        (grad_M_O,), (x_M_I, half_O_I) = grads, ctx.saved_tensors
         half_M_O = grad_M_O.to(torch.bfloat16)
-        grad_O_I = None if x_M_I is None else torch.mm(half_M_O.t(), x_M_I)
-        if grad_O_I is not None and weight_O_I.dtype == torch.float32:  # added up unrounded, without a copy
-            weight_O_I.grad = grad_O_I.float() if weight_O_I.grad is None else weight_O_I.grad.add_(grad_O_I)
-            grad_O_I = None
-        grad_O = grad_M_O.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
+        grad_O_I = None if x_M_I is None else _add_weight_gradient(ctx.weight, half_M_O, x_M_I)
+        grad_O = grad_M_O.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
         return torch.mm(half_M_O, half_O_I) if ctx.needs_input_grad[0] else None, grad_O_I, None, grad_O
 
 
+def _add_weight_gradient(weight_O_I: Tensor, grad_M_O: Tensor, x_M_I: Tensor) -> Tensor | None:
+    """Adds g^T x to the gradient of a float32 weight, without a copy. Returns it for a bfloat16 weight."""
+    if grad_M_O.is_cuda:
+        if weight_O_I.grad is None:
+            weight_O_I.grad = torch.mm(grad_M_O.t(), x_M_I, out_dtype=torch.float32)
+        else:
+            add_product(weight_O_I.grad, grad_M_O, x_M_I)
+        return None
+    grad_O_I = torch.mm(grad_M_O.t(), x_M_I)
+    if weight_O_I.dtype != torch.float32:
+        return grad_O_I
+    weight_O_I.grad = grad_O_I.float() if weight_O_I.grad is None else weight_O_I.grad.add_(grad_O_I)
+    return None
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """Returns a weight with its values rounded to bfloat16, which training in bfloat16 trains and generators serve."""
+    return weight.to(torch.bfloat16).to(weight.dtype)
+
+
 class Rounded(torch.autograd.Function):
-    """Float32 values of a weight rounded to bfloat16, as generators serve it; the gradient is that of the weight."""
+    """`rounded`, with the identity as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
-        return weight.to(torch.bfloat16).to(weight.dtype)
+        return rounded(weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Tensor:  # pyrefly: ignore[bad-override]

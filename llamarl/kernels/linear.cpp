@@ -1,15 +1,15 @@
 // y[M, N] = x[M, K] w[N, K]^T (+ bias, + y) on one core, with row-major weights in int8, and the quantization of weight
-// rows. No header of torch or Python.
+// rows. Uses no header of torch or Python.
 //
-// Every output is one dot product along K. A panel of 16 weight rows goes block by block of K into L1, widened to what
-// the multiplier takes; each tile of up to 4 x 4 outputs then keeps its sums in vector registers.
+// Every output is one dot product along K. A panel of 16 weight rows is loaded block by block of K into L1, widened for
+// the multiplier. Each tile of up to 4 x 4 outputs then keeps its sums in vector registers.
 //
-// x is quantized per row by its largest magnitude. VNNI multiplies bytes: x has 8 bits. Without it int8 would have to be
-// multiplied as int16 anyway (vpmaddubsw saturates), so x keeps as many bits as the int32 sums hold: 16 up to K = 511,
-// 14 at K = 2047. Integer sums are exact and never saturate on either path, so a row's result does not depend on the
-// rows beside it.
+// x is quantized per row by its largest magnitude. VNNI multiplies bytes: x has 8 bits. Without it int8 would have to
+// be multiplied as int16 anyway (vpmaddubsw saturates), so x keeps as many bits as the int32 sums hold: 16 up to K =
+// 511, 14 at K = 2047. Integer sums are exact and never saturate on either path, so a row's result does not depend on
+// other rows.
 //
-// What multiplies bytes faster, in AVX-512 and AMX, is in `packed.cpp`.
+// Faster products of bytes, by AVX-512 and AMX, are in `packed.cpp`.
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -32,7 +32,7 @@ struct VectorOf {
 };
 using Ints = VectorOf<int32_t>::type;
 
-// How weights are multiplied: widened to Element, summed in vectors of int32.
+// The way to multiply weights: widened to Element, summed in vectors of int32.
 
 #if defined(__AVXVNNI__) && !defined(__AVX512F__)
 struct Int8 {
@@ -74,7 +74,7 @@ struct Int8 {
 };
 #endif
 
-// to[i] (+)= the sum of the lanes of v[i], for four vectors; lanes are added in the same order for each.
+// to[i] (+)= the sum of the lanes of v[i], for four vectors. Lanes are added in the same order for each.
 
 #if defined(__AVX2__)
 #if defined(__AVX512F__) && defined(__AVX512BW__)
@@ -108,7 +108,7 @@ struct Gemm {
     static constexpr int64_t kLanes = kVectorBytes / sizeof(Element);
     static constexpr int64_t kBlock = kBlockBytes / sizeof(Element);
 
-    // One load per operand: without this the compiler repeats it inside every multiplication.
+    // One load per operand: otherwise the compiler repeats it inside every multiplication.
     static Operand load(const Element* from) {
         Operand loaded = *(const Operand*)from;
 #if defined(__AVX2__)
@@ -157,7 +157,7 @@ struct Gemm {
         }
     }
 
-    // One panel of weight rows, widened. Rows that complete the last tile, and the end of the last vector, are zero.
+    // One panel of weight rows, widened. Rows behind the last tile's, and the end of the last vector, are zero.
     static void widen_panel(const int8_t* w, int64_t n, int64_t k, int64_t start, int64_t rows, Element* panel) {
         const int64_t count = k - start < kBlock ? k - start : kBlock, padded = width(k, start);
         for (int64_t row = 0; row < rows; ++row) {
@@ -174,7 +174,7 @@ struct Gemm {
         Element* panel = panel_scratch.get<Element>(kPanel * kBlock);
         int32_t* sums = sums_scratch.get<int32_t>(num_m * kPanel);
         const int64_t num_tiles = (num_m + Int8::kTile - 1) / Int8::kTile;
-        // While a panel is multiplied the next one comes from memory, some lines before each tile.
+        // The next panel is prefetched while a panel is multiplied, some lines before each tile.
         const int64_t num_steps = num_tiles * ((k + kBlock - 1) / kBlock);
         const char* const end = (const char*)(w + num_n * k);
         const int64_t ahead_step = round_up(kPanel * k / num_steps + 1, 64);
@@ -194,7 +194,7 @@ struct Gemm {
                 }
             }
             for (int64_t m = 0; m < num_m; ++m) {
-                // The usual number as a constant: its loops become a few vector instructions.
+                // The usual number is a constant: its loops become a few vector instructions.
                 if (rows == kPanel) finish(m, n, kPanel, sums + m * kPanel);
                 else finish(m, n, rows, sums + m * kPanel);
             }
@@ -217,7 +217,7 @@ struct Gemm {
     }
 };
 
-// Tiles with all operands in L1; how many products of two numbers these were.
+// Multiplies tiles with all operands in L1. Returns the number of multiplications.
 int64_t peak(int64_t count) {
     using G = Gemm;
     auto* x = x_scratch.get<G::Element>(4 * G::kBlock);
@@ -229,8 +229,8 @@ int64_t peak(int64_t count) {
     return count * Int8::kTile * 4 * G::kBlock;
 }
 
-// float8_e4m3fn of |value| <= 448, nearest even. Added to a power of two 2^20 above it (2^14 for subnormals), a
-// magnitude is rounded to its 3 bits of mantissa, which then are the lowest bits of the sum.
+// Returns float8_e4m3fn of |value| <= 448, nearest even. Adding a power of two 2^20 above it (2^14 for subnormals)
+// rounds a magnitude to its 3 bits of mantissa, which then are the lowest bits of the sum.
 inline int32_t to_float8(float value) {
     int32_t bits, sum_bits;
     std::memcpy(&bits, &value, 4);
@@ -262,7 +262,7 @@ int64_t quantize(
 
 extern "C" {
 
-// What it was compiled for, and how int8 is multiplied.
+// The instructions that it was compiled for, and the kind of int8 multiplication.
 const char* instructions() {
 #if defined(__AVX2__) && defined(__FMA__)
     return kVectorBytes == 64 ? "avx512" : "avx2";
@@ -301,7 +301,7 @@ void linear_int8(
     }
 }
 
-// Both return the first row with a value that is not finite, -1 when there is none.
+// Both return the first row with a non-finite value, or -1.
 
 int64_t quantize_int8(
     const float* w, int64_t stride, int64_t n, int64_t k, int8_t* values, float* scales) {

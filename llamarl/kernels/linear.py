@@ -1,13 +1,13 @@
-"""`Linear`: x W^T with row-major weights in float32, bfloat16, int8 or float8, on whatever computes it fastest here.
+"""`Linear`: x W^T with row-major weights in float32, bfloat16, int8 or float8, by the fastest code on this machine.
 
-On the CPU activations and results are float32, and of a row of x come the same bits whatever rows lie beside it, which
-torch's matmul does not give: `paths.py` chooses among the kernels for each type and shape of weights. Some want the
-weights in another order and get a copy, which is made anew when the weights change in place. Without kernels, and on
-other devices, torch computes; weights are widened for it, so that results are not rounded.
+On the CPU activations and results are float32, and a row of x has the same bits for any other rows, unlike in torch's
+matmul. `paths.py` chooses among the kernels for each type and shape of weights. Some paths need a copy of the weights
+in another order, which is renewed when the weights change in place. Without kernels, and on other devices, torch
+computes. It gets widened weights, so results are not rounded.
 
-What is done to the activations: bfloat16 units (AVX-512, AMX) round them to bfloat16; int8 units (VNNI, AMX, GPUs) to 8
-bits per row; kernels without those keep float32 for bfloat16 weights, and for int8 as many of 16 bits as the sums hold
-(K = 2048: 14); on torch's CPU path they stay float32.
+Activations are rounded as follows. bfloat16 units (AVX-512, AMX) round them to bfloat16. int8 units (VNNI, AMX, GPUs)
+round them to 8 bits per row. Kernels without these units keep float32 for bfloat16 weights, and for int8 as many of 16
+bits as the sums hold (K = 2048: 14). Torch on the CPU keeps float32.
 
 Shape suffixes: M rows of x, N outputs, K inputs.
 """
@@ -31,12 +31,12 @@ from llamarl.kernels.build import Kernel
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
 QuantizedRows = tuple[Tensor, Tensor]
-"""Values [M, K] of 8 bits, and float32 scales [M, 1]."""
+"""8-bit values [M, K], and float32 scales [M, 1]."""
 
 
 @functools.cache
 def kernels() -> Kernel:
-    """Kernels that quantize and multiply weights, or why torch does that: checked at the first call."""
+    """Returns kernels that quantize and multiply weights, or why torch replaces them. Checked at the first call."""
     loaded = build.load("linear")
     if loaded.library is None:
         return loaded
@@ -53,7 +53,7 @@ _EXACT = ContextVar("_EXACT", default=False)
 
 @contextmanager
 def exactly() -> Iterator[None]:
-    """Meanwhile, on the CPU, products of this thread are torch's, of widened weights: nothing but those is rounded."""
+    """Computes products of this thread on the CPU by torch with widened weights, so only weights are rounded."""
     token = _EXACT.set(True)
     try:
         yield
@@ -62,17 +62,17 @@ def exactly() -> Iterator[None]:
 
 
 def is_exact() -> bool:
-    """Whether this thread is within `exactly`."""
+    """Returns whether this thread is within `exactly`."""
     return _EXACT.get()
 
 
 def rounds_activations() -> bool:
-    """Returns True if products with bfloat16 weights on this CPU round activations to bfloat16."""
+    """Returns whether products with bfloat16 weights on this CPU round activations to bfloat16."""
     return kernels().library is not None and any(path.name.endswith("-bf16") for path in paths.offered("bfloat16"))
 
 
-class Room:
-    """Memory for packed copies, used again by whoever takes the same amounts in the same order."""
+class Workspace:
+    """Memory for packed copies, reused by callers that take the same amounts in the same order."""
 
     def __init__(self) -> None:
         self._parts, self._taken, self.begun = list[Tensor](), 0, 0
@@ -82,12 +82,12 @@ class Room:
         return sum(map(len, self._parts))
 
     def begin(self) -> int:
-        """Begins another use of the room: what was taken is no longer used. Which time this is."""
+        """Begins another use of the memory: earlier copies are no longer used. Returns the number of the use."""
         self._taken, self.begun = 0, self.begun + 1
         return self.begun
 
     def take(self, num_bytes: int) -> Tensor:
-        """Bytes at the beginning of a cache line."""
+        """Returns bytes that begin at a cache line."""
         index, self._taken = self._taken, self._taken + 1
         if index == len(self._parts) or len(self._parts[index]) != num_bytes:
             self._parts[index:] = [torch.empty(num_bytes, dtype=torch.uint8)]
@@ -95,25 +95,29 @@ class Room:
 
 
 class Matrix(ctypes.Structure):
-    """Pointers to weights, and to what multiplies them, for `stack.cpp`."""
+    """Pointers to weights and to the function that multiplies them, for `stack.cpp`."""
 
     _fields_ = (*((name, _P) for name in ("multiply", "weights", "scales", "bias")), ("n", _I), ("k", _I))
 
 
 class Linear:
-    """y = x W^T + b. Holds pointers, and a packed copy of the weights where the path that serves them wants one."""
+    """y = x W^T + b. Holds pointers, and a packed copy of the weights if its path needs one."""
 
     __slots__ = ("_arguments", "_bias_N", "_packed", "_path", "_scales_N", "_values_N_K", "_version", "shape", "takes")
 
     def __init__(
-        self, values_N_K: Tensor, scales_N: Tensor | None = None, bias_N: Tensor | None = None, room: Room | None = None
+        self,
+        values_N_K: Tensor,
+        scales_N: Tensor | None = None,
+        bias_N: Tensor | None = None,
+        workspace: Workspace | None = None,
     ) -> None:
         """
         Args:
-            values_N_K: contiguous; int8 and float8_e4m3fn need scales.
+            values_N_K: contiguous. int8 and float8_e4m3fn need scales.
             scales_N: float32 factor of each row of the values.
-            bias_N: of the dtype of the results.
-            room: for a packed copy.
+            bias_N: in the type of the results.
+            workspace: buffer for a packed copy.
         """
         quantized = values_N_K.dtype in (torch.int8, torch.float8_e4m3fn)
         assert (scales_N is not None) == quantized
@@ -122,7 +126,7 @@ class Linear:
         self._values_N_K, self._scales_N, self._bias_N = values_N_K, scales_N, bias_N
         self.shape, self._packed = tuple(values_N_K.shape), None
         self.takes = values_N_K.dtype if quantized and gpu.kernel("ops", values_N_K.device) else None
-        """Type of quantized rows that it multiplies, as `ops` gives them; None: rows are not quantized before."""
+        """Type of quantized rows that it multiplies, as `ops` returns them. None means unquantized rows."""
         kind = paths.KINDS.get(values_N_K.dtype) if values_N_K.device.type == "cpu" else None
         self._path = paths.chosen(kind, *self.shape) if kind and kernels().library else None
         if self._path is None:
@@ -130,7 +134,7 @@ class Linear:
         assert all(v is None or v.dtype == torch.float32 for v in (scales_N, bias_N))
         if self._path.pack:
             assert not values_N_K.is_inference(), "changes of such a tensor cannot be seen"
-            self._packed = (room or Room()).take(self._path.packed_bytes(*self.shape))
+            self._packed = (workspace or Workspace()).take(self._path.packed_bytes(*self.shape))
             self._pack()
         vectors = ([scales_N] if quantized else []) + [bias_N]
         weights = values_N_K if self._packed is None else self._packed
@@ -138,17 +142,17 @@ class Linear:
 
     @property
     def path(self) -> str:
-        """Name of what multiplies: `torch`, or a path."""
+        """Name of the path that multiplies, or `torch`."""
         return self._path.name if self._path else "torch"
 
     def describe(self) -> str:
-        """The shape of the weights, and what their path reaches where it was chosen."""
+        """Returns the shape of the weights, and the measured speed of their path if it was chosen."""
         kind = paths.KINDS.get(self._values_N_K.dtype, "")
         choice = paths.record().get(f"{kind} {self.shape[0]}x{self.shape[1]}", paths.Choice(path="", measured_us={}))
         return choice.describe(kind, *self.shape)
 
     def __call__(self, x_M_K: Tensor | QuantizedRows, add_to_M_N: Tensor | None = None) -> Tensor:
-        """The product; with `add_to_M_N`, that tensor with the product added in place."""
+        """Returns the product, or adds it to `add_to_M_N` in place and returns that."""
         if isinstance(x_M_K, tuple):
             assert self._scales_N is not None
             y_M_N = _product_of_8_bits(*x_M_K, self._values_N_K, self._scales_N, torch.bfloat16)
@@ -168,14 +172,15 @@ class Linear:
         return y_M_N
 
     def matrix(self) -> Matrix:
-        """Pointers for C++, where there is a path; they hold while this lives. Before each use comes `renew`."""
+        """Returns pointers for C++, valid while this object exists. There must be a path. Call `renew` before each
+        use."""
         assert self._path is not None
         weights, *vectors = self._arguments
         scales, bias = vectors if len(vectors) > 1 else (None, *vectors)
         return Matrix(ctypes.cast(self._path.multiply, _P), weights, scales, bias, *self.shape)
 
     def renew(self) -> None:
-        """Packs the weights again where they have changed in place since."""
+        """Packs the weights again if they have changed in place."""
         if self._packed is not None and self._values_N_K._version != self._version:
             self._pack()
 
@@ -186,25 +191,26 @@ class Linear:
         self._path.pack(self._values_N_K.data_ptr(), *self.shape, self._packed.data_ptr())
 
 
-def multiply_rounded(x_M_K: Tensor, weight_N_K: Tensor, room: Room, out_M_N: Tensor) -> None:
-    """Writes x W^T as `Linear` computes it, for weights that are used once, where `rounds_activations()`.
+def multiply_rounded(x_M_K: Tensor, weight_N_K: Tensor, workspace: Workspace, out_M_N: Tensor) -> None:
+    """Writes x W^T as `Linear` computes it, for weights that are used once. Needs `rounds_activations()`.
 
     Args:
-        weight_N_K: bfloat16; the others are float32. All are contiguous, on the CPU.
-        room: holds the packed weights until its next use.
+        weight_N_K: bfloat16; the other tensors are float32. All are contiguous, on the CPU.
+        workspace: holds the packed weights until its next use.
     """
     path = paths.chosen("bfloat16", *weight_N_K.shape)
-    assert path is not None
+    assert path is not None, "this processor rounds no activations"
     assert weight_N_K.is_contiguous()
     assert all(map(_is_plain, (x_M_K, out_M_N)))
-    room.begin()
-    packed = room.take(path.packed_bytes(*weight_N_K.shape))
+    workspace.begin()
+    packed = workspace.take(path.packed_bytes(*weight_N_K.shape))
     path.pack(weight_N_K.data_ptr(), *weight_N_K.shape, packed.data_ptr())
     path.multiply(x_M_K.data_ptr(), packed.data_ptr(), None, out_M_N.data_ptr(), len(x_M_K), *weight_N_K.shape, False)
 
 
 def quantize(library: ctypes.CDLL, weight_N_K: Tensor, values_N_K: Tensor, scales_N: Tensor) -> int:
-    """The arithmetic of `models/quantize.py` on float32 rows; the first that is not finite, or -1."""
+    """Quantizes float32 rows by the arithmetic of `models/quantize.py`. Returns the first row that is not finite, or
+    -1."""
     kind = "int8" if values_N_K.dtype == torch.int8 else "float8_e4m3fn"
     n, k = weight_N_K.shape
     pointers = values_N_K.data_ptr(), scales_N.data_ptr()
@@ -217,7 +223,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def by_torch(x_M_K: Tensor, values_N_K: Tensor, scales_N: Tensor | None = None, bias_N: Tensor | None = None) -> Tensor:
-    """The product without kernels, of the type of `x`; on the CPU nothing but the weights is rounded."""
+    """Returns the product without kernels, in the type of `x`. On the CPU only weights are rounded."""
     if scales_N is not None:
         y_M_N = _scaled_product(x_M_K, values_N_K, scales_N)
         return y_M_N if bias_N is None else y_M_N + bias_N
@@ -231,7 +237,7 @@ def _scaled_product(x_M_K: Tensor, values_N_K: Tensor, scales_N: Tensor) -> Tens
         return F.linear(x_M_K, values_N_K.to(x_M_K.dtype)) * scales_N
     x_M_K, dtype = x_M_K.float(), x_M_K.dtype
     most = 127.0 if values_N_K.dtype == torch.int8 else 448.0
-    # A row that is not finite keeps a scale that is not, so its products are NaN.
+    # A non-finite row keeps a non-finite scale, so its products are NaN.
     scale_M_1 = x_M_K.abs().amax(1, keepdim=True).clamp_min(1e-30) / most
     rows_M_K = x_M_K / scale_M_1
     rows_M_K = rows_M_K.round() if values_N_K.dtype == torch.int8 else rows_M_K
@@ -245,6 +251,6 @@ def _product_of_8_bits(
         scales = scale_M_1, scales_N[None]
         return torch._scaled_mm(rows_M_K, values_N_K.t(), *scales, out_dtype=dtype, use_fast_accum=True)
     rows = len(rows_M_K)
-    # cuBLAS multiplies int8 from 17 rows on, in multiples of 8.
+    # cuBLAS multiplies int8 with at least 17 rows, in multiples of 8.
     rows_M_K = F.pad(rows_M_K, (0, 0, 0, max(24, -(-rows // 8) * 8) - rows))
     return (torch._int_mm(rows_M_K, values_N_K.t())[:rows] * scale_M_1 * scales_N).to(dtype)

@@ -1,4 +1,5 @@
-// Small operations of a decode step in float32, one pass over memory each, on one core. No header of torch or Python.
+// Small operations of a decode step in float32, one pass over memory each, on one core. Uses no header of torch or
+// Python.
 
 #include <algorithm>
 #include <cfloat>
@@ -15,7 +16,7 @@ inline float inverse_norm(const float* x, int64_t width, float eps) {
     return 1.0f / std::sqrt(sum / float(width) + eps);
 }
 
-// The vector at the end of a row may be short; its other lanes are `filler`.
+// The last vector of a row may be short. Its other lanes are `filler`.
 inline Floats load_part(const float* from, int64_t count, float filler) {
     if (count >= kLanes) return load<Floats>(from);
     Floats v = Floats{} + filler;
@@ -28,8 +29,8 @@ inline void store_part(Floats v, float* to, int64_t count) {
     else std::memcpy(to, &v, count * sizeof(float));
 }
 
-// Logits of one row, cut into stretches. Each is read once from memory and leaves its sum of exp(x - m), m being the
-// largest of all so far; the one that the noise falls into is then walked token by token.
+// Logits of one row, cut into stretches. Each is read once from memory, for its sum of exp(x - m) with the largest
+// logit m so far. The stretch that contains the noise is then searched token by token.
 class Distribution {
   public:
     Distribution(const float* x, int64_t size, float scale) : x_(x), size_(size), scale_(scale) {
@@ -54,14 +55,14 @@ class Distribution {
         stretches_ = &stretches;
     }
 
-    // The first of the likeliest tokens.
+    // Returns the first of the likeliest tokens.
     int64_t mode() const {
         for (int64_t i = best_; i < size_; ++i)
             if (x_[i] * scale_ == most_) return i;
         return 0;
     }
 
-    // Where the cumulative distribution passes `noise`, in [0, 1); never a token of probability 0.
+    // Returns the token at which the cumulative distribution passes `noise`, in [0, 1). Its probability is above 0.
     int64_t invert(double noise) const {
         double left = noise * total_;
         for (const Stretch& stretch : *stretches_) {
@@ -79,7 +80,7 @@ class Distribution {
                     if (left < 0) return last;
                 }
             }
-            // Rounding: these sums may be a little less than the stretch's.
+            // By rounding, these sums may be slightly less than the stretch's.
             if (last >= 0) return last;
         }
         return mode();
@@ -100,7 +101,7 @@ class Distribution {
     const float* x_;
     int64_t size_;
     float scale_;
-    float most_ = -FLT_MAX;  // finite: -inf less -inf is no number
+    float most_ = -FLT_MAX;  // finite, because -inf minus -inf is NaN
     int64_t best_ = 0;
     double total_ = 0;
     const std::vector<Stretch>* stretches_;
@@ -117,7 +118,7 @@ void rms_norm(const float* x, const float* weight, float* y, int64_t num_rows, i
     }
 }
 
-// Gradients of x, and of the weights, which are added up over the rows: in float for some rows, then in double.
+// Gradients of x, and of the weights, summed over the rows: in float for some rows, then in double.
 void rms_norm_backward(
     const float* grad, const float* x, const float* weight, float* grad_x, float* grad_weight, int64_t num_rows,
     int64_t width, float eps) {
@@ -142,7 +143,7 @@ void rms_norm_backward(
     for (int64_t i = 0; i < width; ++i) grad_weight[i] = float(sum[i]);
 }
 
-// Heads in place: normed if there is a weight, then channel i of the first `rotary_dim` rotated with channel i + half.
+// Norms heads in place if there is a weight, then rotates channel i of the first `rotary_dim` with channel i + half.
 void rotate(
     float* x, int64_t stride, int64_t num_heads, const float* weight, const float* cosine, const float* sine,
     int64_t table_stride, int64_t num_rows, int64_t head_dim, int64_t rotary_dim, float eps) {

@@ -1,10 +1,10 @@
-"""The small operations of a decode step: norms, rotation, gated activation, and the draw of tokens.
+"""The small operations of a decode step: norms, rotation, gated activation, and the sampling of tokens.
 
-On the CPU in float32 each is one pass in C++ (`ops.cpp`), after it has reproduced torch, and norms and activations on
-GPUs are one launch (`parts/cuda/ops.py`); else torch computes, and `kernels().reason` says why.
+On the CPU in float32 each is one pass in C++ (`ops.cpp`), once it has reproduced torch. On GPUs norms and activations
+are one launch each (`parts/cuda/ops.py`). Otherwise torch computes, and `kernels().reason` says why.
 
-Shape suffixes: N packed tokens, D model dim, H query heads, J kv heads, K head dim, F feed-forward dim, B rows that
-draw, V vocabulary, R rotated channels of a head.
+Shape suffixes: N packed tokens, D model dim, H query heads, J kv heads, K head dim, F feed-forward dim, B sampled rows,
+V vocabulary, R rotated channels of a head.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 @functools.cache
 def kernels() -> Kernel:
-    """Compiled, and checked against torch, at the first call."""
+    """Compiles the kernels, and checks them against torch, at the first call."""
     loaded = load("ops")
     library = loaded.library
     if library is None:
@@ -46,9 +46,9 @@ def kernels() -> Kernel:
 def rms_norm(
     x_N_D: Tensor, weight_D: Tensor, eps: float, delta_N_D: Tensor | None = None, takes: torch.dtype | None = None
 ) -> Any:
-    """x / sqrt(mean(x^2) + eps) * weight, typed as the weight, after `delta` is added to x in place.
+    """Returns x / sqrt(mean(x^2) + eps) * weight, in the type of the weight, after adding `delta` to x in place.
 
-    With `takes`, as `Linear.takes` says, quantized rows: values and scales.
+    With `takes`, see `Linear.takes`, it returns quantized rows: values and scales.
     """
     library = _library(x_N_D)
     if library is None and x_N_D.ndim == 2 and (fused := gpu.kernel("ops", x_N_D.device)):
@@ -68,7 +68,7 @@ def rms_norm(
 def rotate(
     q_N_H_K: Tensor, k_N_J_K: Tensor, rotation: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor] | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """RMS-norm each head where `norms` has weights [K] for queries and keys, then rotate the first R channels by
+    """Norms each head by RMS if `norms` has weights [K] for queries and keys, then rotates the first R channels by
     (cos, sin), each [N, 1, R].
 
     The sine's first half is negative, as in `models/transformer.py`. May overwrite its inputs.
@@ -85,7 +85,7 @@ def rotate(
     for x in (*rotation, q_N_H_K, k_N_J_K):
         assert x.dtype == torch.float32
         assert x.stride(2) == 1
-        assert x.shape[1] == 1 or x.stride(1) == head_dim, "the heads of a row lie next to each other"
+        assert x.shape[1] == 1 or x.stride(1) == head_dim, "the heads of a row must be contiguous"
     for x_N_H_K, weight_K in pairs:
         assert weight_K is None or is_vector(weight_K, head_dim)
         library.rotate(
@@ -96,27 +96,27 @@ def rotate(
 
 
 def rms_norm_backward(grad_N_D: Tensor, x_N_D: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Gradients of `rms_norm`'s x and weight, where there are kernels; all are contiguous."""
+    """Returns gradients of `rms_norm`'s x and weight. Needs kernels; all tensors are contiguous."""
     grad_x_N_D, grad_weight_D = torch.empty_like(x_N_D), torch.empty_like(weight_D)
     pointers = [x.data_ptr() for x in (grad_N_D, x_N_D, weight_D, grad_x_N_D, grad_weight_D)]
-    _there().rms_norm_backward(*pointers, x_N_D.numel() // len(weight_D), len(weight_D), eps)
+    _required().rms_norm_backward(*pointers, x_N_D.numel() // len(weight_D), len(weight_D), eps)
     return grad_x_N_D, grad_weight_D
 
 
 def silu_mul_backward(grad_N_F: Tensor, gate_N_F: Tensor, up_N_F: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up, where there are kernels; all are contiguous."""
+    """Returns gradients of gate and up. Needs kernels; all tensors are contiguous."""
     grad_gate_N_F, grad_up_N_F = torch.empty_like(gate_N_F), torch.empty_like(up_N_F)
     pointers = [x.data_ptr() for x in (grad_N_F, gate_N_F, up_N_F, grad_gate_N_F, grad_up_N_F)]
-    _there().silu_mul_backward(*pointers, grad_N_F.numel())
+    _required().silu_mul_backward(*pointers, grad_N_F.numel())
     return grad_gate_N_F, grad_up_N_F
 
 
 def rotated(x_N_H_K: Tensor, cos_N_1_R: Tensor, sin_N_1_R: Tensor) -> Tensor:
-    """`rotate_by_torch` of float32 heads, where there are kernels."""
+    """Returns `rotate_by_torch` of float32 heads. Needs kernels."""
     made = x_N_H_K.clone(memory_format=torch.contiguous_format)
     num_rows, num_heads, head_dim = made.shape
     table = torch.cat((cos_N_1_R, sin_N_1_R), 1)
-    _there().rotate(
+    _required().rotate(
         made.data_ptr(), num_heads * head_dim, num_heads, None, table[:, 0].data_ptr(),
         table[:, 1].data_ptr(), table.stride(0), num_rows, head_dim, table.shape[-1], 0.0,
     )  # fmt: skip
@@ -124,8 +124,8 @@ def rotated(x_N_H_K: Tensor, cos_N_1_R: Tensor, sin_N_1_R: Tensor) -> Tensor:
 
 
 def rotate_by_torch(x_N_H_K: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates channel i with channel i + R/2, and leaves those behind R. The table holds the sine's sign, so swapping
-    halves needs no negation."""
+    """Rotates channel i with channel i + R/2, and keeps channels from R on. The table includes the sine's sign, so
+    swapping halves needs no negation."""
     cos_N_1_R, sin_N_1_R = rotation
     size = cos_N_1_R.shape[-1]
     x_N_H_R, rest = x_N_H_K[..., :size], x_N_H_K[..., size:]
@@ -136,12 +136,12 @@ def rotate_by_torch(x_N_H_K: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def gate_by_torch(gate_N_F: Tensor, up_N_F: Tensor) -> Tensor:
-    """silu(gate) * up."""
+    """Returns silu(gate) * up."""
     return F.silu(gate_N_F) * up_N_F
 
 
 def silu_mul(gate_N_F: Tensor, up_N_F: Tensor, takes: torch.dtype | None = None) -> Any:
-    """silu(gate) * up; the two may be halves of one matrix. Quantized as by `rms_norm`."""
+    """Returns silu(gate) * up. Both may be halves of one matrix. Quantizes like `rms_norm`."""
     library = _library(gate_N_F)
     if library is None and (fused := gpu.kernel("ops", gate_N_F.device)):
         return fused.silu_mul(gate_N_F, up_N_F, takes)
@@ -158,12 +158,13 @@ def silu_mul(gate_N_F: Tensor, up_N_F: Tensor, takes: torch.dtype | None = None)
 
 
 def draw(logits_B_V: Tensor, temperature_B: np.ndarray, noise_B: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """One token per row by inverting the cumulative softmax of logits / temperature at `noise_B`; None without kernels.
+    """Samples one token per row by inverting the cumulative softmax of logits / temperature at `noise_B`. None means
+    that there are no kernels.
 
     Temperature 0 takes the first of the largest logits, with its log-probability at temperature 1.
 
     Returns:
-        Token ids, int64 [B], and log-probabilities, float32 [B]; NaN, and some valid id, where a row is not finite.
+        Token ids, int64 [B], and log-probabilities, float32 [B]. A non-finite row has NaN and an arbitrary valid id.
     """
     library = _library(logits_B_V)
     if library is None:
@@ -182,32 +183,33 @@ def _library(x: Tensor) -> ctypes.CDLL | None:
     return kernels().library if x.device.type == "cpu" and x.dtype == torch.float32 else None
 
 
-def are_plain(*given: Tensor) -> bool:
-    """Whether these are plain float32 tensors of a CPU, and one thread computes: what kernels with gradients take."""
-    alone = torch.get_num_threads() == 1 and not torch.compiler.is_compiling()
-    return alone and all(
-        type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu" for x in given
+def are_plain(*tensors: Tensor) -> bool:
+    """Returns whether these are plain float32 tensors of a CPU and one thread computes, as kernels with gradients
+    need."""
+    has_one_thread = torch.get_num_threads() == 1 and not torch.compiler.is_compiling()
+    return has_one_thread and all(
+        type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors
     )
 
 
-def _there() -> ctypes.CDLL:
+def _required() -> ctypes.CDLL:
     library = kernels().library
-    assert library is not None, "asked for before"
+    assert library is not None, "there are no kernels"
     return library
 
 
 def addresses(*names: str) -> ctypes.Array[ctypes.c_void_p]:
-    """Kernels for C++ to call, where there are any."""
-    return (_P * len(names))(*(ctypes.cast(getattr(_there(), name), _P) for name in names))
+    """Returns kernels for C++ to call. Needs kernels."""
+    return (_P * len(names))(*(ctypes.cast(getattr(_required(), name), _P) for name in names))
 
 
 def is_vector(weight: Tensor, size: int) -> bool:
-    """Whether a kernel can read so many weights of a norm there."""
+    """Returns whether a kernel can read this as `size` weights of a norm."""
     return weight.shape == (size,) and weight.dtype == torch.float32 and weight.is_contiguous()
 
 
 def _wrong(library: ctypes.CDLL) -> str:
-    """The first kernel that does not reproduce torch; empty when all do."""
+    """Returns the first kernel that does not reproduce torch, or ""."""
     generator = torch.Generator().manual_seed(0)
     x, up, cos, sin = (torch.randn(3, 2, 22, generator=generator) * 4 for _ in range(4))
     weight, noise, temperature = torch.rand(22, generator=generator), torch.full((3,), 0.6), torch.ones(3)
@@ -216,7 +218,7 @@ def _wrong(library: ctypes.CDLL) -> str:
     library.rms_norm(*pointers, 6, 22, 1e-6)
     if not torch.allclose(y, F.rms_norm(x_6_22, (22,), weight, 1e-6), 1e-5, 1e-6):
         return "rms_norm"
-    for size in (22, 10):  # all channels, and the first of them
+    for size in (22, 10):  # all channels, and the first ones
         rotated = x.clone()
         library.rotate(rotated.data_ptr(), 44, 2, None, cos.data_ptr(), sin.data_ptr(), 44, 3, 22, size, 1e-6)
         if not torch.allclose(rotated, rotate_by_torch(x, (cos[:, :1, :size], sin[:, :1, :size])), 1e-5, 1e-5):
@@ -234,18 +236,18 @@ def _wrong(library: ctypes.CDLL) -> str:
 
 
 def _wrong_gradient(library: ctypes.CDLL, grad: Tensor, x: Tensor, up: Tensor, weight: Tensor) -> str:
-    """The first gradient that is not that of its formula; autograd has none in inference mode."""
-    found = torch.empty_like(x), torch.empty_like(x), torch.empty_like(weight)
-    grad_x, grad_up, grad_weight = (one.data_ptr() for one in found)
-    pointers = [one.data_ptr() for one in (grad, x, weight)]
+    """Returns the first gradient that differs from its formula, or "". Autograd has none in inference mode."""
+    grads = torch.empty_like(x), torch.empty_like(x), torch.empty_like(weight)
+    grad_x, grad_up, grad_weight = (tensor.data_ptr() for tensor in grads)
+    pointers = [tensor.data_ptr() for tensor in (grad, x, weight)]
     library.rms_norm_backward(*pointers, grad_x, grad_weight, *x.shape, 1e-6)
     inverse = torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-6)
     along = (grad * weight * x).mean(1, keepdim=True) * inverse**2
     expected = (grad * weight - x * along) * inverse, (grad * x * inverse).sum(0)
-    if not all(torch.allclose(*pair, 1e-4, 1e-5) for pair in zip(found[::2], expected, strict=True)):
+    if not all(torch.allclose(*pair, 1e-4, 1e-5) for pair in zip(grads[::2], expected, strict=True)):
         return "rms_norm_backward"
     library.silu_mul_backward(grad.data_ptr(), x.data_ptr(), up.data_ptr(), grad_x, grad_up, x.numel())
     share = torch.sigmoid(x)
     expected = grad * up * share * (1 + x * (1 - share)), grad * x * share
-    right = all(torch.allclose(*pair, 1e-4, 1e-5) for pair in zip(found[:2], expected, strict=True))
-    return "" if right else "silu_mul_backward"
+    is_right = all(torch.allclose(*pair, 1e-4, 1e-5) for pair in zip(grads[:2], expected, strict=True))
+    return "" if is_right else "silu_mul_backward"

@@ -1,16 +1,17 @@
-// y[M, N] = x[M, K] w[N, K]^T (+ bias, + y) on one core, with float32 around it, in bfloat16 or int8, by AMX tiles or by
-// the dot products of AVX-512. The weights are packed once, in an order that both read. Some processors do a bfloat16
-// dot product no faster than float32 multiply-adds; there `panels.cpp` multiplies, which is exact in x. No header of
-// torch or Python.
+// y[M, N] = x[M, K] w[N, K]^T (+ bias, + y) on one core, with float32 around it, in bfloat16 or int8, by AMX tiles or
+// by the dot products of AVX-512. Both read the weights in the same packed order. On some processors a bfloat16 dot
+// product is no faster than float32 multiply-adds; there `panels.cpp` multiplies, which is exact in x. Uses no header
+// of torch or Python.
 //
 // Packed weights: panels of 32 rows of w, each contiguous along K in steps of 64 bytes per row:
 //   [N/32][K/depth][2][16 words of k][16 rows][one word: 2 bfloat16 or 4 int8], depth = 32 or 64.
 // A step of 16 rows is one tile of 1024 bytes; each of its lines is one operand of a dot product of 16 rows. x becomes
-// the same kind of tiles, [M/16][K/depth][16 rows][depth]. N, K and M are completed with zeros.
+// the same kind of tiles, [M/16][K/depth][16 rows][depth]. N, K and M are padded with zeros.
 //
-// A block of 32 x 32 outputs keeps its sums in registers over all of K, in one order of additions whatever M is: a
-// row's bits depend on nothing beside it. int8: x has 8 bits per row; w is stored + 128, as vpdpbusd wants it, and the
-// epilogue takes 128 times the sum of x off. Integer sums are exact up to K = 66,000, so both ways give the same bits.
+// A block of 32 x 32 outputs keeps its sums in registers over all of K, in the same order of additions for every M, so
+// a row's bits do not depend on other rows. int8: x has 8 bits per row; w is stored + 128, as vpdpbusd needs it, and
+// the epilogue subtracts 128 times the sum of x. Integer sums are exact up to K = 66,000, so both ways have the same
+// bits.
 
 #if defined(LLAMARL_EMULATED)
 #include "emulated.h"  // tests: the same instructions as plain loops
@@ -55,7 +56,7 @@ inline void fetch(const char*& ahead, int64_t bytes) {
 }
 
 // The ways to multiply: block<T>(a, steps, rows, b, ahead, step_bytes, c) stores the sums of 32 x 32 outputs, of which
-// `rows` count. While one panel is multiplied the next comes from memory, `fetch_bytes` of it per block.
+// `rows` are valid. The next panel is prefetched while one is multiplied, `fetch_bytes` of it per block.
 
 #if defined(__AVX512VNNI__)
 struct Avx512 {
@@ -120,7 +121,7 @@ struct alignas(64) TileConfig {
 const TileConfig tile_config;
 
 struct Amx {
-    // Registers 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 weights. GCC takes their numbers as literals only.
+    // Registers 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 weights. GCC needs their numbers as literals.
     static void product(Bf16, bool second) {
         if (second) {
             _tile_dpbf16ps(2, 5, 6);
@@ -169,7 +170,7 @@ struct Amx {
             _tile_stored(3, c + 16 * kPanel + 16, 128);
         }
     }
-    // Others in this process configure tiles as they like; released ones make thread switches cheap.
+    // Other code in this process may configure tiles. Released tiles make thread switches cheap.
     static void begin() { _tile_loadconfig(&tile_config); }
     static void end() { _tile_release(); }
 };
@@ -220,7 +221,7 @@ void pack_w(const typename T::Element* w, int64_t num_n, int64_t k, char* out, u
         for (int64_t s = 0; s < steps; ++s) {
             auto* to = (uint32_t*)(out + ((n / kPanel * steps + s) * 2 + n / 16 % 2) * kTileBytes);
             const int64_t left = k - s * T::kDepth;
-            if (rows == 16 && left >= T::kDepth) {  // a transposition of 16 x 16 words
+            if (rows == 16 && left >= T::kDepth) {  // transposes 16 x 16 words
                 for (int64_t row = 0; row < 16; ++row)
                     for (int64_t word = 0; word < 16; ++word) {
                         uint32_t value;
@@ -245,7 +246,7 @@ void pack_w(const typename T::Element* w, int64_t num_n, int64_t k, char* out, u
 }
 
 #if defined(__AVX512BF16__)
-// Nearest even; NaN stays NaN, denormals become zeros.
+// Rounds to nearest even. NaN stays NaN, denormals become zeros.
 inline void to_bfloat16(const float* from, int64_t count, uint16_t* to) {
     const auto mask = [&](int64_t first) { return __mmask16(count - first >= 16 ? 0xffff : count <= first ? 0 : (1 << (count - first)) - 1); };
     const __m512 low = _mm512_maskz_loadu_ps(mask(0), from), high = _mm512_maskz_loadu_ps(mask(16), from + 16);
@@ -299,7 +300,7 @@ void linear_int8(
     }
 }
 
-// Blocks of 32 rows with all operands in L1; how many products of two numbers these were.
+// Multiplies blocks of 32 rows with all operands in L1. Returns the number of multiplications.
 template <class Way, class T>
 int64_t peak(int64_t count) {
     thread_local Scratch w_scratch;
@@ -316,7 +317,7 @@ int64_t peak(int64_t count) {
 
 }  // namespace
 
-// A function that is missing says that its instructions are.
+// A function is missing if its instructions are.
 extern "C" {
 
 #define LLAMARL_PACK(kind, Kind, T, flip)                                                                              \
@@ -353,7 +354,7 @@ LLAMARL_LINEAR_BFLOAT16(avx512_bfloat16, Avx512)
 LLAMARL_LINEAR_INT8(amx_int8, Amx)
 LLAMARL_LINEAR_BFLOAT16(amx_bfloat16, Amx)
 
-// Once per process, before the first tile: asks Linux for their state. 0, or -1 where it refuses.
+// Asks Linux for the state of tiles, once per process, before the first tile. Returns 0, or -1 if Linux refuses.
 int amx_enable() {
 #if defined(LLAMARL_EMULATED)
     return 0;

@@ -1,11 +1,12 @@
-// y[M, N] = x[M, K] w[N, K]^T (+ bias, + y) on one core, in float32 arithmetic, with weights in float32 or bfloat16. No
-// header of torch or Python.
+// y[M, N] = x[M, K] w[N, K]^T (+ bias, + y) on one core, in float32 arithmetic, with weights in float32 or bfloat16.
+// Uses no header of torch or Python.
 //
-// The weights are packed once: panels of two vectors of rows, each contiguous along K, [N / panel][K][rows of the panel],
-// completed with zeros. A tile of some rows of x and a panel keeps its sums in registers; each number of x is multiplied
-// by two vectors of weights, so no sum over lanes is left. A block of K of a panel stays in L1 while all rows of x pass.
+// The weights are packed once: panels of two vectors of rows, each contiguous along K, [N / panel][K][rows of the
+// panel], padded with zeros. A tile of some rows of x and a panel keeps its sums in registers. Each number of x is
+// multiplied by two vectors of weights, so no sum over lanes remains. A block of K of a panel stays in L1 while all
+// rows of x pass.
 //
-// An output adds up its products in the order of K, whatever M is: a row's bits depend on nothing beside it.
+// An output sums its products in the order of K for every M, so a row's bits do not depend on other rows.
 
 #include <utility>
 
@@ -21,7 +22,7 @@ constexpr int kTile = kLanes == 16 ? 12 : 6;  // rows of x: 24 sums of 32 regist
 template <class T>
 using Multiply = void (*)(const float*, int64_t, const T*, int64_t, float*, bool, const T*, int64_t);
 
-// Meanwhile `step` numbers for each of K are fetched from `ahead` on.
+// Prefetches `step` numbers for each of K from `ahead` on.
 template <class T, int MR>
 void tile(
     const float* x, int64_t stride, const T* w, int64_t count, float* sums, bool first, const T* ahead, int64_t step) {
@@ -59,7 +60,7 @@ void linear(
                 const T* const next = panel + count * kPanel;
                 for (int64_t t = 0; t < num_tiles; ++t) {
                     const int64_t m = rows * t / num_tiles, num = rows * (t + 1) / num_tiles - m;
-                    // With the last rows the next block comes from memory. Past the end that is harmless.
+                    // The next block is prefetched with the last rows. Past the end that is harmless.
                     const int64_t step = t + 1 == num_tiles ? kPanel : 0;
                     const auto multiply = tile_of<T>(num, std::make_integer_sequence<int, kTile>());
                     multiply(x + m * k + start, k, panel, count, sums + m * kPanel, start == 0, next, step);
@@ -83,7 +84,7 @@ void pack(const T* w, int64_t num_n, int64_t k, T* to) {
     for (int64_t n = 0; n < num_n; n += kPanel, w += kPanel * k, to += kPanel * k) {
         const int64_t rows = num_n - n < kPanel ? num_n - n : kPanel;
         if (rows < kPanel) std::memset((void*)to, 0, kPanel * k * sizeof(T));
-        // Lines of the cache, so that none is read twice; the usual ones as a constant, which becomes vector instructions.
+        // Cache lines, so that none is read twice. The usual number is a constant, which becomes vector instructions.
         for (int64_t start = 0; start < k; start += 16) {
             if (rows == kPanel && k - start >= 16) transpose(w + start, kPanel, k, 16, to + start * kPanel);
             else transpose(w + start, rows, k, k - start < 16 ? k - start : 16, to + start * kPanel);
@@ -91,12 +92,12 @@ void pack(const T* w, int64_t num_n, int64_t k, T* to) {
     }
 }
 
-// Tiles with all operands in L1; how many products of two numbers these were.
+// Multiplies tiles with all operands in L1. Returns the number of multiplications.
 template <class T>
 int64_t peak(int64_t count) {
     alignas(64) static thread_local float x[kTile * kBlock], sums[kTile * kPanel];
     alignas(64) static thread_local T w[kBlock * kPanel];
-    volatile int64_t rows = kTile;  // unknown to the compiler, which makes something else of constants
+    volatile int64_t rows = kTile;  // unknown to the compiler, which would optimize a constant
     const auto multiply = tile_of<T>(rows, std::make_integer_sequence<int, kTile>());
     for (int64_t i = 0; i < count; ++i) multiply(x, kBlock, w, kBlock, sums, true, w, 0);
     return count * kTile * kPanel * kBlock;

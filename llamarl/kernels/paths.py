@@ -1,9 +1,9 @@
-"""Which code multiplies weights here: every path that the processor offers is checked and timed, the fastest serves.
+"""Chooses the code that multiplies weights: every path of the processor is checked and timed, and the fastest serves.
 
-A path is one arithmetic for all numbers of rows, with float32 results, in which a row's bits depend on nothing beside
-it; torch's matmul is not, so it serves only where nothing else does. The choice is made once per processor, type and
-shape, at decode and prefill sizes, and kept in the cache folder: replicas, those that replace them and runs that go on
-compute alike.
+A path is one arithmetic for all numbers of rows, with float32 results, in which a row's bits do not depend on other
+rows. Torch's matmul does not have this property, so it serves only if no path does. The choice is made once per
+processor, type and shape, at decode and prefill sizes, and is kept in the cache folder. So replicas, restarted replicas
+and resumed runs compute alike.
 
 Shape suffixes: M rows of x, N outputs, K inputs.
 """
@@ -29,14 +29,15 @@ KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8
 ROWS = (32, 128, 512)
 """Rows of decode and prefill steps, at which paths are timed."""
 _TIMED_ELEMENTS = 1 << 22
-"""Most elements of weights that are timed: more than the caches next to the core hold."""
+"""Largest number of timed elements of weights: more than the caches next to the core hold."""
 _MARGIN = 1.2
-"""The path with the widest instructions serves unless another is this much faster: near ties fall alike everywhere."""
+"""The path with the widest instructions serves unless another is this many times as fast, so near ties have the same
+winner everywhere."""
 _DOT_MARGIN = 1.5
-"""Dot products of bfloat16 serve where their peak is that many times the peak of float32 multiply-adds: 2 on Zen 4."""
+"""Dot products of bfloat16 serve if their peak is this many times the peak of float32 multiply-adds: 2 on Zen 4."""
 _TOLERANCES = {"float32": 1e-5, "bfloat16": 4e-3, "int8": 1.2e-2}
-"""Error of a product that is allowed, relative to float64. bfloat16 rounds x by 2^-9 at most, int8 by half a step of a
-127th of the row's largest, 0.7 % of its norm where that is three times the root mean square; sums in float32 add
+"""Allowed error of a product, relative to float64. bfloat16 rounds x by 2^-9 at most. int8 rounds by half a step of a
+127th of the row's largest value, 0.7 % of its norm if that is three times the root mean square. Sums in float32 add
 1e-6."""
 
 
@@ -49,14 +50,15 @@ class Path:
     multiply: Any
     """C function of (x, w, int8: scales, bias or None, y, M, N, K, add to y)."""
     pack: Any = None
-    """C function of (w, N, K, out) that writes the copy which `multiply` takes in place of w; None: it takes w."""
+    """C function of (w, N, K, out) that writes the copy which `multiply` needs in place of w. None means that it reads
+    w."""
     packed_bytes: Any = None
-    """C function of (N, K): bytes of that copy."""
+    """C function of (N, K) that returns the bytes of that copy."""
     peak: Any = None
-    """C function that repeats a product with operands in L1 so many times; the number of multiplications it did."""
+    """C function that repeats a product with operands in L1, and returns the number of multiplications."""
 
     def packed(self, values_N_K: Tensor) -> Tensor:
-        """Weights as `multiply` takes them, in new memory where it packs."""
+        """Returns weights for `multiply`, in new memory if it packs."""
         if self.pack is None:
             return values_N_K
         out = torch.empty(self.packed_bytes(*values_N_K.shape), dtype=torch.uint8)
@@ -66,16 +68,16 @@ class Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """Path that serves the weights of one shape, and what it was chosen by."""
+    """Path that serves the weights of one shape, with the measurements."""
 
     path: str
     measured_us: dict[str, list[float]]
-    """Path -> microseconds of a product of `ROWS`; empty where there was nothing to choose from."""
+    """Microseconds of a product of `ROWS`, by path. Empty if there was one path."""
     peak_gflops: float = 0.0
-    """GFLOP/s of the path that serves, with operands in L1."""
+    """GFLOP/s of the chosen path, with operands in L1."""
 
     def describe(self, kind: str, n: int, k: int) -> str:
-        """The shape, and what the path reached, for the log."""
+        """Returns the shape and the path's measured speed, for the log."""
         shape = f"{n}x{k}"
         if not self.measured_us:
             return shape
@@ -86,43 +88,46 @@ class Choice:
 
 @functools.cache
 def offered(kind: str) -> tuple[Path, ...]:
-    """The paths for weights of one type that reproduce float64 here, the widest instructions first."""
+    """Returns the paths for weights of one type that reproduce float64 here, the widest instructions first."""
     pin, here = build.pinned(), build.offered()
-    found = list[Path]()
+    paths = list[Path]()
     if pin != "avx2" and "avx512" in here:
-        found += packed_paths(build.load("packed"), kind)
+        paths += packed_paths(build.load("packed"), kind)
     native = vector_path(kind)
-    found += native
+    paths += native
     if native and native[0].name.startswith("avx512") and not pin:
-        found += vector_path(kind, "avx2")
-    found = [path for path in found if error_of(path, kind) <= _TOLERANCES[kind]]
-    tiles = [path for path in found if path.name.startswith("amx") and pin != "avx512"]
+        paths += vector_path(kind, "avx2")
+    paths = [path for path in paths if error_of(path, kind) <= _TOLERANCES[kind]]
+    tiles = [path for path in paths if path.name.startswith("amx") and pin != "avx512"]
     if pin == "amx" and kind != "float32" and not tiles:
-        raise ConfigError(f"{build.VARIABLE}=amx: Linux or a check refuses its tiles; unset it, or use avx512")
+        raise ConfigError(f"{build.VARIABLE}=amx: Linux or a check rejects its tiles; unset it, or use avx512")
     if tiles and (pin == "amx" or kind == "bfloat16"):
         return tuple(tiles)
-    found = [path for path in found if path in tiles or not path.name.startswith("amx")]
-    return tuple(_of_one_arithmetic(found) if kind == "bfloat16" else found)
+    paths = [path for path in paths if path in tiles or not path.name.startswith("amx")]
+    return tuple(_of_one_arithmetic(paths) if kind == "bfloat16" else paths)
 
 
-def _of_one_arithmetic(found: list[Path]) -> list[Path]:
-    """Paths for bfloat16 weights that treat activations alike, so that ranks with other shapes compute alike. The dot
-    products of AVX-512 round activations to bfloat16, and serve where they are clearly faster; panels do not round."""
-    dots, panels = ([path for path in found if path.name.endswith("-bf16") is rounds] for rounds in (True, False))
+def _of_one_arithmetic(paths: list[Path]) -> list[Path]:
+    """Returns paths for bfloat16 weights that round activations in the same way, so that ranks with other shapes
+    compute alike.
+
+    The dot products of AVX-512 round activations to bfloat16, and serve if they are clearly faster. Panels do not
+    round.
+    """
+    dots, panels = ([path for path in paths if path.name.endswith("-bf16") is rounds] for rounds in (True, False))
     if not (dots and panels):
-        return found
-    parts = (*map(build.source_text, ("packed", "panels")), *(path.name for path in found))
-    peaks = build.remembered("bfloat16-peaks", parts, lambda: {path.name: peak_gflops(path) for path in found})
+        return paths
+    parts = (*map(build.source_text, ("packed", "panels")), *(path.name for path in paths))
+    peaks = build.remembered("bfloat16-peaks", parts, lambda: {path.name: peak_gflops(path) for path in paths})
     return dots if peaks[dots[0].name] > _DOT_MARGIN * peaks[panels[0].name] else panels
 
 
 def _file(kind: str) -> str:
-    """The file with the path that every processor has."""
     return "linear" if kind == "int8" else "panels"
 
 
 def fault(kind: str) -> str:
-    """Why no path is offered for a type."""
+    """Returns why no path is offered for a type."""
     for path in vector_path(kind):
         return f"{_file(kind)}.cpp is off by {error_of(path, kind):.1g} in {kind} on this processor"
     return build.load(_file(kind)).reason
@@ -130,7 +135,7 @@ def fault(kind: str) -> str:
 
 @functools.cache
 def chosen(kind: str, n: int, k: int) -> Path | None:
-    """The path that serves weights of a shape; None: torch, as `linear.kernels().reason` says why."""
+    """Returns the path for weights of a shape, or None for torch, for the reason in `linear.kernels().reason`."""
     paths = {path.name: path for path in offered(kind)}
     if len(paths) < 2:
         _choices[f"{kind} {n}x{k}"] = Choice(path=next(iter(paths), "torch"), measured_us={})
@@ -141,10 +146,9 @@ def chosen(kind: str, n: int, k: int) -> Path | None:
         name = _fastest(measured_us)
         return asdict(Choice(path=name, measured_us=measured_us, peak_gflops=peak_gflops(paths[name])))
 
-    found = build.remembered(
-        f"{kind}-{n}x{k}", (*map(build.source_text, ("packed", "panels", "linear")), *paths), measure
-    )
-    choice = _choices[f"{kind} {n}x{k}"] = Choice(**found)
+    sources = map(build.source_text, ("packed", "panels", "linear"))
+    kept = build.remembered(f"{kind}-{n}x{k}", (*sources, *paths), measure)
+    choice = _choices[f"{kind} {n}x{k}"] = Choice(**kept)
     return paths[choice.path]
 
 
@@ -152,13 +156,16 @@ _choices: dict[str, Choice] = {}
 
 
 def record() -> dict[str, Choice]:
-    """`<type> <N>x<K>` -> what serves such weights in this process."""
+    """Returns the choice for each `<type> <N>x<K>` in this process."""
     return dict(_choices)
 
 
 def vector_path(kind: str, instructions: str = "") -> list[Path]:
-    """Path of `panels.cpp`, or for int8 of `linear.cpp`, in a list; none where that is missing. `instructions` as
-    `build.load` takes them."""
+    """Returns the path of `panels.cpp`, or for int8 of `linear.cpp`, in a list, which is empty if that is missing.
+
+    Args:
+        instructions: as in `build.load`.
+    """
     library = build.load(_file(kind), instructions).library
     if library is None:
         return []
@@ -170,7 +177,7 @@ def vector_path(kind: str, instructions: str = "") -> list[Path]:
 
 
 def packed_paths(loaded: Kernel, kind: str) -> list[Path]:
-    """Paths of `packed.cpp`: what it was compiled with and Linux lets run."""
+    """Returns the paths of `packed.cpp` that were compiled and that Linux allows."""
     library = loaded.library
     if library is None or not hasattr(library, f"pack_{kind}"):
         return []
@@ -182,7 +189,7 @@ def packed_paths(loaded: Kernel, kind: str) -> list[Path]:
 
 
 def error_of(path: Path, kind: str) -> float:
-    """Relative to float64, on odd sizes that span two blocks of K."""
+    """Returns the error relative to float64, on odd sizes that span two blocks of K."""
     m, n, k = 7, 21, 1700
     generator = torch.Generator().manual_seed(0)
     x, w, bias = (torch.randn(size, generator=generator) for size in ((m, k), (n, k), (n,)))
@@ -197,7 +204,7 @@ def error_of(path: Path, kind: str) -> float:
 
 
 def seconds_of(path: Path, kind: str, m: int, n: int, k: int, repeats: int) -> float:
-    """CPU time of a product on this thread, the least of some."""
+    """Returns the least CPU time of a product on this thread."""
     w = torch.ones(n, k, dtype=getattr(torch, kind))
     x, y, packed = torch.ones(m, k), torch.empty(m, n), path.packed(w)
     vectors = [torch.ones(n).data_ptr(), None] if kind == "int8" else [None]
@@ -210,7 +217,7 @@ def seconds_of(path: Path, kind: str, m: int, n: int, k: int, repeats: int) -> f
 
 
 def reached(kind: str) -> str:
-    """Text: what serves weights of a type that no cache holds, what it reaches, and what this thread can at most."""
+    """Returns text: the path for weights of a type that exceed all caches, its speed, and the limits of this thread."""
     n, k, numbers = 4096, 4096, torch.ones(1 << 25)
     path = chosen(kind, n, k)
     if path is None:
@@ -227,7 +234,7 @@ def reached(kind: str) -> str:
 
 
 def peak_gflops(path: Path) -> float:
-    """GFLOP/s of a path on this thread, with operands in L1."""
+    """Returns GFLOP/s of a path on this thread, with operands in L1."""
     fastest = 0.0
     for _ in range(5):
         start = time.thread_time()
@@ -237,7 +244,7 @@ def peak_gflops(path: Path) -> float:
 
 
 def _measured_us(paths: list[Path], kind: str, n: int, k: int) -> dict[str, list[float]]:
-    # Several such matrices below each other, or a part of a large one: as in a model, weights come from afar.
+    # Several such matrices below each other, or a part of a large one: as in a model, weights come from memory.
     wide = max(32, min(4 * n, _TIMED_ELEMENTS // k))
 
     def times_us(path: Path, repeats: int) -> list[float]:
@@ -249,10 +256,10 @@ def _measured_us(paths: list[Path], kind: str, n: int, k: int) -> dict[str, list
 
 
 def _cost(times: list[float], of_all: dict[str, list[float]]) -> float:
-    """Product of the factors to the fastest at each size."""
+    """Returns the product of the factors to the fastest path at each size."""
     cost = 1.0
-    for index, own in enumerate(times):
-        cost *= own / max(min(each[index] for each in of_all.values()), 1e-3)
+    for index, time_us in enumerate(times):
+        cost *= time_us / max(min(others[index] for others in of_all.values()), 1e-3)
     return cost
 
 

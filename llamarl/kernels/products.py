@@ -1,12 +1,13 @@
-"""Float32 products of training on CPUs, each by the fastest of what torch carries: its own (MKL), or oneDNN.
+"""Float32 products of training on CPUs, each by the faster of torch's two libraries: MKL, which torch calls by default,
+or oneDNN.
 
-MKL takes AVX2 on AMD's processors, whatever they have; oneDNN takes AVX-512 there, and elsewhere it can be the slower
-one, above all where sums go over tokens. So each product of a linear layer is timed for a class of shapes of weights,
-after it has reproduced float64, and torch's own serves unless another is much faster. The choice is kept as that of
-`paths.py`: ranks, processes that replace others, steps that are taken again and replays compute alike. One path gives
-the same bits for the same shapes and number of threads.
+MKL uses AVX2 on every AMD processor. oneDNN uses AVX-512 there, but can be slower elsewhere, above all for sums over
+tokens. So each product of a linear layer is timed for a class of shapes of weights, once it has reproduced float64, and
+torch's default serves unless another is much faster. The choice is kept like that of `paths.py`, so ranks, restarted
+processes, repeated steps and replays compute alike. One path has the same bits for the same shapes and number of
+threads.
 
-Shape suffixes: M tokens, O outputs and I inputs of a linear layer, K what is summed over.
+Shape suffixes: M tokens, O outputs and I inputs of a linear layer, K the summed dimension.
 """
 
 from __future__ import annotations
@@ -32,25 +33,26 @@ OUTPUT, INPUT, WEIGHT = "output", "input", "weight"
 PRODUCTS = (OUTPUT, INPUT, WEIGHT)
 """x W^T, and the gradients g W of x and g^T x of W."""
 TORCH, ONEDNN, COPIED = "torch", "onednn", "onednn-copied"
-"""oneDNN reads matrices as they lie, or copies in which what is summed over is contiguous."""
+"""oneDNN reads matrices as they are, or copies in which the summed dimension is contiguous."""
 TOKENS, STEP = 512, 64
-"""Tokens of one call of oneDNN's, or fewer in these steps: it makes and keeps code for every size of its operands, a
-millisecond and some hundred kilobytes each."""
+"""Tokens of one call of oneDNN, or a smaller multiple of `STEP`. It makes and keeps code for every size of its
+operands: a millisecond and some hundred kilobytes each."""
 EVEN = 128
-"""A multiple of it goes in one call where that saves copies: a microbatch has few such sizes."""
+"""A multiple of this number of tokens is one call, which saves copies. Microbatches have few such sizes."""
 TIMED_TOKENS, LARGEST, SMALLEST = 512, 512, 8
-"""Sizes of weights count to the next power of two within these bounds."""
+"""Sizes of weights are rounded up to the next power of two within these bounds."""
 _MARGIN = 1.25
-"""Torch's own serves unless another is this much faster: near ties fall alike everywhere."""
+"""Torch's default serves unless another path is this many times as fast, so near ties have the same winner
+everywhere."""
 _TOLERANCE = 1e-5
-"""Relative to float64; sums of 1024 in float32 are off by 1e-6, factors rounded to bfloat16 by 2e-3."""
+"""Relative to float64. Sums of 1024 numbers in float32 are off by 1e-6, factors rounded to bfloat16 by 2e-3."""
 SWITCHES = (
     "MKL_CBWR", "MKL_DEBUG_CPU_TYPE", "MKL_ENABLE_INSTRUCTIONS", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA",
     "DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_DEFAULT_FPMATH_MODE",
 )  # fmt: skip
-"""Variables of the libraries that multiply."""
+"""Environment variables of the libraries that multiply."""
 _PRODUCT_US = 30e3
-"""Microseconds of measuring a product, in 5 rounds at least and 9 at most."""
+"""Microseconds of measuring a product, in 5 to 9 rounds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,19 +60,19 @@ class ProductPaths:
     """Paths that multiply for one class of shapes of weights."""
 
     paths: dict[str, str]
-    """Product -> path."""
+    """Path by product."""
     measured_us: dict[str, dict[str, float]]
-    """Product -> path that reproduces float64 -> microseconds; empty where there was nothing to choose from."""
+    """Microseconds by product and path that reproduces float64. Empty if there was one path."""
     refused: list[str]
-    """Sentences about paths that do not."""
+    """Sentences about paths that do not reproduce float64."""
 
 
 OWN = ProductPaths(paths=dict.fromkeys(PRODUCTS, TORCH), measured_us={}, refused=[])
 
 
 def linear(x_M_I: Tensor, weight_O_I: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """`F.linear`, forward and backward by what was chosen; of everything but float32 matrices on a CPU, and inside of
-    `torch.compile`, torch's own."""
+    """Computes `F.linear`, forward and backward, by the chosen paths. Torch serves everything except float32 matrices
+    on a CPU, and inside of `torch.compile`."""
     if (
         torch.compiler.is_compiling()
         or not _is_served(x_M_I, weight_O_I)
@@ -98,7 +100,8 @@ class _LinearFunction(torch.autograd.Function):
 
 
 def multiply(product: str, a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-    """One of `PRODUCTS`, without a gradient, of (x, W), (g, W) or (g, x); into `out`, or added to it."""
+    """Returns one of `PRODUCTS`, without a gradient, of (x, W), (g, W) or (g, x). Writes it into `out`, or adds it to
+    `out`."""
     path = TORCH
     if _is_served(a, b):
         path = chosen(*((a.shape[1], b.shape[1]) if product == WEIGHT else b.shape)).paths[product]
@@ -106,17 +109,17 @@ def multiply(product: str, a: Tensor, b: Tensor, out: Tensor | None = None, *, a
 
 
 def chosen(num_outputs: int, num_inputs: int) -> ProductPaths:
-    """The choice for weights of these sizes: outputs, inputs."""
+    """Returns the choice for weights of these sizes."""
     return _chosen(_class(num_outputs), _class(num_inputs), torch.get_num_threads(), build.kept_in())
 
 
 def even() -> int:
-    """Number of tokens of which a microbatch is best a multiple, by the choices made so far."""
+    """Returns the number of tokens of which a microbatch should be a multiple, by the choices made so far."""
     return EVEN if any(choice.paths != OWN.paths for choice in _choices.values()) else 1
 
 
 def describe() -> str:
-    """Line for the log: what serves in this process."""
+    """Returns a line for the log: the paths in use in this process."""
     parts = list[str]()
     for (o, i), choice in sorted(_choices.items()):
         others = [
@@ -146,23 +149,23 @@ def _class(size: int) -> int:
 
 @functools.cache
 def _chosen(o: int, i: int, threads: int, folder: Path | None) -> ProductPaths:
-    found = OWN
+    choice = OWN
     if build.pinned() != TORCH and onednn() is not None:
         name, parts = f"products-{o}x{i}", (torch.__version__, str(threads), *_switches())
         others = folder and not build.is_kept(name, parts) and any(folder.glob(f"{name}-*.json"))
         if others and not _notes:
             _notes.append(
-                "the run began on another processor, torch or number of threads, and goes on with slightly other bits"
+                "the run began on another processor, torch or number of threads, so its numbers now differ by rounding"
             )
         with torch.inference_mode():
-            found = ProductPaths(**build.remembered(name, parts, lambda: asdict(_measured(o, i))))
-    _choices[o, i] = found
-    return found
+            choice = ProductPaths(**build.remembered(name, parts, lambda: asdict(_measured(o, i))))
+    _choices[o, i] = choice
+    return choice
 
 
 @functools.cache
 def onednn() -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Rows times rows of another matrix, by oneDNN; None: this torch has none, or not under this name."""
+    """Returns oneDNN's product of rows with rows of another matrix, or None if this torch has none by this name."""
     operation = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     if operation is None or not torch.backends.mkldnn.is_available():
         return None
@@ -194,12 +197,12 @@ def _multiply(path: str, product: str, a: Tensor, b: Tensor, out: Tensor | None,
 
 def _by_onednn(left_M_K: Tensor, right_N_K: Tensor) -> Tensor:
     operation = onednn()
-    assert operation is not None, "it was there when it was chosen"
+    assert operation is not None, "oneDNN was chosen"
     return operation(left_M_K, right_N_K)
 
 
 def _filled(x: Tensor, dim: int, is_copied: bool) -> Tensor:
-    """Zeros behind its tokens, up to the next multiple of `STEP`; in a piece of its own where `is_copied`."""
+    """Returns x with zeros behind its tokens, up to the next multiple of `STEP`; contiguous if `is_copied`."""
     num_more = -x.shape[dim] % STEP
     if not num_more:
         return x.contiguous() if is_copied else x
@@ -213,7 +216,7 @@ def _operands(product: str, m: int, o: int, i: int) -> tuple[Tensor, Tensor]:
 
 
 def error_of(path: str, product: str, m: int, o: int, i: int) -> float:
-    """Relative to float64; infinite where the path refuses."""
+    """Returns the error relative to float64, or infinity if the path fails."""
     a, b = _operands(product, m, o, i)
     exact = _multiply(TORCH, product, a.double(), b.double(), None, False)
     try:
@@ -228,12 +231,12 @@ def _measured(o: int, i: int) -> ProductPaths:
     for product in PRODUCTS:
         usable = [TORCH]
         for path in (ONEDNN, COPIED)[: 1 if product == OUTPUT else 2]:
-            # Also sizes that fill no registers.
+            # Sizes that do not fill registers are included.
             error = max(error_of(path, product, m, *sizes) for m, sizes in ((128, (o, i)), (61, (o - 1, i - 1))))
             if error <= _TOLERANCE:
                 usable.append(path)
             else:
-                refused.append(f"{path} is off by {error:.1g} in {product} {o}x{i} and does not serve")
+                refused.append(f"{path} is off by {error:.1g} in {product} {o}x{i} and is not used")
         times_us = _times_us(usable, product, o, i)
         measured_us[product] = {path: round(statistics.median(times), 1) for path, times in times_us.items()}
         paths[product] = _fastest(times_us)
@@ -241,21 +244,22 @@ def _measured(o: int, i: int) -> ProductPaths:
 
 
 def _switches() -> list[str]:
-    """Variables that make the libraries take other instructions: a measurement holds for one of them."""
+    """Returns variables that make the libraries use other instructions. A measurement holds for one set of them."""
     return [f"{name}={os.environ[name]}" for name in SWITCHES if name in os.environ]
 
 
 def _fastest(times_us: dict[str, list[float]]) -> str:
-    """Path with the largest median gain over torch's own in a round; the least times agree, as others use this core."""
-    own, found = times_us[TORCH], {TORCH: _MARGIN}
+    """Returns the path with the largest median gain over torch's default in a round, if the least times agree: other
+    processes use this core."""
+    torch_us, gains = times_us[TORCH], {TORCH: _MARGIN}
     for path, times in times_us.items():
-        gain = statistics.median(a / b for a, b in zip(own, times, strict=True))
-        found.setdefault(path, min(gain, min(own) / min(times)))
-    return max(found, key=found.__getitem__)
+        gain = statistics.median(a / b for a, b in zip(torch_us, times, strict=True))
+        gains.setdefault(path, min(gain, min(torch_us) / min(times)))
+    return max(gains, key=gains.__getitem__)
 
 
 def _times_us(paths: list[str], product: str, o: int, i: int) -> dict[str, list[float]]:
-    """CPU time of this thread in each round, in which paths take turns."""
+    """Returns CPU time of this thread in each round, in which paths take turns."""
     a, b = _operands(product, TIMED_TOKENS, o, i)
 
     def time_us(path: str) -> float:

@@ -32,7 +32,7 @@ inline void write(float* y, const float* bias, int64_t count, bool accumulate, c
     }
 }
 
-// As many of a panel's outputs as are left. The usual number is a constant: its loop becomes a few vector instructions.
+// Writes the remaining outputs of a panel. The usual number is a constant: its loop becomes a few vector instructions.
 template <int64_t panel>
 inline void write_panel(float* y, const float* bias, int64_t left, bool accumulate, const float* values) {
     if (left >= panel) write(y, bias, panel, accumulate, values);
@@ -55,20 +55,20 @@ inline float absmax(const float* row, int64_t count, float least) {
     return value > least ? value : least;
 }
 
-constexpr float kLeast = 1e-30f;  // a row below it becomes zeros; its inverse scale is still finite
+constexpr float kLeast = 1e-30f;  // rows below it become zeros; their inverse scale is still finite
 
-// The dividend's type makes the quotient exact where the compiler may use reciprocals of floats.
+// The dividend's type keeps the quotient exact even if the compiler uses reciprocals of floats.
 inline float quotient(double a, float b) { return float(a / double(b)); }
 
 inline int32_t to_int(float value) { return int32_t(std::nearbyint(value)); }
 
-// How a row of x becomes integers of at most `limit`, and back.
+// Conversion of a row of x to integers of at most `limit`, and back.
 struct RowScale {
     float scale, inverse;
     RowScale(const float* row, int64_t k, int32_t limit) {
         const float largest = absmax(row, k, kLeast);
         scale = quotient(largest, limit);
-        // The integers of a row that is not finite must not depend on how NaN converts.
+        // The integers of a non-finite row must not depend on the conversion of NaN.
         inverse = largest != largest ? 0.0f : quotient(limit, largest);
     }
     RowScale() = default;

@@ -1,5 +1,5 @@
-// Dense layers of a decoder, for packed tokens. It computes nothing itself: whoever calls it names the kernels of the
-// other files, so its results are theirs, bit for bit. No header of torch or Python.
+// Dense layers of a decoder, for packed tokens. It calls the kernels of other files by pointers from the caller, so its
+// results are theirs, bit for bit. Uses no header of torch or Python.
 
 #include <cstdint>
 
@@ -20,7 +20,7 @@ using MultiplyScaled =
 struct Matrix {
     void* multiply;
     const void* weights;
-    const float *scales, *bias;  // no scales: `multiply` takes none
+    const float *scales, *bias;  // null scales: `multiply` takes none
     int64_t n, k;
 
     void operator()(const float* x, float* y, int64_t m, bool add) const {
@@ -44,7 +44,7 @@ struct Kernels {
     SiluMul silu_mul;
 };
 
-// What the tokens of this step see, as in `attention.cpp`, and where a layer's keys and values lie.
+// The runs that the tokens of this step see, as in `attention.cpp`, and the keys and values of the layers.
 struct Attention {
     Attend attend;
     const int64_t* slots;
@@ -57,8 +57,8 @@ struct Attention {
 
 }  // namespace
 
-// x [rows, width] becomes the sum of the residual stream. `room` has, one behind the other, rows of: width, queries and
-// keys and values, heads, 2 inner, inner.
+// x [rows, width] becomes the sum of the residual stream. `room` holds consecutive arrays with rows of: width; queries,
+// keys and values; heads; 2 inner; inner.
 extern "C" void run_layers(
     const Sizes* sizes, const Kernels* kernels, const Layer* layers, const Attention* attention, float eps,
     const float* cosine, const float* sine, int64_t table_stride, float* x, int64_t rows, float* room) {

@@ -1,7 +1,7 @@
-"""Dense layers of a decoder in one call on the CPU (`stack.cpp`), bit for bit what their kernels compute one by one.
+"""Dense layers of a decoder in one call on the CPU (`stack.cpp`), with the same bits as their separate kernels.
 
-A layer is nine kernels. When a model is small each takes microseconds, and its call from Python as long again: a decode
-step of 88 rows of the demo's model took 1.9 ms so, of which its kernels take half.
+A layer is nine kernels. In a small model each takes microseconds, and its call from Python as long again: a decode step
+of 88 rows of the demo's model took 1.9 ms with separate calls, of which its kernels take half.
 
 Shape suffixes: N packed tokens, D model dim, K head dim, L layers, C blocks of the cache.
 """
@@ -24,11 +24,10 @@ _P, _I = ctypes.c_void_p, ctypes.c_int64
 
 
 Norms = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
-"""Weights of a layer's norms: of its input [D], of query and key heads [K] where it has these, and of what comes behind
-attention [D]."""
+"""Weights of a layer's norms: of its input [D], of query and key heads [K] or None, and of the input of its
+feed-forward [D]."""
 Linears = tuple[Linear, ...]
-"""Four of a layer: queries, keys and values side by side; what the heads go through; gates and what they multiply, side
-by side; what the products go through."""
+"""The four products of a layer: joined queries, keys and values; the attention's output; joined gate and up; down."""
 NUM_LINEARS = 4
 
 
@@ -47,7 +46,7 @@ class _Sizes(ctypes.Structure):
 
 @functools.cache
 def kernel() -> Kernel:
-    """Compiled at the first call; there only where the kernels that it calls are."""
+    """Compiles the kernel at the first call. It is missing if kernels that it calls are missing."""
     loaded = load("stack") if ops.kernels().library is not None else ops.kernels()
     if loaded.library is not None:
         run = loaded.library.run_layers
@@ -56,7 +55,7 @@ def kernel() -> Kernel:
 
 
 class LayerStack:
-    """Layers whose every kernel is there."""
+    """Layers all of whose kernels exist."""
 
     def __init__(
         self, layers: Sequence[tuple[Norms, Linears]], *, num_heads: int, num_kv_heads: int, head_dim: int,
@@ -71,11 +70,12 @@ class LayerStack:
         heads, others = num_heads * head_dim, 2 * num_kv_heads * head_dim
         self._row_floats = width + heads + others + heads + 3 * inner
         for norms, linears in layers:
-            shapes = tuple(one.shape for one in linears)
+            shapes = tuple(linear.shape for linear in linears)
             assert shapes == ((heads + others, width), (width, heads), (2 * inner, width), (width, inner))
             sizes = width, head_dim, head_dim, width
-            assert all(ops.is_vector(one, size) for one, size in zip(norms, sizes, strict=True) if one is not None)
-        self._linears = [one for _, linears in layers for one in linears]
+            pairs = zip(norms, sizes, strict=True)
+            assert all(ops.is_vector(weight, size) for weight, size in pairs if weight is not None)
+        self._linears = [linear for _, linears in layers for linear in linears]
         self._matrices = (_LayerPointers * len(layers))(*map(_as_structure, layers))
         self._kernels = ops.addresses("rms_norm", "rotate", "silu_mul")
 
@@ -83,41 +83,42 @@ class LayerStack:
         self, x_N_D: Tensor, rotation: tuple[Tensor, Tensor], attend: PagedAttention,
         keys_L_C_J_K_S: Tensor, values_L_C_J_S_K: Tensor,
     ) -> None:  # fmt: skip
-        """Runs the tokens' residual stream through all layers, in place; their keys and values are stored.
+        """Runs the tokens' residual stream through all layers, in place, and stores their keys and values.
 
         Args:
-            rotation: as `ops.rotate` takes it.
-            attend: of this step.
+            rotation: as in `ops.rotate`.
+            attend: attention of this step.
         """
         cos_N_1_R, sin_N_1_R = rotation
         num_rows, sizes, shape = len(x_N_D), self._sizes, keys_L_C_J_K_S.shape
         assert x_N_D.shape == (num_rows, sizes.width)
         assert x_N_D.is_contiguous()
-        for one in (x_N_D, cos_N_1_R, sin_N_1_R):
-            assert one.dtype == torch.float32
-            assert len(one) == num_rows
+        for tensor in (x_N_D, cos_N_1_R, sin_N_1_R):
+            assert tensor.dtype == torch.float32
+            assert len(tensor) == num_rows
         assert cos_N_1_R.shape[-1] == sin_N_1_R.shape[-1] == sizes.rotary_dim
         assert cos_N_1_R.stride() == sin_N_1_R.stride()
         assert cos_N_1_R.stride(2) == 1
         for linear in self._linears:
             linear.renew()
-        room = torch.empty(num_rows * self._row_floats)
+        workspace = torch.empty(num_rows * self._row_floats)
         assert (shape[0], *shape[2:4]) == (sizes.num_layers, sizes.num_kv_heads, sizes.head_dim)
         step = attend.step(num_rows, keys_L_C_J_K_S, values_L_C_J_S_K)
         self._run(
             ctypes.addressof(sizes), ctypes.addressof(self._kernels), ctypes.addressof(self._matrices),
             ctypes.addressof(step), self._eps, cos_N_1_R.data_ptr(), sin_N_1_R.data_ptr(), cos_N_1_R.stride(0),
-            x_N_D.data_ptr(), num_rows, room.data_ptr(),
+            x_N_D.data_ptr(), num_rows, workspace.data_ptr(),
         )  # fmt: skip
 
 
 def can_stack(linears: Sequence[Linear]) -> bool:
-    """Whether C++ kernels serve all of these."""
-    return bool(linears) and all(one.path != "torch" for one in linears) and kernel().library is not None
+    """Returns whether C++ kernels serve all of these."""
+    return bool(linears) and all(linear.path != "torch" for linear in linears) and kernel().library is not None
 
 
 def _as_structure(layer: tuple[Norms, Linears]) -> _LayerPointers:
     norms, linears = layer
     return _LayerPointers(
-        *(None if one is None else one.data_ptr() for one in norms), *(one.matrix() for one in linears)
+        *(None if weight is None else weight.data_ptr() for weight in norms),
+        *(linear.matrix() for linear in linears),
     )

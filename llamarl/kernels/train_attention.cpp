@@ -1,13 +1,14 @@
-// Attention of packed tokens in training, forward and backward, on one core. No header of torch or Python.
+// Attention of packed tokens in training, forward and backward, on one core. Uses no header of torch or Python.
 //
-// A segment is a run of tokens that see each other causally and, all of them, up to two runs of tokens elsewhere: a
-// response sees its group's prompt, and what all prompts of a microbatch begin with. Neighbors that see the same runs,
-// such as the responses of a group, are computed together: short ones would leave most lanes empty.
+// A segment is a run of tokens that see each other causally and, all of them, up to two runs of other tokens: a
+// response sees its group's prompt, and the common beginning of all prompts of a microbatch. Neighbors that see the
+// same runs, such as the responses of a group, are computed together: short ones would leave most lanes empty.
 //
 // Two loops do all the work, on "turned" matrices [channels][kWide] with a vector in each lane: products of rows with
 // the lanes, and sums of weighted rows into the lanes. Lanes are queries for outputs and for the gradients of queries,
-// of all heads that share their keys, and keys for those of keys and values, so that nothing is summed across lanes.
-// Scores are computed again for backward, from the logarithms of their sums (arXiv 2205.14135, section 3 and appendix B).
+// of all heads that share their keys. They are keys for the gradients of keys and values. So nothing is summed across
+// lanes. Backward computes scores again, from the logarithms of their sums (arXiv 2205.14135, section 3 and appendix
+// B).
 
 #include <algorithm>
 #include <cmath>
@@ -19,9 +20,9 @@
 namespace {
 
 constexpr int kWide = 2 * kLanes;
-constexpr int kRows = 4;                           // of which one product makes the scores
-constexpr int kChannels = kLanes == 16 ? 8 : 4;    // that one sum over rows fills: the registers of two vectors each
-constexpr int64_t kChunk = 256;                    // rows whose scores are held at once
+constexpr int kRows = 4;                           // whose scores one product computes
+constexpr int kChannels = kLanes == 16 ? 8 : 4;    // filled by one sum over rows: the registers of two vectors each
+constexpr int64_t kChunk = 256;                    // rows whose scores are in memory at once
 
 struct Run {
     int64_t first, count;
@@ -29,7 +30,7 @@ struct Run {
 
 struct Segment {
     Run own;      // tokens that see each other causally
-    Run seen[2];  // tokens that all of them see
+    Run seen[2];  // tokens that all of the run see
 };
 
 struct Rows {
@@ -62,7 +63,7 @@ inline void multiply_rows(Rows rows, const float* turned, int64_t channels, floa
     for (int r = 0; r < R; ++r) std::memcpy(scores + r * kWide, sum[r], sizeof(sum[r]));
 }
 
-// Scores [rows][kWide] of each row with each lane.
+// Computes scores [rows][kWide] of each row with each lane.
 void multiply(Rows rows, int64_t num_rows, const float* turned, int64_t channels, float* scores) {
     int64_t i = 0;
     for (; i + kRows <= num_rows; i += kRows) multiply_rows<kRows>(rows.from(i), turned, channels, scores + i * kWide);
@@ -85,7 +86,7 @@ inline void add_channels(Rows rows, int64_t num_rows, const float* weights, floa
     std::memcpy(turned, sum, sizeof(sum));
 }
 
-// Adds to each lane the rows by its weights [rows][kWide].
+// Adds to each lane the rows, weighted by [rows][kWide].
 void add(Rows rows, int64_t num_rows, const float* weights, int64_t channels, float* turned) {
     int64_t d = 0;
     for (; d + kChannels <= channels; d += kChannels)
@@ -103,7 +104,7 @@ void turn(RowOf row, int64_t count, int64_t channels, float factor, float* turne
     }
 }
 
-// A matrix of lanes, with room for a chunk of rows.
+// A matrix of lanes, with memory for a chunk of rows.
 struct Room {
     explicit Room(int64_t channels) : first(channels * kWide), second(channels * kWide), one(channels * kWide),
           other(channels * kWide), scores(kChunk * kWide), products(kChunk * kWide) {}
@@ -112,7 +113,7 @@ struct Room {
     std::vector<float> scores, products;
 };
 
-// Segments next to each other that see the same runs.
+// Adjacent segments that see the same runs.
 struct Neighbors {
     Run own;
     Run seen[2];
@@ -120,7 +121,7 @@ struct Neighbors {
 
 bool is_same(const Run& a, const Run& b) { return a.first == b.first && a.count == b.count; }
 
-// The segments as neighbors, and where each token's segment begins and ends.
+// The segments as neighbors, and the bounds of each token's segment.
 struct Layout {
     Layout(const Segment* segments, int64_t num_segments, int64_t num_tokens) : begin(num_tokens), end(num_tokens) {
         for (int64_t s = 0; s < num_segments; ++s) {
@@ -142,7 +143,7 @@ struct Layout {
     std::vector<int64_t> begin, end;
 };
 
-// Queries of the heads that share one head of keys, in lanes: token by token, and the heads of each.
+// Queries of the heads that share one head of keys, in lanes: token by token, with the heads of each.
 struct Queries {
     Queries(const Layout& layout, const Neighbors& group, Shape shape, int64_t kv_head, int64_t first)
         : repeats(shape.heads / shape.kv_heads), count(std::min<int64_t>(kWide, group.own.count * repeats - first)) {
@@ -170,7 +171,7 @@ struct Queries {
             visit(i, std::min(kChunk, tokens[kWide - 1] + 1 - i), true);
     }
 
-    // Scores of keys that a lane's query does not see become -infinity.
+    // Sets scores of keys that a lane's query does not see to -infinity.
     void hide(float* scores, int64_t key, int64_t count) const {
         for (int64_t i = 0; i < count; ++i, ++key) {
             if (key >= begins[kWide - 1] && key <= tokens[0]) continue;  // all lanes see it
@@ -199,7 +200,7 @@ void forward_tile(
                 const Floats s = load<Floats>(scores + i * kWide + half * kLanes);
                 now = s > now ? s : now;
             }
-            // A lane that has seen nothing yet has nothing to shrink.
+            // A lane without keys so far has no sum to scale.
             const Floats shrink = now > most[half] ? exp_of_negative(most[half] - now) : Floats{} + 1.0f;
             sum[half] *= shrink;
             for (int64_t d = 0; d < channels; ++d) {
@@ -208,7 +209,7 @@ void forward_tile(
                 std::memcpy(lane, &shrunk, sizeof(shrunk));
             }
             most[half] = now;
-            const Floats least = Floats{} - 1e30f, base = now > least ? now : least;  // of such a lane, no NaN
+            const Floats least = Floats{} - 1e30f, base = now > least ? now : least;  // avoids NaN in such a lane
             for (int64_t i = 0; i < count; ++i) {
                 float* score = scores + i * kWide + half * kLanes;
                 const Floats p = exp_of_negative(load<Floats>(score) - base);
@@ -227,14 +228,14 @@ void forward_tile(
 }
 
 // With queries in the lanes: p = exp(score - lse) into `scores`, p * (dp - delta) into `products`. With keys in the
-// lanes lse and delta are those of the rows.
+// lanes, lse and delta belong to the rows.
 void weigh(float* scores, float* products, int64_t count, const float* lse, const float* delta, bool of_rows) {
     for (int64_t i = 0; i < count; ++i)
         for (int half = 0; half < 2; ++half) {
             const int64_t place = i * kWide + half * kLanes;
             const Floats l = of_rows ? Floats{} + lse[i] : load<Floats>(lse + half * kLanes);
             const Floats m = of_rows ? Floats{} + delta[i] : load<Floats>(delta + half * kLanes);
-            // Rounding may take a score above the logarithm of the sum by a little.
+            // By rounding, a score may be slightly above the logarithm of the sum.
             const Floats x = load<Floats>(scores + place) - l;
             const Floats p = exp_of_negative(x > 0 ? Floats{} : x);
             const Floats ds = p * (load<Floats>(products + place) - m);
@@ -276,8 +277,8 @@ void queries_tile(
     }
 }
 
-// Keys in the lanes: of the neighbors' own tokens, whose queries see them causally and in their segment, or of a run
-// that all of them see.
+// Keys in the lanes: of the neighbors' tokens, which queries see causally and in their segment, or of a run that all
+// neighbors see.
 void keys_tile(
     const Given& x, const Layout& layout, const Neighbors& group, Run keys, bool own, int64_t kv_head, Shape shape,
     float* grad_k, float* grad_v, Room& room) {
@@ -297,7 +298,7 @@ void keys_tile(
             multiply(queries, count, room.first.data(), channels, scores);
             for (int64_t row = 0; own && row < count; ++row) {
                 const int64_t query = from + row, begin = layout.begin[query];
-                if (query >= last && begin <= keys.first) continue;  // it sees all lanes
+                if (query >= last && begin <= keys.first) continue;  // the query sees all lanes
                 for (int64_t lane = 0; lane < kWide; ++lane)
                     if (keys.first + lane < begin || keys.first + lane > query)
                         scores[row * kWide + lane] = -std::numeric_limits<float>::infinity();
@@ -335,7 +336,7 @@ void attend(
             }
 }
 
-// Gradients of q, which is written, and of k and v, to which is added. delta [heads][tokens] is scratch.
+// Writes the gradient of q, and adds to the gradients of k and v. delta [heads][tokens] is scratch memory.
 void attend_backward(
     const float* grad, const float* q, const float* k, const float* v, const float* out, const float* lse,
     const Segment* segments, int64_t num_segments, int64_t num_tokens, int64_t heads, int64_t kv_heads,

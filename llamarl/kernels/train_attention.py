@@ -1,7 +1,7 @@
 """Attention of packed tokens in training on CPUs, in float32: one call, forward or backward, for a whole microbatch.
 
-Torch takes a call for each group and copies of its prompt for each response; of a small model's step that is a third.
-On one thread, where `train_attention.cpp` is there and has reproduced torch, it serves.
+Torch needs a call for each group and copies of its prompt for each response: a third of a small model's step. The
+kernel serves on one thread, if `train_attention.cpp` was compiled and has reproduced torch.
 
 Shape suffixes: N packed tokens, H query heads, J key/value heads, K head dim, G segments.
 """
@@ -27,7 +27,7 @@ _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 @functools.cache
 def kernels() -> Kernel:
-    """Compiled, and checked against torch, at the first call."""
+    """Compiles the kernels, and checks them against torch, at the first call."""
     loaded = load("train_attention")
     if (library := loaded.library) is None:
         return loaded
@@ -40,33 +40,35 @@ def kernels() -> Kernel:
 
 
 def can_serve(q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor) -> bool:
-    """Plain float32 tensors of a CPU, for one thread."""
+    """Returns whether the kernel serves these tensors: plain float32 tensors of a CPU, on one thread."""
     return are_plain(q_N_H_K, k_N_J_K, v_N_J_K) and kernels().library is not None
 
 
 def serves() -> bool:
-    """Returns True if the kernel is there and one thread computes."""
+    """Returns whether the kernel exists and one thread computes."""
     return torch.get_num_threads() == 1 and kernels().library is not None
 
 
 def segments(prompt_lengths: Sequence[int], response_lengths: Sequence[tuple[int, ...]], shared: int = 0) -> np.ndarray:
-    """Runs of tokens as `attend` takes them, int64 [G, 6]: first token and number of the run itself, of the prompt that
-    it sees, and of the `shared` first tokens that every prompt continues. Groups lie one after the other, a prompt and
-    its responses."""
-    found, start = [(0, shared, 0, 0, 0, 0)] if shared else [], shared
+    """Returns runs of tokens for `attend`, int64 [G, 6]: first token and number of tokens of the run, of the prompt
+    that it sees, and of the `shared` first tokens that every prompt continues.
+
+    Groups are consecutive, each a prompt and its responses.
+    """
+    runs, start = [(0, shared, 0, 0, 0, 0)] if shared else [], shared
     for prompt, lengths in zip(prompt_lengths, response_lengths, strict=True):
-        found.append((start, prompt, 0, 0, 0, shared))
+        runs.append((start, prompt, 0, 0, 0, shared))
         end = start + prompt
         for length in lengths:
-            found.append((end, length, start, prompt, 0, shared))
+            runs.append((end, length, start, prompt, 0, shared))
             end += length
         start = end
-    return np.array(found, np.int64).reshape(-1, 6)
+    return np.array(runs, np.int64).reshape(-1, 6)
 
 
 def attend(q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor, segments_G_6: np.ndarray) -> Tensor:
-    """Outputs [N, H, K]: each token sees its segment up to itself, and what that one sees; scores are scaled by
-    head_dim ** -0.5."""
+    """Returns outputs [N, H, K]. Each token sees its segment up to itself, and the runs that the segment sees. Scores
+    are scaled by head_dim ** -0.5."""
     return _AttendFunction.apply(q_N_H_K, k_N_J_K, v_N_J_K, segments_G_6)
 
 
@@ -75,7 +77,7 @@ class _AttendFunction(torch.autograd.Function):
     def forward(ctx: Any, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor, segments_G_6: np.ndarray) -> Tensor:
         q_N_H_K, k_N_J_K, v_N_J_K = (x.contiguous() for x in (q_N_H_K, k_N_J_K, v_N_J_K))
         library = kernels().library
-        assert library is not None, "asked for before"
+        assert library is not None, "there are no kernels"
         out_N_H_K, lse_H_N = forward(library, q_N_H_K, k_N_J_K, v_N_J_K, segments_G_6)
         ctx.save_for_backward(q_N_H_K, k_N_J_K, v_N_J_K, out_N_H_K, lse_H_N)
         ctx.library, ctx.segments_G_6 = library, segments_G_6
@@ -91,7 +93,7 @@ class _AttendFunction(torch.autograd.Function):
 def forward(
     library: ctypes.CDLL, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor, segments_G_6: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Outputs, and the logarithm of the sum of each query's exponentials, [H, N]."""
+    """Returns outputs, and the logarithm of the sum of each query's exponentials, [H, N]."""
     out_N_H_K, lse_H_N = torch.empty_like(q_N_H_K), q_N_H_K.new_empty(q_N_H_K.shape[1], len(q_N_H_K))
     library.attend(
         *(x.data_ptr() for x in (q_N_H_K, k_N_J_K, v_N_J_K)), *_sizes(q_N_H_K, k_N_J_K, segments_G_6),
@@ -110,20 +112,20 @@ def backward(
     lse_H_N: Tensor,
     segments_G_6: np.ndarray,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values."""
-    given = grad_N_H_K, q_N_H_K, k_N_J_K, v_N_J_K, out_N_H_K, lse_H_N
-    found = torch.empty_like(q_N_H_K), torch.zeros_like(k_N_J_K), torch.zeros_like(v_N_J_K)
+    """Returns gradients of queries, keys and values."""
+    inputs = grad_N_H_K, q_N_H_K, k_N_J_K, v_N_J_K, out_N_H_K, lse_H_N
+    grads = torch.empty_like(q_N_H_K), torch.zeros_like(k_N_J_K), torch.zeros_like(v_N_J_K)
     delta_H_N = torch.empty_like(lse_H_N)
     library.attend_backward(
-        *(x.data_ptr() for x in given), *_sizes(q_N_H_K, k_N_J_K, segments_G_6),
-        *(x.data_ptr() for x in (delta_H_N, *found)),
+        *(x.data_ptr() for x in inputs), *_sizes(q_N_H_K, k_N_J_K, segments_G_6),
+        *(x.data_ptr() for x in (delta_H_N, *grads)),
     )  # fmt: skip
-    return found
+    return grads
 
 
 def _sizes(q_N_H_K: Tensor, k_N_J_K: Tensor, segments_G_6: np.ndarray) -> tuple[int | float, ...]:
     num_tokens, heads, head_dim = q_N_H_K.shape
-    assert segments_G_6[:, 1].sum() == num_tokens, "every token lies in one segment"
+    assert segments_G_6[:, 1].sum() == num_tokens, "every token must be in one segment"
     return segments_G_6.ctypes.data, len(segments_G_6), num_tokens, heads, k_N_J_K.shape[1], head_dim, head_dim**-0.5
 
 
@@ -139,19 +141,19 @@ def mask(segments_G_6: np.ndarray) -> Tensor:
 
 
 def _is_right(library: ctypes.CDLL) -> bool:
-    """Two responses to a prompt behind shared tokens, against torch and, as gradients are none of inference's, the
-    formulas of theirs."""
+    """Compares two responses to a prompt behind shared tokens with torch, and gradients with their formulas, because
+    inference mode has none."""
     generator = torch.Generator().manual_seed(0)
     sizes = segments((12,), ((37, 5),), shared=7)
-    own = mask(sizes)
+    sees_N_N = mask(sizes)
     q, grad = (torch.randn(61, 2, 10, generator=generator) for _ in range(2))
     k, v = (torch.randn(61, 1, 10, generator=generator) for _ in range(2))
     wide_k, wide_v = k.expand(-1, 2, -1).transpose(0, 1), v.expand(-1, 2, -1).transpose(0, 1)
     out, lse = forward(library, q, k, v, sizes)
-    expected = F.scaled_dot_product_attention(q.transpose(0, 1), wide_k, wide_v, attn_mask=own).transpose(0, 1)
-    p = (q.transpose(0, 1) @ wide_k.mT * 10**-0.5).masked_fill(~own, -torch.inf).softmax(-1)
+    expected = F.scaled_dot_product_attention(q.transpose(0, 1), wide_k, wide_v, attn_mask=sees_N_N).transpose(0, 1)
+    p = (q.transpose(0, 1) @ wide_k.mT * 10**-0.5).masked_fill(~sees_N_N, -torch.inf).softmax(-1)
     g = grad.transpose(0, 1)
     ds = p * (g @ wide_v.mT - (g * expected.transpose(0, 1)).sum(-1, keepdim=True)) * 10**-0.5
     exact = (ds @ wide_k).transpose(0, 1), (ds.mT @ q.transpose(0, 1)).sum(0)[:, None], (p.mT @ g).sum(0)[:, None]
-    found = backward(library, grad, q, k, v, out, lse, sizes)
-    return all(torch.allclose(a, b, 1e-4, 1e-5) for a, b in zip((out, *found), (expected, *exact), strict=True))
+    grads = backward(library, grad, q, k, v, out, lse, sizes)
+    return all(torch.allclose(a, b, 1e-4, 1e-5) for a, b in zip((out, *grads), (expected, *exact), strict=True))

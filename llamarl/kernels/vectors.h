@@ -1,4 +1,4 @@
-// Vectors of floats for the kernels: GCC's vector types, which are what `-march=native` has, whatever that is.
+// Vectors of floats for the kernels: GCC's vector types, as wide as `-march=native` has them.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 #include <immintrin.h>
 #endif
 
-// What a file was compiled for.
+// The instructions that a file was compiled for.
 #if defined(__AVX512F__)
 #define LLAMARL_INSTRUCTIONS "avx512"
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -21,7 +21,7 @@
 namespace {
 
 #if defined(LLAMARL_LANES)
-constexpr int kLanes = LLAMARL_LANES;  // tests: the code of other processors
+constexpr int kLanes = LLAMARL_LANES;  // tests compile the code of other processors
 #elif defined(__AVX512F__)
 constexpr int kLanes = 16;
 #else
@@ -52,7 +52,7 @@ template <int lanes>
 inline typename Vector<lanes>::Floats widen(const uint16_t* from) {
     using Bits = typename Vector<lanes>::Bits;
     const auto halves = load<typename Vector<lanes>::Halves>(from);
-    // GCC 12 makes four instructions of the general conversion.
+    // GCC 12 compiles the general conversion to four instructions.
 #if defined(__AVX512F__)
     if constexpr (lanes == 16) return (typename Vector<lanes>::Floats)((Bits)_mm512_cvtepu16_epi32((__m256i)halves) << 16);
 #endif
@@ -64,7 +64,7 @@ inline typename Vector<lanes>::Floats widen(const uint16_t* from) {
 
 inline void narrow(float from, float* to) { *to = from; }
 
-// To bfloat16, nearest even; NaN stays NaN.
+// Converts to bfloat16, nearest even. NaN stays NaN.
 inline void narrow(float from, uint16_t* to) {
     const uint32_t bits = load<uint32_t>(&from);
     const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -74,8 +74,8 @@ inline void narrow(float from, uint16_t* to) {
 using Floats = Vector<kLanes>::Floats;
 using Ints = Vector<kLanes>::Ints;
 
-// e^x for x <= 0; 0 below -87, NaN of NaN. Off by 3e-7 at most where multiply-adds are fused, else by 4e-6, above -20
-// by 1e-6. Reduction and polynomial: Cephes, expf.
+// Returns e^x for x <= 0; 0 below -87, NaN for NaN. The error is at most 3e-7 with fused multiply-adds, else 4e-6, and
+// 1e-6 above -20. Reduction and polynomial: Cephes, expf.
 inline Floats exp_of_negative(Floats x) {
     const Floats least = Floats{} - 87.0f;
     const Floats bounded = x < least ? least : x;
@@ -92,7 +92,7 @@ inline Floats exp_of_negative(Floats x) {
     return x < least ? Floats{} : result;
 }
 
-// One number of all lanes: halves are joined until one is left, which takes a few instructions in place of one per lane.
+// Reduces all lanes to one number by joining halves, in a few instructions instead of one per lane.
 template <int lanes = kLanes, class Join>
 inline float joined(typename Vector<lanes>::Floats v, Join join) {
     if constexpr (lanes == 2) {
@@ -108,7 +108,7 @@ inline float total(Floats v) {
     return joined(v, [](auto a, auto b) { return a + b; });
 }
 
-// NaN counts as nothing, or is what comes out.
+// NaN is ignored, or is the result.
 inline float largest(Floats v) {
     return joined(v, [](auto a, auto b) { return a > b ? a : b; });
 }

@@ -1,7 +1,7 @@
 """Attention over packed documents, or groups of them: every response sees its group's prompt and itself, nothing else.
 
-With context parallelism each rank computes the queries of its own rows and gathers all keys and values. Its rows are
-two of 2 * ranks equal slices, one from the front and one from the back, as later queries see more keys.
+With context parallelism each rank computes the queries of its rows and gathers all keys and values. Its rows are two of
+2 * ranks equal slices, one from the front and one from the back, as later queries see more keys.
 
 Shape suffixes: N packed tokens, M this rank's rows of them, S tokens of a group, G its responses, Q queries of a group
 (of responses: the longest part), T the longest part of a response among the keys, P prompt tokens, H heads, J key/value
@@ -19,15 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llamarl.distributed.collectives import gather_rows
-from llamarl.distributed.mesh import ALONE, CPU, Axis
+from llamarl.distributed.mesh import ALONE, CPU, Axis, gather_rows
 from llamarl.kernels import train_attention
 from llamarl.models.flash_attention import FlashAttend, can_serve
 from llamarl.models.transformer import Attend
 
 
 def own_rows(num_tokens: int, cp: Axis) -> list[range]:
-    """The slices of the packed tokens that this rank computes; `num_tokens` is a multiple of 2 * ranks."""
+    """Returns the slices of the packed tokens that this rank computes. `num_tokens` is a multiple of 2 * ranks."""
     if cp.size == 1:
         return [range(num_tokens)]
     size = num_tokens // (2 * cp.size)
@@ -35,12 +34,12 @@ def own_rows(num_tokens: int, cp: Axis) -> list[range]:
 
 
 def own_index(num_tokens: int, cp: Axis) -> Tensor:
-    """The same as positions among the packed tokens, int64 [M]."""
+    """Returns `own_rows` as positions among the packed tokens, int64 [M]."""
     return torch.cat([torch.arange(rows.start, rows.stop) for rows in own_rows(num_tokens, cp)])
 
 
 def causal_attend(lengths: Sequence[int]) -> Attend:
-    """Causal attention inside each of the documents that lie one after the other, `lengths` tokens each."""
+    """Returns causal attention inside each of several consecutive documents of these lengths."""
     return packed_attend(lengths, [()] * len(lengths))
 
 
@@ -53,17 +52,18 @@ def packed_attend(
     fused: bool = False,
     shared: int = 0,
 ) -> Attend:
-    """Causal attention for group after group, a prompt and then its responses; in bfloat16 on GPUs by flash attention.
+    """Returns causal attention for group after group, a prompt and then its responses. Uses flash attention in bfloat16
+    on GPUs.
 
-    Elsewhere the responses of a group are padded to the longest of them for one batched call. Padding sits behind every
-    valid query, so the causal mask alone keeps it out; its outputs are never read. A prompt and its only response are
-    one causal document: one call without a mask or copies, which for many short ones took half of the time.
+    Elsewhere the responses of a group are padded to the longest of them for one batched call. Padding comes after every
+    valid query, so the causal mask excludes it, and its outputs are never read. A prompt and its only response are one
+    causal document: one call without a mask or copies, which takes half of the time for many short ones.
 
     Args:
-        device: for masks and indices, of which documents without responses need none, but with context parallelism.
-        fused: in float32 on processors by a kernel of this package, whose bits are others than torch's.
-        shared: number of first tokens that every prompt continues. Where the kernel cannot serve, torch computes them
-            by one mask over all tokens. None with context ranks.
+        device: for masks and indices. Documents without responses need none, except with context parallelism.
+        fused: whether a kernel of this package computes float32 on CPUs. Its bits differ from torch's.
+        shared: number of first tokens that every prompt continues. If the kernel cannot serve, torch computes them by
+            one mask over all tokens. 0 with context ranks.
     """
     assert not shared or cp.size == 1, "context ranks share no beginnings"
 
@@ -93,8 +93,6 @@ def packed_attend(
 
 
 def _whole_attend(sees_N_N: Tensor) -> Attend:
-    """Attention by one mask over all packed tokens."""
-
     def attend(_layer: int, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor) -> Tensor:
         rep = q_N_H_K.shape[1] // k_N_J_K.shape[1]
         k_H_N_K, v_H_N_K = (x.transpose(0, 1).repeat_interleave(rep, 0) for x in (k_N_J_K, v_N_J_K))
@@ -107,10 +105,10 @@ def _whole_attend(sees_N_N: Tensor) -> Attend:
 def _masked_attend(
     prompt_lengths: Sequence[int], response_lengths: Sequence[tuple[int, ...]], device: torch.device, cp: Axis
 ) -> Attend:
-    """Attention by torch's scaled dot product, group by group: with context ranks, and where no kernel serves."""
+    """Returns attention by torch's scaled dot product, group by group: for context ranks, and if no kernel serves."""
     groups = [
-        (prompt + sum(given), ()) if len(given) == 1 else (prompt, given)
-        for prompt, given in zip(prompt_lengths, response_lengths, strict=True)
+        (prompt + sum(responses), ()) if len(responses) == 1 else (prompt, responses)
+        for prompt, responses in zip(prompt_lengths, response_lengths, strict=True)
     ]
     sizes = [prompt + sum(responses) for prompt, responses in groups]
     starts = [0, *accumulate(sizes)]
@@ -122,9 +120,8 @@ def _masked_attend(
     ]
     num_queries = [len(plan.rows) for _, plan in plans]
     ranks = [own_index(starts[-1], Axis(rank, cp.size)) for rank in range(cp.size)]
-    packed_N = (
-        torch.cat(ranks).argsort().to(device, non_blocking=True)
-    )  # where each packed token is among the gathered ones
+    # Index of each packed token among the gathered ones.
+    packed_N = torch.cat(ranks).argsort().to(device, non_blocking=True)
 
     def attend(_layer: int, q_M_H_K: Tensor, k_M_J_K: Tensor, v_M_J_K: Tensor) -> Tensor:
         k_N_J_K, v_N_J_K = k_M_J_K, v_M_J_K
@@ -141,17 +138,21 @@ def _masked_attend(
 
 
 class _GroupPlan:
-    """Which of one group's tokens are queries, and what these see; places count from the group's first token."""
+    """The queries among one group's tokens, and the keys that they see. Positions count from the group's first
+    token."""
 
     def __init__(self, prompt: int, responses: tuple[int, ...], rows: range, device: torch.device) -> None:
-        """`rows` are the queries."""
+        """
+        Args:
+            rows: the queries.
+        """
         self.prompt, self.rows = prompt, rows
         self.seen = min(rows.stop, prompt)
         self.num_prompt_queries = max(0, self.seen - rows.start)
         self.mask_P_P = None
         if self.num_prompt_queries and rows.start:
-            own = torch.ones(self.num_prompt_queries, self.seen, dtype=torch.bool, device=device)
-            self.mask_P_P = own.tril(rows.start)
+            sees_P_P = torch.ones(self.num_prompt_queries, self.seen, dtype=torch.bool, device=device)
+            self.mask_P_P = sees_P_P.tril(rows.start)
         begins = [prompt + before for before in accumulate((0, *responses[:-1]))]
         parts = [
             (begin, max(rows.start - begin, 0), min(rows.stop - begin, length))
@@ -163,22 +164,22 @@ class _GroupPlan:
             self._plan_responses(torch.tensor(parts), device)
 
     def _plan_responses(self, parts_G_3: Tensor, device: torch.device) -> None:
-        """Queries are the tokens from low to high of each response, which begins somewhere, keys those up to high."""
+        """Plans the queries, tokens low to high of each response that begins at `begin`, and their keys, up to high."""
         begins_G, lows_G, highs_G = parts_G_3.unbind(1)
         queries_Q, keys_T = torch.arange(int((highs_G - lows_G).max())), torch.arange(int(highs_G.max()))
         valid_G_Q = queries_Q < (highs_G - lows_G)[:, None]
-        # Padding reads the response's own first row (any finite row would do).
+        # Padding reads the first row of its response. Any finite row would do.
         queries_G_Q = (begins_G + lows_G - self.rows.start)[:, None] + queries_Q.where(valid_G_Q, 0)
         keys_G_T = begins_G[:, None] + keys_T.where(keys_T < highs_G[:, None], 0)
         sees_G_1_Q_T = keys_T <= (lows_G[:, None] + queries_Q)[:, None, :, None]
         index = queries_G_Q.flatten(), keys_G_T.flatten(), valid_G_Q.flatten().nonzero().squeeze(1)
-        self.queries, self.keys, self.valid = (one.to(device, non_blocking=True) for one in index)
+        self.queries, self.keys, self.valid = (rows.to(device, non_blocking=True) for rows in index)
         if not lows_G.any():
             sees_G_1_Q_T = sees_G_1_Q_T[:1]
         self.mask_G_1_Q_S = F.pad(sees_G_1_Q_T, (self.prompt, 0), value=True).to(device, non_blocking=True)
 
     def attend(self, q_Q_H_K: Tensor, k_S_J_K: Tensor, v_S_J_K: Tensor) -> list[Tensor]:
-        """Outputs of the group's queries in order, from all of its keys."""
+        """Returns outputs of the group's queries in order, from all of its keys."""
         outputs, rep = list[Tensor](), q_Q_H_K.shape[1] // k_S_J_K.shape[1]
         k_P, v_P = (x[: self.prompt].transpose(0, 1)[None].repeat_interleave(rep, 1) for x in (k_S_J_K, v_S_J_K))
         if self.num_prompt_queries:

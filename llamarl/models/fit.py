@@ -1,4 +1,4 @@
-"""Memory that each executor of a run takes by its settings, and the cheapest ones that make it fit. Without torch."""
+"""Memory that each executor of a run needs with its settings, and the cheapest settings that make it fit. No torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from llamarl.models.sizes import DecoderSizes, adapter_parameters, uneven_shares
 from llamarl.observability.report import role_of
 
 CACHE_BLOCK_TOKENS = 16
-"""Tokens for which keys and values are kept at a time, by all kernels."""
+"""Tokens of a block of keys and values, for all kernels."""
 CONTEXT_BYTES = 1 << 29
-"""Memory of a GPU that a process takes before its first tensor, with the libraries' own."""
+"""GPU memory that a process takes before its first tensor, including that of libraries."""
 SLOTS = 2
-"""Versions of the weights that lie ready while generators keep up."""
+"""Versions of the weights that are ready while generators keep up."""
 MIRRORS = 4
-"""Copies of the state with `checkpoint.mirror`: two that count, one that is written, and one to write from."""
+"""Copies of the state with `checkpoint.mirror`: two that count, one being written, and one to write from."""
 GIB = 2.0**30
 
 Model = ReferenceConfig | CriticConfig | RewardModelConfig
@@ -37,20 +37,20 @@ class RankMemory:
     parts: Parts
     """On its device: all that it needs, with keys and values of one longest sequence."""
     host: Parts = field(default_factory=dict)
-    """Beside, in the memory of its host, where its device is a GPU."""
+    """On its host in addition, if its device is a GPU."""
     rests: Parts | None = None
-    """On its device while it gives its memory to others; None: it never does."""
+    """On its device while it sleeps. None means that it never sleeps."""
     grows: float = 0.0
-    """More keys and values on its device where there is room: of `max_running` full contexts."""
+    """Further keys and values on its device if there is memory: of `max_running` full contexts."""
 
 
 def holdings(
     config: RunConfig, shape: DecoderSizes, models: Mapping[str, tuple[Model, DecoderSizes]]
 ) -> Iterator[RankMemory]:
-    """Memory of each executor of a run; generators each by themselves.
+    """Yields the memory of each executor of a run, each generator separately.
 
     Args:
-        models: beside the policy, by the executor's name: their settings and shapes.
+        models: settings and shapes of the models besides the policy, by the executor's name.
     """
     trainer, sleeps = config.trainer, config.generators_sleep
     learns = _optimizing("trainer", trainer.device, trainer.parallelism, trainer_parts(config, shape), config, shape)
@@ -82,30 +82,31 @@ def holdings(
 
 
 def _at_rest(parts: Parts, layout: ParallelismConfig) -> Parts:
-    """The part that a trainer keeps between its steps; with FSDP2 gradients, too."""
+    """Returns the memory that a trainer keeps between its steps. With FSDP2 this includes gradients."""
     of_steps = {"copies", "activations", "head"} | ({"gradients"} if layout.fsdp * layout.cp == 1 else set())
     return {kind: size for kind, size in parts.items() if kind not in of_steps}
 
 
 def in_turns(config: RunConfig, held: Sequence[RankMemory]) -> list[list[RankMemory]]:
-    """Executors as they are at one moment: while trainer and critic work, and while generators do where these sleep."""
+    """Returns the executors at each moment: while trainer and critic work, and, if generators sleep then, while
+    generators work."""
     if not config.generators_sleep:
         return [list(held)]
     return [
         [
-            replace(one, parts=one.rests) if one.rests is not None and _generates(one) == sleep else one
-            for one in held
+            replace(rank, parts=rank.rests) if rank.rests is not None and _generates(rank) == sleep else rank
+            for rank in held
         ]
         for sleep in (True, False)
     ]  # fmt: skip
 
 
-def _generates(one: RankMemory) -> bool:
-    return role_of(one.executor) == "generator"
+def _generates(rank: RankMemory) -> bool:
+    return role_of(rank.executor) == "generator"
 
 
 def beside_bytes(config: RunConfig, shape: DecoderSizes) -> int:
-    """Bytes that a resting trainer takes of a generator's device after its first step and not before."""
+    """Returns bytes that a resting trainer takes of a generator's device after its first step and not before."""
     trainer = config.trainer
     shares = config.generators_sleep and "cpu" not in (trainer.device, config.generator.device)
     return int(trainer_parts(config, shape)["moments"]) if shares and trainer.moments_on == "device" else 0
@@ -114,24 +115,24 @@ def beside_bytes(config: RunConfig, shape: DecoderSizes) -> int:
 def _optimizing(
     name: str, device: str, layout: ParallelismConfig, parts: Parts, config: RunConfig, published: DecoderSizes | None
 ) -> RankMemory:
-    """One that is trained: beside `parts` what it copies for checkpoints, mirrors and generators, and moments that are
-    to lie there."""
-    kept = parts["gradients"] + parts["moments"]  # of what is trained, weights take what gradients do
-    beside: Parts = {"checkpoint": kept} | ({"mirror": MIRRORS * kept} if config.checkpoint.mirror else {})
+    """Returns the memory of an executor that trains: `parts`, and copies for checkpoints, mirrors and generators, each
+    on its device or host."""
+    kept = parts["gradients"] + parts["moments"]  # trained weights are as large as their gradients
+    copies: Parts = {"checkpoint": kept} | ({"mirror": MIRRORS * kept} if config.checkpoint.mirror else {})
     on_gpu = device != "cpu"
     if on_gpu and config.trainer.moments_on == "host":
         parts = dict(parts)
-        beside["moments"] = parts.pop("moments")
+        copies["moments"] = parts.pop("moments")
     if published and not slots_on_device(config):
-        beside["slots"] = slot_bytes(config, published)
-    parts = parts if on_gpu else parts | beside
+        copies["slots"] = slot_bytes(config, published)
+    parts = parts if on_gpu else parts | copies
     return RankMemory(
-        executor=name, num_ranks=layout.num_ranks, on_gpu=on_gpu, parts=parts, host=beside if on_gpu else {}
+        executor=name, num_ranks=layout.num_ranks, on_gpu=on_gpu, parts=parts, host=copies if on_gpu else {}
     )  # fmt: skip
 
 
 def trainer_parts(config: RunConfig, shape: DecoderSizes) -> Parts:
-    """Bytes by kind on the device of one rank of the trainer."""
+    """Returns bytes by kind on the device of one rank of the trainer."""
     parts = memory.trainer_bytes(shape, trainer_load(config, shape))
     return parts | ({"slots": slot_bytes(config, shape)} if slots_on_device(config) else {})
 
@@ -139,11 +140,11 @@ def trainer_parts(config: RunConfig, shape: DecoderSizes) -> Parts:
 def trainer_load(
     config: RunConfig, shape: DecoderSizes, critic: CriticConfig | None = None, tokens: int | None = None
 ) -> TrainerLoad:
-    """Load of a rank with all responses of a group at their longest.
+    """Returns the load of a rank if all responses of a group are as long as possible.
 
     Args:
-        critic: the critic's settings; None: the load is the trainer's.
-        tokens: of a microbatch; None: of the largest that can come.
+        critic: the critic's settings. None means the trainer's load.
+        tokens: tokens of a microbatch. None means the largest possible.
     """
     settings, rollout, where = config.trainer, config.rollout, critic or config.trainer
     layout = where.parallelism
@@ -166,15 +167,15 @@ def trainer_load(
 
 
 def generator_load(config: RunConfig, shape: DecoderSizes) -> GeneratorLoad:
-    """Load of a rank whose cache has the size that is set, or room for one longest sequence."""
+    """Returns the load of a rank whose cache has the configured size, or that of one longest sequence."""
     generator, tp = config.generator, config.generator.tensor_parallel
     cached = generator.kv_cache_bytes or cache_bytes(config, shape, sum(longest(config, shape)))
     tokens = cached / memory.kv_token_bytes(shape, tp, kv_width(config))
-    # On a CPU they serve from the trainer's slot, or from what was received, which took the place of the last version.
+    # On a CPU they serve from the trainer's slot, or from received tensors, which replace those of the last version.
     copies = 2 if generator.device != "cpu" or config.cluster.kind == "hosts" else 1
-    if config.generators_sleep and not config.trainer.lora:  # nothing is in use while others are written
+    if config.generators_sleep and not config.trainer.lora:  # no weights are in use while new ones are written
         copies = 0 if serves_in_place(config) else 1
-    if generator.device == "cpu":  # packed, but int8 without AVX-512: those in use, and the next
+    if generator.device == "cpu":  # packed copies, except int8 without AVX-512: in use, and the next
         copies += 2
     return GeneratorLoad(
         width=WIDTHS[generator.dtype], kv_width=kv_width(config), kv_tokens=tokens, tp=tp, copies=copies,
@@ -183,41 +184,41 @@ def generator_load(config: RunConfig, shape: DecoderSizes) -> GeneratorLoad:
 
 
 def longest(config: RunConfig, shape: DecoderSizes) -> tuple[int, int]:
-    """Tokens of the longest prompt and response that can come."""
-    context, found = shape.max_position_embeddings, list[tuple[int, int]]()
-    for one in config.by_source.values():
-        prompt = min(one.data.max_prompt_tokens, context - 1)
-        found.append((prompt, min(one.rollout.max_new_tokens, context - prompt)))
-    return max(found, key=sum)
+    """Returns the tokens of the longest possible prompt and response."""
+    context, lengths = shape.max_position_embeddings, list[tuple[int, int]]()
+    for settings in config.by_source.values():
+        prompt = min(settings.data.max_prompt_tokens, context - 1)
+        lengths.append((prompt, min(settings.rollout.max_new_tokens, context - prompt)))
+    return max(lengths, key=sum)
 
 
 def kv_width(config: RunConfig) -> int:
-    """Bytes of a cached scalar."""
+    """Returns bytes of a cached scalar."""
     generator = config.generator
     return {"auto": 4 if generator.dtype == "float32" else 2, "bfloat16": 2, "fp8": 1}[generator.kv_dtype]
 
 
 def slots_on_device(config: RunConfig) -> bool:
-    """The versions that generators fetch lie on the trainer's GPU; elsewhere in its host's memory."""
+    """Returns whether the versions that generators fetch are on the trainer's GPU. Otherwise they are in its host's
+    memory."""
     transport = config.weight_sync.transport
     is_nixl = transport == "nixl" or (transport == "auto" and find_spec("nixl") is not None)
     return config.trainer.device != "cpu" and is_nixl
 
 
 def serves_in_place(config: RunConfig) -> bool:
-    """Generators compute with the trainer's own weights: `weight_sync/transports/in_place.py`."""
+    """Returns whether generators compute with the trainer's own weights: `weight_sync/transports/in_place.py`."""
     trainer, generator = config.trainer, config.generator
-    is_one = trainer.parallelism.num_ranks == generator.tensor_parallel == 1 and not trainer.lora
-    on_cpu = [one.device == "cpu" for one in (trainer, generator)]
-    alike = trainer.weights == generator.dtype and (generator.dtype == "float32" or not any(on_cpu))
-    chosen = config.weight_sync.transport in ("auto", "in_place")
-    chosen = chosen and not config.weight_sync.delta
-    return config.generators_sleep and chosen and is_one and alike and len({*on_cpu}) == 1
+    has_one_rank = trainer.parallelism.num_ranks == generator.tensor_parallel == 1 and not trainer.lora
+    on_cpu = [executor.device == "cpu" for executor in (trainer, generator)]
+    has_same_type = trainer.weights == generator.dtype and (generator.dtype == "float32" or not any(on_cpu))
+    is_allowed = config.weight_sync.transport in ("auto", "in_place") and not config.weight_sync.delta
+    return config.generators_sleep and is_allowed and has_one_rank and has_same_type and len({*on_cpu}) == 1
 
 
 def slot_bytes(config: RunConfig, shape: DecoderSizes) -> float:
-    """Bytes of one trainer rank's part of the versions that lie ready, of all layouts: each rank of a generator has
-    its own."""
+    """Returns bytes of one trainer rank's part of the versions that are ready, in all layouts: each rank of a generator
+    has its own."""
     if serves_in_place(config):
         return 0.0
     tp, ranks = config.generator.tensor_parallel, config.trainer.parallelism.num_ranks
@@ -227,14 +228,15 @@ def slot_bytes(config: RunConfig, shape: DecoderSizes) -> float:
 
 
 def cache_bytes(config: RunConfig, shape: DecoderSizes, tokens: int) -> int:
-    """Bytes of keys and values of one sequence of so many tokens on one rank of a generator, in whole blocks."""
+    """Returns bytes of keys and values of one sequence of `tokens` tokens on one rank of a generator, in whole
+    blocks."""
     blocks = -(-tokens // CACHE_BLOCK_TOKENS)
     each = memory.kv_token_bytes(shape, config.generator.tensor_parallel, kv_width(config))
     return blocks * CACHE_BLOCK_TOKENS * int(each)
 
 
 def taken(parts: Parts) -> str:
-    """`12.34 GiB (weights 4.00, ...)`, the largest first, without what is less than a hundredth."""
+    """Returns `12.34 GiB (weights 4.00, ...)`, the largest first, without parts below a hundredth."""
     whole = float(total(parts))
     unit, name = (GIB, "GiB") if whole >= GIB / 10 else (2.0**20, "MiB")
     kinds = sorted(((float(size), kind) for kind, size in parts.items() if size >= 0.01 * whole), reverse=True)
@@ -243,14 +245,17 @@ def taken(parts: Parts) -> str:
 
 
 def levers(config: RunConfig, shape: DecoderSizes) -> Iterator[tuple[str, list[Any]]]:
-    """Options that save memory, the cheapest first: those that cost time, those that round, those that change what is
-    learnt, those that need more devices. Each with values, those that change the least first."""
+    """Yields options that save memory, with values, the smallest change first.
+
+    The cheapest options come first: options that cost time, then options that round, that change the
+    training, and that need more devices.
+    """
     trainer, generator, layout = config.trainer, config.generator, config.trainer.parallelism
     yield "trainer.activation_checkpointing", [True]
     yield "trainer.microbatch_tokens", _halves(trainer.microbatch_tokens, sum(longest(config, shape)))
     if generator.kv_cache_bytes is not None:
-        one = cache_bytes(config, shape, sum(longest(config, shape)))
-        yield "generator.kv_cache_bytes", _halves(generator.kv_cache_bytes, one)
+        least = cache_bytes(config, shape, sum(longest(config, shape)))
+        yield "generator.kv_cache_bytes", _halves(generator.kv_cache_bytes, least)
     yield "generator.max_running", _halves(generator.max_running, config.rollout.group_size)
     yield "trainer.moments_on", ["host"] if trainer.device != "cpu" and trainer.moments_on == "device" else []
     yield "trainer.parallelism.ep", _shared(shape, layout)
@@ -259,7 +264,7 @@ def levers(config: RunConfig, shape: DecoderSizes) -> Iterator[tuple[str, list[A
     yield "trainer.dtype", ["bfloat16"]
     is_half = trainer.dtype == "bfloat16" and not trainer.lora
     yield "trainer.weights", ["bfloat16"] if is_half and trainer.weights == "float32" else []
-    is_cut = layout.tp > 1 or config.critic.parallelism.tp > 1  # within blocks that share a scale, perhaps
+    is_cut = layout.tp > 1 or config.critic.parallelism.tp > 1  # perhaps within blocks that share a scale
     yield "trainer.moments", ["8bit"] if trainer.moments == "float32" and not is_cut else []
     yield "generator.replicas", _halves(generator.replicas, 1)
     yield "checkpoint.mirror", [False]
@@ -271,58 +276,59 @@ def levers(config: RunConfig, shape: DecoderSizes) -> Iterator[tuple[str, list[A
 
 
 def _shared(shape: DecoderSizes, layout: ParallelismConfig) -> list[int]:
-    """More ranks of a trainer that can share a mixture's experts evenly, and the others each expert."""
+    """Returns larger numbers of ranks that can share a mixture's experts evenly, while the other ranks share each
+    expert evenly."""
     if (moe := shape.moe) is None:
         return []
-    ranks, found = layout.fsdp * layout.cp, [layout.ep << power for power in range(1, moe.num_experts.bit_length())]
-    evenly = [ep for ep in found if moe.num_experts % ep == ranks % ep == 0]
-    return [ep for ep in evenly if _is_even(shape, layout, layout.fsdp, ep)]
+    ranks, doubled = layout.fsdp * layout.cp, [layout.ep << power for power in range(1, moe.num_experts.bit_length())]
+    divisors = [ep for ep in doubled if moe.num_experts % ep == ranks % ep == 0]
+    return [ep for ep in divisors if _is_even(shape, layout, layout.fsdp, ep)]
 
 
 def _is_even(shape: DecoderSizes, layout: ParallelismConfig, fsdp: int, ep: int) -> bool:
-    """Ranks with the same experts can share each evenly."""
     return ep == 1 or not uneven_shares(shape, fsdp * layout.cp // ep, layout.tp)
 
 
 def _halves(size: int, least: int) -> list[int]:
-    """Halves, quarters and so on of `size`, down to `least`."""
-    found = [size >> power for power in range(1, size.bit_length()) if size >> power > least]
-    return found + [least] * (least < size)
+    """Returns halves, quarters and so on of `size`, down to `least`."""
+    halves = [size >> power for power in range(1, size.bit_length()) if size >> power > least]
+    return halves + [least] * (least < size)
 
 
 def way_out(config: RunConfig, shape: DecoderSizes, lacking: Callable[[RunConfig], float]) -> str:
-    """End of a sentence: the cheapest lever that makes a run fit; else the fewest of the cheapest ones together; else
-    what is missing with all of them.
+    """Returns the end of a sentence: the cheapest option that makes a run fit, else the fewest of the cheapest
+    together, else the memory that is missing with all of them.
 
     Args:
-        lacking: bytes that a run lacks, 0 or less where it fits.
+        lacking: returns the bytes that a run lacks, 0 or less if it fits.
     """
     for option, values in levers(config, shape):
         for value in values:
             if _fits(config, {option: value}, lacking):
-                return f"set {_said({option: value})}, with which it fits"
+                return f"set {_assignments({option: value})}, with which it fits"
     pulled, least = _pulled(config, shape, lacking)
     if least > 0:
-        with_them = f"with {_said(pulled)} it still lacks" if pulled else "it lacks"
+        with_them = f"with {_assignments(pulled)} it still lacks" if pulled else "it lacks"
         return f"{with_them} {taken({'': least})}; use a smaller model, or a device with more memory"
     known = dict(levers(config, shape))
-    for option in reversed(list(pulled)):  # from the dearest on, whether less of it will do
+    for option in reversed(list(pulled)):  # checks whether a smaller change suffices, the most expensive first
         without = {name: value for name, value in pulled.items() if name != option}
         milder = [without, *({**pulled, option: value} for value in known[option]), pulled]
         pulled = next(settings for settings in milder if _fits(config, settings, lacking))
-    return f"set {_said(pulled)}, with which it fits"
+    return f"set {_assignments(pulled)}, with which it fits"
 
 
 def _pulled(
     config: RunConfig, shape: DecoderSizes, lacking: Callable[[RunConfig], float]
 ) -> tuple[dict[str, Any], float]:
-    """Levers pulled one after the other, each as far as it helps, until the run fits; and what it lacks then."""
+    """Sets one option after the other, each as far as it helps, until the run fits. Returns them and the bytes that are
+    still lacking."""
     pulled, least = dict[str, Any](), lacking(config)
     for option, values in levers(config, shape):
         for value in values:
             settings = pulled | {option: value}
-            if option == "trainer.lora":  # which is not for weights in bfloat16
-                settings = {name: one for name, one in settings.items() if name != "trainer.weights"}
+            if option == "trainer.lora":  # excludes weights in bfloat16
+                settings = {name: other for name, other in settings.items() if name != "trainer.weights"}
                 settings |= {"trainer.weights": "float32"} if config.trainer.weights != "float32" else {}
             other = _with(config, settings)
             if least > 0 and other and (lack := lacking(other)) < least:
@@ -336,7 +342,7 @@ def _fits(config: RunConfig, settings: Mapping[str, Any], lacking: Callable[[Run
 
 
 def _with(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig | None:
-    """The run with some options set; None: that cannot be."""
+    """Returns the run with some options set, or None if these settings are invalid."""
     data = config.model_dump()
     for option, value in settings.items():
         *path, last = option.split(".")
@@ -350,11 +356,11 @@ def _with(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig | None:
         return None
 
 
-def _said(settings: Mapping[str, Any]) -> str:
+def _assignments(settings: Mapping[str, Any]) -> str:
     return " and ".join(f"{option} = {_toml(value)}" for option, value in settings.items())
 
 
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{name} = {_toml(one)}" for name, one in value.items()) + "}"
+        return "{" + ", ".join(f"{name} = {_toml(inner)}" for name, inner in value.items()) + "}"
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)

@@ -1,13 +1,13 @@
-"""Packed attention on GPUs by torch's flash attention: no masks, no copies of a prompt per response, nothing in vain.
+"""Packed attention on GPUs by torch's flash attention, without masks or a copy of the prompt per response.
 
-Two calls for a whole microbatch. In the first, prompts and responses attend to themselves, causally; in the second,
-responses to their group's prompt. A softmax over the keys of both is the mean of the two outputs, weighted by what each
-has summed up: with log-sum-exps a and b and L = log(e^a + e^b), the output is e^(a - L) of the one and e^(b - L) of the
-other. Backward gives each call the merged output and L, which makes its probabilities those of the whole softmax, and
-adds up what comes (as over the blocks of ring attention, arXiv 2310.01889).
+There are two calls for a whole microbatch. In the first, prompts and responses attend to themselves, causally. In the
+second, responses attend to their group's prompt. A softmax over the keys of both calls is the mean of the two outputs,
+weighted by their sums: with log-sum-exps a and b and L = log(e^a + e^b), the output is e^(a - L) of the first and e^(b
+- L) of the second. Backward gives each call the merged output and L, so its probabilities are those of the whole
+softmax, and adds the gradients (as over the blocks of ring attention, arXiv 2310.01889).
 
-Shape suffixes: N packed tokens, S tokens of a sequence, Q of them that are queries, R response tokens with a prompt, P
-tokens of the prompts of these, H heads, J key/value heads, K head dim.
+Shape suffixes: N packed tokens, S tokens of a sequence, Q queries among them, R response tokens with a prompt, P tokens
+of the prompts of these, H heads, J key/value heads, K head dim.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Which queries see which keys: those of the same number."""
+    """Segments of queries and of keys. Queries see the keys of the same number."""
 
     queries: Tensor
     """Index at which each segment of queries begins, and the last one ends, int32."""
@@ -44,17 +44,17 @@ class FlashAttend:
         self, prompt_lengths: Sequence[int], response_lengths: Sequence[tuple[int, ...]], device: torch.device
     ) -> None:
         own, responses, prompts, rows_R, rows_P, start = list[int](), list[int](), list[int](), [], [], 0
-        for prompt, given in zip(prompt_lengths, response_lengths, strict=True):
-            if len(given) == 1:  # with its prompt, one causal document
-                own.append(prompt + given[0])
+        for prompt, lengths in zip(prompt_lengths, response_lengths, strict=True):
+            if len(lengths) == 1:  # one causal document with its prompt
+                own.append(prompt + lengths[0])
             else:
-                own += [prompt, *given]
-            if len(given) > 1 and prompt:
-                responses.append(sum(given))
+                own += [prompt, *lengths]
+            if len(lengths) > 1 and prompt:
+                responses.append(sum(lengths))
                 prompts.append(prompt)
                 rows_P.append(torch.arange(start, start + prompt))
-                rows_R.append(torch.arange(start + prompt, start + prompt + sum(given)))
-            start += prompt + sum(given)
+                rows_R.append(torch.arange(start + prompt, start + prompt + sum(lengths)))
+            start += prompt + sum(lengths)
         own = [length for length in own if length]
         self._own = _segments(own, own, True, device)
         self._others = _segments(responses, prompts, False, device) if responses else None
@@ -67,7 +67,7 @@ class FlashAttend:
 
 
 def can_serve(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether torch has a kernel for these."""
+    """Returns whether torch has a kernel for these."""
     return device.type == "cuda" and dtype in DTYPES and head_dim <= MAX_HEAD_DIM and head_dim % 8 == 0
 
 
@@ -124,7 +124,7 @@ class _FlashFunction(torch.autograd.Function):
 
 
 def flash_forward(q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    """Output [N, H, K] and log-sum-exp [H, N], float32."""
+    """Returns output [N, H, K] and log-sum-exp [H, N], float32."""
     out_N_H_K, lse_H_N, *_ = torch.ops.aten._flash_attention_forward(
         q_N_H_K, k_N_J_K, v_N_J_K, segments.queries, segments.keys, segments.max_queries, segments.max_keys, 0.0,
         segments.is_causal, False,
@@ -133,7 +133,7 @@ def flash_forward(q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor, segments: S
 
 
 def flash_of_last(q_1_H_Q_K: Tensor, k_1_J_S_K: Tensor, v_1_J_S_K: Tensor) -> Tensor:
-    """Causal attention of the last Q of S tokens."""
+    """Returns causal attention of the last Q of S tokens."""
     return torch.ops.aten._scaled_dot_product_flash_attention(q_1_H_Q_K, k_1_J_S_K, v_1_J_S_K, 0.0, True)[0]
 
 
@@ -146,7 +146,7 @@ def flash_backward(
     lse_H_N: Tensor,
     segments: Segments,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    """Returns gradients of q, k and v."""
     state = torch.zeros(2, dtype=torch.uint64, device=q_N_H_K.device)  # of the dropout, which is 0
     return torch.ops.aten._flash_attention_backward(
         grad_N_H_K, q_N_H_K, k_N_J_K, v_N_J_K, out_N_H_K, lse_H_N, segments.queries, segments.keys,

@@ -1,4 +1,4 @@
-"""Readers of what a Hugging Face folder says of its model, besides the weights. Imports no torch."""
+"""Readers of a Hugging Face folder's description of its model, except the weights. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from llamarl.config import ConfigError, open_file, read_json
-from llamarl.config.hub import folder_of
+from llamarl.config.hub import folder_of, missing_folder
 from llamarl.models.shape import ModelShape, stop_ids
 from llamarl.models.vocabulary import unused_ids
 from llamarl.observability.metrics import megabytes
@@ -19,19 +19,22 @@ CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PEFT_WEIGHTS, PEFT_CONFIG, PEFT_PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 BASE_RECORD = "llamarl_base.json"
-"""File of an adapter's folder that tells where its base model lies, relative to it, and fingerprints of its weights."""
+"""File in an adapter's folder with the relative path of its base model, and fingerprints of that model's weights."""
 
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 
 
 def fingerprints(folder: str | Path) -> dict[str, str]:
-    """Fingerprint of each file of weights in `folder`, by name; of no folder, none.
+    """Returns the fingerprint of each file of weights in `folder`, by name; of no folder, none.
 
-    The size, and a digest of 64 blocks of 64 KiB spread over the file from its header to its end: a few milliseconds,
-    however large it is. That tells other weights and other shapes, as training moves them everywhere; of a file over
-    4 MiB it does not tell a few bytes that somebody changed. Raises ConfigError: a file cannot be read.
+    A fingerprint is the size and a digest of 64 blocks of 64 KiB, spread over the file from its header to its end. It
+    takes a few milliseconds for any size. It detects other weights and other shapes, because training changes weights
+    everywhere. In a file over 4 MiB it may miss a change of a few bytes.
+
+    Raises:
+        ConfigError: a file cannot be read.
     """
-    found = dict[str, str]()
+    digests = dict[str, str]()
     for path in sorted(folder_of(folder).glob("*.safetensors")):
         size, digest = path.stat().st_size, xxhash.xxh3_128()
         try:
@@ -41,17 +44,17 @@ def fingerprints(folder: str | Path) -> dict[str, str]:
                     digest.update(file.read(_SAMPLE_BYTES))
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}; copy it again") from None
-        found[path.name] = f"{size} bytes, xxh3-128 {digest.hexdigest()} of samples"
-    return found
+        digests[path.name] = f"{size} bytes, xxh3-128 {digest.hexdigest()} of samples"
+    return digests
 
 
 def is_adapter(folder: str | Path) -> bool:
-    """Whether a folder holds adapters and no whole model."""
+    """Returns whether a folder holds adapters and no whole model."""
     return (Path(folder) / PEFT_CONFIG).is_file() and not (Path(folder) / CONFIG).is_file()
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Files of the weights: one, or shards with an index. Raises ConfigError: one is missing."""
+    """Returns the files of the weights: one, or shards with an index. Raises ConfigError: one is missing."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / WEIGHTS_INDEX).is_file():
@@ -73,19 +76,19 @@ def loading_text(folder: str | Path) -> str:
 
 
 def opened(path: Path, framework: str = "pt") -> Any:
-    """A file of weights. Raises ConfigError: it is damaged."""
+    """Opens a file of weights. Raises ConfigError: it is damaged."""
     try:
         return safe_open(path, framework=framework)
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path} is no whole safetensors file ({error}); copy it again") from None
+        raise ConfigError(f"{path} is not a whole safetensors file ({error}); copy it again") from None
 
 
 def load_shape(folder: str | Path) -> ModelShape:
-    """The shape in `folder`/config.json, with the stop tokens of generation_config.json where that names any, and the
+    """Returns the shape in `folder`/config.json, with the stop tokens of generation_config.json if it has any, and the
     token ids that its tokenizer does not use.
 
     Raises:
-        ConfigError: no such folder or file, or a feature that the decoder does not have.
+        ConfigError: there is no such folder or file, or it has a feature that the decoder does not support.
     """
     folder = folder_of(folder)
     config = read_model_file(folder, CONFIG)
@@ -103,9 +106,9 @@ def load_shape(folder: str | Path) -> ModelShape:
 
 
 def read_model_file(folder: Path, name: str) -> dict[str, Any]:
-    """The JSON object in `folder`/`name`. Raises ConfigError when there is none."""
+    """Returns the JSON object in `folder`/`name`. Raises ConfigError: there is none."""
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}; name a Hugging Face model folder, or OWNER/NAME of the Hub")
+        raise ConfigError(missing_folder(folder))
     if not (folder / name).is_file():
         raise ConfigError(f"{folder} has no {name}; name a Hugging Face model folder")
     return read_json(folder / name, "copy the file again")

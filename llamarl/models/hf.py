@@ -30,37 +30,39 @@ from llamarl.sharding.tensor_parallel import is_expert, is_router
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 Read = Callable[[str, Box], Tensor]
-"""read(name, part): that part of a weight."""
+"""read(name, part): returns that part of a weight."""
 _WRITTEN = {CONFIG, GENERATION_CONFIG, WEIGHTS, *TOKENIZER_FILES}
 README = "README.md"
 CARD_MARK = "<!-- Written by `llamarl export`, which replaces this file while this line stays. -->"
-"""Line of a README.md that tells an export's from a user's."""
+"""Line of a README.md that marks an export's, which may be replaced."""
 _SMALL_SUFFIXES = {"", ".jinja", ".json", ".md", ".model", ".py", ".tiktoken", ".txt"}
-"""Suffixes of files besides the weights that belong to a model: licenses, vocabularies, templates, settings."""
+"""Suffixes of further files of a model: licenses, vocabularies, templates, settings."""
 _SMALL_BYTES = 64 << 20
 """Largest size of such a file."""
 _DTYPE_KEYS = ("torch_dtype", "dtype")
-"""Keys of config.json that name the type of the weights: of transformers 4 and 5."""
+"""Keys of config.json that name the type of the weights, in transformers 4 and 5."""
 
 
 def new_model(shape: ModelShape, seed: int, std: float) -> Transformer:
-    """A freshly initialized float32 model on the CPU."""
+    """Returns an initialized float32 model on the CPU."""
     with torch.device("meta"):
         model = Transformer(shape)
-    model.load_state_dict({name: torch.empty(one.shape) for name, one in model.state_dict().items()}, assign=True)
+    empty = {name: torch.empty(weight.shape) for name, weight in model.state_dict().items()}
+    model.load_state_dict(empty, assign=True)
     model.initialize(seed, std)
     return model
 
 
 class Weights(Headers):
-    """The tensors of a Hugging Face folder, of which any part can be read; all names and shapes have been checked."""
+    """The tensors of a Hugging Face folder. Any part can be read; all names and shapes have been checked."""
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A part of a tensor in the type of its file, maybe in its memory; zeros for an optional one that is missing.
+        """Returns a part of a tensor in the type of its file, maybe in its mapped memory; zeros for a missing optional
+        tensor.
 
         Raises:
-            ConfigError: it holds NaN or infinity, or only 0 where all tokens pass, or is a part of tied embeddings that
-                differs from the head that the checkpoint has beside them.
+            ConfigError: it holds NaN or infinity, or only 0 although all tokens pass through it, or it is a part of
+                tied embeddings that differs from the checkpoint's head.
         """
         names = self._names[name]
         if names[0] not in self._files:
@@ -69,23 +71,27 @@ class Weights(Headers):
         if not torch.isfinite(part).all():
             raise ConfigError(f"{self._folder}: `{name}` holds NaN or infinity; copy or make the checkpoint again")
         if name == LAST_NORM and part.numel() and not part.any():
-            raise ConfigError(f"{self._folder}: `{name}` is 0 throughout, so every token is as likely; copy it again")
+            raise ConfigError(
+                f"{self._folder}: `{name}` is 0 throughout, so all tokens are equally likely; copy it again"
+            )
         if name == EMBEDDING and self._is_tied and self.other_head is not None:
             self.check_tied_head(torch.equal(_part(self.other_head, HEAD, box).float(), part.float()))
         return part
 
     def _experts(self, names: Sequence[str], box: Box) -> Tensor:
-        """Parts of the matrices of some experts, stacked. Of other experts, and of other parts, nothing is read."""
+        """Returns parts of the matrices of some experts, stacked. Reads nothing else."""
         chosen = names[box.starts[0] : box.stops[0]]
         with ExitStack() as leaving:
             files = {path: leaving.enter_context(opened(path)) for path in {self._files[name] for name in chosen}}
             slices = [files[self._files[name]].get_slice(name) for name in chosen]
             inner = Box(box.starts[1:], box.stops[1:])
-            return torch.stack([one[inner.within(Box.whole(one.get_shape()))] for one in slices])
+            return torch.stack([matrix[inner.within(Box.whole(matrix.get_shape()))] for matrix in slices])
 
     def read_all(self, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
-        """Copies of whole tensors: those in the mapped file are not aligned for fast matmuls, and it may change. A
-        router is float32 at least."""
+        """Returns copies of whole tensors, routers in float32 at least.
+
+        Copies, because tensors in the mapped file are not aligned for fast products, and the file may change.
+        """
         exact = torch.promote_types(dtype, torch.float32)
         return {
             name: self.read(name, Box.whole(shape)).to(device, exact if is_router(name) else dtype, copy=True)
@@ -94,8 +100,8 @@ class Weights(Headers):
 
 
 def open_model(folder: str | Path) -> tuple[Transformer, Weights]:
-    """The model in `folder`, from one safetensors file or from shards with an index: on the meta device, without any
-    memory, and its weights.
+    """Returns the model in `folder` on the meta device, and its weights, from one safetensors file or from shards with
+    an index.
 
     Raises:
         ConfigError: see `Weights`.
@@ -107,7 +113,7 @@ def open_model(folder: str | Path) -> tuple[Transformer, Weights]:
 
 
 def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device | str) -> Transformer:
-    """The model in `folder`, all of it.
+    """Returns the whole model in `folder`.
 
     Raises:
         ConfigError: see `Weights` and `Weights.read`.
@@ -118,7 +124,8 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: torch.device | st
 
 
 def save_model(model: Transformer, folder: str | Path, tokenizer_folder: str | Path | None) -> None:
-    """Write `model` as a folder that transformers loads, with the tokenizer files of `tokenizer_folder`, if given.
+    """Writes `model` as a folder that transformers loads, with the tokenizer files of `tokenizer_folder`, if there is
+    one.
 
     Sharded parameters must be gathered first: see `save_tensors`.
     """
@@ -135,15 +142,15 @@ def save_tensors(
     dtype: torch.dtype | None = None,
     texts: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Write whole tensors, named as in `Transformer.state_dict()`, as a Hugging Face folder: all of it or nothing.
+    """Writes whole tensors, named as in `Transformer.state_dict()`, as a Hugging Face folder, atomically.
 
     An older export in `folder` is replaced.
 
     Args:
-        base: folder of the model that was trained; its small files and the keys of its config.json are copied.
+        base: folder of the model that was trained. Its small files and the keys of its config.json are copied.
         dtype: type of the matrices in the file. Norms, biases and routers, which the generator computes with in
             float32, keep theirs. None means that all tensors keep their type.
-        texts: contents of further files by name; they replace files of `base` and of the tokenizer.
+        texts: contents of further files by name. They replace files of `base` and of the tokenizer.
 
     Raises:
         ConfigError: `folder` holds other files, which replacing it would delete, or there is no tokenizer to copy.
@@ -169,7 +176,7 @@ def save_tensors(
             raise ConfigError(f"cannot write to {folder}: {error}; name a folder on a disk with room") from None
         written = str(whole[EMBEDDING].dtype).removeprefix("torch.")
         write_json(new / CONFIG, _config_json(shape, base, written))
-        (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode)  # safetensors lets its owner alone read it
+        (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode)  # safetensors makes it readable for its owner only
         if not (new / GENERATION_CONFIG).exists():
             write_json(new / GENERATION_CONFIG, _generation_config(shape))
         for name, text in texts.items():
@@ -177,8 +184,11 @@ def save_tensors(
 
 
 def small_files(base: str | Path) -> list[Path]:
-    """Files of a model's folder besides weights, config.json, README.md and records of llamarl, by name: what an export
-    copies. Links out of the folder are left out, except those of the Hub's cache: an export may be published."""
+    """Returns the files of a model's folder that an export copies, by name: all but weights, config.json, README.md and
+    records of llamarl.
+
+    Links out of the folder are skipped, except those of the Hub's cache, because an export may be published.
+    """
     folder = folder_of(base)
     real = folder.resolve()
     root = real.parents[1] if real.parent.name == "snapshots" else real
@@ -196,23 +206,23 @@ def small_files(base: str | Path) -> list[Path]:
 
 
 def _config_json(shape: ModelShape, base: str | Path | None, dtype: str) -> dict[str, Any]:
-    """Content of config.json: that of the base model, of which training decides the type of the weights alone."""
-    found = folder_of(base) / CONFIG if base else None
-    if found is None or not found.is_file():
+    """Returns the content of config.json: that of the base model with the trained type of weights."""
+    path = folder_of(base) / CONFIG if base else None
+    if path is None or not path.is_file():
         return shape.to_hf() | {"torch_dtype": dtype}
-    config = read_json(found, "copy the file again")
+    config = read_json(path, "copy the file again")
     named = [key for key in _DTYPE_KEYS if key in config] or ["torch_dtype"]
-    if "num_nextn_predict_layers" in config:  # layers that no model here has, and so no export
+    if "num_nextn_predict_layers" in config:  # models here, and so exports, have no such layers
         config["num_nextn_predict_layers"] = 0
     return config | dict.fromkeys(named, dtype)
 
 
 @contextmanager
 def replaced_folder(folder: Path, names: Collection[str]) -> Iterator[Path]:
-    """An empty folder that takes the place of `folder` in the end, with all that was written into it, or not at all.
+    """Yields an empty folder that replaces `folder` at the end, with everything written into it, or not at all.
 
     Args:
-        names: of files that an older one may hold.
+        names: names of files that an older export may hold.
 
     Raises:
         ConfigError: `folder` holds other files, which replacing it would delete, another process writes it, or it
@@ -250,7 +260,7 @@ def _generation_config(shape: ModelShape) -> dict[str, Any]:
 
 
 def _part(path: Path, name: str, box: Box) -> Tensor:
-    """No other bytes are read; the file is closed, so that what was mapped of it does not add up."""
+    """Returns a part of a tensor. Reads no other bytes, and closes the file, so mapped memory does not accumulate."""
     with opened(path) as file:
         tensor = file.get_slice(name)
         return tensor[box.within(Box.whole(tensor.get_shape()))]
@@ -267,12 +277,11 @@ def _check_replaceable(folder: Path, names: Collection[str]) -> None:
 
 
 def copy_tokenizer(source: str | Path, to: Path) -> None:
-    """The files of a tokenizer that are there."""
+    """Copies the files of a tokenizer that exist."""
     for file in (folder_of(source) / name for name in TOKENIZER_FILES):
         if file.is_file():
             shutil.copyfile(file, to / file.name)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Indented."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

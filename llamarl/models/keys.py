@@ -1,7 +1,7 @@
-"""Keys of a Hugging Face `config.json`: those that decide the computation, those known not to, and no others.
+"""Keys of a Hugging Face `config.json`: keys that decide the computation, and keys known not to.
 
-An unknown key may multiply, cap or mask something, and a model that is computed without it is another model. So it is
-refused by name. Imports no torch.
+An unknown key may scale, cap or mask something, and a model computed without it is another model. So unknown keys are
+refused by name. No torch.
 """
 
 from __future__ import annotations
@@ -59,23 +59,23 @@ _FIXED: dict[str, Any] = {
     "pruned_heads": {},
     "chunk_size_feed_forward": 0,
 }
-"""Keys that may be absent, and the only value of each that the decoder computes."""
+"""Keys that may be absent, with the only value that the decoder computes."""
 _FIXED_OF: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True},
     "qwen3": {"use_qk_norm": True},
     "qwen3_moe": {"use_qk_norm": True},
     "glm4_moe": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
 }
-"""The same where a family computes something else."""
+"""The same for families that compute something else."""
 HARMLESS = {
-    # what wrote the file, and how it is to be loaded
+    # the writer of the file, and how to load it
     "model_type", "architectures", "transformers_version", "transformers.js_config", "torch_dtype", "dtype", "auto_map",
     "trust_remote_code",
     "tokenizer_class", "model_name", "name_or_path", "language", "license", "tags", "is_llama_config",
     "finetuning_task",
     "unsloth_version", "unsloth_fixed", "attn_implementation", "use_flash_attn", "use_flash_attention",
     "gradient_checkpointing", "torchscript", "use_bfloat16", "tf_legacy_loss", "low_cpu_mem_usage",
-    # what a class of transformers returns, and training from scratch
+    # what a class of transformers returns, and training from random weights
     "use_cache", "return_dict", "return_dict_in_generate", "output_hidden_states", "output_attentions", "output_scores",
     "output_router_logits", "router_aux_loss_coef", "initializer_range", "pretraining_tp", "is_decoder",
     "cross_attention_hidden_size", "num_nextn_predict_layers", "problem_type", "num_labels", "id2label", "label2id",
@@ -89,12 +89,14 @@ HARMLESS = {
     "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "suppress_tokens",
     "begin_suppress_tokens", "exponential_decay_length_penalty", "remove_invalid_values",
 }  # fmt: skip
-"""Keys that change nothing of what the decoder computes for given tokens."""
+"""Keys that do not change what the decoder computes for given tokens."""
 
 
 def check_keys(config: Mapping[str, Any], family: str) -> None:
-    """Raises ConfigError: a key has a value that the decoder does not compute, or it is unknown. A key with the value
-    null counts as absent, and one that begins with `_` belongs to the library that wrote the file."""
+    """Raises ConfigError: a key has a value that the decoder does not compute, or the key is unknown.
+
+    A key with the value null counts as absent. A key that begins with `_` belongs to the library that wrote the file.
+    """
     computed, fixed = COMPUTED[family], _FIXED | _FIXED_OF.get(family, {})
     for key, value in config.items():
         if value is None or key in computed:
@@ -103,21 +105,20 @@ def check_keys(config: Mapping[str, Any], family: str) -> None:
             if value != fixed[key]:
                 refuse(key, value, f"only {fixed[key]!r} is supported")
         elif key not in HARMLESS and not key.startswith("_"):
-            others = sorted(one for one, keys in COMPUTED.items() if key in keys)
-            meant = f"{', '.join(others)} has such a key, {family} does not" if others else "no such key is known"
-            refuse(key, value, f"{meant}; remove it if it changes nothing that the model computes")
+            others = sorted(other for other, keys in COMPUTED.items() if key in keys)
+            reason = f"{', '.join(others)} has such a key, {family} does not" if others else "no such key is known"
+            refuse(key, value, f"{reason}; remove it if it changes nothing that the model computes")
 
 
 def same_value(config: Mapping[str, Any], *keys: str) -> Any:
-    """Returns the value of keys that mean the same, or None if all are absent. Raises ConfigError: two differ."""
-    found = {key: config[key] for key in keys if config.get(key) is not None}
-    for key, value in found.items():
-        if value is not (first := next(iter(found.values()))) and value != first:
-            refuse(key, value, f"`{next(iter(found))}` = {first!r} says otherwise; correct one of them")
-    return next(iter(found.values()), None)
+    """Returns the value of keys with the same meaning, or None if all are absent. Raises ConfigError: two differ."""
+    values = {key: config[key] for key in keys if config.get(key) is not None}
+    for key, value in values.items():
+        if value is not (first := next(iter(values.values()))) and value != first:
+            refuse(key, value, f"it contradicts `{next(iter(values))}` = {first!r}; correct one of them")
+    return next(iter(values.values()), None)
 
 
-def refuse(key: str, value: object, why: str) -> NoReturn:
-    """Raises ConfigError."""
-    said = repr(value)
-    raise ConfigError(f"config.json: `{key}` = {said if len(said) <= 200 else said[:200] + ' ...'}; {why}")
+def refuse(key: str, value: object, reason: str) -> NoReturn:
+    text = repr(value)
+    raise ConfigError(f"config.json: `{key}` = {text if len(text) <= 200 else text[:200] + ' ...'}; {reason}")

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): a frozen matrix W is used as W + scale * B @ A.
 
 Parameters are named as in PEFT's files, without its prefix: `PROJECTION.lora_A.weight` [r, in] and
-`PROJECTION.lora_B.weight` [out, r] beside `PROJECTION.weight` [out, in].
+`PROJECTION.lora_B.weight` [out, r] next to `PROJECTION.weight` [out, in].
 
 Shape suffixes: N packed tokens, I and O inputs and outputs of a projection, R rank of its adapter.
 """
@@ -54,11 +54,12 @@ class LoraLinear(nn.Module):
 
 
 def add_adapters(model: Transformer, config: LoraConfig, seed: int, dtype: torch.dtype = torch.float32) -> None:
-    """Freezes a model and gives the projections `config.targets` of all layers an adapter, which changes nothing yet.
+    """Freezes a model and gives the projections `config.targets` of all layers an adapter, which changes nothing at
+    first.
 
     Args:
-        seed: of the adapters' first values.
-        dtype: in which adapted projections are kept, as they are computed in it: frozen ones need no better copy.
+        seed: seed of the adapters' first values.
+        dtype: type of frozen adapted projections, which are also computed in it.
     """
     model.requires_grad_(False)
     for name, base in list(model.named_modules()):
@@ -78,8 +79,10 @@ def add_adapters(model: Transformer, config: LoraConfig, seed: int, dtype: torch
 
 
 def first_values(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """Values that an adapter begins with, float32 on the CPU, the same whoever asks: A uniform within +-1 /
-    sqrt(inputs), as PEFT draws it, and B zero, so that the model begins as what it was."""
+    """Returns an adapter's first values, float32 on the CPU, the same on every rank.
+
+    A is uniform within +-1 / sqrt(inputs), as in PEFT. B is zero, so the model's outputs do not change at first.
+    """
     if name.endswith(B):
         return torch.zeros(shape)
     generator = torch.Generator("cpu").manual_seed(crc32(f"{seed}/{name}".encode()))
@@ -87,7 +90,7 @@ def first_values(name: str, shape: torch.Size, seed: int) -> Tensor:
 
 
 def adapted_weights(shape: ModelShape, config: LoraConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the matrices that have an adapter, in the order of the model."""
+    """Yields names and shapes of the matrices that have an adapter, in the order of the model."""
     with torch.device("meta"):
         model = Transformer(shape)
     for name, weight in model.named_parameters():
@@ -96,13 +99,13 @@ def adapted_weights(shape: ModelShape, config: LoraConfig) -> Iterator[tuple[str
 
 
 def adapter_of(adapters: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
-    """A and B of the matrix `name`."""
+    """Returns A and B of the matrix `name`."""
     module = name.removesuffix("weight")
     return adapters[f"{module}{A}"], adapters[f"{module}{B}"]
 
 
 def merged(weight_O_I: Tensor, a_R_I: Tensor, b_O_R: Tensor, scale: float) -> Tensor:
-    """W + scale * B @ A, float32 (float64 for float64)."""
+    """Returns W + scale * B @ A, float32 (float64 for float64)."""
     dtype = torch.promote_types(weight_O_I.dtype, torch.float32)
     return torch.addmm(weight_O_I.to(dtype), b_O_R.to(dtype), a_R_I.to(dtype), alpha=scale)
 
@@ -116,12 +119,13 @@ def save_adapters(
     dtype: torch.dtype = torch.float32,
     texts: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Writes adapters as a folder that PEFT loads onto the model `base`, with the small files of `base`: all of it or
-    nothing. A record next to them finds and recognizes the base model when both folders have moved.
+    """Writes adapters as a folder that PEFT loads onto the model `base`, with the small files of `base`, atomically.
+
+    A record in the folder finds and recognizes the base model when both folders have moved.
 
     Args:
         dtype: type of the adapters in the file.
-        texts: contents of further files by name; they replace files of `base`.
+        texts: contents of further files by name. They replace files of `base`.
 
     Raises:
         ConfigError: `folder` holds other files.
@@ -150,12 +154,12 @@ def save_adapters(
             (new / file).write_text(text, encoding="utf-8")
         tensors = {f"{PEFT_PREFIX}{name}": tensor.to(dtype).contiguous() for name, tensor in adapters.items()}
         save_file(tensors, new / PEFT_WEIGHTS, metadata={"format": "pt"})
-        (new / PEFT_WEIGHTS).chmod(new.stat().st_mode & 0o666)  # safetensors lets its owner alone read it
+        (new / PEFT_WEIGHTS).chmod(new.stat().st_mode & 0o666)  # safetensors makes it readable for its owner only
         write_json(new / PEFT_CONFIG, settings)
         write_json(new / BASE_RECORD, record)
 
 
 def _snapshot_name(base: str) -> HubName | None:
-    """The name of the Hub of a folder in the cache of the Hub's client; None means that it is another folder."""
-    found = re.search(r"/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})/?$", base)
-    return HubName.of(f"{found[1]}/{found[2]}@{found[3]}") if found else None
+    """Returns the Hub name of a folder in the cache of the Hub's client, or None for another folder."""
+    match = re.search(r"/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})/?$", base)
+    return HubName.of(f"{match[1]}/{match[2]}@{match[3]}") if match else None

@@ -1,4 +1,4 @@
-"""Removal of token ids without a token from logits.
+"""Removes ids without a token from logits.
 
 Shape suffixes: N rows, V (a tile of the) vocabulary.
 """
@@ -12,15 +12,15 @@ from torch import Tensor
 from llamarl.models.vocabulary import Spans
 
 NEVER = -1e30
-"""Logit of an unused id: its probability is exactly 0. Finite, because the difference of two infinities is NaN."""
+"""Logit of an unused id, whose probability is exactly 0. Finite, because the difference of two infinities is NaN."""
 
 
 class UnusedIds:
-    """Token ids that get no probability. Generators and trainers remove the same ones, so their log-probabilities are
-    normalized over the same tokens."""
+    """Token ids without probability. Generators and trainers remove the same ids, so both normalize over the same
+    tokens."""
 
     def __init__(self, spans: Spans) -> None:
-        self._ids = np.array([one for span in spans for one in range(*span)], np.int64)
+        self._ids = np.array([token for span in spans for token in range(*span)], np.int64)
         self._tensors = dict[torch.device, Tensor]()
 
     def __len__(self) -> int:

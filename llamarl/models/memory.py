@@ -1,5 +1,5 @@
-"""Memory that models take of a device, per rank and by kind: the one sum behind what `plan` lays out, what a start
-refuses, and what `--dry-run` shows (docs/planner.md). Imports no torch.
+"""Device memory that models need, per rank and by kind. `plan`, the check at start and `--dry-run` all use this sum
+(docs/planner.md). No torch.
 
 It is plain arithmetic, so a layout's sizes may be numbers or arrays of many layouts. D model dim, Q and V query and
 key/value widths, F feed-forward dim, N tokens.
@@ -19,14 +19,14 @@ from llamarl.models.sizes import DecoderSizes, adapted, adapter_parameters
 from llamarl.sharding.tensor_parallel import cuts_by_expert, is_expert, is_quantizable, sharded_dim
 
 Number = Any
-"""A number, or an array with one for each of many layouts."""
+"""A number, or an array with one number for each of many layouts."""
 Parts = dict[str, Number]
-"""Bytes by kind; they add up."""
+"""Bytes by kind, to be summed."""
 
 WIDTHS: dict[str, int] = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
 """Bytes of a weight in a generator."""
 TILE_LOGITS = 1 << 23
-"""Logits held at once in training, in elements: 32 MiB of float32. Larger tiles are no faster
+"""Logits in memory at once in training, in elements: 32 MiB of float32. Larger tiles are no faster
 (`benchmarks/training.py`)."""
 BLOCK_COLUMNS = 256
 """Columns of a row of an 8-bit moment that share a scale."""
@@ -35,39 +35,39 @@ MOMENTS_BYTES = {"float32": 8.0, "8bit": 2 + 8 / BLOCK_COLUMNS}
 
 
 UNEVEN_EXPERTS = 1.3
-"""Rows of the fullest of the ranks that share the experts of a mixture, over their mean. Assumed: routers were trained
-to be even, over far more tokens than a microbatch has, and a rank has several experts."""
+"""Rows of the fullest of the ranks that share the experts of a mixture, over their mean. An assumption: routers were
+trained to be even, over far more tokens than a microbatch has, and a rank has several experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerLoad:
-    """All that decides what one rank of a trainer, or of a critic, holds."""
+    """Everything that decides the memory of one rank of a trainer or critic."""
 
     tokens: Number
     """Tokens of the largest microbatch of a data-parallel rank."""
     targets: Number
-    """Tokens of it whose log-probability is computed."""
+    """Tokens among them whose log-probability is computed."""
     keys: Number
-    """Keys that masked attention copies: each prompt once, and per response the prompt and as many as the longest
+    """Keys that masked attention copies: each prompt once, and per response the prompt and as many keys as the longest
     response of the group has. Flash attention copies none."""
     half: bool
-    """Computes in bfloat16."""
+    """Whether it computes in bfloat16."""
     checkpointing: bool
     flash: bool
-    """Attention on a GPU in bfloat16, without context ranks."""
+    """Whether attention is on a GPU in bfloat16, without context ranks."""
     on_gpu: bool
-    """Its head's tiles are wider there."""
+    """Whether it computes on a GPU, where tiles of the head are wider."""
     fused: bool
-    """Operations of `kernels/half.py` compute: on a GPU in bfloat16, without `torch.compile`."""
+    """Whether operations of `kernels/half.py` compute: on a GPU in bfloat16, without `torch.compile`."""
     tp: Number = 1
     cp: Number = 1
     pp: Number = 1
     shards: Number = 1
     """Ranks that share one tensor-parallel part of all weights (FSDP2)."""
     ep: Number = 1
-    """Ranks among them that share the experts of a mixture by number; `shards / ep` ranks share the rows of those."""
+    """Ranks among them that hold different experts of a mixture. `shards / ep` ranks share the rows of each."""
     is_critic: bool = False
-    """One output per token instead of a vocabulary."""
+    """Whether it has one output per token instead of a vocabulary."""
     weight: int = 4
     """Bytes of a trained weight, and of its gradient."""
     moments: float = MOMENTS_BYTES["float32"]
@@ -76,15 +76,15 @@ class TrainerLoad:
 
 
 def trainer_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
-    """Bytes of one rank in training, after its first step, at the peak of a later one; moments too, wherever they
-    lie."""
+    """Returns bytes of one rank in training, after its first step, at the peak of a later one. Includes moments on any
+    device."""
     vocabulary = sizes.vocab_size * sizes.hidden_size
     whole = sizes.num_parameters - (vocabulary if load.is_critic and not sizes.tie_embeddings else 0)
-    # Layers are dealt to the stages; the first holds the embedding, the last the head.
+    # Each stage has some layers. The first also has the embedding, the last the head.
     held = np.ceil(sizes.num_layers / load.pp) * sizes.layer_parameters
     rest = whole - sizes.num_layers * sizes.layer_parameters
     held = held + np.where(load.pp > 1, np.minimum(rest, vocabulary), rest)
-    # Whole experts are not always as many for each rank.
+    # The numbers of whole experts per rank may differ.
     held = held + sizes.expert_parameters / load.pp * (load.shards * expert_share(sizes, load.shards, load.ep) - 1)
     ranks, trained = load.tp * load.shards, held
     parts: Parts = {}
@@ -93,7 +93,9 @@ def trainer_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
     else:
         inner = _frozen(sizes, load.lora) * sizes.num_layers
         trained = adapter_parameters(sizes, load.lora) / load.pp
-        frozen = 4 * held - (2 * inner / load.pp if load.half else 0)  # adapted projections are kept as they compute
+        frozen = 4 * held - (
+            2 * inner / load.pp if load.half else 0
+        )  # adapted projections are kept in the type of compute
         parts["weights"] = (frozen + 4 * trained) / ranks
     parts["gradients"] = load.weight * trained / ranks
     parts["moments"] = load.moments * trained / ranks
@@ -101,8 +103,8 @@ def trainer_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
 
 
 def expert_share(sizes: DecoderSizes, shards: Number, ep: Number) -> Number:
-    """Share of a mixture's experts that the fullest of `shards` ranks holds: FSDP2 gives whole ones, or, where `ep`
-    ranks have them by number, rows of each, which a start wants even."""
+    """Returns the share of a mixture's experts that the fullest of `shards` ranks holds. FSDP2 distributes whole
+    experts. With `ep` ranks share the rows of experts, which the check at start requires to be even."""
     if sizes.moe is None:
         return 1 / shards
     whole = np.ceil(sizes.moe.num_experts / shards) / sizes.moe.num_experts
@@ -110,24 +112,24 @@ def expert_share(sizes: DecoderSizes, shards: Number, ep: Number) -> Number:
 
 
 def _peak(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
-    """Bytes that a microbatch takes at the worst moment: when the layers' forward ends, in the backward of the head, in
-    that of a layer, or in that of the embedding (with FSDP2, when the gradients of both ends are shared out)."""
+    """Returns bytes of a microbatch at the worst moment: the end of the layers' forward, or the backward of the head,
+    of a layer, or of the embedding (with FSDP2, when the gradients of embedding and head are scattered)."""
     vocabulary = 0 if load.is_critic else sizes.vocab_size * sizes.hidden_size / load.tp
     width, hidden, is_cut = 2 if load.half else 4, sizes.hidden_size, np.asarray(load.shards) > 1
     rows, layer = load.tokens / (load.cp * load.tp), activation_bytes(sizes, load)
     table = 8 * sizes.head_dim * (sizes.max_position_embeddings + load.tokens / load.cp)
     ends = 2 * 4 * hidden * rows + table
-    # A pipeline's first stage holds its part of the layers for as many microbatches as there are stages.
+    # A pipeline's first stage keeps its layers' activations of as many microbatches as there are stages.
     kept = sizes.num_layers * (4 * hidden * rows if load.checkpointing else layer)
-    # Gradients of gate, up and their product, of experts' rows, and of the residual stream; recomputed, also the layer.
-    # Fused, the product is gone when its gradient comes, and so are rows that were normed.
+    # Gradients of gate, up and their product, of experts' rows, and of the residual stream. With recomputation also the
+    # layer. Fused operations have freed the product and normed rows by then.
     active = _active_width(sizes, load)
     copied = hidden * sizes.rows_per_token * _uneven(load)
     work = (width * ((_inner(sizes, load) - 1) * active + copied) + 12 * hidden * (not load.fused)) * rows
     work = work + (layer if load.checkpointing else 0)
     last = _inner(sizes, load) * width * active * rows if load.checkpointing else 0
-    gradient = load.weight * vocabulary if load.lora is None else 0  # comes whole; a frozen head has none
-    # The embedding's comes whole, too; where it is the head, both of them and their sum are there at once.
+    gradient = load.weight * vocabulary if load.lora is None else 0  # whole; a frozen head has none
+    # The embedding's is whole too. If it is also the head, both gradients and their sum exist at once.
     is_one = sizes.tie_embeddings and not load.is_critic
     ends_gradient = (3 if is_one else 1) * load.weight * sizes.vocab_size * hidden / load.tp * (load.lora is None)
     logits = 0 if load.is_critic else _logits(sizes, load) + width * hidden * load.targets + gradient
@@ -142,7 +144,7 @@ def _peak(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
             "activations": kept + ends,
             "head": logits,
         },
-        # The head's gradient waits: for what the embedding adds where they are one, with FSDP2 for the embedding's.
+        # The head's gradient stays until the embedding adds to it if both are one, with FSDP2 until the embedding's.
         {
             "copies": np.where(is_cut, gathered + sent, after),
             "activations": kept + table + work,
@@ -159,9 +161,11 @@ def _peak(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
 
 
 def _logits(sizes: DecoderSizes, load: TrainerLoad) -> Number:
-    """Bytes of tiles of logits; on GPUs, where they have as many columns as hidden states, of one with its gradient,
-    and of the gradient of the hidden states, which is added up in float32, with what is added; or of the next tile
-    beside one and its gradient."""
+    """Returns bytes of tiles of logits.
+
+    On GPUs a tile has at least as many columns as hidden states. The peak is a tile with its gradient and the gradient
+    of the hidden states, which is summed in float32, with its addend; or a tile with its gradient and the next tile.
+    """
     if not load.on_gpu:
         return 3 * 4 * TILE_LOGITS
     hidden, width = sizes.hidden_size * load.targets, 2 if load.half else 4
@@ -170,59 +174,66 @@ def _logits(sizes: DecoderSizes, load: TrainerLoad) -> Number:
 
 
 def _inner(sizes: DecoderSizes, load: TrainerLoad) -> int:
-    """Gate, up and their product, and silu of gate where it is an operation of its own."""
+    """Returns the number of feed-forward activations: gate, up and their product, and silu of gate if that is a
+    separate operation."""
     return 3 if load.fused and sizes.moe is None else 4
 
 
 def _uneven(load: TrainerLoad) -> Number:
-    """Rows of a rank's experts over its own rows."""
+    """Returns rows of a rank's experts over the rank's rows."""
     return np.where(np.asarray(load.ep) > 1, UNEVEN_EXPERTS, 1)[()]
 
 
 def _active_width(sizes: DecoderSizes, load: TrainerLoad) -> Number:
-    """Columns of feed-forward that a layer computes for each of a rank's tokens."""
+    """Returns the columns of feed-forward that a layer computes for each of a rank's tokens."""
     return sizes.active_width + (_uneven(load) - 1) * sizes.routed_width
 
 
 def _cast(sizes: DecoderSizes, load: TrainerLoad) -> tuple[Number, Number]:
-    """Bytes of the copies of all layers' matrices in bfloat16, and of one layer's. Those of autocast live until the
-    forward ends, and longer where activations are kept; fused products keep theirs until the step ends."""
+    """Returns bytes of the bfloat16 copies of all layers' matrices, and of one layer's.
+
+    Autocast keeps its copies until the forward ends, and longer if activations are kept. Fused products keep theirs
+    until the step ends.
+    """
     one = 2 * (sizes.layer_parameters - _frozen(sizes, load.lora)) / load.tp if load.half and load.weight == 4 else 0
     return one * np.ceil(sizes.num_layers / load.pp), one
 
 
 def _gathered(sizes: DecoderSizes, load: TrainerLoad) -> tuple[Number, Number, Number]:
-    """Bytes that FSDP2 has whole: of a layer in use and the next one ahead, with embedding and head in float32; of a
-    layer's gradients as they come and, in float32, as they are sent; and at the end of embedding and head, with their
-    gradients, of which there are three where they are one, beside the last layer's."""
+    """Returns bytes of tensors that FSDP2 holds whole, at three moments.
+
+    First: a layer in use and the next one, with embedding and head in float32. Second: a layer's gradients as they are
+    computed and, in float32, as they are sent. Third: embedding and head, with their gradients (three of them if both
+    are one matrix), and the last layer's.
+    """
     width, experts = 2 if load.half else 4, sizes.layer_expert_parameters
-    # Of experts a rank gathers those of its number, padded to shares as large as the largest. Shared by `ep` ranks they
-    # come by themselves, so a layer's are there without the next one's.
-    own = experts * expert_share(sizes, load.shards, load.ep) * load.shards / load.ep / load.tp
-    layer = (sizes.layer_parameters - experts) / load.tp + own
-    two = 2 * layer - own * (np.asarray(load.ep) > 1)
+    # A rank gathers its experts, padded to the largest share. With `ep` ranks a layer's experts are gathered alone,
+    # without those of the next layer.
+    local_experts = experts * expert_share(sizes, load.shards, load.ep) * load.shards / load.ep / load.tp
+    layer = (sizes.layer_parameters - experts) / load.tp + local_experts
+    two = 2 * layer - local_experts * (np.asarray(load.ep) > 1)
     ends = (1 if load.is_critic else 2 - sizes.tie_embeddings) * sizes.vocab_size * sizes.hidden_size / load.tp
     gathered = width * two + load.weight * ends
     if load.lora:
         return gathered, 0, 4 * ends
     is_one = sizes.tie_embeddings and not load.is_critic
-    outer = load.weight * ((4 if is_one else 2) + (load.weight == 2)) * ends  # of bfloat16, a sum beside them
+    outer = load.weight * ((4 if is_one else 2) + (load.weight == 2)) * ends  # bfloat16 gradients also have their sum
     return gathered, (width + 4) * layer, outer + width * two
 
 
 def _frozen(sizes: DecoderSizes, lora: LoraConfig | None) -> int:
-    """Scalars in the projections of a layer that have an adapter."""
+    """Returns scalars in the projections of a layer that have an adapter."""
     return sum(map(math.prod, adapted(sizes, lora))) if lora else 0
 
 
 def activation_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Number:
-    """Bytes that one layer keeps of a microbatch from forward to backward, where it is not computed again."""
+    """Returns bytes of a microbatch that a layer keeps between forward and backward, without recomputation."""
     query, kv, tokens = sizes.query_size, sizes.kv_size, load.tokens / load.cp
     hidden, inner = sizes.hidden_size, _active_width(sizes, load)
     width, lora = (2 if load.half else 4), load.lora
-    # Residual stream at two places, and both normed before their weights are applied (which frozen ones do not need).
-    # Tensor ranks have rows of their own there; what goes into blocks is gathered, and cast for each of its products.
-    own = 4 * hidden * (2 + 2 * (lora is None and not load.fused))
+    # The residual stream at two places, and both normed before their weights are applied (frozen weights need neither).
+    # Each tensor rank has its rows there. Inputs of blocks are gathered, and cast for each product.
+    residual = 4 * hidden * (2 + 2 * (lora is None and not load.fused))
     if load.fused:  # cast once
         targets = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"} if lora is None else {*lora.targets}
         blocks = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
@@ -232,25 +243,27 @@ def activation_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Number:
         gathered = 2 * hidden * casts
     else:
         gathered = 4 * hidden * 2
-    # Of a mixture also its experts' rows.
+    # In a mixture also the experts' rows.
     heads = width * (_inner(sizes, load) * inner + hidden * sizes.rows_per_token * _uneven(load))
-    # Queries, keys, values, outputs, and the logarithm of each query's sum; without flash attention queries and outputs
-    # twice, as they also have an order of its own.
+    # Queries, keys, values, outputs, and the logarithm of each query's sum. Without flash attention queries and outputs
+    # twice, because attention needs them in another order.
     heads += width * (2 * query + 2 * kv) + 4 * sizes.num_heads if load.flash else width * 4 * query
     if sizes.qk_norm:
         heads += (2 if lora is None else 1) * 4 * (query + kv)
     copied = 0 if load.flash else width * 2 * query * load.keys / (load.cp * load.tp)
-    return (own / load.tp + gathered + heads / load.tp) * tokens + copied
+    return (residual / load.tp + gathered + heads / load.tp) * tokens + copied
 
 
 def kv_token_bytes(sizes: DecoderSizes, tp: Number, width: int) -> Number:
-    """Bytes of a token's keys and values on one rank; a head cannot be split, so beyond their number it is repeated."""
+    """Returns bytes of a token's keys and values on one rank. Heads are not split: more ranks than heads repeat
+    them."""
     return 2 * sizes.num_layers * sizes.head_dim * width * np.maximum(np.ceil(sizes.num_kv_heads / tp), 1)
 
 
 def served_bytes(sizes: DecoderSizes, width: Number, tp: Number = 1) -> Number:
-    """Bytes of one copy of a generator's weights on a rank: projections in `width` bytes each (8-bit ones with a
-    float32 scale per row), embedding and head in 16 bits unless those have 32, norms, biases and routers in 32."""
+    """Returns bytes of one copy of a generator's weights on a rank: projections in `width` bytes each (8-bit ones with
+    a float32 scale per row), embedding and head in 16 bits unless projections have 32, norms, biases and routers in 32
+    bits."""
     sparse, vocabulary = sizes.num_sparse_layers, sizes.vocab_size * sizes.hidden_size
     layers = sum(
         count * _served(sizes, name, shape, width, tp)
@@ -262,7 +275,7 @@ def served_bytes(sizes: DecoderSizes, width: Number, tp: Number = 1) -> Number:
 
 
 def _served(sizes: DecoderSizes, name: str, shape: tuple[int, ...], width: Number, tp: Number) -> Number:
-    """The same of one weight of a layer. Beyond the number of key/value heads these are repeated."""
+    """Returns bytes of one weight of a layer. More ranks than key/value heads repeat these."""
     dim, of_heads = sharded_dim(name), name.startswith(("self_attn.k_proj", "self_attn.v_proj"))
     ranks = 1 if dim is None else np.minimum(tp, sizes.num_kv_heads) if of_heads else tp
     if dim is None or not is_quantizable(name):
@@ -273,14 +286,15 @@ def _served(sizes: DecoderSizes, name: str, shape: tuple[int, ...], width: Numbe
 
 
 def has_whole_experts(sizes: DecoderSizes, tp: Number) -> Number:
-    """Each of so many ranks of a generator has some experts of a mixture whole, and not columns of all."""
+    """Returns whether each of `tp` ranks of a generator has some whole experts of a mixture instead of columns of
+    all."""
     assert sizes.moe is not None
     return np.vectorize(cuts_by_expert, otypes=[bool])(sizes.moe.num_experts, sizes.moe.expert_size, tp)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GeneratorLoad:
-    """All that decides what one rank of a generator holds."""
+    """Everything that decides the memory of one rank of a generator."""
 
     width: Number
     """Bytes of a weight."""
@@ -290,16 +304,16 @@ class GeneratorLoad:
     """Tokens in the cache."""
     tp: Number = 1
     copies: int = 2
-    """Copies of the weights: in use, and being written; on processors also as kernels want them."""
+    """Copies of the weights: in use, and being written; on CPUs also packed for kernels."""
     rows: int = 0
     """Rollouts that are sampled at once."""
     prefill_tokens: int = 0
     lora: LoraConfig | None = None
-    """The frozen matrices are kept beside what they are merged into."""
+    """Settings of adapters, whose frozen matrices are kept next to the merged ones. None means no adapters."""
 
 
 def generator_bytes(sizes: DecoderSizes, load: GeneratorLoad) -> Parts:
-    """Bytes of one rank that generates, or (one copy, no cache) scores with frozen weights."""
+    """Returns bytes of one rank that generates, or (one copy, no cache) scores with frozen weights."""
     parts: Parts = {"weights": load.copies * served_bytes(sizes, load.width, load.tp)}
     if load.lora:
         frozen = 2 * _frozen(sizes, load.lora) * sizes.num_layers
@@ -314,5 +328,5 @@ def generator_bytes(sizes: DecoderSizes, load: GeneratorLoad) -> Parts:
 
 
 def total(parts: Mapping[str, Number]) -> Number:
-    """The sum over all kinds."""
+    """Returns the sum over all kinds."""
     return sum(parts.values())

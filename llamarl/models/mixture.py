@@ -1,4 +1,4 @@
-"""Mixtures of experts in a Hugging Face `config.json`: the keys of each family, read and written. Imports no torch."""
+"""Mixtures of experts in a Hugging Face `config.json`: the keys of each family, read and written. No torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from llamarl.models.sizes import count, positive
 
 
 def mixture_from_hf(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """The fields of `MoeShape` that a parsed `config.json` of one of its families describes.
+    """Returns the fields of `MoeShape` that a parsed `config.json` of a family of mixtures describes.
 
     Raises:
-        ConfigError: a key is missing, or of the wrong kind.
+        ConfigError: a key is missing, or of the wrong type.
     """
     match config["model_type"]:
         case "qwen3_moe":
@@ -30,7 +30,7 @@ def _qwen3(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in dense):
         refuse("mlp_only_layers", dense, f"a list of numbers of layers is needed, from 0 to {num_layers - 1}")
     if len(set(dense)) < len(dense):
-        refuse("mlp_only_layers", dense, "a layer stands there twice")
+        refuse("mlp_only_layers", dense, "it names a layer twice")
     return {
         "num_experts": count(config, "num_experts", "num_local_experts"),
         "experts_per_token": count(config, "num_experts_per_tok"),
@@ -68,20 +68,21 @@ def _glm4(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
 
 
 def mixture_to_hf(family: str, num_layers: int, moe: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of `config.json` of a family with these fields of `MoeShape`: inverse of `mixture_from_hf`."""
-    sparse, found = moe["sparse_layers"], {"num_experts_per_tok": moe["experts_per_token"]}
+    """Returns the keys of `config.json` of a family with these fields of `MoeShape`: the inverse of
+    `mixture_from_hf`."""
+    sparse, keys = moe["sparse_layers"], {"num_experts_per_tok": moe["experts_per_token"]}
     if family == "mixtral":
         assert moe["normalized"], "gates of a Mixtral add up to 1"
         assert len(sparse) == num_layers, "each of its layers has experts"
         sizes = {"num_local_experts": moe["num_experts"], "intermediate_size": moe["expert_size"]}
-        return found | sizes | {"sliding_window": None}
-    found |= {"moe_intermediate_size": moe["expert_size"], "norm_topk_prob": moe["normalized"]}
+        return keys | sizes | {"sliding_window": None}
+    keys |= {"moe_intermediate_size": moe["expert_size"], "norm_topk_prob": moe["normalized"]}
     if family == "qwen3_moe":
         dense = [layer for layer in range(num_layers) if layer not in sparse]
-        return found | {"num_experts": moe["num_experts"], "decoder_sparse_step": 1, "mlp_only_layers": dense}
+        return keys | {"num_experts": moe["num_experts"], "decoder_sparse_step": 1, "mlp_only_layers": dense}
     assert sparse == tuple(range(sparse[0], num_layers)), "the dense layers of a GLM-4 mixture come first"
     assert moe["shared_size"] % moe["expert_size"] == 0, "its shared experts are as wide as the others"
-    return found | {
+    return keys | {
         "n_routed_experts": moe["num_experts"],
         "n_shared_experts": moe["shared_size"] // moe["expert_size"],
         "first_k_dense_replace": sparse[0],
@@ -93,10 +94,10 @@ def mixture_to_hf(family: str, num_layers: int, moe: Mapping[str, Any]) -> dict[
 
 
 def flag(config: Mapping[str, Any], key: str, default: bool, table: str = "") -> bool:
-    """A key that is true or false; absent, as its class in transformers assumes. Raises ConfigError.
+    """Returns a key that is true or false, or `default` if it is absent. Raises ConfigError.
 
     Args:
-        table: key of the table that `config` is; empty means the whole file.
+        table: key of the table that `config` is; "" means the whole file.
     """
     value = config.get(key)
     if value is not None and not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format, of a run or of another program: found base model, checked settings, merged weights.
+"""Adapters in PEFT's format, of a run or of another program: finds the base model, checks settings, merges weights.
 
 Imports torch when it merges.
 """
@@ -32,7 +32,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []), "rank_pattern": (None, {}), "alpha_pattern": (None, {}), "lora_bias": (False, None),
     "layer_replication": (None, []), "trainable_token_indices": (None,), "target_parameters": (None, []),
 }  # fmt: skip
-"""Settings of PEFT that change what an adapter computes, with the values that are supported."""
+"""Settings of PEFT that change what an adapter computes, with the supported values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,13 +41,16 @@ class Adapter:
 
     folder: Path
     base: str
-    """Folder of the base model, or `owner/name@revision` of the Hub."""
+    """Folder of the base model, or `owner/name@revision` on the Hub."""
     scale: float
     """Factor of B @ A."""
 
     @classmethod
     def of(cls, folder: str | Path, base: str = "") -> Adapter:
-        """Reads adapter_config.json; `base` stands for the base model that it names.
+        """Reads adapter_config.json.
+
+        Args:
+            base: replaces the base model that the file names; "" means no replacement.
 
         Raises:
             ConfigError: a setting is not supported, or the base model is not found.
@@ -60,16 +63,16 @@ class Adapter:
         rank, alpha = settings.get("r"), settings.get("lora_alpha")
         if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
             raise ConfigError(
-                f"{folder / PEFT_CONFIG}: r = {rank!r}, lora_alpha = {alpha!r}: numbers are needed; {_FIX}"
+                f"{folder / PEFT_CONFIG}: r = {rank!r}, lora_alpha = {alpha!r}: two numbers are needed; {_FIX}"
             )
         scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
         return cls(folder=folder, base=base or _base(folder, settings), scale=scale)
 
     def merge(self, base: str, to: Path) -> None:
-        """Writes the base model with the adapter merged in, in float32, and the adapter's own tokenizer files.
+        """Writes the base model with the adapter merged in, in float32, and the adapter's tokenizer files.
 
         Args:
-            base: `self.base`, fetched: a folder, or a name of the Hub with a commit.
+            base: `self.base`, fetched: a folder, or a name on the Hub with a commit.
 
         Raises:
             ConfigError: the base is another model, or a tensor does not belong to it.
@@ -96,7 +99,7 @@ class Adapter:
         save_tensors(weights, shape, to, self.folder if has_tokenizer else None, base=base)
 
     def _pairs(self) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """A and B by the name of the matrix that they adapt. Raises ConfigError."""
+        """Returns A and B by the name of the matrix that they adapt. Raises ConfigError."""
         from llamarl.models.lora import A, B
 
         if not (self.folder / PEFT_WEIGHTS).is_file():
@@ -107,26 +110,26 @@ class Adapter:
         for name in tensors:
             module, _, kind = name.rpartition(".lora_")
             if not module or f"lora_{kind}" not in (A, B) or not {f"{module}.{A}", f"{module}.{B}"} <= tensors.keys():
-                raise ConfigError(f"{self.folder / PEFT_WEIGHTS}: `{name}` is no half of a LoRA pair; {_FIX}")
+                raise ConfigError(f"{self.folder / PEFT_WEIGHTS}: `{name}` is not half of a LoRA pair; {_FIX}")
             pairs[f"{module}.weight"] = tensors[f"{module}.{A}"], tensors[f"{module}.{B}"]
         if not pairs:
             raise ConfigError(f"{self.folder / PEFT_WEIGHTS} holds no adapter; {_FIX}")
         return pairs
 
     def _check_base(self, base: Path) -> None:
-        """Raises ConfigError: the weights are not those that the adapter was trained on."""
+        """Raises ConfigError: the adapter was trained on other weights."""
         if not (self.folder / BASE_RECORD).is_file():
             return
         before = read_json(self.folder / BASE_RECORD, _FIX).get("files")
         if before and (now := fingerprints(base)) and now != before:
             raise ConfigError(
-                f"{self.folder}: the weights in {base} are not those that this adapter was trained on; name the model "
+                f"{self.folder}: this adapter was trained on other weights than those in {base}; name the model "
                 f"of the run as base_model_name_or_path in {self.folder / PEFT_CONFIG}"
             )
 
 
 def _base(folder: Path, settings: Mapping[str, Any]) -> str:
-    """Folder or name of an adapter's base model, wherever both lie now. Raises ConfigError."""
+    """Returns the folder or name of an adapter's base model, also after both have moved. Raises ConfigError."""
     path, revision = settings.get("base_model_name_or_path"), settings.get("revision")
     if not isinstance(path, str) or not path:
         raise ConfigError(f"{folder / PEFT_CONFIG} has no base_model_name_or_path; name the base model there")
@@ -140,6 +143,6 @@ def _base(folder: Path, settings: Mapping[str, Any]) -> str:
     if name := HubName.of(path):
         return str(name.at(revision)) if isinstance(revision, str) and revision else str(name)
     raise ConfigError(
-        f"{folder}: its base model {path!r} is not there; write the folder or the Hub name of the base model as "
+        f"{folder}: its base model {path!r} was not found; write the folder or the Hub name of the base model as "
         f"base_model_name_or_path into {folder / PEFT_CONFIG}"
     )

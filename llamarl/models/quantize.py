@@ -1,7 +1,7 @@
-"""Symmetric quantization of weight rows: one definition for the trainer that sends and the generator that loads.
+"""Symmetric quantization of weight rows, the same for the trainer that sends and the generator that loads.
 
-The same bits come out wherever it runs: every step is one correctly rounded float32 operation, in C++ on the CPU and
-in torch elsewhere.
+The bits are the same everywhere: every step is one correctly rounded float32 operation, in C++ on the CPU and in torch
+elsewhere.
 
 Shape suffixes: N rows (outputs), K columns (inputs).
 """
@@ -14,9 +14,9 @@ from torch import Tensor
 from llamarl.kernels import linear
 
 QUANTIZED_DTYPES: dict[str, float] = {"int8": 127.0, "float8_e4m3fn": 448.0}
-"""Type of the values -> magnitude that the largest of a row becomes; int8 does not use -128."""
+"""Magnitude of a row's largest value, by type. int8 does not use -128."""
 _LEAST = 1e-30
-"""A row below it becomes zeros; its scale and the inverse are normal numbers."""
+"""A row with smaller values becomes zeros. Its scale and the inverse are normal numbers."""
 
 
 class NonFiniteWeights(ValueError):
@@ -35,19 +35,19 @@ def quantize_rows(
     dtype: str,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(values_N_K, scales_N) with weight ~ values * scales, off by at most half a step of the row's largest value. A
-    stack of matrices [E, N, K] gives one of each.
+    """Returns (values_N_K, scales_N) with weight ~ values * scales, off by at most half a step of the row's largest
+    value. For a stack of matrices [E, N, K] both have the dimension E too.
 
     Args:
-        out: tensors to write into, of which each matrix and its scales are contiguous; scales are float32.
+        out: tensors to write into. Each matrix and its scales are contiguous, and scales are float32.
 
     Raises:
-        NonFiniteWeights: names the first row, counted through all matrices; `out` is partly written.
+        NonFiniteWeights: names the first row, counted through all matrices. `out` is partly written.
     """
     if out is None:
         values_N_K = torch.empty_like(weight_N_K, dtype=getattr(torch, dtype), memory_format=torch.contiguous_format)
         out = values_N_K, weight_N_K.new_empty(weight_N_K.shape[:-1], dtype=torch.float32)
-    if weight_N_K.ndim == 3 and all(one.is_contiguous() for one in (weight_N_K, *out)):
+    if weight_N_K.ndim == 3 and all(tensor.is_contiguous() for tensor in (weight_N_K, *out)):
         quantize_rows(weight_N_K.flatten(0, 1), dtype, (out[0].flatten(0, 1), out[1].flatten()))
         return out
     if weight_N_K.ndim == 3:
@@ -74,21 +74,21 @@ def quantize_rows(
 
 
 def dequantize_rows(values_N_K: Tensor, scales_N: Tensor) -> Tensor:
-    """The weight that the values stand for, float32."""
+    """Returns the weight of these values and scales, float32."""
     return values_N_K.float() * scales_N[..., None]
 
 
 def _quantize_in_torch(weight_N_K: Tensor, most: float, values_N_K: Tensor, scales_N: Tensor) -> int:
-    """The first row that is not finite, or -1."""
+    """Returns the first row that is not finite, or -1."""
     largest_N = weight_N_K.abs().amax(1)
     bad = (~largest_N.isfinite()).nonzero()
     if len(bad):
         return int(bad[0])
     largest_N = largest_N.clamp_min_(_LEAST)
-    # A tensor as dividend: with a number torch multiplies by a rounded reciprocal.
+    # The dividend is a tensor: with a number torch would multiply by a rounded reciprocal.
     inverse_N = torch.full_like(largest_N, most) / largest_N
     scaled_N_K = weight_N_K * inverse_N[:, None]
-    # Cast where they lie: the values may go to another device.
+    # Cast on this device: the values may go to another one.
     values_N_K.copy_((scaled_N_K.round_() if values_N_K.dtype == torch.int8 else scaled_N_K).to(values_N_K.dtype))
     scales_N.copy_(largest_N * (1 / most))
     return -1

@@ -1,4 +1,4 @@
-"""Other models by name: what of them is not computed, and the nearest published one that works. Imports no torch."""
+"""Names of unsupported models, their unsupported features, and the nearest published model that works. No torch."""
 
 from __future__ import annotations
 
@@ -52,14 +52,15 @@ OTHERS = {
     "stablelm": ("StableLM 2", "its partial rotation and layer norms are", "HuggingFaceTB/SmolLM2-1.7B-Instruct"),
     "starcoder2": ("StarCoder2", "its sliding windows, gelu and layer norms are", "Qwen/Qwen2.5-Coder-7B-Instruct"),
 }
-"""`model_type` -> what it is, what is not computed (with its verb), and the nearest published model that works."""
+"""Name of the model, its unsupported features (with a verb), and the nearest published model that works, by
+`model_type`."""
 
 
 def refusal(model_type: object) -> str:
-    """End of a sentence that begins with a `model_type` of no supported family."""
+    """Returns the end of a sentence that begins with a `model_type` of no supported family."""
     if isinstance(model_type, str) and model_type in OTHERS:
-        what, lacks, nearest = OTHERS[model_type]
-        return f"is {what}: {lacks} not computed here; the nearest that works is {nearest}"
+        name, lacks, nearest = OTHERS[model_type]
+        return f"is {name}: {lacks} not computed here; the nearest that works is {nearest}"
     return (
         "is none of the families llama, mistral, qwen2, qwen3, qwen3_moe, mixtral and glm4_moe; "
         f"the nearest that works may be {_QWEN}"

@@ -1,4 +1,4 @@
-"""A decoder that says one number per token: critics, and reward models in the layout of Hugging Face's
+"""A decoder with one output per token: critics, and reward models in the layout of Hugging Face's
 `ForSequenceClassification` classes with one label (`model.*`, `score.weight`).
 
 Shape suffixes: N packed tokens, R some of them, D model dim.
@@ -30,20 +30,20 @@ class ScalarModel(nn.Module):
         self.score = nn.Linear(shape.hidden_size, 1, bias=False)
 
     def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        """Hidden states after the final norm, [N, D]."""
+        """Returns hidden states after the final norm, [N, D]."""
         return self.model(token_ids_N, positions_N, attend)
 
     def scalars(self, hidden_R_D: Tensor) -> Tensor:
-        """Outputs of the head for these hidden states, float32 [R] (float64 for float64)."""
+        """Returns outputs of the head for these hidden states, float32 [R] (float64 for float64)."""
         dtype = torch.promote_types(hidden_R_D.dtype, torch.float32)
         return F.linear(hidden_R_D.to(dtype), self.score.weight.to(dtype)).squeeze(1)
 
 
 def open_scalar_model(folder: str | Path, *, new_head: bool) -> tuple[ScalarModel, Weights]:
-    """The model in `folder`: on the meta device, without any memory, and its weights.
+    """Returns the model in `folder` on the meta device, and its weights.
 
     Args:
-        new_head: it is zeros where the checkpoint has none; the head of a language model is left out.
+        new_head: whether a missing head becomes zeros. The head of a language model is ignored.
 
     Raises:
         ConfigError: a file is missing or damaged, or a tensor is missing, unknown or of the wrong shape.
@@ -58,7 +58,7 @@ def open_scalar_model(folder: str | Path, *, new_head: bool) -> tuple[ScalarMode
 
 
 def load_scalar_model(folder: str | Path, dtype: torch.dtype, device: torch.device, *, new_head: bool) -> ScalarModel:
-    """The model in `folder`, all of it; see `open_scalar_model`."""
+    """Returns the whole model in `folder`; see `open_scalar_model`."""
     model, weights = open_scalar_model(folder, new_head=new_head)
     model.load_state_dict(weights.read_all(dtype, device), assign=True)
     return model

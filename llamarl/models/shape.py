@@ -1,4 +1,4 @@
-"""`ModelShape`: the part of a Hugging Face `config.json` that decides a decoder's arithmetic. Imports no torch."""
+"""`ModelShape`: the part of a Hugging Face `config.json` that decides a decoder's arithmetic. No torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
 }
-"""Family (`model_type` of config.json) -> class in transformers."""
+"""Class in transformers by family (`model_type` of config.json)."""
 MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe")
 """Families of mixtures of experts."""
 WINDOWED = ("qwen2", "qwen3", "qwen3_moe")
@@ -44,11 +44,11 @@ _ABSENT: dict[str, dict[str, float]] = {
     "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "glm4_moe": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
 }
-"""Values that a family's class in transformers assumes where a key is absent, and others do not."""
+"""Values that a family's class in transformers assumes for absent keys, if other families assume others."""
 _ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-"""Keys that a rope's dictionary has beside those of its kind."""
+"""Keys of a rope's table for every kind of rope."""
 _MOST = {"factor": 1e4, "attention_factor": 1e2, "mscale": 1e2, "mscale_all_dim": 1e2}
-"""Largest values of a scaling; published ones are a hundredth of these."""
+"""Largest values of a scaling. Published ones are a hundredth of these."""
 _BETAS = {"beta_slow": 1.0, "beta_fast": 32.0}
 
 MAX_LAYERS = 4096
@@ -63,7 +63,7 @@ class Llama3Scaling:
     low_freq_factor: float
     """Wavelengths over original_max_position_embeddings / low_freq_factor are divided."""
     high_freq_factor: float
-    """Wavelengths under original_max_position_embeddings / high_freq_factor stay; those between are blended."""
+    """Wavelengths under original_max_position_embeddings / high_freq_factor stay. Those between are blended."""
     original_max_position_embeddings: int
     """Context of pretraining, in tokens."""
 
@@ -79,18 +79,18 @@ class YarnScaling:
     beta_fast: float = 32.0
     """Wavelengths that turn more often than this in the context of pretraining stay."""
     beta_slow: float = 1.0
-    """Wavelengths that turn less often than this in it are divided; those between are blended."""
+    """Wavelengths that turn less often than this in it are divided. Those between are blended."""
     attention_factor: float | None = None
-    """Multiplies sine and cosine; None: as `magnitude` computes it."""
+    """Factor of sine and cosine. None means that `magnitude` computes it."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    """Both together: weights of the logarithm in the magnitude's numerator and denominator."""
+    """Weights of the logarithm in the magnitude's numerator and denominator. Both or none are set."""
     truncate: bool = True
-    """The bounds of the blended channels are whole numbers."""
+    """Whether the bounds of the blended channels are whole numbers."""
 
     @property
     def magnitude(self) -> float:
-        """Factor of sine and cosine, hence its square of every score (section 3.4 of the paper)."""
+        """Factor of sine and cosine, so scores are multiplied by its square (section 3.4 of the paper)."""
         if self.attention_factor is not None:
             return float(self.attention_factor)
         log = math.log(max(1.0, self.factor))
@@ -117,7 +117,7 @@ class ModelShape(DecoderSizes):
     heads, and `head_dim` is even."""
 
     partial_rotary_factor: float = 1.0
-    """Share of a head's channels, the first, that is rotated."""
+    """Share of a head's channels, the first ones, that is rotated."""
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -125,7 +125,7 @@ class ModelShape(DecoderSizes):
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response."""
     unused_ids: Spans = ()
-    """Token ids below `vocab_size` that the tokenizer has no token for. They are never sampled."""
+    """Token ids below `vocab_size` without a token in the tokenizer. They are never sampled."""
 
     def __post_init__(self) -> None:
         if self.family not in ARCHITECTURES:
@@ -139,7 +139,7 @@ class ModelShape(DecoderSizes):
         if self.num_layers > MAX_LAYERS:
             raise ConfigError(f"{self.num_layers} layers; a model may have {MAX_LAYERS}")
         for name, value in (("rms_norm_eps", self.rms_norm_eps), ("rope_theta", self.rope_theta)):
-            if isinstance(value, bool) or not 0 < value < math.inf:  # NaN neither
+            if isinstance(value, bool) or not 0 < value < math.inf:  # refuses NaN too
                 raise ConfigError(f"{name} = {value!r}; a positive number is needed, copy config.json again")
         for token in self.stop_token_ids:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
@@ -163,7 +163,7 @@ class ModelShape(DecoderSizes):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelShape:
-        """The shape that a parsed `config.json` describes, written by transformers 4 or 5.
+        """Returns the shape of a parsed `config.json`, written by transformers 4 or 5.
 
         Raises:
             ConfigError: the architecture or a feature in use is not supported, or a key is missing.
@@ -200,13 +200,14 @@ class ModelShape(DecoderSizes):
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """A `config.json` that transformers 4 and 5 load: 5 still reads the older rope keys, 4 knows no others."""
+        """Returns a `config.json` that transformers 4 and 5 load: 5 still reads the older rope keys, 4 knows no
+        others."""
         of_family: dict[str, Any] = {"sliding_window": None} if self.family == "mistral" else {}  # absent: 4096
         if self.moe is not None:
             of_family = mixture_to_hf(self.family, self.num_layers, dataclasses.asdict(self.moe))
         if self.family == "glm4_moe":
-            own = ("attention_bias", "use_qk_norm", "partial_rotary_factor")
-            of_family |= {name: getattr(self, name) for name in own}
+            names = ("attention_bias", "use_qk_norm", "partial_rotary_factor")
+            of_family |= {name: getattr(self, name) for name in names}
         return {
             "architectures": [ARCHITECTURES[self.family]],
             "model_type": self.family,
@@ -230,7 +231,7 @@ class ModelShape(DecoderSizes):
 
 
 def stop_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """`eos_token_id` of a config, which may be a number, a list, null or absent."""
+    """Returns `eos_token_id` of a config, which may be a number, a list, null or absent."""
     eos = config.get("eos_token_id")
     if eos is None:
         return ()
@@ -243,14 +244,14 @@ def _bos(config: Mapping[str, Any]) -> int | None:
 
 
 def hf_eos(stop_token_ids: tuple[int, ...]) -> int | list[int] | None:
-    """The shortest form of `eos_token_id`, which every reader knows: inverse of `stop_ids`."""
+    """Returns the shortest form of `eos_token_id`, which every reader knows: the inverse of `stop_ids`."""
     if len(stop_token_ids) > 1:
         return list(stop_token_ids)
     return stop_token_ids[0] if stop_token_ids else None
 
 
 def _rope(config: Mapping[str, Any], absent: Mapping[str, float]) -> tuple[float, RopeScaling | None, float]:
-    """Base, scaling and share of the channels, from `rope_parameters` (transformers 5) or `rope_theta` and
+    """Returns base, scaling and share of the channels, from `rope_parameters` (transformers 5) or `rope_theta` and
     `rope_scaling` (4)."""
     key, rope = rope_of(config)
     theta = float(positive("rope_theta", _in_both(config, key, rope, "rope_theta", absent.get("rope_theta", 10_000.0))))
@@ -261,8 +262,8 @@ def _rope(config: Mapping[str, Any], absent: Mapping[str, float]) -> tuple[float
     kind = rope_kind(config)
     if kind != "default" and kind not in SCALINGS:
         refuse(f"{key}.rope_type", kind, f"default, {', '.join(SCALINGS)} are supported")
-    found = () if kind == "default" else dataclasses.fields(SCALINGS[kind])
-    fields = {field.name: field.default is dataclasses.MISSING for field in found}
+    all_fields = () if kind == "default" else dataclasses.fields(SCALINGS[kind])
+    fields = {field.name: field.default is dataclasses.MISSING for field in all_fields}
     values = {name: value for name, value in rope.items() if value is not None and name not in _ROPE_KEYS}
     if unknown := sorted(values.keys() - fields):
         refuse(f"{key}.{unknown[0]}", values[unknown[0]], f"transformers reads no such key with {kind}; take it out")
@@ -277,13 +278,13 @@ def _rope(config: Mapping[str, Any], absent: Mapping[str, float]) -> tuple[float
 
 
 def _in_both(config: Mapping[str, Any], key: str, rope: Mapping[str, Any], name: str, default: float) -> Any:
-    """Value of a key that may stand in the rope's table `key`, beside it, or in both with one value."""
+    """Returns the value of a key that may be in the rope's table `key`, in the config, or in both with one value."""
     value = same_value({name: config.get(name), f"{key}.{name}": rope.get(name)}, name, f"{key}.{name}")
     return default if value is None else value
 
 
 def _check_scaling(key: str, values: Mapping[str, Any]) -> None:
-    """Raises ConfigError: a value is of the wrong kind, out of range, contradicts another, or is not read."""
+    """Raises ConfigError: a value is of the wrong type, out of range, contradicts another, or is not read."""
     for name, value in values.items():
         if name == "truncate":
             flag(values, name, True, key)
@@ -299,35 +300,38 @@ def _check_scaling(key: str, values: Mapping[str, Any]) -> None:
     if len(pair) == 1:
         refuse(f"{key}.{pair[0]}", values[pair[0]], "mscale and mscale_all_dim count together only; give both or none")
     if pair and "attention_factor" in values:
-        refuse(f"{key}.attention_factor", values["attention_factor"], "it makes mscale mean nothing; give one of them")
+        refuse(f"{key}.attention_factor", values["attention_factor"], "it overrides mscale; give one of them")
 
 
 def _hf_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """`rope_scaling` of config.json: what is not the default, as older readers know fewer keys."""
+    """Returns `rope_scaling` of config.json without default values, as older readers know fewer keys."""
     if scaling is None:
         return None
     kind = next(kind for kind, cls in SCALINGS.items() if isinstance(scaling, cls))
     fields = dataclasses.fields(scaling)
     values = {field.name: getattr(scaling, field.name) for field in fields}
-    return {"rope_type": kind} | {one.name: values[one.name] for one in fields if values[one.name] != one.default}
+    changed = [field.name for field in fields if values[field.name] != field.default]
+    return {"rope_type": kind} | {name: values[name] for name in changed}
 
 
 def _check_full_attention(config: Mapping[str, Any], num_layers: int, context: int) -> None:
-    """Refuse a sliding window that hides a token of the context from some layer; released Qwen configs name one and
-    leave it off, and Ministral's is as long as its context."""
+    """Refuses a sliding window that hides a token of the context in some layer.
+
+    Released Qwen configs have a window that is off, and Ministral's is as long as its context.
+    """
     if kinds := config.get("layer_types"):
         if not isinstance(kinds, list) or len(kinds) != num_layers:
             refuse("layer_types", kinds, f"a list with one entry for each of the {num_layers} layers is needed")
         if others := sorted({str(kind) for kind in kinds} - {"full_attention"}):
             refuse("layer_types", others, "only full_attention is supported")
     family, uses = config["model_type"], flag(config, "use_sliding_window", False)
-    # Absent from a config, 28 is what Qwen2Config and Qwen3Config assume, and 4096 what MistralConfig does.
+    # If the key is absent, Qwen2Config and Qwen3Config assume 28, and MistralConfig assumes 4096.
     first = count(config, "max_window_layers", default=28, least=0)
     window = config.get("sliding_window", 4096 if family == "mistral" else None)
     if window is not None:
         count({"sliding_window": window}, "sliding_window")
     if not uses and (family in WINDOWED or (family in WITHOUT_WINDOW and "use_sliding_window" in config)):
-        return  # it is named, and off
+        return  # there is a window, but it is off
     if family in ("qwen2", "qwen3") and (kinds or first >= num_layers):
         return
     if window is not None and window < context:

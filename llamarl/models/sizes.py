@@ -1,5 +1,5 @@
-"""`DecoderSizes`: weights and operations of a decoder, counted. A model that is computed and one that is only planned
-have them in common. Bytes are in `memory.py`. Imports no torch."""
+"""`DecoderSizes`: the weights and operations of a decoder, for a model that is computed or only planned. Bytes are in
+`memory.py`. No torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from llamarl.config.roles import ATTENTION, LoraConfig
 from llamarl.models.keys import refuse, same_value
 
 MAX_COUNT = 1 << 27
-"""Most tokens, columns or positions: a hundred times what models have, and tables of that size can still be made."""
+"""Largest number of tokens, columns or positions: a hundred times that of models. Tables of this size fit in memory."""
 MAX_EXPERTS = 1 << 17
-"""Most experts in all layers; models have some 20,000."""
+"""Largest number of experts in all layers. Models have some 20,000."""
 _ROPES = ("rope_scaling", "rope_parameters")
 _TYPES = ("rope_type", "type")
-"""Names of a rope's type; transformers 4 wrote the second one, too."""
+"""Keys of a rope's type. transformers 4 wrote the second one too."""
 _BYTE, _TWO_BYTES = 255, 65_535
 Weights = dict[str, tuple[int, ...]]
 """Shapes by name."""
@@ -37,16 +37,16 @@ class MoeShape:
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     """Softmax over all experts, or the sigmoid of each."""
     normalized: bool = False
-    """Gates are divided by their sum."""
+    """Whether gates are divided by their sum."""
     scaling: float = 1.0
     """Factor of the gates."""
     num_groups: int = 1
     groups_per_token: int = 1
     """Groups from which a token's experts are chosen."""
     shared_size: int = 0
-    """Width of the expert that serves every token; 0: there is none."""
+    """Width of the expert that serves every token; 0 means none."""
     has_selection_bias: bool = False
-    """A bias is added to the scores, for the choice alone."""
+    """Whether a bias is added to the scores for the choice only."""
 
     def __post_init__(self) -> None:
         if not self.sparse_layers:
@@ -69,7 +69,7 @@ class MoeShape:
         return len(self.sparse_layers) * self.experts_per_token
 
     def columns(self, layer: int) -> slice | None:
-        """Place of a layer's experts among those of all layers; None: it has none."""
+        """Returns the columns of a layer's experts among those of all layers, or None if it has none."""
         if layer not in self.sparse_layers:
             return None
         start = self.sparse_layers.index(layer) * self.experts_per_token
@@ -77,7 +77,7 @@ class MoeShape:
 
     @property
     def route_bytes(self) -> int:
-        """Bytes of an expert's number, of which the largest means that it was not recorded."""
+        """Bytes of an expert's number. The largest number means that it was not recorded."""
         return 1 if self.num_experts <= _BYTE else 2
 
 
@@ -92,29 +92,29 @@ class DecoderSizes:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Not always hidden_size / num_heads."""
+    """May differ from hidden_size / num_heads."""
     intermediate_size: int
     """Width of the feed-forward of a layer without experts."""
     vocab_size: int
     max_position_embeddings: int
     """Longest context, prompt and response together, in tokens."""
     tie_embeddings: bool = False
-    """The output head is the embedding matrix."""
+    """Whether the output head is the embedding matrix."""
     moe: MoeShape | None = None
     """Mixtures of experts in some or all layers."""
     attention_bias: bool = False
-    """The query, key and value projections have a bias where the family leaves it open."""
+    """Whether the query, key and value projections have a bias, in families that leave it open."""
     use_qk_norm: bool = False
-    """Heads are normed where the family leaves it open."""
+    """Whether heads are normed, in families that leave it open."""
 
     @property
     def qkv_bias(self) -> bool:
-        """The query, key and value projections have a bias."""
+        """True if the query, key and value projections have a bias."""
         return self.family == "qwen2" or self.attention_bias
 
     @property
     def qk_norm(self) -> bool:
-        """Each query and key head is RMS-normed before the rotation."""
+        """True if each query and key head is RMS-normed before the rotation."""
         return self.family in ("qwen3", "qwen3_moe") or self.use_qk_norm
 
     @property
@@ -124,16 +124,15 @@ class DecoderSizes:
 
     @property
     def kv_size(self) -> int:
-        """Scalars of all heads' keys of one token in one layer, and as many of its values."""
+        """Scalars of all heads' keys of one token in one layer. Values have as many."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def num_sparse_layers(self) -> int:
-        """Layers with experts."""
         return 0 if self.moe is None else len(self.moe.sparse_layers)
 
     def is_sparse(self, layer: int) -> bool:
-        """The layer has experts."""
+        """Returns whether the layer has experts."""
         return self.moe is not None and layer in self.moe.sparse_layers
 
     @property
@@ -143,7 +142,7 @@ class DecoderSizes:
 
     @property
     def active_width(self) -> int:
-        """Columns of feed-forward that a token goes through in one layer, the widest; of a mixture those of its
+        """Largest number of feed-forward columns that a token passes in one layer; in a mixture those of its
         experts."""
         if self.moe is None:
             return self.intermediate_size
@@ -153,28 +152,29 @@ class DecoderSizes:
     @property
     def rows_per_token(self) -> int:
         """Rows of the residual stream that a layer copies for a token's experts; 0 without experts."""
-        return 0 if self.moe is None else 2 * self.moe.experts_per_token  # on their way in, and out
+        return 0 if self.moe is None else 2 * self.moe.experts_per_token  # inputs and outputs
 
     def weights(self) -> Weights:
-        """Name (Hugging Face) and shape of every weight; the experts of a layer are one for each projection."""
+        """Returns the shape of every weight by its Hugging Face name. The experts of a layer are one weight per
+        projection."""
         ends = {"model.embed_tokens.weight": (self.vocab_size, self.hidden_size)}
-        found: Weights = {**ends, "model.norm.weight": (self.hidden_size,)}
+        weights: Weights = {**ends, "model.norm.weight": (self.hidden_size,)}
         for number in range(self.num_layers):
-            own = self.layer_weights(self.is_sparse(number))
-            found |= {f"model.layers.{number}.{name}": shape for name, shape in own.items()}
-        return found | ({} if self.tie_embeddings else {"lm_head.weight": (self.vocab_size, self.hidden_size)})
+            of_layer = self.layer_weights(self.is_sparse(number))
+            weights |= {f"model.layers.{number}.{name}": shape for name, shape in of_layer.items()}
+        return weights | ({} if self.tie_embeddings else {"lm_head.weight": (self.vocab_size, self.hidden_size)})
 
     def layer_weights(self, is_sparse: bool) -> Weights:
-        """The same of one layer, with experts or without, named within it."""
+        """Returns the shape of every weight of one layer, with experts or without, by its name in the layer."""
         hidden, sizes = self.hidden_size, {"q": self.query_size, "k": self.kv_size, "v": self.kv_size}
-        found: Weights = {f"self_attn.{kind}_proj.weight": (size, hidden) for kind, size in sizes.items()}
-        found["self_attn.o_proj.weight"] = (hidden, self.query_size)
+        weights: Weights = {f"self_attn.{kind}_proj.weight": (size, hidden) for kind, size in sizes.items()}
+        weights["self_attn.o_proj.weight"] = (hidden, self.query_size)
         if self.qkv_bias:
-            found |= {f"self_attn.{kind}_proj.bias": (size,) for kind, size in sizes.items()}
+            weights |= {f"self_attn.{kind}_proj.bias": (size,) for kind, size in sizes.items()}
         if self.qk_norm:
-            found |= {f"self_attn.{kind}_norm.weight": (self.head_dim,) for kind in "qk"}
-        found |= {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-        return found | (self._experts() if is_sparse else self._feed_forward("mlp", self.intermediate_size))
+            weights |= {f"self_attn.{kind}_norm.weight": (self.head_dim,) for kind in "qk"}
+        weights |= {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        return weights | (self._experts() if is_sparse else self._feed_forward("mlp", self.intermediate_size))
 
     def _feed_forward(self, name: str, width: int) -> Weights:
         into: Weights = {f"{name}.{kind}_proj.weight": (width, self.hidden_size) for kind in ("gate", "up")}
@@ -183,11 +183,11 @@ class DecoderSizes:
     def _experts(self) -> Weights:
         assert self.moe is not None
         num, width = self.moe.num_experts, self.moe.expert_size
-        found: Weights = {"mlp.gate.weight": (num, self.hidden_size)}
-        found |= {"mlp.gate.e_score_correction_bias": (num,)} if self.moe.has_selection_bias else {}
-        found |= {f"mlp.experts.{kind}_proj": (num, width, self.hidden_size) for kind in ("gate", "up")}
-        found["mlp.experts.down_proj"] = (num, self.hidden_size, width)
-        return found | (self._feed_forward("mlp.shared_experts", shared) if (shared := self.moe.shared_size) else {})
+        weights: Weights = {"mlp.gate.weight": (num, self.hidden_size)}
+        weights |= {"mlp.gate.e_score_correction_bias": (num,)} if self.moe.has_selection_bias else {}
+        weights |= {f"mlp.experts.{kind}_proj": (num, width, self.hidden_size) for kind in ("gate", "up")}
+        weights["mlp.experts.down_proj"] = (num, self.hidden_size, width)
+        return weights | (self._feed_forward("mlp.shared_experts", shared) if (shared := self.moe.shared_size) else {})
 
     @property
     def layer_parameters(self) -> int:
@@ -196,7 +196,7 @@ class DecoderSizes:
 
     @property
     def num_parameters(self) -> int:
-        """Scalars in all weights; a tied head counts once."""
+        """Scalars in all weights. A tied head counts once."""
         num_dense = self.num_layers - self.num_sparse_layers
         layers = self.num_sparse_layers * self.layer_parameters + num_dense * num_scalars(self.layer_weights(False))
         return layers + self.hidden_size + (2 - self.tie_embeddings) * self.vocab_size * self.hidden_size
@@ -218,7 +218,7 @@ class DecoderSizes:
 
     @property
     def layer_scalars(self) -> int:
-        """Weights of all layers' matrices that a token is multiplied by, routers included."""
+        """Weights of all layers' matrices that a token is multiplied by, including routers."""
         size = 2 * (self.query_size + self.kv_size) * self.num_layers
         size += 3 * self.intermediate_size * (self.num_layers - self.num_sparse_layers)
         if self.moe is not None:
@@ -231,8 +231,10 @@ class DecoderSizes:
         return self.layer_scalars + self.vocab_size * self.hidden_size
 
     def forward_flops(self, tokens: float, targets: float, pairs: float) -> float:
-        """FLOPs of a forward: 2 per weight that a token meets, and 4 per query channel and pair of tokens that see each
-        other (Kaplan et al., arXiv 2001.08361, table 1).
+        """Returns the FLOPs of a forward.
+
+        They are 2 per weight that a token meets, and 4 per query channel and pair of tokens that see each other (Kaplan
+        et al., arXiv 2001.08361, table 1).
 
         Args:
             targets: tokens whose logits are computed.
@@ -243,8 +245,11 @@ class DecoderSizes:
     def step_flops(
         self, tokens: float, targets: float, pairs: float, lora: LoraConfig | None = None, recompute: float = 0.0
     ) -> float:
-        """FLOPs of an optimizer step: forward, twice as much for backward, and `recompute` forwards. A frozen weight
-        has no gradient, which saves a third of that; adapters have theirs (arXiv 2205.05198; the others as above)."""
+        """Returns the FLOPs of an optimizer step: forward, twice as much for backward, and `recompute` forwards.
+
+        A frozen weight has no gradient, which saves a third. Adapters have theirs (arXiv 2205.05198; the rest as in
+        `forward_flops`).
+        """
         passes = 3 + recompute
         if lora is None:
             return passes * self.forward_flops(tokens, targets, pairs)
@@ -253,25 +258,23 @@ class DecoderSizes:
 
 
 def num_scalars(weights: Weights) -> int:
-    """Scalars in all of some weights."""
     return sum(map(math.prod, weights.values()))
 
 
 def adapted(sizes: DecoderSizes, lora: LoraConfig) -> list[tuple[int, ...]]:
-    """Shapes of a layer's projections that have an adapter."""
+    """Returns the shapes of a layer's projections that have an adapter."""
     weights = sizes.layer_weights(is_sparse=False)
     return [weights[f"{'self_attn' if target in ATTENTION else 'mlp'}.{target}.weight"] for target in lora.targets]
 
 
 def adapter_parameters(sizes: DecoderSizes, lora: LoraConfig) -> int:
-    """Scalars in all adapters."""
     return lora.rank * sizes.num_layers * sum(map(sum, adapted(sizes, lora)))
 
 
 def sizes_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `DecoderSizes` that a parsed Hugging Face `config.json` describes. Raises ConfigError."""
+    """Returns the fields of `DecoderSizes` of a parsed Hugging Face `config.json`. Raises ConfigError."""
     hidden_size, num_heads = count(config, "hidden_size"), count(config, "num_attention_heads")
-    # Qwen3Config has a default of its own; the others divide.
+    # Qwen3Config has another default; the other families divide.
     head_dim = 128 if config.get("model_type") == "qwen3" else hidden_size // num_heads
     if not isinstance(tied := config.get("tie_word_embeddings") or False, bool):
         raise ConfigError(f"config.json: `tie_word_embeddings` = {tied!r}; true or false is needed")
@@ -289,8 +292,8 @@ def sizes_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Key and value of what a config says of its rotation: transformers 5 writes `rope_parameters`, 4
-    `rope_scaling`. Raises ConfigError."""
+    """Returns key and value of the settings of the rotation: transformers 5 writes `rope_parameters`, 4 `rope_scaling`.
+    Raises ConfigError."""
     tables = {key: config[key] for key in _ROPES if config.get(key) not in (None, {})}
     for key, rope in tables.items():
         if not isinstance(rope, dict):
@@ -303,14 +306,14 @@ def rope_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     older, newer = (_renamed(tables[key]) for key in _ROPES)
     for name in sorted((older.keys() | newer.keys()) - {"rope_theta"} | (older.keys() & newer.keys())):
         if older.get(name) != newer.get(name):
-            refuse(f"{_ROPES[1]}.{name}", newer.get(name), f"{_ROPES[0]} says {older.get(name)!r}; give one of them")
+            refuse(f"{_ROPES[1]}.{name}", newer.get(name), f"{_ROPES[0]} has {older.get(name)!r}; give one of them")
     return _ROPES[1], older | newer
 
 
 def _renamed(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """A rope's table with the newer name of its type, without what is null."""
-    found = {name: value for name, value in rope.items() if value is not None and name not in _TYPES}
-    return found | {"rope_type": _kind(rope)}
+    """Returns a rope's table with the newer name of its type, without null values."""
+    renamed = {name: value for name, value in rope.items() if value is not None and name not in _TYPES}
+    return renamed | {"rope_type": _kind(rope)}
 
 
 def _kind(rope: Mapping[str, Any]) -> Any:
@@ -318,7 +321,7 @@ def _kind(rope: Mapping[str, Any]) -> Any:
 
 
 def rope_kind(config: Mapping[str, Any]) -> str:
-    """Type of the rotation. Raises ConfigError."""
+    """Returns the type of the rotation. Raises ConfigError."""
     key, rope = rope_of(config)
     if not isinstance(kind := _kind(rope), str):
         refuse(f"{key}.rope_type", kind, "a name is needed")
@@ -326,16 +329,24 @@ def rope_kind(config: Mapping[str, Any]) -> str:
 
 
 def original_context(config: Mapping[str, Any]) -> int:
-    """Tokens of the context before it was stretched, from the rope's table or beside it; without either it is the
-    context that is stated. Raises ConfigError: the two differ."""
+    """Returns the tokens of the context before it was stretched, from the rope's table or the config.
+
+    Without either it is the stated context.
+
+    Raises:
+        ConfigError: the two differ.
+    """
     name, (key, rope) = "original_max_position_embeddings", rope_of(config)
     value = same_value({name: config.get(name), f"{key}.{name}": rope.get(name)}, name, f"{key}.{name}")
     return count({name: value}, name, default=count(config, "max_position_embeddings"))
 
 
 def _context(config: Mapping[str, Any]) -> int:
-    """Longest context. YaRN makes it `factor` times the original one, which released configs do not always say: Qwen's
-    model cards add the scaling and leave `max_position_embeddings`."""
+    """Returns the longest context.
+
+    YaRN makes it `factor` times the original one. Released configs may not say so: Qwen's model cards add the scaling
+    and leave `max_position_embeddings`.
+    """
     stated, (key, rope) = count(config, "max_position_embeddings"), rope_of(config)
     if rope_kind(config) != "yarn" or rope.get("factor") is None:
         return stated
@@ -344,15 +355,16 @@ def _context(config: Mapping[str, Any]) -> int:
 
 
 def positive(key: str, value: object) -> float:
-    """The number that `value` is. Raises ConfigError: it is none, or not over 0."""
+    """Returns the number that `value` is. Raises ConfigError: it is not a positive number."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ConfigError(f"config.json: `{key}` = {value!r}; a positive number is needed")
     return value
 
 
 def count(config: Mapping[str, Any], *keys: str, default: int | None = None, least: int = 1) -> int:
-    """The value of keys that mean the same, a whole number. Raises ConfigError: it is none, or two keys differ."""
-    value = default if (found := same_value(config, *keys)) is None else found
+    """Returns the value of keys with the same meaning, a whole number. Raises ConfigError: it is none, or two keys
+    differ."""
+    value = default if (stated := same_value(config, *keys)) is None else stated
     if value is None:
         raise ConfigError(f"config.json: `{keys[0]}` is missing; the model's size follows from it")
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_COUNT:
@@ -365,10 +377,10 @@ def count(config: Mapping[str, Any], *keys: str, default: int | None = None, lea
 
 
 def uneven_parts(sizes: DecoderSizes, num_ranks: int, *, repeats_kv_heads: bool) -> list[str]:
-    """Texts that name what so many tensor-parallel ranks cannot share evenly, with its number.
+    """Returns texts that name the parts that `num_ranks` tensor-parallel ranks cannot share evenly, with their numbers.
 
     Args:
-        repeats_kv_heads: a key/value head may be on several ranks, as in generators.
+        repeats_kv_heads: whether a key/value head may be on several ranks, as in generators.
     """
     kv_heads = sizes.num_kv_heads
     parts = {
@@ -377,12 +389,13 @@ def uneven_parts(sizes: DecoderSizes, num_ranks: int, *, repeats_kv_heads: bool)
         "tokens in the vocabulary": sizes.vocab_size,
         "key/value heads": num_ranks if repeats_kv_heads and num_ranks % kv_heads == 0 else kv_heads,
     }
-    return [f"{size} {what}" for what, size in parts.items() if size % num_ranks]
+    return [f"{size} {name}" for name, size in parts.items() if size % num_ranks]
 
 
 def uneven_shares(sizes: DecoderSizes, num_ranks: int, tp: int) -> list[str]:
-    """Texts that name what so many ranks of a trainer with the same experts cannot share evenly of each, with its
-    number, where tensor parallelism leaves each expert 1 / `tp` of its columns; none of a dense model."""
+    """Returns texts that name the parts of each expert that `num_ranks` ranks of a trainer with the same experts cannot
+    share evenly, with their numbers. Tensor parallelism leaves each expert 1 / `tp` of its columns. A dense model has
+    none."""
     if sizes.moe is None:
         return []
     parts = {"columns": sizes.moe.expert_size // tp, "inputs": sizes.hidden_size}

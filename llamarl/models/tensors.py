@@ -1,6 +1,5 @@
-"""Tensors in the files of a checkpoint: their names, shapes and types against what the configuration says, from the
-headers of the files or from their index. No weight is read. Imports no torch.
-"""
+"""Checks names, shapes and types of a checkpoint's tensors against the configuration, from the headers of the files or
+from their index. Reads no weight. No torch."""
 
 from __future__ import annotations
 
@@ -18,17 +17,17 @@ from llamarl.sharding.tensor_parallel import is_expert
 
 EMBEDDING, HEAD, LAST_NORM, SCORE = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", "score.weight"
 _TYPES = ("F64", "F32", "F16", "BF16")
-"""Types of weights, as safetensors names them."""
+"""Types of weights, as named by safetensors."""
 _LEAST_BYTES = 2
 """Bytes of the smallest of these types."""
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-"""An expert's projections, as Mixtral's files name them."""
+"""Names of an expert's projections in Mixtral's files."""
 _FIX = f"copy the whole checkpoint again, or correct {CONFIG}"
 Shapes = Mapping[str, Sequence[int]]
 
 
 def file_names(name: str, shape: Sequence[int], family: str) -> list[str]:
-    """Names in files of what a tensor of the model is made of: a stack of experts, of one matrix for each."""
+    """Returns the names in files of a tensor of the model: one, or, for a stack of experts, one for each expert."""
     name = name.replace(".mlp.", ".block_sparse_moe.") if family == "mixtral" else name
     if not is_expert(name):
         return [name]
@@ -38,8 +37,8 @@ def file_names(name: str, shape: Sequence[int], family: str) -> list[str]:
 
 
 def _is_left_out(name: str, shape: ModelShape) -> bool:
-    """A tensor that no model has: a constant that old checkpoints carry, or one of the layers of GLM-4 mixtures that
-    predict further tokens, behind the others."""
+    """Returns whether no model has this tensor: a constant in old checkpoints, or a tensor of the last layers of GLM-4
+    mixtures, which predict further tokens."""
     layer = re.match(r"model\.layers\.(\d+)\.", name) if shape.family == "glm4_moe" else None
     return name.endswith(".rotary_emb.inv_freq") or (layer is not None and int(layer[1]) >= shape.num_layers)
 
@@ -52,25 +51,26 @@ class Expected:
     ) -> None:
         """
         Args:
-            shape: that of the model, whose family decides the names of experts in files.
-            expected: shapes by name; those that are `optional` may be missing.
-            is_tied: the embeddings are the model's output head.
+            shape: shape of the model, whose family decides the names of experts in files.
+            expected: shapes by name.
+            optional: names that may be missing.
+            is_tied: whether the embeddings are the model's output head.
         """
         self._folder, self._shape, self._optional, self._is_tied = folder, shape, optional, is_tied
         self._shapes = expected
         self._names = {name: file_names(name, sizes, shape.family) for name, sizes in expected.items()}
         self._expected = {
-            one: tuple(sizes[1:] if is_expert(name) else sizes)
+            file_name: tuple(sizes[1:] if is_expert(name) else sizes)
             for name, sizes in expected.items()
-            for one in self._names[name]
+            for file_name in self._names[name]
         }
 
     def is_other_head(self, name: str) -> bool:
-        """It is the output head of a checkpoint whose model has none of its own."""
+        """Returns whether this is the output head of a checkpoint whose model has no separate one."""
         return name == HEAD and name not in self._expected
 
     def check_name(self, name: str) -> bool:
-        """Returns False if the tensor is left out. Raises ConfigError: the model has no such tensor."""
+        """Returns False if the tensor is ignored. Raises ConfigError: the model has no such tensor."""
         if _is_left_out(name, self._shape) or self.is_other_head(name):
             return False
         if name not in self._expected:
@@ -79,13 +79,14 @@ class Expected:
             )
         return True
 
-    def check_missing(self, found: Collection[str]) -> None:
+    def check_missing(self, present: Collection[str]) -> None:
         """Raises ConfigError: tensors are missing."""
-        if missing := [name for name in self._expected if name not in found and name not in self._optional]:
+        if missing := [name for name in self._expected if name not in present and name not in self._optional]:
             raise ConfigError(f"{self._folder}: {len(missing)} tensors are missing, first `{missing[0]}`; {_FIX}")
 
     def check_tied_head(self, is_alike: bool) -> None:
-        """A tied checkpoint may carry its head; when that differs from the embeddings, one of the two is ignored."""
+        """Raises ConfigError: a tied checkpoint has a head that differs from the embeddings, so one of the two would be
+        ignored."""
         if self._is_tied and not is_alike:
             raise ConfigError(
                 f"{self._folder}: `{HEAD}` differs from `{EMBEDDING}`, but {CONFIG} says "
@@ -114,13 +115,13 @@ class Headers(Expected):
     ) -> None:
         """
         Raises:
-            ConfigError: a file is missing or damaged, or a tensor is missing, unknown, there twice, or of the wrong
-                shape or type.
+            ConfigError: a file is missing or damaged, or a tensor is missing, unknown, repeated, or of the wrong shape
+                or type.
         """
         super().__init__(folder, shape, expected, optional, is_tied)
         self._files = dict[str, Path]()
         self.other_head: Path | None = None
-        """File with the output head of the checkpoint, when the model has none of its own."""
+        """File with the output head of the checkpoint, if the model has no separate one."""
         for path in weight_files(folder):
             with opened(path, "np") as file:
                 for name in file.keys():  # noqa: SIM118 - the file is no mapping
@@ -147,8 +148,8 @@ class Headers(Expected):
             raise ConfigError(f"{self._folder} holds {what} without `{SCORE}`; name a sequence classification model")
 
 
-def _wanted(role: str, shape: ModelShape) -> tuple[Shapes, tuple[str, ...], bool]:
-    """Shapes by name that a model in this role has, those that may be missing, and whether its head is tied."""
+def _expected_weights(role: str, shape: ModelShape) -> tuple[Shapes, tuple[str, ...], bool]:
+    """Returns shapes by name of a model in this role, names that may be missing, and whether its head is tied."""
     weights = shape.weights()
     if role not in ("critic", "reward-model"):
         return weights, (), shape.tie_embeddings
@@ -161,21 +162,21 @@ def check_weights(folder: str | Path, role: str = "policy") -> None:
     """Checks names, shapes and types of all weights against the configuration.
 
     Args:
-        role: name of the executor that loads them: critics and reward models have another head.
+        role: name of the executor that loads them. Critics and reward models have another head.
 
     Raises:
         ConfigError: see `Headers`.
     """
     shape, path = load_shape(folder), folder_of(folder)
-    expected, optional, is_tied = _wanted(role, shape)
+    expected, optional, is_tied = _expected_weights(role, shape)
     headers = Headers(path, shape, expected, optional, is_tied)
     if role == "reward-model":
         headers.check_score()
 
 
 def check_listed_weights(name: str, files: Mapping[str, int], role: str = "policy") -> None:
-    """Checks what can be known of weights that were not fetched: that all files are listed, that the index names the
-    tensors of the configuration, and that the files are large enough for them.
+    """Checks weights that were not fetched as far as possible: all files are listed, the index names the tensors of the
+    configuration, and the files are large enough.
 
     Args:
         name: `owner/name@commit`, whose small files are on this machine.
@@ -186,23 +187,24 @@ def check_listed_weights(name: str, files: Mapping[str, int], role: str = "polic
         ConfigError: a file or a tensor is missing, or a tensor is unknown.
     """
     if why_offline() and not any(path.endswith(".safetensors") for path in files):
-        return  # the cache of another program, which may list what it has only
+        return  # the cache of another program may list only its files
     try:
         chosen = open_hub().model_files(files)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
     shape, folder = load_shape(name), folder_of(name)
-    wanted, optional, is_tied = _wanted(role, shape)
-    expected = Expected(folder, shape, wanted, optional, is_tied)
+    shapes, optional, is_tied = _expected_weights(role, shape)
+    expected = Expected(folder, shape, shapes, optional, is_tied)
     if WEIGHTS_INDEX in chosen and (folder / WEIGHTS_INDEX).is_file():
         places = read_model_file(folder, WEIGHTS_INDEX).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(one, str) for one in places.values()):
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
             raise ConfigError(f"{folder / WEIGHTS_INDEX} has no `weight_map`; fetch the file again")
-        expected.check_missing({one for one in places if expected.check_name(one)})
+        expected.check_missing({tensor for tensor in places if expected.check_name(tensor)})
         if missing := sorted(set(places.values()) - files.keys()):
             raise ConfigError(f"{name} has no {missing[0]}, which {WEIGHTS_INDEX} names; name another revision")
-    needed = _LEAST_BYTES * num_scalars({one: tuple(wanted[one]) for one in wanted if one not in optional})
-    if 0 < (there := sum(files[path] for path in chosen if path.endswith(".safetensors"))) < needed:  # 0: not told
+    needed = _LEAST_BYTES * num_scalars({name: tuple(shapes[name]) for name in shapes if name not in optional})
+    actual = sum(files[path] for path in chosen if path.endswith(".safetensors"))
+    if 0 < actual < needed:  # 0 means unknown
         raise ConfigError(
-            f"{name}: its weights have {there:,} bytes, and {CONFIG} says {needed:,} at least; name another revision"
+            f"{name}: its weights have {actual:,} bytes, but {CONFIG} needs {needed:,} at least; name another revision"
         )

@@ -1,11 +1,11 @@
 """The decoder of the Llama 3, Mistral, Qwen 2.5 and Qwen 3 families, and of mixtures of experts, on packed tokens, with
-Hugging Face parameter names; experts are stacked.
+Hugging Face parameter names. Experts are stacked.
 
-Tokens of many sequences lie in one dimension; the caller's `attend` decides which token sees which, so one definition
-serves training (packed documents) and generation (paged KV cache).
+Tokens of many sequences share one dimension, and the caller's `attend` decides which token sees which. So one
+definition serves training (packed documents) and generation (paged KV cache).
 
-Shape suffixes: N packed tokens, D model dim, H query heads, J kv heads, K head dim, F feed-forward dim, V vocabulary,
-M positions, R rotated channels of a head, W experts of a token in all layers.
+Shape suffixes: N packed tokens, D model dim, H query heads, J kv heads, K head dim, F feed-forward dim, V vocabulary, M
+positions, R rotated channels of a head, W experts of a token in all layers.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from llamarl.kernels.half import Rounded
 from llamarl.kernels.ops import gate_by_torch, rotate_by_torch
 from llamarl.models.experts import MoeFeedForward
 from llamarl.models.masking import UnusedIds
 from llamarl.models.shape import LinearScaling, Llama3Scaling, ModelShape, YarnScaling
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""attend(layer_index, q_N_H_K, k_N_J_K, v_N_J_K) -> out_N_H_K; it scales the scores by head_dim ** -0.5."""
+"""attend(layer_index, q_N_H_K, k_N_J_K, v_N_J_K) -> out_N_H_K. It scales the scores by head_dim ** -0.5."""
 
 Rotation = tuple[Tensor, Tensor]
-"""(cos_N_1_R, sin_N_1_R); the first half of the sine is negative, see `rotate_by_torch`."""
+"""(cos_N_1_R, sin_N_1_R). The first half of the sine is negative, see `rotate_by_torch`."""
 
 
 class Rope:
-    """Rotary angles by position: one table per device and dtype, computed on the CPU in float32, so that every process,
-    however it was initialized, rotates by the same bits."""
+    """Rotary angles by position: one table per device and dtype. It is computed on the CPU in float32, so all processes
+    rotate by the same bits."""
 
     def __init__(self, shape: ModelShape) -> None:
         self._shape = shape
@@ -43,7 +44,7 @@ class Rope:
         key = (positions_N.device, dtype)
         table_M_2_K = self._tables.get(key)
         if table_M_2_K is None:
-            # A table first needed while generating must still serve a later backward pass.
+            # A table made in inference mode could not serve a later backward pass.
             with torch.inference_mode(False):
                 table_M_2_K = self._tables[key] = self._table().to(positions_N.device, dtype)
         cos_sin_N_2_K = table_M_2_K.index_select(0, positions_N)
@@ -59,10 +60,10 @@ class Rope:
 
 
 def rope_frequencies(shape: ModelShape) -> Tensor:
-    """Radians per position of each pair of rotated channels, float32 [rotary_dim / 2].
+    """Returns radians per position of each pair of rotated channels, float32 [rotary_dim / 2].
 
     Plain: theta ** (-2i / rotary_dim) (RoFormer, arXiv 2104.09864, section 3.2.2). Linear scaling divides all of them
-    (arXiv 2306.15595); Llama 3 and YaRN divide long wavelengths by `factor`, keep short ones and blend those between.
+    (arXiv 2306.15595). Llama 3 and YaRN divide long wavelengths by `factor`, keep short ones and blend those between.
     """
     exponents = torch.arange(0, shape.rotary_dim, 2, dtype=torch.float32, device="cpu") / shape.rotary_dim
     wavelengths = shape.rope_theta**exponents
@@ -79,7 +80,7 @@ def rope_frequencies(shape: ModelShape) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Blended in the share of a context that a wavelength is (arXiv 2407.21783, section 3.2, and its code)."""
+    """Blends by the ratio of context and wavelength (arXiv 2407.21783, section 3.2, and its code)."""
     context, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
     wavelengths = 2 * math.pi / frequencies
     kept = (context / wavelengths - low) / (high - low)
@@ -89,10 +90,13 @@ def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _yarn_ramp(scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:
-    """0 for channels that stay, 1 for those that are divided, linear in the channel between (arXiv 2309.00071, section
-    3.2; bounds as in its reference code, whose `dim - 1` counts channels where the ramp counts pairs)."""
+    """Returns 0 for channels that stay, 1 for channels that are divided, and linear values between (arXiv 2309.00071,
+    section 3.2).
 
-    def channel(turns: float) -> float:  # that turns so often in the context of pretraining
+    Bounds are those of its reference code, whose `dim - 1` counts channels where the ramp counts pairs.
+    """
+
+    def channel(turns: float) -> float:  # the channel with this number of turns in the context of pretraining
         context = scaling.original_max_position_embeddings
         return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
@@ -105,11 +109,14 @@ def _yarn_ramp(scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """Under autocast the input is bfloat16 and the weight float32; the fused kernel needs one type for both. On GPUs
-    autocast makes it float32, unless training sets something else."""
+    """A norm of inputs in any type.
+
+    Under autocast the input is bfloat16 and the weight float32, but the fused kernel needs one type for both. On GPUs
+    autocast makes both float32, unless training sets another operation.
+    """
 
     normalize: Callable[..., Tensor] = staticmethod(F.rms_norm)
-    """Norm with a gradient, by torch or by what training sets in its place."""
+    """Norm with a gradient. Training may replace torch's."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight_D = self.weight.to(x.dtype)
@@ -119,20 +126,21 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Projection(nn.Linear):
-    """A linear layer, multiplied by torch or by what training sets in its place."""
+    """A linear layer whose product training may replace."""
 
     multiply: Callable[..., Tensor] = staticmethod(F.linear)
-    """Product of input, weight and bias, with a gradient."""
+    """Product of input, weight and bias, with a gradient. Training may replace torch's."""
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - so is it named in nn.Linear
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - its name in nn.Linear
         return self.multiply(input, self.weight, self.bias)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. Head counts follow from the projections' outputs, which tensor parallelism cuts."""
+    """Grouped-query attention. The number of heads follows from the projections' outputs, which tensor parallelism
+    cuts."""
 
     rotate: Callable[[Tensor, Rotation], Tensor] = staticmethod(rotate_by_torch)
-    """Rotation of heads, by torch or by what training sets in its place."""
+    """Rotation of heads. Training may replace torch's."""
 
     def __init__(self, shape: ModelShape, index: int) -> None:
         super().__init__()
@@ -146,11 +154,12 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
 
     def project(self, x_N_D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Flat queries, keys and values; a generator may replace this by one matmul with the joined weights."""
+        """Returns flat queries, keys and values. A generator may replace this by one product with the joined
+        weights."""
         return self.q_proj(x_N_D), self.k_proj(x_N_D), self.v_proj(x_N_D)
 
     def heads(self, x_N_D: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys, and values: q_N_H_K, k_N_J_K, v_N_J_K."""
+        """Returns rotated queries and keys, and values: q_N_H_K, k_N_J_K, v_N_J_K."""
         q, k, v = (flat.unflatten(-1, (-1, self.head_dim)) for flat in self.project(x_N_D))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -165,7 +174,7 @@ class FeedForward(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
     activate: Callable[[Tensor, Tensor], Tensor] = staticmethod(gate_by_torch)
-    """Gated activation, by torch or by what training sets in its place."""
+    """Gated activation. Training may replace torch's."""
 
     def __init__(self, hidden_size: int, width: int) -> None:
         super().__init__()
@@ -174,7 +183,7 @@ class FeedForward(nn.Module):
         self.down_proj = Projection(width, hidden_size, bias=False)
 
     def project(self, x_N_D: Tensor) -> tuple[Tensor, Tensor]:
-        """Gate and up; a generator may replace this by one matmul with the joined weights."""
+        """Returns gate and up. A generator may replace this by one product with the joined weights."""
         return self.gate_proj(x_N_D), self.up_proj(x_N_D)
 
     def forward(self, x_N_D: Tensor) -> Tensor:
@@ -191,13 +200,16 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = _feed_forward(shape, index)
         self.columns = None if shape.moe is None else shape.moe.columns(index)
-        """Place of its experts among those of all layers; None: it has none."""
+        """Columns of its experts among those of all layers. None means that it has no experts."""
         self.recompute = False
-        """Keep only the input for backward (arXiv 1604.06174); inside of what FSDP2 gathers weights for."""
+        """Whether to keep only the input for backward (arXiv 1604.06174), inside of the FSDP2 unit."""
 
     def forward(self, x_N_D: Tensor, rotation: Rotation, attend: Attend, routes_N_W: Tensor | None = None) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
-            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn
+            options: dict[str, Any] = {
+                "use_reentrant": False,
+                "preserve_rng_state": False,
+            }  # there are no random numbers
             return checkpoint(self._compute, x_N_D, rotation, attend, routes_N_W, **options)
         return self._compute(x_N_D, rotation, attend, routes_N_W)
 
@@ -210,7 +222,7 @@ class Layer(nn.Module):
 
 
 def _narrowed(x: Tensor) -> Tensor:
-    """Autocast makes norms float32 on GPUs: they are cast once then, not by each product that takes them."""
+    """Casts a norm that autocast made float32 on a GPU once, so that each product need not."""
     if x.is_cuda and torch.is_autocast_enabled("cuda"):
         return x.to(torch.get_autocast_dtype("cuda"))
     return x
@@ -224,12 +236,14 @@ def _feed_forward(shape: ModelShape, index: int) -> nn.Module:
 
 
 class Decoder(nn.Module):
-    """Everything but the output head: the `model.` of the parameter names."""
+    """Everything except the output head: the `model.` of the parameter names."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         size = shape.vocab_size, shape.hidden_size
-        self.embed_tokens = nn.Embedding(*size, _weight=torch.empty(size))  # drawing it would import torch's compiler
+        self.embed_tokens = nn.Embedding(
+            *size, _weight=torch.empty(size)
+        )  # random values would import torch's compiler
         self.layers = nn.ModuleList(Layer(shape, index) for index in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.rope = Rope(shape)
@@ -245,42 +259,39 @@ class Decoder(nn.Module):
         return self.norm(x_N_D)
 
     def _embedded(self, token_ids_N: Tensor) -> Tensor:
-        """Under autocast rounded as generators have them, but neither what layers add nor the gradient."""
+        """Returns embeddings, [N, D]; under autocast in float32, rounded to bfloat16 as in generators."""
         x_N_D = self.embed_tokens(token_ids_N)
-        if not torch.is_autocast_enabled(x_N_D.device.type):
-            return x_N_D
-        x_N_D = x_N_D.float()
-        return x_N_D + (x_N_D.to(torch.get_autocast_dtype(x_N_D.device.type)) - x_N_D).detach()
+        return Rounded.apply(x_N_D.float()) if torch.is_autocast_enabled(x_N_D.device.type) else x_N_D
 
 
 class Transformer(nn.Module):
-    """A causal language model. Built with whatever values `nn.Linear` draws; load weights or call `initialize`."""
+    """A causal language model. New weights are arbitrary: load weights or call `initialize`."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
         self.unused_ids = UnusedIds(shape.unused_ids)
         self.model = Decoder(shape)
-        # A tied model has no second name for the matrix, so nothing that rewrites modules can untie it.
+        # A tied model has no second name for the matrix, so code that rewrites modules cannot untie it.
         self.lm_head = None if shape.tie_embeddings else Projection(shape.hidden_size, shape.vocab_size, bias=False)
 
     def forward(
         self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend, routes_N_W: Tensor | None = None
     ) -> Tensor:
-        """Hidden states after the final norm, [N, D]; positions are below `max_position_embeddings`.
+        """Returns hidden states after the final norm, [N, D]. Positions are below `max_position_embeddings`.
 
         Args:
-            routes_N_W: of a mixture, experts that were recorded, int64, layer after layer; -1: the router chooses.
+            routes_N_W: recorded experts of a mixture, int64, layer after layer; -1 means that the router chooses.
         """
         return self.model(token_ids_N, positions_N, attend, routes_N_W)
 
     def logits(self, hidden_N_D: Tensor) -> Tensor:
-        """[N, V], in the dtype of the weights; unused ids have no probability."""
+        """Returns [N, V], in the dtype of the weights. Unused ids have no probability."""
         return self.unused_ids.remove(F.linear(hidden_N_D, self.head_weight_V_D))
 
     @property
     def head_weight_V_D(self) -> Tensor:
-        """The output head: the embedding matrix where they are tied."""
+        """The output head, which is the embedding matrix if they are tied."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     @property
@@ -294,7 +305,8 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int, std: float) -> None:
-        """Normal matrices of standard deviation `std`, norms 1, biases 0; the same bits on every device."""
+        """Sets matrices to normal numbers of standard deviation `std`, norms to 1, biases to 0. The bits are the same
+        on every device."""
         generator = torch.Generator("cpu").manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:

@@ -1,7 +1,7 @@
-"""Token ids for which a model has a row and its tokenizer has no token. Imports no torch.
+"""Token ids for which a model has a row but its tokenizer has no token. No torch.
 
-Embeddings are often padded beyond the tokenizer's vocabulary, and some tokenizers leave ids out in between. Such ids
-must not be sampled: they have no text, and the weights of their rows are arbitrary.
+Embeddings are often padded beyond the tokenizer's vocabulary, and some tokenizers skip ids. Such ids must not be
+sampled: they have no text, and the weights of their rows are arbitrary.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def _unused(path: Path, vocab_size: int, _modified_ns: int, _num_bytes: int) -> 
 
 
 def _token_ids(tokenizer: dict[str, Any]) -> np.ndarray:
-    """Unigram models list their tokens in the order of the ids, others map tokens to ids."""
+    """Returns the ids of all tokens. Unigram models list their tokens in the order of ids; other models map tokens to
+    ids."""
     vocabulary = tokenizer["model"]["vocab"]
     ids = range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values()
     added = (token["id"] for token in tokenizer.get("added_tokens") or ())
@@ -54,6 +55,6 @@ def _token_ids(tokenizer: dict[str, Any]) -> np.ndarray:
 
 
 def is_unused(token_ids_T: np.ndarray, spans: Spans) -> np.ndarray:
-    """Returns which of some token ids are in `spans`, bool [T]."""
+    """Returns which of these token ids are in `spans`, bool [T]."""
     borders = np.array(spans, np.int64).ravel()
     return np.searchsorted(borders, token_ids_T, side="right") % 2 == 1

@@ -1,9 +1,9 @@
-"""`Entrance`: a listening port that costs the process next to nothing, however many strangers come to it.
+"""`Entrance`: a listening port that costs the process little, whatever number of unknown clients connect to it.
 
-Nobody can keep strangers from connecting. One who says nothing is left to the system, where it costs no descriptor: so
-who connects to a port of ours speaks first. Who has said something has to prove itself, whatever that means where it
-wants to go, and of those that have not yet the oldest is put out for the newest, and nobody else let in until it has
-gone. Running out of descriptors, whoever took them, ends no entrance.
+Unknown clients can always connect. The kernel holds a connection that has sent no data, which costs no descriptor; so
+our own processes send first. A client that has sent data must authenticate, in the way of the service behind the port.
+Among the unauthenticated clients, the oldest is closed for the newest, and no other is accepted until it is gone. An
+entrance survives a process without free descriptors, whatever took them.
 """
 
 from __future__ import annotations
@@ -20,75 +20,76 @@ from contextlib import suppress
 from functools import partial
 
 MAX_UNPROVED, MOST_UNPROVED = 64, 1024
-"""Connections at one entrance: a sixteenth of the descriptors that this process may have, between these."""
+"""Limits of the unauthenticated connections at one entrance, which are a sixteenth of the process's descriptors."""
 YOUNG_S = 0.02
-"""Nobody is put out before: of many who come at once the first may not have had a turn yet."""
+"""No connection is closed before this age: the thread of the first of many simultaneous clients may not have run
+yet."""
 PROOF_S = 10.0
-"""Seconds for one message of a proof, on a busy machine too."""
+"""Seconds for one message of the authentication, on a busy machine, too."""
 BACKLOG = 4096
-"""Connections that the system keeps until they are accepted; of more those that say nothing are accepted too."""
+"""Connections that the kernel queues until they are accepted. It queues clients without data only up to this number."""
 SILENT_S = 3600
-"""So long the system keeps one that says nothing; what is said later is heard."""
+"""How long the kernel holds a connection that has sent no data. Later data is still delivered."""
 CLOSE_S = 1.0
 """Seconds that the thread has to close the port."""
 PAUSE_S = 0.002
-"""Before the next try, where the process has no descriptor left: for one that was put out to be closed."""
+"""Pause before the next try of a process without free descriptors, in which a closed connection can free one."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Raises OSError."""
+    """Listens at an address. Raises OSError."""
     listener = socket.create_server((host, port), backlog=BACKLOG)
-    ignore_silent(listener)
+    defer_accept(listener)
     return listener
 
 
-def ignore_silent(listener: socket.socket) -> None:
-    """Who connects to it is accepted when he has said something; where the system cannot, at once."""
+def defer_accept(listener: socket.socket) -> None:
+    """Accepts connections only after they have sent data. Systems other than Linux accept at once."""
     if sys.platform == "linux":
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_S)
 
 
-def num_unproved() -> int:
-    """Most connections without a proof that one entrance of this process holds."""
+def max_unauthenticated() -> int:
+    """Returns the limit of unauthenticated connections at one entrance of this process."""
     return max(MAX_UNPROVED, min(MOST_UNPROVED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 16))
 
 
 Proved = Callable[[], None]
 Serve = Callable[[socket.socket, Proved], object]
-"""Gets a connection, which it must not wait for, and what to call once that has proved itself or is over, at the latest
-before its descriptor is closed by any other way than the socket's own."""
+"""Receives a connection and a callback, and must not block. The callback must be called once the connection is
+authenticated or over, and before its descriptor is closed in any other way than the socket's own."""
 
 
 class Entrance:
-    """Accepts in a thread of its own, until `close`."""
+    """Accepts connections in its own thread, until `close`."""
 
     def __init__(self, listener: socket.socket, serve: Serve, wait_s: float | None = None) -> None:
         """
         Args:
-            listener: closed in the end.
-            serve: called in that thread; what it is to call may be called by any.
-            wait_s: it ends when nobody has come for so long.
+            listener: closed at the end.
+            serve: called in that thread. Its callback may be called in any thread.
+            wait_s: closes the entrance after this time without a new connection. None means never.
         """
         self._listener, self._serve = listener, serve
         self._listener.settimeout(wait_s)
         self._unproved = dict[int, tuple[float, socket.socket]]()
-        """The oldest first, each with the time at which it came."""
+        """Connections and the times of their arrival, the oldest first."""
         self._leaving = set[int]()
-        """Connections that were put out and still have their descriptors."""
-        self._room = num_unproved()
+        """Connections that were closed for newer ones and still have their descriptors."""
+        self._room = max_unauthenticated()
         self._numbers, self._changed = itertools.count(), threading.Condition()
         self._is_open = True
         self._thread = threading.Thread(target=self._listen, name="entrance", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Nobody can come any more; those that are here stay. May be called again."""
+        """Stops accepting. Open connections stay. May be called again."""
         self._is_open = False
         with self._changed:
             self._changed.notify_all()
         with suppress(OSError):  # closed before
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits in it
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._thread.join(CLOSE_S)
 
     def _listen(self) -> None:
@@ -98,7 +99,7 @@ class Entrance:
                     self._accept()
                 except TimeoutError:
                     return
-                except (OSError, RuntimeError) as error:  # closed, a caller that has gone, or nothing is left
+                except (OSError, RuntimeError) as error:  # closed, the client left, or no descriptor or thread is free
                     if self._is_open and (isinstance(error, RuntimeError) or error.errno in _EXHAUSTED):
                         self._put_out_oldest(0, 0.0)
                         time.sleep(PAUSE_S)
@@ -122,7 +123,7 @@ class Entrance:
             self._changed.wait_for(lambda: len(self._leaving) < self._room or not self._is_open, PROOF_S)
 
     def _put_out_oldest(self, room: int, young_s: float) -> None:
-        """Unless there is room for all; waits until it is so old."""
+        """Closes the oldest connection if there are more than `room`, once it is `young_s` old."""
         with self._changed:
             came_s = next((came_s for came_s, _ in self._unproved.values()), 0.0)
             left_s = max(came_s + young_s - time.monotonic(), 0.0)
@@ -130,7 +131,7 @@ class Entrance:
                 number = next(iter(self._unproved))
                 _, oldest = self._unproved.pop(number)
                 self._leaving.add(number)
-                with suppress(OSError):  # it has gone by itself
+                with suppress(OSError):  # the client has disconnected
                     oldest.shutdown(socket.SHUT_RDWR)
 
     def _forget(self, number: int) -> None:
@@ -141,7 +142,7 @@ class Entrance:
 
 
 def _has_left(accepted: socket.socket) -> bool:
-    """Without a word, as many do at once who were silent."""
+    """Returns whether the client has disconnected without sending data, as many do at once after a long silence."""
     try:
         return not accepted.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:

@@ -50,7 +50,7 @@ def remedy(error: OSError) -> str:
     """Returns what the user can do about a file that cannot be written."""
     name = f"{error.filename}" if error.filename else "its place"
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
-        return f"move {name} away, or the file at the path of its folder"
+        return f"move {name}, or the file in place of its folder, away"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"allow this user to write {name}"
     return "free space on the disk"

@@ -6,6 +6,7 @@ A record of metrics becomes one flat JSON object, ready for any sink.
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -13,6 +14,13 @@ from math import comb
 from typing import Any
 
 ABSENT = "–"
+_USER_BEGINS = re.compile(
+    r"(?:<[|｜][^<>|｜\s]{1,40}[|｜]>|<start_of_turn>)\s*user\b\s*(?:<[|｜][^<>|｜\s]{1,40}[|｜]>)?\s*"
+    r"|<[|｜][Uu]ser[|｜]>\s*|\[INST\]\s*"
+)
+"""Start of a user's message in the chat templates of common models: ChatML, Llama 3, Gemma, GLM, DeepSeek, Mistral."""
+_MESSAGE_ENDS = re.compile(r"<[|｜][^<>|｜\s]{1,40}[|｜]>|<end_of_turn>|</s>|\[/INST\]")
+"""End of a message in these templates."""
 
 
 def megabytes(num_bytes: float) -> str:
@@ -50,6 +58,13 @@ def percent(share: float | None, digits: int = 0) -> str:
     if share is None:
         return ABSENT
     return f"{share:.{digits}%}" if math.isfinite(share) else str(share)
+
+
+def last_question(prompt: str) -> str:
+    """Returns the user's last message in a prompt that a chat template has written. Returns other prompts unchanged."""
+    begins = [found.end() for found in _USER_BEGINS.finditer(prompt)]
+    text = _MESSAGE_ENDS.split(prompt[begins[-1] :], maxsplit=1)[0].strip() if begins else ""
+    return text or prompt
 
 
 def counted(many: int, noun: str) -> str:

@@ -20,6 +20,7 @@ from llamarl.observability.metrics import (
     duration,
     flat,
     held_out,
+    last_question,
     number,
     of_sources,
     percent,
@@ -135,7 +136,7 @@ def verdict(accounts: Accounts, first_step: int, last_step: int) -> SpeedVerdict
     bound, reason = _bound(_present(accounts))
     if (share := accounts.away_share) >= 0.01:
         reason += (
-            f"; {share:.0%} of the time is left out, in which nobody worked until {', '.join(accounts.away)} came back"
+            f"; not counted: {share:.0%} of the time, when all were idle until {', '.join(accounts.away)} was back"
         )
     return SpeedVerdict(bound=bound, reason=reason, window=f"{steps}, {duration(accounts.window_s)}")
 
@@ -156,10 +157,10 @@ def _bound(accounts: Accounts) -> tuple[str, str]:
     roles = accounts.role_share
     generator, trainer = roles.get("generator", 0.0), roles.get("trainer", 0.0)
     if not any(roles.values()):
-        return "unknown", "no executor has worked yet"
+        return "unknown", "no executor has done any work yet"
     if accounts.unaccounted_share > LOST_SHARE:
-        lost = f"no executor works {accounts.unaccounted_share:.0%} of the time"
-        return "controller-bound", f"{lost}, all wait for the controller"
+        lost = f"all executors are idle {accounts.unaccounted_share:.0%} of the time"
+        return "controller-bound", f"{lost} and wait for the controller"
     top = max(roles, key=lambda role: roles[role])
     if top not in ("generator", "trainer") and roles[top] > max(generator, trainer) + TIE_SHARE:
         return f"{top}-bound", f"trainer and generator wait for the {top}, which is busy {roles[top]:.0%} of the time"
@@ -325,7 +326,7 @@ def render_summary(summary: RunSummary) -> str:
 def _headline(summary: RunSummary) -> list[str]:
     first, last = summary.first_step, summary.steps
     steps = f"{last:,} steps" if first == 1 else f"steps {first:,} to {last:,}" if last >= first else "no new step"
-    took = f"{steps} in {duration(summary.wall_s)}, after {duration(summary.start_s)} of starting up"
+    took = f"{steps} in {duration(summary.wall_s)}, after a start-up of {duration(summary.start_s)}"
     if summary.end == "finished":
         return [f"{summary.name}: finished {took}"]
     why = f": {plain(summary.end_reason)}" if summary.end_reason else ""
@@ -381,7 +382,7 @@ def _time(summary: RunSummary) -> list[str]:
         _fact("idle", idle or ABSENT),
         _fact(
             "overlap",
-            f"{percent(summary.overlap_share)} of the time; nobody works {percent(summary.unaccounted_share, 1)}",
+            f"{percent(summary.overlap_share)} of the time; all idle {percent(summary.unaccounted_share, 1)}",
         ),
         _fact("speed", f"{number(summary.samples_per_s)} rollouts/s"),
         _fact("staleness", f"at most {summary.staleness_max} of {summary.staleness_limit} (S {summary.max_staleness})"),
@@ -410,7 +411,9 @@ def _fact(label: str, text: str) -> str:
 def _completions(summary: RunSummary) -> list[str]:
     lines = []
     for entry in summary.completions:
-        lines.append(_fact(f"reward {number(entry.reward)}", "> " + _short(plain(entry.prompt), from_end=False)))
+        lines.append(
+            _fact(f"reward {number(entry.reward)}", "> " + _short(plain(last_question(entry.prompt)), from_end=False))
+        )
         lines.append(_fact(f"advantage {entry.advantage:+.2f}", "  " + _short(plain(entry.response), from_end=True)))
     return lines
 

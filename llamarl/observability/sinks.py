@@ -201,7 +201,7 @@ def _unpack(file: Path, target: IO[bytes]) -> None:
     try:
         target.writelines(lines(file))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ConfigError(f"{file} is damaged ({error}); move it away, which loses only its rows") from None
+        raise ConfigError(f"{file} is damaged ({error}); move it away; only its rows are lost") from None
 
 
 def _size_of_whole_lines(file: IO[bytes]) -> int:

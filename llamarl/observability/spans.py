@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, overload
@@ -120,6 +120,8 @@ def covered_s(spans: Iterable[Span], start_s: float, end_s: float) -> float:
 
 
 _stages = dict[int, str]()
+DELAY_S = 8.0
+"""Longest time without output of a command, or of a call from Python, in seconds."""
 
 
 @contextmanager
@@ -142,6 +144,30 @@ def stage_here(thread: int) -> str:
     """Returns the stage of a thread or, if it has none, the newest stage of another thread of this process. Empty means
     that no thread has a stage."""
     return stage_of(thread) or next((text for text in reversed([*_stages.values()]) if text), "")
+
+
+@contextmanager
+def report_delays(command: str, work: str = "checking the settings") -> Iterator[Callable[[], None]]:
+    """Prints a line on stderr every `DELAY_S` that names the current stage, until the end of the block or the first
+    call of the yielded function.
+
+    Args:
+        command: of llamarl. Empty means a call from Python.
+        work: is printed if there is no stage.
+    """
+    thread, is_over = threading.get_ident(), threading.Event()
+
+    def tell() -> None:
+        while not is_over.wait(DELAY_S):
+            doing = stage_here(thread) or work
+            sys.stderr.write(f"{f'llamarl {command}'.rstrip()}: still {doing}; Ctrl-C ends it\n")
+            sys.stderr.flush()
+
+    threading.Thread(target=tell, name="delay", daemon=True).start()
+    try:
+        yield is_over.set
+    finally:
+        is_over.set()
 
 
 GROUPS = "/sys/fs/cgroup"

@@ -1,4 +1,4 @@
-"""Rewards: what a response is worth. One file per reward; graders run in killable processes. Imports no torch."""
+"""Rewards: numbers for responses. One file per reward; graders run in processes that can be killed. No torch."""
 
 from llamarl.rewards._base import Reward, invalid, right, wrong
 from llamarl.rewards._build import build_reward

@@ -10,7 +10,7 @@ from typing import Any
 from llamarl.types import Outcome, RewardItem, RewardResult
 
 MAX_REWARD = 1e30
-"""Beyond it, either way, sums and squares of rewards are no numbers any more."""
+"""Largest absolute value of a reward. Sums and squares of larger ones are not finite."""
 
 
 class Reward(ABC):
@@ -18,51 +18,52 @@ class Reward(ABC):
 
     @property
     def asks_others(self) -> bool:
-        """Whether scoring asks somebody else, who may take money for it."""
+        """True if scoring calls another service, which may charge for it."""
         return False
 
     @abstractmethod
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        """One result per item, in order. A bad response is WRONG or INVALID; it never raises."""
+        """Returns one result per item, in order. A bad response is WRONG or INVALID and does not raise."""
 
     def written(self, answer: str) -> str | None:
-        """A response that gives the data's answer in the form that this reward reads; None: it has no such form."""
+        """Returns a response with the data's answer in the form that this reward reads. None means that there is no
+        such form."""
         return None
 
-    # Most rewards hold nothing, so the empty body is their implementation.
+    # Most rewards have nothing to close.
     def close(self) -> None:  # noqa: B027
-        """Ends worker processes. May be called twice; no scoring afterwards."""
+        """Ends worker processes. May be called twice. The reward cannot score afterwards."""
 
 
 def written(reward: object, answer: str) -> str | None:
-    """`Reward.written` of whatever has a `score`, as a user's own reward may have no more."""
+    """Returns `Reward.written` of a reward, or None if a user's own reward has no such method."""
     write = getattr(reward, "written", None)
     return write(answer) if callable(write) else None
 
 
 def right(value: float) -> RewardResult:
-    """The response is right."""
+    """Returns the result of a right response."""
     return RewardResult(outcome=Outcome.SCORE, value=value)
 
 
 def wrong(value: float, reason: str) -> RewardResult:
-    """The response is wrong."""
+    """Returns the result of a wrong response."""
     return RewardResult(outcome=Outcome.WRONG, value=value, reason=reason)
 
 
 def invalid(reason: str) -> RewardResult:
-    """The response could not be judged."""
+    """Returns the result of a response that could not be judged."""
     return RewardResult(outcome=Outcome.INVALID, value=0.0, reason=reason)
 
 
 def absent(reason: str) -> RewardResult:
-    """The reward has no opinion about the row."""
+    """Returns the result of a reward without an opinion about the row."""
     return RewardResult(outcome=Outcome.INVALID, value=0.0, reason=reason, is_absent=True)
 
 
 def sound(result: Any) -> RewardResult:
-    """A result that a user's code gave; one that is none, or whose value nobody can reckon with, judges nothing, and
-    None is an absent result."""
+    """Checks a result of a user's code. A result of another type or with a non-finite value becomes INVALID, and None
+    becomes absent."""
     if result is None:
         return absent("the reward gave None: no opinion about this row")
     is_result = isinstance(result, RewardResult) and isinstance(result.outcome, Outcome) and type(result.reason) is str
@@ -70,11 +71,11 @@ def sound(result: Any) -> RewardResult:
     if is_result and isinstance(value, Real) and abs(value) <= MAX_REWARD:  # type: ignore[operator]  # NaN is not
         return result
     said = _shown(value)
-    return invalid(f"the reward gave {said}, which is no result with a finite value of at most {MAX_REWARD:g}")
+    return invalid(f"the reward gave {said}, which is not a result with a finite value of at most {MAX_REWARD:g}")
 
 
 def _shown(value: Any) -> str:
-    """The beginning of a value's text, or its type, whatever a user's code has made it."""
+    """Returns the beginning of a value's text, or its type. Works for any value of a user's code."""
     if isinstance(value, str | bytes | None | bool | float) or (isinstance(value, int) and abs(value) < 1 << 64):
         return repr(value[:100] if isinstance(value, str | bytes) else value)
     return f"a {type(value).__name__}"

@@ -16,19 +16,19 @@ if TYPE_CHECKING:  # workers of rewards import this package, and need no setting
 
 
 def as_part(ref: Ref) -> Ref:
-    """A plain function in the place of a reward, as the part that calls it. Raises ConfigError."""
+    """Returns a plain function as the part that calls it, and other parts unchanged. Raises ConfigError."""
     if ":" not in ref.name:
         return ref
-    found = find(ref.name, "llamarl.rewards", "reward.parts", "")
-    if isinstance(found, type) or not callable(found):
+    function = find(ref.name, "llamarl.rewards", "reward.parts", "")
+    if isinstance(function, type) or not callable(function):
         return ref
-    name = getattr(found, "__name__", ref.name.rpartition(":")[2])
-    own = {"call": ref.name, "curve": name, "is_async": is_coroutine(found)}
-    return Ref.model_validate({"name": "function"} | own | ref.options)
+    name = getattr(function, "__name__", ref.name.rpartition(":")[2])
+    options = {"call": ref.name, "curve": name, "is_async": is_coroutine(function)}
+    return Ref.model_validate({"name": "function"} | options | ref.options)
 
 
 def build_reward(config: RewardConfig) -> Reward:
-    """The reward that `config` describes: a single part of weight 1 as it is, otherwise a weighted sum.
+    """Returns the reward that `config` describes: a single part of weight 1, otherwise a weighted sum.
 
     Raises:
         ConfigError: unknown part, unknown option, or an option or weight that cannot work.
@@ -37,7 +37,7 @@ def build_reward(config: RewardConfig) -> Reward:
     if not any(weights) and not config.model:
         raise ConfigError("reward.weights are all 0, so every reward would be 0; give at least one part a weight")
     names = [str(ref.options.get("curve") or ref.name.rpartition(":")[2]) for ref in map(as_part, config.parts)]
-    with ExitStack() as made:  # a later part that cannot be built must not leave workers of an earlier one
+    with ExitStack() as made:  # an error in a later part ends the workers of earlier ones
         parts: list[Reward] = []
         for ref in config.parts:
             part = build(as_part(ref), "llamarl.rewards", "reward.parts")

@@ -1,8 +1,8 @@
-r"""Mathematical answers as text: what can be decided, or refused, without a computer algebra system.
+r"""Mathematical answers as text: decides or refuses them without a computer algebra system.
 
-`quick_verdict` settles most answers in microseconds and keeps from math-verify what it would accept wrongly (equations
-with a wrong side, anagrams of words, sums left standing, small numbers that round to the same) or never finish (towers
-of powers, large factorials, deep nesting).
+`quick_verdict` decides most answers in microseconds. It withholds answers that math-verify would accept wrongly
+(equations with a wrong side, anagrams of words, unevaluated sums, small numbers that round to the same) or would never
+finish (towers of powers, large factorials, deep nesting).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import NamedTuple
 from llamarl.rewards._text import parse_number
 
 RELATIVE_TOLERANCE = Fraction(1, 10**6)
-"""Between a decimal and the exact value that it rounds. Relative: an absolute one makes 0.0000002 equal 0.0000001."""
+"""Tolerance between a decimal and the exact value that it rounds. Relative, because an absolute one would make
+0.0000002 equal 0.0000001."""
 
 _MAX_ANSWER_CHARS = 400
 _MAX_DEPTH = 12
@@ -22,13 +23,13 @@ _MAX_CHAIN = 4
 
 
 class TextVerdict(NamedTuple):
-    """Verdict of the text alone."""
+    """Verdict from the text only."""
 
     right: bool | None
-    """None: undecided, ask math-verify."""
+    """None means undecided: math-verify decides."""
     reason: str = ""
     pieces: tuple[str, ...] = ()
-    """When undecided: expressions that must all equal the gold answer."""
+    """If undecided: expressions that must all equal the gold answer."""
 
 
 _REPLACED = [
@@ -41,7 +42,8 @@ _WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 
 
 def tidy(text: str) -> str:
-    """Without spacing, sizes, math delimiters around the whole and a trailing full stop: the value stays the same."""
+    """Removes spacing, sizes, math delimiters around the whole and a trailing full stop, which do not change the
+    value."""
     for pattern, replacement in _REPLACED:
         text = pattern.sub(replacement, text)
     text = text.strip().removesuffix(".").rstrip()
@@ -57,7 +59,7 @@ class Number(NamedTuple):
 
     value: Fraction
     is_decimal: bool
-    """Written with a decimal point, so it may be rounded."""
+    """Whether it has a decimal point, so that it may be rounded."""
     is_percent: bool
 
 
@@ -86,7 +88,8 @@ def read_number(text: str) -> Number | None:
 
 
 def same_number(gold: Number, answer: Number) -> bool:
-    """Whole golds and fractions exactly, otherwise within RELATIVE_TOLERANCE. `50%` equals 50 and 0.5."""
+    """Compares golds that are whole numbers or fractions exactly, others within RELATIVE_TOLERANCE. `50%` equals 50 and
+    0.5."""
     scales = [Fraction(1)]
     if gold.is_percent != answer.is_percent:
         scales.append(Fraction(100) if gold.is_percent else Fraction(1, 100))
@@ -108,7 +111,7 @@ def plain_text(text: str) -> str:
 
 
 def is_phrase(text: str) -> bool:
-    """A name or words. To math-verify they are products of letters, in any order."""
+    """Returns whether this is a name or words. math-verify would read them as products of letters, in any order."""
     return bool(_PHRASE.fullmatch(text)) and any(not _FUNCTION.fullmatch(word) for word in _WORD.findall(text))
 
 
@@ -117,7 +120,8 @@ _ASSIGNED = re.compile(r"(?:^|(?<=,))\s*\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?(?:\s*\(
 
 
 def _values(gold: str, answer: str) -> tuple[str, ...]:
-    """Values that are claimed to equal the gold: `x = 5` claims 5; `7 = 5` claims 7 and 5; () when that is unclear."""
+    """Returns values that the answer claims to equal the gold: `x = 5` claims 5, and `7 = 5` claims 7 and 5. () means
+    that this is unclear."""
     if _EQUALS.search(gold):
         return (answer,)
     answer = _ASSIGNED.sub("", answer)
@@ -130,7 +134,7 @@ def _values(gold: str, answer: str) -> tuple[str, ...]:
 def quick_verdict(gold: str, answer: str) -> TextVerdict:
     """Judges by text. `gold` and `answer` are tidy.
 
-    Order: same string, same plain text, numbers, phrases, then the screen for what math-verify must not see.
+    Order: same string, same plain text, numbers, phrases, then the screen for text that math-verify must not see.
     """
     if gold == answer or plain_text(gold) == plain_text(answer):
         return TextVerdict(True)
@@ -181,7 +185,7 @@ _SCREENED = [
 
 
 def screen(text: str) -> str:
-    """Why math-verify must not see this text; empty when it may."""
+    """Returns why math-verify must not see this text, or "" if it may."""
     for pattern, reason in _SCREENED:
         if pattern.search(text):
             return reason

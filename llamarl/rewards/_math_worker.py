@@ -1,7 +1,7 @@
-r"""Work of a worker of the `math` reward: math-verify on one pair, its own time-outs off.
+r"""The worker of the `math` reward: runs math-verify on one pair, without its own timeouts.
 
-Departures from math-verify's defaults: only the given expression is read (nothing is looked for in surrounding text),
-and numbers that it calls equal after rounding must also be equal within a relative tolerance.
+Two things differ from math-verify's defaults. Only the given expression is read, without a search in surrounding text.
+Numbers that it calls equal after rounding must also be equal within a relative tolerance.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ EQUAL, DIFFERENT, NO_ANSWER, NO_GOLD = "equal", "different", "no answer", "no go
 
 _BOX_ONLY = LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_priority=0)
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time-outs are off, which is meant
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its timeouts are off, as intended
 
 
 def compare(job: tuple[str, list[str]]) -> str:
-    """(gold, expressions) -> EQUAL when every expression equals the gold, otherwise why not."""
+    """Compares expressions with a gold. Returns EQUAL if all equal it, else why not."""
     gold, answers = job
     golds = _parse_gold(gold)
     if not golds:
@@ -53,13 +53,15 @@ _parse_gold = lru_cache(maxsize=64)(_parse)  # a group of rollouts has one gold
 
 
 def _near(gold: Any, answer: Any) -> bool:
-    """False when numbers in the same place differ by more than the relative tolerance."""
+    """Returns False if numbers in the same place differ by more than the relative tolerance."""
     pairs = zip(_numbers(gold), _numbers(answer), strict=False)
-    return all(abs(N(one - other, 20)) <= (abs(N(one, 20)) or 1) * float(RELATIVE_TOLERANCE) for one, other in pairs)
+    tolerance = float(RELATIVE_TOLERANCE)
+    return all(abs(N(exact - number, 20)) <= (abs(N(exact, 20)) or 1) * tolerance for exact, number in pairs)
 
 
 def _numbers(value: Any) -> list[Any]:
-    """The numbers that `value` consists of, in an order that equal values share; empty when it has others too."""
+    """Returns the numbers that `value` consists of, in the same order for equal values, or none if it has other
+    parts."""
     match value:
         case Equality():
             numbers = [value.rhs]

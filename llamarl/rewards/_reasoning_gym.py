@@ -1,4 +1,4 @@
-"""The package reasoning-gym: its problems, and what it says of an answer. No torch."""
+"""The package reasoning-gym: its problems, and its scores of answers. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llamarl.config import ConfigError
 
 
 def problems(family: str, size: int, seed: int, options: Mapping[str, Any]) -> Any:
-    """The first `size` of a seed. Raises ConfigError."""
+    """Returns the first `size` problems of a seed. Raises ConfigError."""
     try:
         return import_module("reasoning_gym").create_dataset(family, size=size, seed=seed, **options)
     except ImportError as error:
@@ -21,6 +21,6 @@ def problems(family: str, size: int, seed: int, options: Mapping[str, Any]) -> A
 
 
 def verify(item: dict[str, str]) -> float:
-    """Score from 0 to 1: how right `item["answer"]` is for the problem `item["entry"]`, which is JSON."""
+    """Returns the score, 0 to 1, of `item["answer"]` for the problem `item["entry"]`, which is JSON."""
     score = import_module("reasoning_gym").get_score_answer_fn(item["family"])
     return float(score(item["answer"], json.loads(item["entry"])))

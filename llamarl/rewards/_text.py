@@ -1,4 +1,4 @@
-"""Finding a final answer in a response, and reading plain numbers. Linear in the tail, whatever the text holds."""
+"""Finds a final answer in a response, and reads plain numbers. Takes time linear in the tail, for any text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from decimal import Decimal
 
 TAIL_CHARS = 4096
-"""Final answers are looked for in this many last characters: bounds the work for a response of any length."""
+"""Number of last characters in which final answers are searched, which bounds the work for long responses."""
 
 _NUMBER = re.compile(
     r"""(?:(?P<sign>[+-])\s*)?(?:\$\s*)?(?:(?P<inner>[+-])\s*)?  # -72, $72, -$72, $-72; linear: no two \s* can meet
@@ -18,7 +18,7 @@ _NUMBER = re.compile(
 
 
 def parse_number(text: str) -> Decimal | None:
-    """The number that the whole of `text` is, or None.
+    """Returns the number that the whole of `text` is, or None.
 
     Allowed around it: spaces, one sign, `$`, commas between valid groups of three, one trailing full stop. Scientific
     notation may have three digits of exponent.
@@ -30,7 +30,7 @@ def parse_number(text: str) -> Decimal | None:
 
 
 def after_hashes(response: str) -> str | None:
-    """Text behind the last `####` on its line, stripped; None without one in the tail."""
+    """Returns the stripped text behind the last `####` on its line, or None if the tail has none."""
     _, hashes, after = response[-TAIL_CHARS:].rpartition("####")
     return after.partition("\n")[0].strip() if hashes else None
 
@@ -39,9 +39,9 @@ _BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 
 
 def last_box(response: str) -> str | None:
-    r"""Content of the last closed `\boxed{...}` in the tail; of nested boxes the inner one."""
+    r"""Returns the content of the last closed `\boxed{...}` in the tail; of nested boxes the inner one."""
     tail = response[-TAIL_CHARS:]
-    opened: list[int | None] = []  # content start of a box, None for a plain brace
+    opened: list[int | None] = []  # start of the content of a box; None for a plain brace
     last: tuple[int, int] | None = None
     for match in _BRACES.finditer(tail):
         if match["box"]:

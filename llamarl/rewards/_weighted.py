@@ -14,30 +14,31 @@ from llamarl.types import Outcome, RewardItem, RewardResult
 
 @dataclass
 class WeightedSum(Reward):
-    """The weighted sum of its parts: INVALID when any part is, WRONG when all are, otherwise a score.
+    """The weighted sum of its parts: INVALID if any part is, WRONG if all are, otherwise a score.
 
-    A part that gives None, or an absent result, has no opinion about a row and is left out. The first part that has one
-    decides whether the response is right. A row about which no part has an opinion is INVALID.
+    A part that returns None, or an absent result, has no opinion about a row and is ignored. The first part with an
+    opinion decides whether the response is right. A row without any opinion is INVALID.
     """
 
     parts: list[Reward]
     weights: list[float]
-    """One per part, finite."""
+    """One finite number per part."""
     names: list[str] = field(default_factory=list)
-    """Names of the parts' curves; default: those of their classes."""
+    """Names of the parts' curves. The default is the names of their classes."""
 
     def __post_init__(self) -> None:
         if len(self.parts) != len(self.weights):
             raise ConfigError(
                 f"reward.weights has {len(self.weights)} numbers for {len(self.parts)} parts; give one each"
             )
-        found = self.names or [type(part).__name__ for part in self.parts]
-        self.names = [f"{name}-{n}" if (n := found[:i].count(name)) else name for i, name in enumerate(found)]
+        names = self.names or [type(part).__name__ for part in self.parts]
+        self.names = [f"{name}-{n}" if (n := names[:i].count(name)) else name for i, name in enumerate(names)]
         if not all(map(math.isfinite, self.weights)):
             raise ConfigError(f"reward.weights = {self.weights} must be finite numbers")
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        columns = [[absent("no opinion") if one is None else one for one in part.score(items)] for part in self.parts]
+        no_opinion = absent("no opinion")
+        columns = [[no_opinion if result is None else result for result in part.score(items)] for part in self.parts]
         return [weighted_sum(self.names, self.weights, results) for results in zip(*columns, strict=True)]
 
     @property
@@ -48,17 +49,18 @@ class WeightedSum(Reward):
         return written(self.parts[0], answer)
 
     def close(self) -> None:
-        with ExitStack() as stack:  # every part is closed, even when one of them raises
+        with ExitStack() as stack:  # closes every part, even if one of them raises
             for part in self.parts:
                 stack.callback(part.close)
 
 
 def weighted_sum(names: Sequence[str], weights: Sequence[float], results: Sequence[RewardResult]) -> RewardResult:
-    """One result of what several parts said of one response; a sum that comes first counts by its own first part.
-    Absent parts are left out."""
-    present = [(*kept, one) for *kept, one in zip(names, weights, results, strict=True) if not one.is_absent]
+    """Returns one result from the parts' results for one response, without absent ones. If the first part is a sum, its
+    first part decides whether the response is right."""
+    triples = zip(names, weights, results, strict=True)
+    present = [(name, weight, result) for name, weight, result in triples if not result.is_absent]
     if not present:
-        return absent("; ".join(f"{name}: {one.reason}" for name, one in zip(names, results, strict=True)))
+        return absent("; ".join(f"{name}: {result.reason}" for name, result in zip(names, results, strict=True)))
     names, weights, results = zip(*present, strict=True)
     reasons = [f"{name}: {result.reason}" for name, result in zip(names, results, strict=True) if result.reason]
     outcomes = [result.outcome for result in results]
@@ -73,5 +75,5 @@ def weighted_sum(names: Sequence[str], weights: Sequence[float], results: Sequen
         reason="; ".join(reasons),
         first_part=results[0].first_part or results[0],
         parts={**results[0].parts}
-        | {name: one.value for name, one in zip(names, results, strict=True) if not one.parts},
+        | {name: result.value for name, result in zip(names, results, strict=True) if not result.parts},
     )

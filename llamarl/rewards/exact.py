@@ -1,4 +1,4 @@
-"""The response is the answer, word for word."""
+"""Compares the response with the answer, word for word."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from llamarl.types import RewardItem, RewardResult
 
 @dataclass
 class Exact(Reward):
-    """Right when response and answer are the same text, white space around them aside."""
+    """Right if response and answer are the same text, except for white space around them."""
 
     correct: float = 1.0
     """Reward of a right answer."""
     wrong: float = 0.0
     """Reward of any other response."""
     ignore_case: bool = False
-    """Compare without regard to case."""
+    """Whether to compare without regard to case."""
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         return [

@@ -1,4 +1,4 @@
-"""Scores by a Python function of the user's."""
+"""Scores by a user's Python function."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from llamarl.sandbox.pool import Failure, WorkerPool
 from llamarl.types import Outcome, RewardItem, RewardResult
 
 TOGETHER = 32
-"""Responses that one worker gets at a time of an async function, which may wait for all of them at once."""
+"""Responses that a worker gets at a time for an async function, which can await all at once."""
 
 
 @dataclass
 class Function(Reward):
     """Reward by `def reward(prompt, response, answer, **row) -> float | bool`, or `async def`.
 
-    It gets those of its parameters that the row has. A response is right when the value is above 0. None means that the
-    function has no opinion about the row, and other parts decide. An error, a value that is no number, and what a limit
-    ends is INVALID, and says the function's own line. It runs in worker processes.
+    The function gets its parameters from the row. A response is right if the value is above 0. None means that the
+    function has no opinion about the row, and other parts decide. An error, a value that is not a number, and an
+    exceeded limit are INVALID, with the line of the function. The function runs in worker processes.
     """
 
     call: str = ""
-    """Place of the function, `package.module:function`."""
+    """Name of the function, `package.module:function`."""
     file: FilePath = ""
-    """In place of `call`: a file into which `llamarl.train` wrote a function that no module has."""
+    """Instead of `call`: a file into which `llamarl.train` wrote a function that no module has."""
     digest: str = ""
-    """SHA-256 of that file, in hexadecimal: another one is not loaded."""
+    """SHA-256 of that file, in hexadecimal. Other content is not loaded."""
     content: str = ""
     """The same file in base64, for a process that cannot read it."""
     curve: str = ""
-    """Name of its curve, and in sentences about it."""
+    """Name of its curve, also used in messages."""
     is_async: bool = False
-    """The function is `async def`: a worker gets several responses at once."""
+    """Whether the function is `async def`, so that a worker gets several responses at once."""
     workers: Annotated[int, Field(ge=1, le=256)] = 2
     """Processes that score at the same time."""
     cpu_s: Annotated[int, Field(ge=1)] = 10
-    """CPU seconds for what a worker gets at a time."""
+    """CPU seconds for the responses that a worker gets at a time."""
     wall_s: Annotated[float, Field(gt=0)] = 60.0
     """Seconds for one response."""
     memory_bytes: Annotated[int, Field(ge=1 << 28)] = 1 << 34
     """Address space of one worker; importing torch takes 8 GiB of it."""
     batch_s: Annotated[float, Field(gt=0)] = 240.0
-    """Seconds for one call of `score`; what is not judged by then is INVALID."""
+    """Seconds for one call of `score`. Responses that are not judged by then are INVALID."""
 
     def __post_init__(self) -> None:
         if bool(self.call) == bool(self.file or self.content):
@@ -69,7 +69,8 @@ class Function(Reward):
         )  # fmt: skip
 
     def _unpacked(self) -> str:
-        """Path of a copy of the pickle that nobody else can change. Raises ValueError: it is not the one on record."""
+        """Returns the path of a copy of the pickle that no other user can change. Raises ValueError: it is not the file
+        on record."""
         data = base64.b64decode(self.content) if self.content else given_bytes(self.file, self.digest)
         self._folder = tempfile.TemporaryDirectory(prefix="llamarl-")
         path = Path(self._folder.name, f"{hashlib.sha256(data).hexdigest()}.pickle")
@@ -87,19 +88,19 @@ class Function(Reward):
             for first in range(0, len(rows), size)
         ]  # fmt: skip
         results = list[RewardResult]()
-        for job, said in zip(jobs, self._pool.map(jobs, self.batch_s), strict=True):
-            found: list[Any] = [{"error": said.reason}] * len(job["rows"]) if isinstance(said, Failure) else said
-            results += [self._result(one) for one in found]
+        for job, reply in zip(jobs, self._pool.map(jobs, self.batch_s), strict=True):
+            replies: list[Any] = [{"error": reply.reason}] * len(job["rows"]) if isinstance(reply, Failure) else reply
+            results += [self._result(reply) for reply in replies]
         return results
 
-    def _result(self, said: dict[str, Any]) -> RewardResult:
+    def _result(self, reply: dict[str, Any]) -> RewardResult:
         label = self.curve or self.call or "the reward function"
-        if "error" in said:
-            return invalid(f"{label}: {said['error']}")
-        if said["value"] is None:
+        if "error" in reply:
+            return invalid(f"{label}: {reply['error']}")
+        if reply["value"] is None:
             return absent(f"{label} gave None: no opinion about this row")
-        value = float(said["value"])
-        if not abs(value) <= MAX_REWARD:  # NaN, too
+        value = float(reply["value"])
+        if not abs(value) <= MAX_REWARD:  # refuses NaN too
             return invalid(f"{label} gave {value}; give a number of at most {MAX_REWARD:g}, either way")
         return RewardResult(outcome=Outcome.SCORE if value > 0 else Outcome.WRONG, value=value)
 

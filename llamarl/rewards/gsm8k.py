@@ -12,10 +12,10 @@ from llamarl.types import RewardItem, RewardResult
 
 @dataclass
 class Gsm8k(Reward):
-    """Right when the number after the last `####` equals the answer, exactly.
+    """Right if the number after the last `####` equals the answer exactly.
 
-    A number elsewhere in the response never counts: "any last number" is a reward that policies learn to hack.
-    An answer that is no number is a fault of the data, so its responses are INVALID.
+    A number elsewhere in the response never counts, because policies learn to exploit "any last number". An answer that
+    is not a number is a fault of the data, so its responses are INVALID.
     """
 
     correct: float = 1.0

@@ -15,7 +15,7 @@ from llamarl.sandbox.pool_server import FailureKind
 from llamarl.types import RewardItem, RewardResult
 
 MAX_GOLD_CHARS = 4096
-"""Turning digits into numbers takes the square of their count."""
+"""Longest gold answer: turning digits into numbers takes time quadratic in their count."""
 _CACHE_SIZE = 16384
 _WARM_UP = [(r"\frac{\sqrt{2}}{2}", [r"\frac{1}{\sqrt{2}}"]), ("(1,2)", ["(1,3)"]), ("x^2+1", ["1+x^2"])]
 _REASONS = {
@@ -28,11 +28,11 @@ Key = tuple[str, str]
 
 @dataclass
 class Math(Reward):
-    r"""Right when the last closed `\boxed{...}` (without one: what follows the last `####`) equals the answer.
+    r"""Right if the last closed `\boxed{...}` (without one: the text behind the last `####`) equals the answer.
 
-    Text and plain numbers are compared here; the rest by math-verify in worker processes with limits. An answer that
-    uses up its CPU time or memory is WRONG, as is what is no answer or would only fool the grader; what other limits
-    end, or the data's own answer, is INVALID.
+    Text and plain numbers are compared here, everything else by math-verify in worker processes with limits. An answer
+    that exceeds CPU time or memory is WRONG, like one that is not an expression or would only fool the grader. If other
+    limits or the data's answer are at fault, the result is INVALID.
     """
 
     correct: float = 1.0
@@ -42,11 +42,11 @@ class Math(Reward):
     workers: int = 2
     """Grader processes."""
     cpu_s: int = 1
-    """CPU seconds for one comparison; honest ones take milliseconds."""
+    """CPU seconds for one comparison. Ordinary ones take milliseconds."""
     wall_s: float = 30.0
-    """Seconds for one comparison; generous, as a busy machine is not the policy's fault."""
+    """Seconds for one comparison. Generous, because a busy machine is not the policy's fault."""
     batch_s: float = 60.0
-    """Seconds for one call of `score`; what is not compared by then is INVALID."""
+    """Seconds for one call of `score`. Responses that are not compared by then are INVALID."""
     recycle_after: int = 500
     """Comparisons after which a worker is replaced, which bounds leaks."""
 
@@ -69,7 +69,7 @@ class Math(Reward):
             jobs: dict[Key, tuple[str, ...]] = {}
             for item in items:
                 gold, answer = _final(item.answer), _final(item.response)
-                if gold is None:  # the data hold the bare answer
+                if gold is None:  # the data have the plain answer
                     gold = tidy(item.answer)
                 result, pieces = self._quick(gold, answer)
                 results.append(result)
@@ -86,7 +86,8 @@ class Math(Reward):
         self._pool.close()
 
     def _quick(self, gold: str, answer: str | None) -> tuple[RewardResult | None, tuple[str, ...]]:
-        """A result, or else what a worker must compare with the gold (nothing when the cache knows)."""
+        """Returns a result, or else the pieces that a worker must compare with the gold (none if the cache has the
+        result)."""
         if not gold:
             return invalid("the data has no answer"), ()
         if len(gold) > MAX_GOLD_CHARS:
@@ -102,7 +103,7 @@ class Math(Reward):
         return right(self.correct) if verdict.right else wrong(self.wrong, verdict.reason), ()
 
     def _grade(self, jobs: dict[Key, tuple[str, ...]]) -> dict[Key, RewardResult]:
-        """Each distinct pair once."""
+        """Grades each distinct pair once."""
         graded = {}
         answers = self._pool.map([(gold, pieces) for (gold, _), pieces in jobs.items()], self.batch_s)
         heavy = [gold for (gold, _), answer in zip(jobs, answers, strict=True) if _is_heavy(answer)]
@@ -110,7 +111,7 @@ class Math(Reward):
         for key, answer in zip(jobs, answers, strict=True):
             is_own_fault = _is_heavy(answer) and not isinstance(alone[key[0]], Failure)
             graded[key] = wrong(self.wrong, "more than a grader can compute") if is_own_fault else self._result(answer)
-            # A comparison over its CPU time will be so again; other failures may be the machine's.
+            # A comparison that exceeds its CPU time would do so again. Other failures may be the machine's.
             if not isinstance(answer, Failure) or answer.kind is FailureKind.CPU:
                 self._cache[key] = graded[key]
         while len(self._cache) > _CACHE_SIZE:
@@ -128,13 +129,14 @@ class Math(Reward):
 
 
 def _is_heavy(answer: str | Failure) -> bool:
-    """The comparison was ended by a limit, or ran out of memory: who wrote such a thing must gain nothing by it."""
+    """Returns whether a limit ended the comparison, or it ran out of memory. The author of such an answer must not gain
+    by it."""
     return isinstance(answer, Failure) and answer.kind in (FailureKind.CPU, FailureKind.ERROR)
 
 
 def _final(text: str) -> str | None:
-    """Answer that a solution ends with, tidy; None without a box and without `####`."""
-    found = last_box(text)
-    if found is None:
-        found = after_hashes(text)
-    return None if found is None else tidy(found)
+    """Returns the tidy answer at the end of a solution, or None without a box and without `####`."""
+    answer = last_box(text)
+    if answer is None:
+        answer = after_hashes(text)
+    return None if answer is None else tidy(answer)

@@ -16,20 +16,22 @@ _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 @dataclass
 class ReasoningGym(Reward):
-    """A reward by the family's verifier, from 0 to 1, for the last `<answer>...</answer>`, without one for what follows
-    the last `####`, or else for the whole response. Right from `right_from` on. Rows come from the source
-    `reasoning_gym`."""
+    """A reward by the verifier of the problem's family, 0 to 1.
+
+    The answer is the last `<answer>...</answer>`, else the text behind the last `####`, else the whole response. It is
+    right from `right_from` on. Rows come from the source `reasoning_gym`.
+    """
 
     right_from: float = 1.0
-    """Most verifiers say 0.01 or so of an answer that has the right form."""
+    """Reward from which a response is right. Most verifiers return about 0.01 for a wrong answer in the right form."""
     workers: int = 2
-    """Verifiers that run at the same time."""
+    """Verifiers that run in parallel."""
     cpu_s: int = 5
-    """CPU seconds of one."""
+    """CPU seconds of one verification."""
     memory_bytes: int = 1 << 31
-    """Address space of one."""
+    """Address space of one worker."""
     batch_s: float = 120.0
-    """Seconds for one call of `score`; what is not judged by then is INVALID."""
+    """Seconds for one call of `score`. Responses that are not judged by then are INVALID."""
 
     def __post_init__(self) -> None:
         self._pool = WorkerPool(
@@ -44,10 +46,10 @@ class ReasoningGym(Reward):
             else None
             for item in items
         ]
-        asked = [job for job in jobs if job is not None]
-        said = iter(self._pool.map(asked, self.batch_s) if asked else ())
+        present = [job for job in jobs if job is not None]
+        scores = iter(self._pool.map(present, self.batch_s) if present else ())
         return [
-            self._result(next(said)) if job else invalid("the row is none of the source `reasoning_gym`")
+            self._result(next(scores)) if job else invalid("the row is none of the source `reasoning_gym`")
             for job in jobs
         ]  # fmt: skip
 
@@ -57,10 +59,10 @@ class ReasoningGym(Reward):
     def close(self) -> None:
         self._pool.close()
 
-    def _result(self, said: float | Failure) -> RewardResult:
-        if isinstance(said, Failure):
-            return invalid(said.reason)
-        return right(said) if said >= self.right_from else wrong(said, f"the verifier gives {said:g}")
+    def _result(self, score: float | Failure) -> RewardResult:
+        if isinstance(score, Failure):
+            return invalid(score.reason)
+        return right(score) if score >= self.right_from else wrong(score, f"the verifier gives {score:g}")
 
 
 def _answer(response: str) -> str:

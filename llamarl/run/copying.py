@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from llamarl.checkpoint.copies import CopyFailed, RemoteCopies
-from llamarl.checkpoint.folder import MANIFEST, aside, step_folder, superfluous
+from llamarl.checkpoint.folder import MANIFEST, removable_steps, run_in_background, step_folder
 from llamarl.config import RunConfig
 from llamarl.run.folder import RunFolder
 
@@ -37,11 +37,13 @@ class CheckpointCopier:
             if found := self._next():
                 step, committed_ns = found
                 try:
-                    await asyncio.wrap_future(aside(lambda step=step: copies.copy(self._folder.checkpoints, step)))
+                    await asyncio.wrap_future(
+                        run_in_background(lambda step=step: copies.copy(self._folder.checkpoints, step))
+                    )
                 except CopyFailed as error:
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                     if not self._fault and self._next() == found:  # else a newer checkpoint has replaced its folder
-                        self._warn(f"the checkpoint of step {step} is not copied to {copies.name} yet: {error}")
+                        self._warn(f"the checkpoint of step {step} has not been copied to {copies.name} yet: {error}")
                         self._fault = str(error)
                 else:
                     self._copied[step], pause_s = committed_ns, LOOK_S
@@ -60,7 +62,7 @@ class CheckpointCopier:
             return None
         newest = max(times, key=times.__getitem__)
         every = self._settings.keep_every
-        may_go = superfluous(steps, 1, every, lambda _: True) if every else steps
+        may_go = removable_steps(steps, 1, every, lambda _: True) if every else steps
         lasting = [step for step in times if step < newest and step not in may_go]
         return next(((step, times[step]) for step in (newest, *lasting) if self._copied.get(step) != times[step]), None)
 

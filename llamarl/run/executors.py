@@ -28,7 +28,7 @@ from llamarl.controller.progress import Progress
 from llamarl.controller.services import Services
 from llamarl.controller.supervision import Interrupted, PausableClockLoop, StallWatch, Supervisor
 from llamarl.controller.telemetry import Telemetry
-from llamarl.distributed.rendezvous import open_rendezvous
+from llamarl.distributed.links import open_rendezvous
 from llamarl.executors.replies import ControllerState
 from llamarl.journal.writer import Journal
 from llamarl.run.folder import RunFolder
@@ -315,7 +315,7 @@ def nothing_to_resume(resume: bool, damaged: Sequence[str], warn: Callable[[str]
     """Warns that there is no checkpoint to resume from. Raises ConfigError if there are only `damaged` checkpoints."""
     if damaged:
         raise ConfigError(
-            f"--resume: all checkpoints are damaged: {damaged[0]}; restore its files, or start another run with "
+            f"--resume: no checkpoint is complete: {damaged[0]}; restore its files, or start a new run with "
             "another --name"
         )
     if resume:

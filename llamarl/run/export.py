@@ -59,7 +59,7 @@ def export(
     """
     import torch
 
-    from llamarl.checkpoint.export import export_checkpoint
+    from llamarl.checkpoint.store import export_checkpoint
 
     lora = config.trainer.lora
     if merge and not lora:
@@ -88,7 +88,7 @@ def base_of(run: Path, config: RunConfig, *, weights: bool, command: str) -> str
 def export_values(run: Path, config: RunConfig, to: Path, *, command: str) -> int:
     """Writes the newest checkpoint of a run in float32 with adapters merged, which generators round to their type.
     Returns its step. Raises ConfigError."""
-    from llamarl.checkpoint.export import export_checkpoint
+    from llamarl.checkpoint.store import export_checkpoint
 
     merge = config.trainer.lora is not None
     base = base_of(run, config, weights=merge, command=command)

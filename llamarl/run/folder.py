@@ -77,13 +77,13 @@ class RunFolder:
         """Files that a run writes, with a description for people."""
         return {
             self.metrics: "one line per step and evaluation",
-            self.summary: "the numbers at the end",
-            self.events: "phases, warnings, who worked when; `llamarl report` shows them",
-            self.trace: "who worked when; open it in ui.perfetto.dev",
+            self.summary: "final numbers",
+            self.events: "phases, warnings and work of each executor; `llamarl report` shows them",
+            self.trace: "timeline of all executors; open it in ui.perfetto.dev",
             self.journals: "every rollout that was trained on (`llamarl export --rollouts`); `--resume` and `replay` "
             "need it",
             self.config: "the fully resolved settings",
-            self.checkpoints: "weights and optimizer; `llamarl export` makes a Hugging Face folder of them",
+            self.checkpoints: "weights and optimizer; `llamarl export` writes them as a Hugging Face folder",
             self.logs: "output of each executor",
         }
 
@@ -108,7 +108,7 @@ class RunFolder:
         with suppress(OSError):
             if os.path.samestat(os.fstat(self._lock.fileno()), (self.path / _LOCK).stat()):
                 return
-        raise FolderLost(f"{self.path} was deleted or replaced during the run, and its files are gone; start again")
+        raise FolderLost(f"{self.path} was deleted or replaced during the run, and its files are lost; start again")
 
     async def check_loop(self) -> None:
         """Checks the folder every `LOOK_S` seconds. Only ends with FolderLost."""
@@ -198,7 +198,7 @@ class RunFolder:
         """Returns text on how to resume after an executor was lost."""
         if done := self.done_steps():
             return f"--resume continues from step {done}"
-        return "no step was completed yet, so --resume starts again"
+        return "no step was completed yet, so --resume starts from the beginning"
 
 
 def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool, pinned: RunConfig | None = None) -> Path:
@@ -228,11 +228,11 @@ def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool, pinned
     if resume:
         _check_resumable(RunFolder(path), config, pinned or config)
         for other in _not_of_a_run(path):
-            sys.stderr.write(f"--resume: {path} also contains {other!r}, which no run wrote; it stays as it is\n")
+            sys.stderr.write(f"--resume: {path} also holds {other!r}, which no run wrote; it is kept\n")
     elif others := list(_not_of_a_run(path)):
-        cause = f"also contains {others[0]!r}" if (path / "config.toml").exists() else "has no config.toml"
+        cause = f"also holds {others[0]!r}" if (path / "config.toml").exists() else "has no config.toml"
         raise ConfigError(
-            f"{path} is not only a run folder, as it {cause}, so it is not deleted; "
+            f"{path} {cause}: it is not only a run folder and is not deleted; "
             "move your files elsewhere or choose another --name"
         )
     return path
@@ -245,7 +245,7 @@ def _check_unused(path: Path) -> None:
     is_ours = lock.exists() and lock.read_text(encoding="utf-8").split()[1:] in ([], [socket.gethostname()])
     is_ours = is_ours and not any(_not_of_a_run(path)) and not RunFolder(path).has_begun()
     if not is_ours and not (path.is_dir() and not any(path.iterdir())):
-        raise FolderTaken(f"{path} exists; continue it (--resume), replace it (--overwrite) or choose another --name")
+        raise FolderTaken(f"{path} exists; resume it (--resume), replace it (--overwrite) or choose another --name")
 
 
 def _settle_copies(config: RunConfig, path: Path, *, resume: bool, overwrite: bool) -> None:
@@ -254,7 +254,7 @@ def _settle_copies(config: RunConfig, path: Path, *, resume: bool, overwrite: bo
     try:
         if not resume and not overwrite and copies.steps():
             raise ConfigError(
-                f"{copies.name} holds checkpoints of a run; continue it (--resume), replace it (--overwrite) or "
+                f"{copies.name} holds checkpoints of a run; resume it (--resume), replace it (--overwrite) or "
                 "choose another --name"
             )
         if resume and not RunFolder(path).saved_steps():
@@ -301,7 +301,7 @@ def _locked(path: Path) -> IO[str]:
         if not isinstance(error, BlockingIOError):
             raise
         raise FolderTaken(
-            f"{path} belongs to a run that is running (pid {pid}); wait for its end, end it, or choose another --name"
+            f"{path} belongs to a running run (pid {pid}); wait for its end, end it, or choose another --name"
         ) from None
     return file
 
@@ -328,8 +328,8 @@ def _check_resumable(folder: RunFolder, config: RunConfig, pinned: RunConfig) ->
             raise ConfigError("--resume: record.kind = 'resume' would delete the rollouts of this run; leave it 'all'")
     if file := folder.other_file(config, pinned):
         raise ConfigError(
-            f"--resume: {file} has changed since the run began, so its checkpoints and this model do not belong "
-            "together; restore it, or start another run with another --name"
+            f"--resume: {file} is not what it was when the run began, so its checkpoints and this model do not belong "
+            "together; restore it, or start a new run with another --name"
         )
     if (done := folder.done_steps()) > config.steps:
         raise ConfigError(
@@ -372,8 +372,8 @@ def _check_same_weights(before: RunConfig, now: RunConfig) -> None:
     for name, old, new in same:
         if old != new:
             raise ConfigError(
-                f"--resume: {name} was {old!r} when the run began and is now {new!r}, which does not fit its "
-                "checkpoints; use the old value, or start another run with another --name"
+                f"--resume: {name} was {old!r} when the run began and is {new!r} now, which its checkpoints do "
+                "not fit; use the old value, or start a new run with another --name"
             )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import ConfigError, RunConfig, read_json
-from llamarl.config.hub import HubName, Kind, hub_name, open_hub
+from llamarl.config.hub import HubName, Kind, NotFetched, hub_name, missing_folder, open_hub
 from llamarl.config.ref import NotRun, Ref, class_of
 from llamarl.models.folder import fingerprints
 from llamarl.run.placement import models_in_use
@@ -38,6 +38,11 @@ class Named:
     def name(self) -> HubName | None:
         """Name on the Hub. None means that the path is a folder."""
         return hub_name(self.path) if self.kind == "model" else HubName(*self.path.partition("@")[::2])
+
+    def before(self, known: Collection[str]) -> HubName | None:
+        """Returns the name on the Hub that a model had when the run began, if its key is `known`. A local folder that
+        was created later does not hide that name. None means that the model is a folder."""
+        return HubName.of(self.path) if self.key in known and not Path(self.path).is_dir() else None
 
 
 def named(config: RunConfig) -> Iterator[Named]:
@@ -88,15 +93,15 @@ def resolved(
         only: options to resolve, such as `model.path`. Empty means all.
 
     Raises:
-        ConfigError: a name does not exist, or cannot be fetched.
+        NotFetched: a name does not exist, or cannot be fetched.
     """
     known, pinned = commits_of(run) if run else {}, config
     for one in named(config):
         is_made = one.option == "model.path" and config.model.warm_start  # the folder is made later
         is_meant = one.option in only if only else data or one.kind != "dataset"
-        if one.name is None or is_made or not is_meant:
+        if is_made or not is_meant or (name := one.name or one.before(known)) is None:
             continue
-        at = one.name.at(known.get(one.key, one.name.revision))
+        at = name.at(known.get(one.key, name.revision))
         found = _pinned(at, one.option, one.source, weights, command)
         known[one.key] = found.revision  # a second setting with this name gets the same commit
         pinned = _with(pinned, one.option.split("."), found.revision if one.kind == "dataset" else str(found))
@@ -110,15 +115,23 @@ def base_model(run: Path, path: str, output: str) -> str:
     is_known = not Path(output).is_absolute() and depth < len(parents)
     if is_known and (found := parents[depth] / path).exists():
         return str(found)
-    commit, name = commits_of(run).get(path, ""), hub_name(path)
+    commit, name = commits_of(run).get(path, ""), HubName.of(path)
     return str(name.at(commit)) if name and commit else path
 
 
 def resolved_path(path: str, option: str, *, weights: bool = True, command: str = "") -> str:
     """Returns `owner/name@commit` for a model on the Hub, and fetches it. Returns a folder unchanged. Raises
     ConfigError."""
-    name = hub_name(path)
-    return path if name is None else str(_pinned(name, option, None, weights, command))
+    if name := hub_name(path):
+        return str(_pinned(name, option, None, weights, command))
+    check_folder(path, option)
+    return path
+
+
+def check_folder(path: str, option: str) -> None:
+    """Raises ConfigError if a model folder does not exist."""
+    if not Path(path).is_dir():
+        raise ConfigError(missing_folder(path, option))
 
 
 def resolved_data(ref: Ref, option: str, *, command: str = "") -> Ref:
@@ -130,7 +143,7 @@ def resolved_data(ref: Ref, option: str, *, command: str = "") -> Ref:
 
 
 def _pinned(name: HubName, option: str, source: Any, weights: bool, command: str) -> HubName:
-    """Fetches a model, or resolves a data set. Returns its name with a commit. Raises ConfigError."""
+    """Fetches a model, or resolves a data set. Returns its name with a commit. Raises NotFetched."""
     note = ""
     try:
         if source is None:
@@ -140,7 +153,7 @@ def _pinned(name: HubName, option: str, source: Any, weights: bool, command: str
         else:
             found = source.pinned(name)
     except ConfigError as error:
-        raise ConfigError(f"{option} = {str(name)!r}: {error}") from None
+        raise NotFetched(f"{option} = {str(name)!r}: {error}") from None
     if command:
         sys.stderr.write(f"{command}: {option}: {name.repo} at commit {found.revision}{f' ({note})' if note else ''}\n")
     return found

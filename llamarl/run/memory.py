@@ -139,15 +139,15 @@ def memory_lines(config: RunConfig, shape: DecoderSizes, machine: MachineMemory 
         rows.append((one.executor, str(one.num_ranks), device, taken(one.parts) + up_to + beside))
     lines = aligned(rows)
     if config.cluster.kind == "hosts":
-        return [*lines, "the memory of hosts is known when they connect"]
+        return [*lines, "the memory of the hosts is known when they connect"]
     if config.generators_sleep:
         weights = "the trainer's own weights" if fit.serves_in_place(config) else "a copy of the trainer's weights"
         lines.append(
-            f"generators sleep while the trainer works, and serve {weights}; the fuller of both moments counts"
+            f"generators sleep while the trainer works, and serve {weights}; the larger of the two peaks counts"
         )
     for place, executors in sorted(shares(config, held, len(machine.gpus)).items()):
         there = machine.of(place)
-        of = "its memory is unknown" if there is None else f"{taken({'': there})} are there"
+        of = "the free memory is not known" if there is None else f"{taken({'': there})} are there"
         every = sum(map(total, executors.values()))
         lines.append(f"{place}: {taken({'': every})} at least, and {of}")
     return lines

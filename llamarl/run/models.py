@@ -114,7 +114,7 @@ def with_start_model(config: RunConfig, *, command: str, writes: bool = True) ->
         return _of_adapter(config, command, writes=writes)
     if is_adapter(config.model.path):
         raise ConfigError(
-            f"model.path = {config.model.path!r} is an adapter, not a model; set model.adapter to it, and "
+            f"model.path = {config.model.path!r} holds an adapter, not a model; set model.adapter to it, and "
             "model.path to its base model"
         )
     return _of_run(config, command, writes=writes) if is_run(config.model.path) else config
@@ -144,7 +144,7 @@ def _of_run(config: RunConfig, command: str, *, writes: bool) -> RunConfig:
         settings, steps = run_settings(run), saved_steps(run / "checkpoints")
         base = base_of(run, settings, weights=False, command=command)
         if not steps:
-            raise ConfigError("the run has saved no checkpoint; let it save one")
+            raise ConfigError("the run has not saved a checkpoint yet")
         manifest = run / "checkpoints" / step_folder(steps[-1]) / MANIFEST
         to = _place(config, run, [manifest.read_text(encoding="utf-8")])
         if writes and not (to / "config.json").is_file():

@@ -30,7 +30,7 @@ from llamarl.observability.spans import stage
 from llamarl.run.checks import check_cache, check_layout, check_microbatch
 from llamarl.run.disk import disk_need
 from llamarl.run.folder import RunFolder, check_run_folder, prepare_run_folder
-from llamarl.run.hub_pins import resolved
+from llamarl.run.hub_pins import check_folder, named, resolved
 from llamarl.run.memory import MachineMemory, check_memory
 from llamarl.run.models import with_start_model
 from llamarl.run.placement import LocalPlacer, models_in_use
@@ -113,7 +113,7 @@ def _of_set(key: str, text: str) -> str:
 def overlap_warnings(sets: Sequence[HeldOutSet], train: Sequence[Prompt]) -> list[str]:
     """Returns warnings about held-out sets whose prompts are all in the training data."""
     trained = {prompt.token_ids_T.tobytes() for prompt in train}
-    said = "data.eval: all of its prompts are in data.train too, so it does not tell learning from memory"
+    said = "data.eval: all of its prompts are in data.train too, so it cannot tell learning from memorizing"
     return [
         _of_set(one.prompts[0].source, said)
         for one in sets
@@ -135,7 +135,7 @@ class Prepared:
     """Sentences on the effect of filters, and on the first prompt of each source as the model sees it."""
 
 
-@stage("importing what the settings name")
+@stage("importing the modules that the settings name")
 def check_parts(config: RunConfig) -> None:
     """Builds all components that the config names, and looks for vLLM, so that mistakes show early. Inside of
     `nothing_run`, checks only components of this package. Raises ConfigError."""
@@ -242,7 +242,7 @@ def check_entry(source: SourceConfig, option: str) -> None:
     options = {field.name for field in fields(found)} if is_dataclass(found) else source.source.options.keys()
     for name in source.source.options.keys() - options:
         hint = did_you_mean(name, sorted({*options, *type(source).model_fields}))
-        raise ConfigError(f"`{option}.{name}` is not a setting, nor an option of `{source.source.name}`; {hint}")
+        raise ConfigError(f"`{option}.{name}` is not a setting, and `{source.source.name}` has none; {hint}")
 
 
 def train_prompts(config: RunConfig, context_tokens: int, most: int | None = None) -> TrainPrompts:
@@ -441,6 +441,9 @@ def looked_ahead(
         ConfigError: the run cannot start.
     """
     pinned = resolved(config, weights=weights and config.cluster.kind != "hosts", run=run, command=command)
+    for setting in named(pinned):
+        if setting.name is None:
+            check_folder(setting.path, setting.option)
     with delays():
         written, pinned = settle(config, pinned, resume=run is not None, for_agent=config.rollout.agent is not None)
         prepared = prepare(pinned, weights=weights, machine=machine)

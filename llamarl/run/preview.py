@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import RewardConfig
+from llamarl.data.sources import row_name
 from llamarl.executors.reward import checked
 from llamarl.observability.spans import stage
 from llamarl.rewards._base import Reward, written
@@ -30,7 +31,7 @@ def first_prompt(prompt: Prompt) -> list[str]:
     if len(shown) > 2 * MOST_TOKENS:
         shown[MOST_TOKENS:-MOST_TOKENS] = ["..."]
     return [
-        f"{prompt.prompt_id}, {len(token_ids)} tokens: {' '.join(shown)}",
+        f"{row_name(prompt.prompt_id)}, {len(token_ids)} tokens: {' '.join(shown)}",
         *(f"| {line}" for line in text.split("\n")),
     ]
 
@@ -74,12 +75,12 @@ def check_functions(config: RunConfig, prompts: Sequence[Prompt]) -> None:
     finally:
         reward.close()
     if result.outcome is Outcome.INVALID and not result.is_absent:
-        raise ConfigError(f"reward.parts: tried on row {prompt.prompt_id!r} with its own answer, {result.reason}")
+        raise ConfigError(f"reward.parts: tried on {row_name(prompt.prompt_id)} with its own answer, {result.reason}")
 
 
 def _scored(config: RunConfig, reward: Reward, prompts: Sequence[Prompt]) -> Iterator[str]:
     if getattr(reward, "asks_others", False):
-        yield "not scored: the reward calls another model, which a preview should not cost"
+        yield "not scored: the reward asks another model, which a preview does not do"
         return
     field, items = config.data.solution, list[RewardItem]()
     for prompt in prompts[:NUM_SCORED]:
@@ -104,6 +105,6 @@ def _scored(config: RunConfig, reward: Reward, prompts: Sequence[Prompt]) -> Ite
     if num_right < ENOUGH_RIGHT * len(items):
         item, result = faults[0]
         yield (
-            f"warning: reward and data do not fit together. For example {item.response[-200:]!r} to the answer "
+            f"warning: reward and data do not match. For example {item.response[-200:]!r} to the answer "
             f"{item.answer[-100:]!r} is {result.outcome.value}: {result.reason or 'no reason given'}"
         )

@@ -169,7 +169,9 @@ def _part(reward: Any, output: Path) -> dict[str, Any]:
     if isinstance(reward, str | Mapping | Ref):
         return Ref.model_validate(reward).model_dump()
     if not callable(reward):
-        raise ConfigError(f"reward = {reward!r:.60} is no function; give `def reward(prompt, response, answer, **row)`")
+        raise ConfigError(
+            f"reward = {reward!r:.60} is not a function; give `def reward(prompt, response, answer, **row)`"
+        )
     own = {"name": "function", "is_async": is_coroutine(reward)}
     own["curve"] = getattr(reward, "__name__", type(reward).__name__)
     if place := _importable(reward):

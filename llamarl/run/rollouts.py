@@ -16,6 +16,7 @@ import numpy as np
 from llamarl.config import ConfigError, RunConfig, from_home, load_recorded, read_json
 from llamarl.config.errors import told_in_python
 from llamarl.config.load import flat_settings
+from llamarl.config.section import not_a_run
 from llamarl.journal.reader import BEGIN, JournalWalk, RecordOffset, joined_runs, segments
 from llamarl.journal.records import ADVANTAGES, Record, decoded_group
 from llamarl.observability.files import pieces, read_run_rows
@@ -178,7 +179,7 @@ def file_steps(folder: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
 
     def step_of(found: tuple[str, dict[str, Any]]) -> int:
         if not isinstance(step := found[1].get("step"), int):
-            raise ConfigError(f"{found[0]} is not a rollout, as it has no step; {_FIX}")
+            raise ConfigError(f"{found[0]} is not a rollout: it has no step; {_FIX}")
         return step
 
     has_rows = any(path.exists() for path in pieces(file))
@@ -247,7 +248,7 @@ def what_lacks(folder: Path, done: int, found: Collection[int], faults: Iterable
     lacking = tuple(step for step in range(1, done + 1) if step not in found)
     if not lacking and found:
         return ""
-    why = next(iter(faults), "the journal does not contain them")
+    why = next(iter(faults), "the journal does not have them")
     with suppress(ConfigError):
         why = _RESUME if load_recorded(folder / "config.toml").record.kind == "resume" else why
     what = f"rollouts of steps {ranges(lacking)} cannot be derived" if done else "no rollout is on record"
@@ -262,7 +263,7 @@ class RunRecord:
         self.path = path.resolve()
         self._folder = RunFolder(self.path)
         if not self._folder.config.exists():
-            raise ConfigError(f"{path} is not a run folder; it has no config.toml")
+            raise not_a_run(path)
 
     def __repr__(self) -> str:
         return f"RunRecord({str(self.path)!r}, {self._folder.recorded_steps()} steps)"
@@ -291,7 +292,7 @@ class RunRecord:
         ConfigError if there are none."""
         return rollout_rows(self.path)
 
-    @told_in_python()
+    @told_in_python
     def export(
         self,
         folder: str | Path | None = None,

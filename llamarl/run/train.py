@@ -8,8 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle
-from llamarl.cluster.port import port
+from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle, port
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.load import flat_settings
 from llamarl.config.ref import part
@@ -213,7 +212,7 @@ class _TrainingRun:
                 telemetry.warn(f"--resume: {lack}; curves and reports lack them")
             if step >= self._config.steps:
                 telemetry.warn(
-                    f"--resume: the run is finished, all {step} steps are done; use --steps with a larger number"
+                    f"--resume: the run is finished, all {step} steps are done; give more --steps to continue"
                 )
             self._folder.write_config()
         except OSError as error:
@@ -285,7 +284,9 @@ class _TrainingRun:
             raise ConfigError(f"--resume: cannot read {error.filename}: {error.strerror}") from None
         if state is None or (saved is None and damaged):
             nothing_to_resume(True, damaged, screen.warn)
-        said = [f"--resume continues from step {saved['step']}: {'; '.join(damaged)}"] if saved and damaged else []
+        said = (
+            [f"--resume continues from step {saved['step']}, because {'; '.join(damaged)}"] if saved and damaged else []
+        )
         said += [f"--resume: {lost}"] if lost else []
         self._outcome.warnings += said
         for text in said:
@@ -302,7 +303,7 @@ class _TrainingRun:
         recorded, first = self._folder.recorded_steps(), step
 
         def told(step: int, groups: list[RolloutGroup], result: PolicyStepResult | None) -> None:
-            screen.phase("repeating steps after the checkpoint", step - first, journal.version - first)
+            screen.phase("repeating the steps after the checkpoint", step - first, journal.version - first)
             if result is not None and step > recorded:
                 self._unrecorded.append((groups, result))
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llamarl.config import ConfigError
-from llamarl.net.entrance import Entrance, Proved, Serve, ignore_silent
+from llamarl.net.entrance import Entrance, Proved, Serve, defer_accept
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -102,14 +102,14 @@ def _own_pages_only(app: ASGIApp, hosts: Sequence[str]) -> ASGIApp:
 def listening(host: str, port: int) -> socket.socket:
     """Opens a listening socket. Raises ConfigError."""
     if not 0 <= port < 1 << 16:
-        raise ConfigError(f"port {port} is out of range; choose one up to 65535, or 0 for any free port")
+        raise ConfigError(f"port {port} is not valid; choose one up to 65535, or 0 for any free one")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         opened = socket.socket(family, kind, protocol)  # asyncio's own leaves Nagle on: 40 ms per answer
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind(address)
         opened.listen(MAX_CONNECTIONS)
-        ignore_silent(opened)
+        defer_accept(opened)
     except OSError as error:
         raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror}; choose another port or host") from None
     return opened

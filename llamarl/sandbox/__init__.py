@@ -1,1 +1,1 @@
-"""Work that may hang, die or eat memory, in processes that can be killed. No torch."""
+"""Runs work that may hang, die or use up memory in processes that can be killed. No torch."""

@@ -1,9 +1,9 @@
-"""`WorkerPool`: a function in processes that can be killed.
+"""`WorkerPool`: calls a function in processes that can be killed.
 
-Limits are on the process: CPU time and memory by the kernel, wall time per item as backstop, and wall time per batch.
-No time-out by signal handler or thread: those do not end a grader that is stuck in C code or catches them. A worker
-that dies under an item costs that item one retry; a dead fork server is replaced. The process that uses the pool is
-never forked, so it may have threads. What comes back is JSON, never a pickle: a worker cannot make the pool run code.
+Limits are on the process: CPU time and memory by the kernel, wall time per item as a backstop, and wall time per batch.
+A timeout by signal handler or thread would not end a grader that is stuck in C code or catches it. An item is tried
+again once after its worker dies. A dead fork server is replaced. The process that uses the pool is never forked, so it
+may have threads. Answers are JSON, never a pickle, so a worker cannot make the pool run code.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from llamarl.sandbox.pool_server import READY, FailureKind, Limits
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
 MAX_WORKERS = 256
-"""Most worker processes of a pool."""
+"""Largest number of worker processes of a pool."""
 _ORDERS = (1, -1)
-"""Orders in which the items of a batch are sent to the fork servers that it may cost: an item that kills the first one
+"""Order of the items of a batch for the first fork server, and for its replacement: an item that kills the first server
 is the last that the second gets."""
 _KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "TMPDIR", "VIRTUAL_ENV", "LLAMARL_")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """Reason in place of a result."""
+    """Reason why an item has no result."""
 
     kind: FailureKind
     reason: str
-    """Short and for people."""
+    """A short text for people."""
 
 
 class WorkerPool:
-    """Runs `function` on items in worker processes. Starts at the first `map`; one `map` at a time, others wait."""
+    """Runs `function` on items in worker processes. Starts at the first `map`. Only one `map` runs at a time."""
 
     def __init__(
         self,
@@ -64,11 +64,12 @@ class WorkerPool:
             num_workers: processes that work at the same time.
             cpu_s: CPU seconds per item, rounded up to the kernel's whole seconds.
             wall_s: seconds per item.
-            slack_s: seconds that an item may take beyond `wall_s`, as the function keeps to that limit itself.
+            slack_s: further seconds per item, if the function itself keeps to `wall_s`.
             recycle_after: answers after which a worker is replaced, which bounds leaks.
             memory_bytes: address space per worker.
-            warm_up: items that the fork server itself runs once, so that workers begin with warm caches; trusted.
-            keeps_environment: workers have all of this process's environment variables, as a user's own code expects.
+            warm_up: trusted items that the fork server itself runs once, so that workers begin with warm caches.
+            keeps_environment: whether workers get all of this process's environment variables, as a user's code
+                expects.
 
         Raises:
             ConfigError: a number that is not positive, or more workers than `MAX_WORKERS`.
@@ -94,13 +95,14 @@ class WorkerPool:
         self._closed = False
 
     def map(self, items: Sequence[Any], batch_s: float) -> list[Any]:
-        """One result or `Failure` per item, in order, within `batch_s` seconds (starts of a server not counted).
+        """Returns one result or `Failure` per item, in order, within `batch_s` seconds, not counting starts of a
+        server.
 
         Raises:
             RuntimeError: the pool is closed, or its fork server cannot start.
         """
         results: dict[int, Any] = {}
-        failure = Failure(kind=FailureKind.DIED, reason=f"grader died: {len(_ORDERS)} fork servers did")
+        failure = Failure(kind=FailureKind.DIED, reason=f"grader died, as did {len(_ORDERS)} fork servers")
         with self._lock:
             if self._closed:
                 raise RuntimeError("the grader pool is closed")
@@ -111,7 +113,7 @@ class WorkerPool:
                 before = time.monotonic()
                 control = self._started().stream
                 deadline += time.monotonic() - before
-                with suppress(OSError, ValueError):  # the server has died, is held up, or what a worker sent is no JSON
+                with suppress(OSError, ValueError):  # the server has died or hangs, or a worker sent no JSON
                     self._ask(control, items, results, deadline - time.monotonic(), order)
                     break
                 self._stop()
@@ -123,7 +125,7 @@ class WorkerPool:
     def _ask(
         self, control: socket.socket, items: Sequence[Any], results: dict[int, Any], batch_s: float, order: int
     ) -> None:
-        """Fills in the results that are missing, as they come. Raises OSError, ValueError."""
+        """Adds missing results as they arrive. Raises OSError, ValueError."""
         if self._closed:  # during the start
             raise ConnectionError
         missing = [index for index in range(len(items)) if index not in results][::order]
@@ -151,7 +153,7 @@ class WorkerPool:
     def _started(self) -> Child:
         if self._server:
             return self._server
-        # Little is inherited: graders need no secrets. With a fixed hash seed, verdicts that hang on set order repeat.
+        # Little is inherited: graders need no secrets. A fixed hash seed repeats verdicts that depend on set order.
         kept = ("",) if self._keeps_environment else _KEPT_ENVIRONMENT
         environment = {name: value for name, value in os.environ.items() if name.startswith(kept)}
         environment |= {"PYTHONPATH": code_path(), "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
@@ -159,10 +161,10 @@ class WorkerPool:
         module = "llamarl.sandbox.pool_server"
         server = self._server = Child("-m", module, options, env=environment, stdout=subprocess.DEVNULL)
         server.stream.settimeout(_START_TIMEOUT_S)
-        said = b""
+        reply = b""
         with suppress(OSError):
-            said = b"" if self._closed else server.stream.recv(len(READY))  # `close` may have come before the stream
-        if said != READY and not self._closed:
+            reply = b"" if self._closed else server.stream.recv(len(READY))  # `close` may have come first
+        if reply != READY and not self._closed:
             self._stop()
             raise RuntimeError(f"the fork server of {self._options['function']} did not start")
         return server

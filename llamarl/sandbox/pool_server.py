@@ -1,15 +1,15 @@
-"""The process behind a `WorkerPool`: loads the function once, forks workers and hands out the items of a batch.
+"""The process behind a `WorkerPool`: loads the function once, forks workers and distributes the items of a batch.
 
-It never runs an item itself, so it always answers, and it is single-threaded, so forking it is safe. Standard library
-only, and what starts it: what is imported here, every worker carries.
+It never runs an item itself, so it always answers, and it is single-threaded, so forking it is safe. It imports only
+the standard library and `llamarl.child`, because every worker inherits its imports.
 
     pool -> server    one line of JSON per batch: {"items": [...], "batch_s": seconds}
     server -> pool    READY, then per item, in any order: [index, null, value] or [index, a FailureKind, why]
-    server -> worker  an item on a line; back comes the rest of such an answer
+    server -> worker  an item on a line; the worker replies with the rest of such an answer
 
 Nothing outlives the pool's process: the server ends at the end of its stream or when its parent changes, and workers
-end with the server (parent-death signal on Linux; killed by name elsewhere). On Linux, what a worker has started ends
-with it: it becomes a child of the server, which knows its own.
+end with the server (parent-death signal on Linux; killed by id elsewhere). On Linux, processes that a worker has
+started end with it: they become children of the server, which kills them.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ READY = b"ready\n"
 _MAX_ATTEMPTS = 2
 _IDLE = -1
 _LOOK_AROUND_S = 1.0
-"""Seconds between two looks of the server at its parent."""
+"""Seconds between two checks of the server's parent."""
 _SEND_TIMEOUT_S = 60.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MAX_SWEEPS = 100
-"""Most sweeps over processes that fork while they are killed."""
+"""Largest number of sweeps over processes that fork while they are killed."""
 
 
 class FailureKind(StrEnum):
-    """Why an item has no result."""
+    """Kind of reason why an item has no result."""
 
     CPU = "cpu"
-    """Over its CPU time."""
+    """The item exceeded its CPU time."""
     WALL = "wall"
-    """Over its wall time."""
+    """The item exceeded its wall time."""
     BATCH = "batch"
     """The batch ran out of time, or the pool was closed."""
     DIED = "died"
-    """Two workers died under it, or two servers under its batch."""
+    """Two workers died during the item, or two servers during its batch."""
     ERROR = "error"
-    """The function raised; memory errors are here."""
+    """The function raised, for example a memory error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Limits on what the items of a pool may use."""
+    """Limits on the items of a pool."""
 
     num_workers: int
     """Processes that work at the same time."""
@@ -77,7 +77,7 @@ class Limits:
     memory_bytes: int
     """Address space per worker."""
     slack_s: float = 0.0
-    """Seconds that an item may take beyond `wall_s`."""
+    """Further seconds per item beyond `wall_s`."""
 
     @property
     def most_s(self) -> float:
@@ -123,21 +123,21 @@ def main() -> None:
 class _Server:
     def __init__(self, control: socket.socket, function: Callable[[Any], Any], limits: Limits, parent: int) -> None:
         self._control, self._function, self._limits, self._parent = control, function, limits, parent
-        self._control.settimeout(_SEND_TIMEOUT_S)  # a forked copy of a dead pool reads nothing
-        self._heard = bytearray()
+        self._control.settimeout(_SEND_TIMEOUT_S)  # a forked copy of a dead pool does not read
+        self._received = bytearray()
         self._workers: list[_PoolChild] = []
 
     def serve(self) -> None:
-        """One batch after the other, until the pool's stream ends or its process has gone."""
+        """Answers one batch after the other, until the pool's stream ends or its process is gone."""
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         try:
             self._control.sendall(READY)
             while True:
-                while not self._heard.endswith(b"\n"):
+                while not self._received.endswith(b"\n"):
                     self._wait(_LOOK_AROUND_S)
-                batch = json.loads(self._heard)
-                self._heard.clear()
+                batch = json.loads(self._received)
+                self._received.clear()
                 self._answer(batch["items"], batch["batch_s"])
         except (EOFError, OSError):
             return
@@ -146,17 +146,17 @@ class _Server:
                 self._end(worker)
 
     def _wait(self, timeout_s: float) -> list[socket.socket]:
-        """Streams with something to read. Raises EOFError when nobody wants answers any more."""
-        # A forked copy of the parent can hold the stream open after the parent's death: look at the parent too.
+        """Returns streams with something to read. Raises EOFError when the pool is gone."""
+        # A forked copy of the parent can keep the stream open after the parent's death, so the parent is checked too.
         if os.getppid() != self._parent:
             raise EOFError
-        heard = [self._control, *(worker.stream for worker in self._busy())]
-        readable, _, _ = select.select(heard, [], [], min(max(timeout_s, 0.0), _LOOK_AROUND_S))
+        watched = [self._control, *(worker.stream for worker in self._busy())]
+        readable, _, _ = select.select(watched, [], [], min(max(timeout_s, 0.0), _LOOK_AROUND_S))
         if self._control in readable:
             data = self._control.recv(1 << 20)
             if not data:
                 raise EOFError
-            self._heard += data
+            self._received += data
         return readable
 
     def _busy(self) -> list[_PoolChild]:
@@ -189,16 +189,16 @@ class _Server:
             worker = idle.pop() if idle else self._fork()
             worker.index = batch.waiting.popleft()
             worker.deadline = time.monotonic() + self._limits.most_s
-            try:  # a stopped worker must not hold a long item for ever
+            try:  # a stopped worker must not keep a long item
                 worker.stream.sendall(json.dumps(batch.items[worker.index]).encode() + b"\n")
             except TimeoutError:
                 worker.deadline = 0.0
-            except OSError:  # it died while idle: not the item's doing
+            except OSError:  # it died while idle, not because of the item
                 batch.waiting.appendleft(worker.index)
                 self._end(worker)
 
     def _read(self, worker: _PoolChild, batch: _Batch) -> None:
-        """Passes an answer on. The item that a worker died under is tried once more."""
+        """Forwards an answer. An item whose worker died is tried again once."""
         try:
             data = worker.stream.recv(1 << 16)
         except ConnectionError:
@@ -224,13 +224,14 @@ class _Server:
         self._control.sendall(json.dumps([index, kind, reason]).encode() + b"\n")
 
     def _end(self, worker: _PoolChild) -> int:
-        """The wait status; killing a process that has ended does not change it."""
+        """Ends a worker and the processes that it started. Returns its wait status, which is that of an earlier end if
+        it had ended."""
         self._workers.remove(worker)
         worker.stream.close()
         os.kill(worker.pid, signal.SIGKILL)
         _, status = os.waitpid(worker.pid, 0)
         for _ in range(_MAX_SWEEPS):
-            if not (left := _children() - {one.pid for one in self._workers}):
+            if not (left := _children() - {other.pid for other in self._workers}):
                 break
             for pid in left:
                 os.kill(pid, signal.SIGKILL)
@@ -255,13 +256,13 @@ class _Server:
 
 
 def _children() -> set[int]:
-    """Ids of this process's children; on Linux alone."""
-    found, ours = set[int](), str(os.getpid())
+    """Returns the ids of this process's children, on Linux only."""
+    children, parent = set[int](), str(os.getpid())
     for name in os.listdir("/proc") if sys.platform == "linux" else ():
         with suppress(OSError):  # it has ended
-            if name.isdigit() and Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1] == ours:
-                found.add(int(name))
-    return found
+            if name.isdigit() and Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1] == parent:
+                children.add(int(name))
+    return children
 
 
 def _confine(limits: Limits, server: int) -> None:
@@ -284,7 +285,7 @@ def _work(connection: socket.socket, function: Callable[[Any], Any], cpu_s: int)
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + cpu_s), hard))
         try:
             reply = f"null, {json.dumps(function(json.loads(line)))}"
-        except Exception as error:  # the sandbox: whatever an item raises is an answer about that item
+        except Exception as error:  # the sandbox: an exception is the answer about its item
             reply = json.dumps([FailureKind.ERROR, f"grader: {type(error).__name__}: {error}"[:200]])[1:-1]
         stream.write(reply.encode() + b"\n")
         stream.flush()

@@ -1,1 +1,1 @@
-"""Which part of each parameter every rank holds, and who sends what to whom. No torch."""
+"""Parts of each parameter on every rank, and the moves between layouts. No torch."""

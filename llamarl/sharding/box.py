@@ -16,11 +16,11 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """All of a tensor."""
+        """Returns the box of the whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     def cut(self, dim: int, start: int, stop: int) -> Box:
-        """The elements from `start` to `stop` along `dim`, counted from this box's own start."""
+        """Returns the elements from `start` to `stop` along `dim`, counted from this box's own start."""
         first = self.starts[dim]
         starts, stops = list(self.starts), list(self.stops)
         starts[dim], stops[dim] = first + start, first + stop
@@ -35,13 +35,13 @@ class Box:
         return math.prod(self.shape)
 
     def intersection(self, other: Box) -> Box | None:
-        """The part that both hold; None when that is nothing."""
+        """Returns the common part. None means that it is empty."""
         starts = tuple(map(max, self.starts, other.starts))
         stops = tuple(map(min, self.stops, other.stops))
         return Box(starts, stops) if all(map(int.__lt__, starts, stops)) else None
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Index of this box in a tensor that holds just `outer`."""
+        """Returns the index of this box in a tensor that holds only `outer`."""
         return tuple(
             slice(start - first, stop - first)
             for start, stop, first in zip(self.starts, self.stops, outer.starts, strict=True)

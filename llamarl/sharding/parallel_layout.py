@@ -1,4 +1,4 @@
-"""Layouts: what each rank of an executor holds of each parameter, as the ranks say it.
+"""Layouts: the part of each parameter that each rank of an executor holds, as reported by the ranks.
 
 Shape suffixes: R ranks, N dims of the parameter.
 """
@@ -15,12 +15,12 @@ from llamarl.sharding.box import Box
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
 QUANTIZED = ("int8", "float8_e4m3fn")
-"""Types of which each row of a rank's own part has a float32 scale."""
+"""Types with a float32 scale for each row of a rank's part."""
 SCALE_BYTES = 4
 
 
 class LayoutError(ValueError):
-    """Two layouts, or ranks of one, that do not fit; `parameter` is the one in question."""
+    """Two layouts, or the ranks of one layout, do not fit. `parameter` names the parameter."""
 
     def __init__(self, parameter: str, cause: str) -> None:
         super().__init__(f"{parameter}: {cause}")
@@ -29,10 +29,10 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankBoxes:
-    """One box per rank, empty where a rank holds nothing. Parameters that are cut alike share one, so equal is same."""
+    """One box per rank, empty if a rank holds nothing. Parameters that are cut alike share one object."""
 
     starts_R_N: np.ndarray
-    """First element in each dim; a scalar counts as one row."""
+    """First element in each dim. A scalar counts as one row."""
     stops_R_N: np.ndarray
 
 
@@ -43,11 +43,11 @@ class Held:
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     dtype: str
-    """A key of DTYPE_BYTES: what trainer ranks publish, or what generator ranks serve."""
+    """A key of DTYPE_BYTES: the type that trainer ranks publish, or that generator ranks serve."""
     boxes: RankBoxes
 
     def box(self, rank: int) -> Box | None:
-        """The part that `rank` holds; None: nothing."""
+        """Returns the part that `rank` holds. None means that it holds nothing."""
         starts, stops = self.boxes.starts_R_N[rank].tolist(), self.boxes.stops_R_N[rank].tolist()
         return make_box(starts, stops, self.shape) if all(map(int.__lt__, starts, stops)) else None
 
@@ -58,9 +58,9 @@ class ShardLayout:
 
     parameters: Mapping[str, Held]
     devices_R: np.ndarray
-    """Number of each rank's device in the cluster; ranks of two layouts may share one."""
+    """Number of each rank's device in the cluster. Ranks of two layouts may share one."""
     host_size: int
-    """Devices of a host; device d is on host d // host_size."""
+    """Devices per host: device d is on host d // host_size."""
 
     @property
     def num_ranks(self) -> int:
@@ -72,18 +72,18 @@ class ShardLayout:
         return self.devices_R // self.host_size
 
     def boxes(self, rank: int) -> dict[str, Box]:
-        """Parts that `rank` holds, by parameter."""
+        """Returns the parts that `rank` holds, by parameter."""
         found = {name: held.box(rank) for name, held in self.parameters.items()}
         return {name: box for name, box in found.items() if box is not None}
 
 
 def make_box(starts: Sequence[int], stops: Sequence[int], shape: Sequence[int]) -> Box:
-    """A row of `RankBoxes` as a box."""
+    """Converts a row of `RankBoxes` to a box."""
     return Box(tuple(starts[: len(shape)]), tuple(stops[: len(shape)]))
 
 
 def stage_layers(num_layers: int, num_stages: int) -> list[range]:
-    """Layers of each pipeline stage: as even as can be, the first stages have one more."""
+    """Returns the layers of each pipeline stage, as evenly as possible. The first stages have one more."""
     each, more = divmod(num_layers, num_stages)
     firsts = [stage * each + min(stage, more) for stage in range(num_stages + 1)]
     return [range(*bounds) for bounds in pairwise(firsts)]
@@ -92,10 +92,11 @@ def stage_layers(num_layers: int, num_stages: int) -> list[range]:
 def assemble_layout(
     ranks: Sequence[Mapping[str, tuple[Sequence[int], str, Box]]], *, first_device: int = 0, host_size: int = 8
 ) -> ShardLayout:
-    """The layout of ranks that say themselves what they hold: for each parameter the whole shape, the type, their part.
+    """Assembles the layout from the reports of the ranks: for each parameter its whole shape, its type and the rank's
+    part.
 
     Raises:
-        LayoutError: two ranks name a parameter with different shapes or types, or one has a part outside of it.
+        LayoutError: two ranks report different shapes or types of a parameter, or a part is outside of it.
     """
     known: dict[str, tuple[tuple[int, ...], str]] = {}
     found: dict[str, list[Box | None]] = {}
@@ -125,7 +126,7 @@ def _is_within(box: Box, shape: tuple[int, ...]) -> bool:
 
 
 def rank_boxes(boxes: Sequence[Box | None], shape: tuple[int, ...]) -> RankBoxes:
-    """Boxes of ranks as arrays; None: the rank holds nothing."""
+    """Converts boxes of ranks to arrays. None means that the rank holds nothing."""
     nothing = (0,) * len(shape)
     bounds = np.array([(box.starts, box.stops) if box else (nothing, nothing) for box in boxes], np.int64)
     if not shape:

@@ -1,7 +1,7 @@
-"""Who sends which part of each parameter to whom, so that every element of the destination is written exactly once.
+"""Moves of parameters between two layouts, so that every element of the destination is written exactly once.
 
 A plan is made once per pair of layouts. Parameters that are cut alike on both sides share their part of it, so the cost
-does not grow with the number of layers, and what replicas share is stored once.
+does not grow with the number of layers. Moves that several replicas share are stored once.
 
 Shape suffixes: R ranks, N dims of the parameter, S distinct parts of the source, D of the destination, M pieces.
 """
@@ -29,7 +29,7 @@ from llamarl.sharding.parallel_layout import (
 )
 
 BATCHES = 8
-"""Receivers are dealt to senders that hold the same in this many batches per sender at least, not one by one."""
+"""Receivers are assigned to equal senders in at least this many batches per sender instead of one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class Move:
     """One copy."""
 
     name: str
-    """The parameter."""
+    """Name of the parameter."""
     box: Box
-    """Part that is copied, in coordinates of the whole parameter."""
+    """Copied part, in coordinates of the whole parameter."""
     dtype: str
-    """Type that travels. The sender casts or quantizes; rows of 8-bit values travel with a float32 scale each."""
+    """Transferred type. The sender casts or quantizes. Rows of 8-bit values are sent with a float32 scale each."""
     sender: int
     """Rank of the source."""
     receiver: int
@@ -49,7 +49,7 @@ class Move:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the wire."""
+        """Transferred bytes."""
         rows = math.prod(self.box.shape[:-1]) if self.dtype in QUANTIZED else 0
         return self.box.num_elements * DTYPE_BYTES[self.dtype] + rows * SCALE_BYTES
 
@@ -61,20 +61,20 @@ class CopyGroup:
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
-    """Type that travels."""
+    """Transferred type."""
     starts_M_N: np.ndarray
     stops_M_N: np.ndarray
     senders_M: np.ndarray
     audiences_M: np.ndarray
-    """Who needs the piece: position in `ReshardPlan.audiences`."""
+    """Receivers of each piece: position in `ReshardPlan.audiences`."""
 
     def box(self, row: int) -> Box:
-        """Box of one piece, in coordinates of the whole parameter."""
+        """Returns the box of one piece, in coordinates of the whole parameter."""
         return make_box(self.starts_M_N[row].tolist(), self.stops_M_N[row].tolist(), self.shape)
 
     @property
     def bytes_M(self) -> np.ndarray:
-        """Bytes of each piece on the wire, for one parameter."""
+        """Returns the transferred bytes of each piece, for one parameter."""
         sizes_M_N = self.stops_M_N - self.starts_M_N
         scales_M = sizes_M_N[:, :-1].prod(axis=1) * SCALE_BYTES if self.dtype in QUANTIZED else 0
         return sizes_M_N.prod(axis=1) * DTYPE_BYTES[self.dtype] + scales_M
@@ -82,20 +82,20 @@ class CopyGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ReshardPlan:
-    """All copies from one layout to another. Any two ranks find the moves between them in the same order."""
+    """All copies from one layout to another. Any two ranks list the moves between them in the same order."""
 
     source: ShardLayout
     destination: ShardLayout
     groups: tuple[CopyGroup, ...]
     audiences: tuple[tuple[int, ...], ...]
-    """Sets of ranks that need the same."""
+    """Sets of ranks that need the same pieces."""
 
     def moves_from(self, rank: int) -> list[Move]:
-        """Moves that a source rank sends."""
+        """Returns the moves that a source rank sends."""
         return list(self._moves([np.flatnonzero(group.senders_M == rank) for group in self.groups], None))
 
     def moves_to(self, rank: int) -> list[Move]:
-        """Moves that a destination rank receives from the source."""
+        """Returns the moves that a destination rank receives from the source."""
         needs = np.array([rank in audience for audience in self.audiences], bool)
         return list(self._moves([np.flatnonzero(needs[group.audiences_M]) for group in self.groups], rank))
 
@@ -111,14 +111,14 @@ class ReshardPlan:
 
 
 def plan_reshard(source: ShardLayout, destination: ShardLayout) -> ReshardPlan:
-    """The moves that turn what `source` ranks hold into what `destination` ranks hold.
+    """Plans the moves from the parts that `source` ranks hold to the parts that `destination` ranks hold.
 
-    Where several ranks hold the same, the sender is on the receiver's device or else host if one is, and among those
-    left the one with the fewest bytes to send.
+    If several ranks hold a part, the sender is on the receiver's device if possible, otherwise on its host. Among
+    equally near holders, the one with the fewest bytes to send is chosen.
 
     Raises:
-        LayoutError: a parameter is on one side only, has another shape, cannot be had in the wanted type, or a part of
-            it is held by nobody.
+        LayoutError: a parameter is on one side only, has another shape, cannot be converted to the destination's type,
+            or has a part that no rank holds.
     """
     assert source.host_size == destination.host_size, "devices are counted through both"
     _require_same_parameters(source, destination)
@@ -126,7 +126,7 @@ def plan_reshard(source: ShardLayout, destination: ShardLayout) -> ReshardPlan:
     for name, held in source.parameters.items():
         kinds[held, destination.parameters[name]].append(name)
     planner = _Planner(source=source, destination=destination)
-    # The largest first: what follows evens out the load.
+    # The largest first, so that smaller ones even out the load.
     largest_first = sorted(kinds.items(), key=lambda kind: -np.prod(kind[0][0].shape) * len(kind[1]))
     groups = tuple(planner.plan(names, *held) for held, names in largest_first)
     return ReshardPlan(
@@ -145,9 +145,9 @@ class _Planner:
     load_R: np.ndarray = field(init=False)
     """Bytes that each source rank sends."""
     parts: dict[RankBoxes, tuple[list[int], list[list[int]]]] = field(default_factory=dict)
-    """The distinct boxes of each that came up."""
+    """The distinct boxes of each layout of a parameter."""
     places: list[tuple[list[int], list[int]]] = field(init=False)
-    """Devices, then hosts, of both sides; empty when they have none in common."""
+    """Devices, then hosts, of both sides; empty if they have none in common."""
 
     def __post_init__(self) -> None:
         self.load_R = np.zeros(self.source.num_ranks)
@@ -157,7 +157,7 @@ class _Planner:
         self.places = [(one.tolist(), other.tolist()) for one, other in (devices, hosts)] if together else []
 
     def plan(self, names: Sequence[str], source: Held, destination: Held) -> CopyGroup:
-        """The pieces of parameters that are cut alike."""
+        """Returns the pieces of parameters that are cut alike."""
         first_S, holders = self._distinct(source.boxes)
         first_D, takers = self._distinct(destination.boxes)
         sources = source.boxes.starts_R_N[first_S], source.boxes.stops_R_N[first_S]
@@ -190,7 +190,7 @@ class _Planner:
         return self.parts[boxes]
 
     def _choose(self, group: CopyGroup, holders_M: list[list[int]], bytes_M: list[int]) -> CopyGroup:
-        """The senders of pieces that several ranks hold: one line for each sender of a piece."""
+        """Chooses the senders of pieces that several ranks hold. Returns one line for each sender of a piece."""
         lines, ranks_of = list[tuple[int, int, int]](), list(self.audiences)
         for row, holders in enumerate(holders_M):
             everyone = ranks_of[group.audiences_M[row]]
@@ -208,7 +208,7 @@ class _Planner:
         )
 
     def _split(self, holders: list[int], teams: Sequence[tuple[int, ...]], num_bytes: float) -> dict[int, list[int]]:
-        """The receivers of each sender; a team is served by one."""
+        """Returns the receivers of each sender. One sender serves a whole team."""
         load = {rank: float(self.load_R[rank]) for rank in holders}
         found = defaultdict[int, list[int]](list)
         for team in teams:
@@ -220,7 +220,7 @@ class _Planner:
         return found
 
     def _nearest(self, holders: list[int], receiver: int) -> list[int]:
-        """Holders on the receiver's device, else on its host, else all."""
+        """Returns holders on the receiver's device, otherwise on its host, otherwise all."""
         for ours, theirs in self.places:
             if near := [rank for rank in holders if ours[rank] == theirs[receiver]]:
                 return near
@@ -230,23 +230,24 @@ class _Planner:
 def _require_same_parameters(source: ShardLayout, destination: ShardLayout) -> None:
     for name, held in destination.parameters.items():
         if name not in source.parameters:
-            raise LayoutError(name, "generators need it and no trainer rank has it")
+            raise LayoutError(name, "generators need it, but no trainer rank has it")
         if source.parameters[name].shape != held.shape:
             raise LayoutError(name, f"its shape is {source.parameters[name].shape} in trainers, {held.shape} wanted")
     for name in source.parameters:
         if name not in destination.parameters:
-            raise LayoutError(name, "trainers have it and no generator rank takes it")
+            raise LayoutError(name, "trainers have it, but no generator rank needs it")
 
 
 def _wire_dtype(name: str, source: str, destination: str, whole_rows: bool) -> str:
-    """Quantized only where each row comes from one sender, as its scale needs all of it."""
+    """Returns the transferred type. It is quantized only if each row comes from one sender, since its scale needs the
+    whole row."""
     if source in QUANTIZED or source not in DTYPE_BYTES or destination not in DTYPE_BYTES:
-        raise LayoutError(name, f"trainers hold it as {source}, from which {destination} cannot be made")
+        raise LayoutError(name, f"trainers hold it as {source}, which cannot be converted to {destination}")
     return source if destination in QUANTIZED and not whole_rows else destination
 
 
 def _distinct(boxes: RankBoxes) -> tuple[list[int], list[list[int]]]:
-    """The first rank of each distinct box that is not empty, and all its ranks."""
+    """Returns the first rank of each distinct box that is not empty, and all its ranks."""
     bounds_R = np.concatenate([boxes.starts_R_N, boxes.stops_R_N], axis=1)
     found = defaultdict[bytes, list[int]](list)
     for rank in np.flatnonzero((boxes.starts_R_N < boxes.stops_R_N).all(axis=1)).tolist():
@@ -255,7 +256,8 @@ def _distinct(boxes: RankBoxes) -> tuple[list[int], list[list[int]]]:
 
 
 def _require_partition(name: str, shape: tuple[int, ...], starts_S_N: np.ndarray, stops_S_N: np.ndarray) -> None:
-    """Every element of the parameter is in exactly one part. Then it is in exactly one piece of each destination.
+    """Requires that every element of the parameter is in exactly one part, and so in exactly one piece of each
+    destination.
 
     Parts are counted on the grid of all their edges: +1 and -1 at corners, summed along each dim.
     """
@@ -283,7 +285,7 @@ def _require_partition(name: str, shape: tuple[int, ...], starts_S_N: np.ndarray
 def _overlaps(
     sources: tuple[np.ndarray, np.ndarray], wanted: tuple[np.ndarray, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Bounds of all pieces, and the parts of source and destination that each lies in."""
+    """Returns the bounds of all pieces, and the parts of source and destination of each piece."""
     starts = np.maximum(sources[0][:, None], wanted[0][None])
     stops = np.minimum(sources[1][:, None], wanted[1][None])
     is_piece = (starts < stops).all(axis=-1)

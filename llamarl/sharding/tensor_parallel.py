@@ -1,10 +1,10 @@
 """Tensor parallelism: cuts of the parameters of a decoder (Megatron-LM, arXiv 1909.08053, section 3).
 
-Projections into heads and into the feed-forward dim are cut by output rows, those back by input columns, so each rank
-computes its own heads and one all-reduce follows each block. Embedding and head are cut by vocabulary. Norms are whole
-on every rank. The experts of a mixture are cut as a dense feed-forward is, each of them alike, or, where too little of
-each would be left, go to the ranks by their numbers; the router is whole. Of an adapter (`models/lora.py`) the matrix
-is cut that has the dim along which its projection is.
+Projections into heads and into the feed-forward dim are cut by output rows, the projections back by input columns. Each
+rank then computes its own heads, and one all-reduce follows each block. Embedding and head are cut by vocabulary. Norms
+and routers are whole on every rank. The experts of a mixture are each cut like a dense feed-forward. If the cut experts
+would be too small, whole experts are assigned to ranks by their numbers. Of an adapter (`models/lora.py`), the matrix
+is cut that has the dim along which its projection is cut.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ _ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_
 _COLUMNS = frozenset({"o_proj", "down_proj"})
 _KV = frozenset({"k_proj", "v_proj"})
 _EXPERTS = {"gate_proj": 1, "up_proj": 1, "down_proj": 2}
-"""Dims of the stacked matrices [E, F, D], [E, F, D] and [E, D, F] that have the feed-forward columns."""
+"""Dims of the stacked matrices [E, F, D], [E, F, D] and [E, D, F] with the feed-forward columns."""
 LEAST_COLUMNS = 256
-"""Columns of an expert below which a product is too thin for what it costs to begin one."""
+"""Fewest columns of an expert for which a product outweighs its start-up cost."""
 
 
 def sharded_dim(name: str) -> int | None:
-    """The dim along which the parameter `name` (Hugging Face names) is cut; None: every rank holds all of it."""
+    """Returns the dim along which the parameter `name` (Hugging Face names) is cut. None means that every rank holds
+    all of it."""
     module, kind = _projection(name)
     if is_expert(name):
         return _EXPERTS[kind]
@@ -33,9 +34,9 @@ def sharded_dim(name: str) -> int | None:
 
 
 def tensor_parallel_box(name: str, shape: Sequence[int], num_ranks: int, rank: int, num_kv_heads: int) -> Box:
-    """Part of a parameter that `rank` of `num_ranks` holds.
+    """Returns the part of a parameter that `rank` of `num_ranks` holds.
 
-    With more ranks than kv heads, each kv head is held by `num_ranks / num_kv_heads` consecutive ranks.
+    With more ranks than kv heads, `num_ranks / num_kv_heads` consecutive ranks hold each kv head.
 
     Raises:
         ValueError: the dim cannot be cut evenly; names parameter, size and number of ranks.
@@ -55,33 +56,33 @@ def tensor_parallel_box(name: str, shape: Sequence[int], num_ranks: int, rank: i
 
 
 def is_expert(name: str) -> bool:
-    """A projection of all experts of a layer: `...mlp.experts.gate_proj`."""
+    """Returns whether the name is a projection of all experts of a layer: `...mlp.experts.gate_proj`."""
     *_, module, kind = ("", "", *name.split("."))
     return module == "experts" and kind in _EXPERTS
 
 
 def is_router(name: str) -> bool:
-    """The weight or the selection bias of a mixture's router."""
+    """Returns whether the name is the weight or the selection bias of a mixture's router."""
     return name.endswith((".mlp.gate.weight", ".mlp.gate.e_score_correction_bias"))
 
 
 def is_quantizable(name: str) -> bool:
-    """A projection of a layer; embedding, head, norms, routers and biases stay floats."""
+    """Returns whether the name is a projection of a layer. Embedding, head, norms, routers and biases stay floats."""
     return name.endswith("_proj.weight") or is_expert(name)
 
 
 def cuts_by_expert(num_experts: int, expert_size: int, num_ranks: int) -> bool:
-    """Whether each of so many ranks of a generator holds some experts whole, not columns of all."""
+    """Returns whether each rank of a generator holds some experts whole instead of columns of all experts."""
     return num_ranks > 1 and num_experts % num_ranks == 0 and expert_size < num_ranks * LEAST_COLUMNS
 
 
 def expert_box(shape: Sequence[int], num_ranks: int, rank: int) -> Box:
-    """Experts that `rank` holds whole."""
+    """Returns the experts that `rank` holds whole."""
     size = shape[0] // num_ranks
     return Box.whole(shape).cut(0, rank * size, (rank + 1) * size)
 
 
 def _projection(name: str) -> tuple[str, str]:
-    """Module and what of it: a weight, a bias, or a matrix of its adapter."""
+    """Returns the module and its part: a weight, a bias, or a matrix of its adapter."""
     *_, outer, module, kind = ("", "", *name.split("."))
     return (outer, f"{module}.{kind}") if module.startswith("lora_") else (module, kind)

@@ -1,4 +1,4 @@
-"""Whether a base model is there, and made by the settings at hand. Imports no torch."""
+"""Checks whether a base model exists and was made by the current settings. No torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from pathlib import Path
 from llamarl.config import ConfigError, SftConfig
 
 RECORD_FILE = "llamarl_sft.json"
-"""Lies in the folder of a model that a warm start made, and says by which settings."""
+"""File in the folder of a model made by a warm start, with a digest of its settings."""
 
 
 def settings_hash(config: SftConfig) -> str:
-    """Short digest of what decides the weights; the output folder and the number of threads do not."""
+    """Returns a short digest of the settings that decide the weights. The output folder and the number of threads do
+    not."""
     settings = config.model_dump(mode="json", exclude={"output", "threads"})
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def is_made(model_path: str | Path, config: SftConfig) -> bool:
-    """Whether `model_path` holds the model that `config` makes; False when nothing is there yet.
+    """Returns whether `model_path` holds the model that `config` makes; False if nothing is there yet.
 
     Raises:
         ConfigError: the folder holds a model that other settings, or something else, made.
@@ -31,7 +32,7 @@ def is_made(model_path: str | Path, config: SftConfig) -> bool:
     made_by = json.loads(record.read_text(encoding="utf-8"))["settings_hash"] if record.exists() else "something else"
     if made_by != settings_hash(config):
         raise ConfigError(
-            f"model.path = {str(folder)!r} holds a model that was made by other settings than model.warm_start "
+            f"model.path = {str(folder)!r} holds a model made by other settings than those of model.warm_start "
             f"({made_by} there, {settings_hash(config)} here); delete the folder, or set another model.path"
         )
     return True

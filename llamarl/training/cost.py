@@ -1,4 +1,4 @@
-"""Costs of training on some tokens: arithmetic, from the shape of the model. Imports no torch."""
+"""The arithmetic cost of training on given tokens, from the shape of the model. No torch."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from llamarl.types import SampleGroup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCost:
-    """Cost of one optimizer step, whatever the layout and the microbatches: a prompt counts once per group."""
+    """Cost of one optimizer step, for any layout and microbatches: a prompt counts once per group."""
 
     flops: float
-    """Useful ones: recomputed parts don't count."""
+    """Useful FLOPs. Recomputation does not count."""
     padding_share: float
-    """Share of rows in which attention computes responses that lie behind the end of a response, 0 to 1."""
+    """Share of the rows of attention to responses that are behind the end of a response, 0 to 1."""
 
 
 def step_cost(
     shape: ModelShape, groups: Sequence[SampleGroup], lora: LoraConfig | None = None, num_inputs: float = float("inf")
 ) -> StepCost:
-    """Costs of a step on some groups; causal pairs are counted exactly.
+    """Returns the cost of a step on `groups`. Causal pairs are counted exactly.
 
     Args:
-        num_inputs: tokens that were computed: fewer than those of all groups where groups shared a beginning.
+        num_inputs: number of computed tokens, which is smaller than that of all groups if groups shared a beginning.
     """
     tokens = targets = pairs = padded = 0
     for group in groups:

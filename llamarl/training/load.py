@@ -1,4 +1,4 @@
-"""Load of a mixture's experts: how many rows each of them computes in a step.
+"""`ExpertLoad`: how many rows each expert of a mixture computes in a step.
 
 Shape suffixes: N packed tokens of this rank, K experts of a token, L sparse layers, E experts.
 """
@@ -18,7 +18,7 @@ from llamarl.models.transformer import Layer, Transformer
 
 
 class ExpertLoad:
-    """Counts on the device, without waiting for it, whatever the routers of this rank's layers choose or are given."""
+    """Counts on the device, without waiting for it, the experts that routers of this rank's layers choose or replay."""
 
     def __init__(self, model: Transformer, device: torch.device) -> None:
         self._moe, self._num_tokens = model.shape.moe, 0
@@ -31,7 +31,7 @@ class ExpertLoad:
 
     @contextmanager
     def counting(self, num_tokens: int) -> Iterator[None]:
-        """A forward whose first so many rows are tokens; one that is computed again for backward does not count."""
+        """Counts in a forward whose first `num_tokens` rows are tokens. Recomputation for backward does not count."""
         self._num_tokens = num_tokens
         try:
             yield
@@ -43,20 +43,23 @@ class ExpertLoad:
         self._counts_L_E[place].scatter_add_(0, ids_N_K.flatten(), torch.ones_like(ids_N_K).flatten())
 
     def begin(self) -> None:
-        """Forgets what was computed so far."""
+        """Resets all counts."""
         self._counts_L_E.zero_()
 
     def metrics(self, mesh: RankMesh) -> dict[str, float]:
-        """Rows of the busiest expert over the mean of all, and how many have none, by the number of the layer, over all
-        ranks, which are all in this; nothing of a dense model. Waits for the device, once."""
+        """Returns the rows of the busiest expert over the mean of all experts, and the number of idle experts, by layer
+        number.
+
+        They are over all ranks, each of which calls this. Returns nothing for a dense model. Waits for the device once.
+        """
         if self._moe is None:
             return {}
         counts_L_E = self._counts_L_E
-        for axis in (mesh.fsdp, mesh.cp, mesh.pp):  # those of tp have the same rows
+        for axis in (mesh.fsdp, mesh.cp, mesh.pp):  # tensor-parallel ranks have the same rows
             counts_L_E = axis.sum(counts_L_E)
-        found = dict[str, float]()
+        metrics = dict[str, float]()
         for number, counts_E in zip(self._moe.sparse_layers, counts_L_E.cpu().double(), strict=True):
             if total := float(counts_E.sum()):
-                found[f"expert_load.{number}"] = float(counts_E.max()) * len(counts_E) / total
-                found[f"idle_experts.{number}"] = float((counts_E == 0).sum())
-        return found
+                metrics[f"expert_load.{number}"] = float(counts_E.max()) * len(counts_E) / total
+                metrics[f"idle_experts.{number}"] = float((counts_E == 0).sum())
+        return metrics

@@ -1,4 +1,4 @@
-"""Meters of this machine's speed and memory: what rates and limits are relative to."""
+"""Speed and memory of this machine, which rates and limits are relative to."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ REPEATS = 5
 
 
 def device_seconds(device: torch.device) -> float:
-    """A clock of work: processor time of this thread on CPUs, which others may use too, else wall time."""
+    """Returns a clock of work in seconds: processor time of this thread on CPUs, which others may share, else wall
+    time."""
     return time.thread_time() if device.type == "cpu" else time.monotonic()
 
 
 def peak_flops(config: TrainerConfig, device: torch.device) -> float:
-    """FLOPs per second of a device: the given one, or that of the fastest of a few large square products, by what
-    multiplies in training."""
+    """Returns the FLOPs per second of a device: the configured number, or that of the fastest of a few large square
+    products of training."""
     if config.peak_tflops is not None:
         return config.peak_tflops * 1e12
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     size = 8192 if device.type == "cuda" else 512
-    # Random numbers: with ones fewer bits change, and a GPU runs an eighth faster than on any real weights.
+    # Random numbers: with ones fewer bits change, and a GPU runs an eighth faster than with real weights.
     matrix = torch.randn(size, size, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
     best_s = float("inf")
     for _ in range(REPEATS):
@@ -42,7 +43,12 @@ def peak_flops(config: TrainerConfig, device: torch.device) -> float:
 
 
 def rates(metrics: Mapping[str, float], train_s: float, peak: float) -> dict[str, float]:
-    """Rates of a step that took `train_s` seconds, where all devices reach `peak` FLOPs per second at best."""
+    """Returns the rates of a step.
+
+    Args:
+        train_s: seconds of the step.
+        peak: FLOPs per second that all devices reach at best.
+    """
     return {
         "train_tokens_per_s": metrics["num_input_tokens"] / train_s,
         "mfu": metrics["num_flops"] / train_s / peak,
@@ -51,14 +57,14 @@ def rates(metrics: Mapping[str, float], train_s: float, peak: float) -> dict[str
 
 
 def peak_memory_bytes(device: torch.device) -> float:
-    """Most memory that tensors on the device, or this process on a CPU, have held since the start."""
+    """Returns the most memory that tensors on the device, or this process on a CPU, have held since the start."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
 def free_memory_bytes(device: torch.device) -> float:
-    """Bytes that this process could still take."""
+    """Returns the bytes that this process could still allocate."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + unused)
@@ -66,29 +72,30 @@ def free_memory_bytes(device: torch.device) -> float:
 
 
 def check_memory(shape: ModelShape, config: RunConfig, device: torch.device) -> None:
-    """Before the first step, when weights and gradients lie on the device: whether all that the trainer takes fits.
+    """Checks before the first step, when weights and gradients are on the device, that everything the trainer needs
+    fits.
 
     Raises:
-        ConfigError: it does not; says how much it takes, and there is, and the cheapest setting that makes it fit.
+        ConfigError: it does not fit. Names the memory needed, the memory available, and the cheapest setting that fits.
     """
     parts, free, on_cpu = _taken(config, shape), free_memory_bytes(device), device.type == "cpu"
-    # Memory of gradients on a CPU is taken when they are first written.
-    own = float(parts["weights"] + (0 if on_cpu else parts["gradients"]))
+    # Memory of gradients on a CPU is allocated when they are first written.
+    allocated = float(parts["weights"] + (0 if on_cpu else parts["gradients"]))
 
-    def there(other: RunConfig) -> float:  # ranks on CPUs share the machine's
-        return own + free / (other.trainer.parallelism.num_ranks if on_cpu else 1)
+    def available(other: RunConfig) -> float:  # ranks on CPUs share the memory of the machine
+        return allocated + free / (other.trainer.parallelism.num_ranks if on_cpu else 1)
 
     def lacking(other: RunConfig) -> float:
-        return float(memory.total(_taken(other, shape))) - there(other)
+        return float(memory.total(_taken(other, shape))) - available(other)
 
     if lacking(config) <= 0:
         return
     raise ConfigError(
-        f"the trainer takes {fit.taken(parts)} of {device}, and {fit.taken({'': there(config)})} are free or its own; "
+        f"the trainer needs {fit.taken(parts)} of {device}, but {fit.taken({'': available(config)})} are available; "
         f"{fit.way_out(config, shape, lacking)}"
     )
 
 
 def _taken(config: RunConfig, shape: ModelShape) -> memory.Parts:
-    """Bytes by kind of one rank of the trainer, which is the first of all executors."""
+    """Returns bytes by kind of one rank of the trainer, which is the first of all executors."""
     return next(fit.holdings(config, shape, {})).parts

@@ -1,32 +1,35 @@
-"""Packing of scored groups into microbatches. A group's prompt is packed, and later computed, once for all its samples.
+"""Packing of scored groups into microbatches, and `Shaping`: what each token of a group has earned.
 
-Layout of one microbatch, group after group::
+A group's prompt is packed, and later computed, once for all its samples. Layout of one microbatch, group after group::
 
     [prompt] [response 0] [response 1] ...   [prompt] [response 0] ...
 
-Prompts that begin alike (a system prompt, examples) may share that beginning, which then lies in front of all groups::
+Prompts with the same beginning (a system prompt, examples) may share it. It is then in front of all groups::
 
     [beginning]   [rest of prompt] [response 0] ...   [rest of prompt] [response 0] ...
 
 A response's last token predicts nothing, so it is a target but no input. The token at response position 0 is predicted
 by the prompt's last position, position t > 0 by the response's input t - 1.
 
-Shape suffixes: N packed input tokens, R response tokens (targets), G samples of a group, T tokens of one sequence, W
-experts of a token in all layers.
+Shape suffixes: N packed input tokens, R response tokens (targets), G samples or rollouts of a group, T tokens of one
+sequence, W experts of a token in all layers.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from operator import itemgetter
 
 import numpy as np
 
-from llamarl.algorithms.kl import estimate
+from llamarl.algorithms.advantages._base import GroupRewards
+from llamarl.algorithms.kl import KlPenalty, estimate, penalty
+from llamarl.algorithms.shaping import length_share, overlong_share
+from llamarl.config.schema import RunConfig, ShapingConfig
 from llamarl.types import (
     COLUMNS,
     Columns,
@@ -47,9 +50,9 @@ class Microbatch:
     token_ids_N: np.ndarray
     """int64."""
     positions_N: np.ndarray
-    """Position of each input in its own sequence, int64; responses go on where their prompt ends."""
+    """Position of each input in its sequence, int64. Responses continue the positions of their prompt."""
     prompt_lengths: tuple[int, ...]
-    """Tokens of each group's prompt, without those that are shared."""
+    """Tokens of each group's prompt, without shared ones."""
     response_lengths: tuple[tuple[int, ...], ...]
     """Input tokens of each response, one less than its tokens, per group."""
     predictors_R: np.ndarray
@@ -57,13 +60,13 @@ class Microbatch:
     targets_R: np.ndarray
     """int64."""
     sequence_R: np.ndarray
-    """Which response each target belongs to, counted over the microbatch, int64."""
+    """Response of each target, counted over the microbatch, int64."""
     columns_R: Columns
-    """Columns of the targets, all but `token_ids` and `routes`."""
+    """Columns of the targets, except `token_ids` and `routes`."""
     shared_tokens: int = 0
     """Tokens in front of all groups, with which every prompt begins."""
     routes_N_W: np.ndarray | None = None
-    """Recorded experts of each input, layer after layer, int64; -1: not recorded. None: none is."""
+    """Recorded experts of each input, layer after layer, int64; -1 means not recorded. None means that none are."""
 
     @property
     def behavior_logprobs_R(self) -> np.ndarray:
@@ -92,9 +95,9 @@ class Microbatch:
 
 
 LEAST_SHARED = 16
-"""Tokens that prompts must have in common for a microbatch to share them."""
+"""Smallest number of common first tokens that a microbatch shares."""
 NOT_RECORDED = -1
-"""Route of a token of which nothing is known: the router chooses itself."""
+"""Route of a token without a record: the router chooses itself."""
 EMPTY = Microbatch(
     token_ids_N=np.zeros(0, np.int64),
     positions_N=np.zeros(0, np.int64),
@@ -105,11 +108,12 @@ EMPTY = Microbatch(
     sequence_R=np.zeros(0, np.int64),
     columns_R={column.name: np.zeros(0, column.dtype) for column in COLUMNS.values() if not column.is_wide},
 )
-"""Microbatch of no group at all."""
+"""Microbatch without groups."""
 
 
 def padded(microbatch: Microbatch, multiple: int) -> Microbatch:
-    """Adds as many tokens as a multiple needs, at least one in all; they form a prompt that predicts nothing."""
+    """Adds tokens up to a multiple of `multiple`, at least one token in all. They form a prompt that predicts
+    nothing."""
     num = len(microbatch.token_ids_N)
     num_more = -num % multiple if num else multiple
     if not num_more:
@@ -129,8 +133,8 @@ def _padded_routes(routes_N_W: np.ndarray, num_more: int) -> np.ndarray:
 
 
 def valid_rollouts(group: RolloutGroup, *, mask_truncated: bool = False) -> np.ndarray:
-    """Which rollouts of a group may be learnt from, bool [G]: generated without failure, judged, and, if so wished, not
-    ended by length."""
+    """Returns which rollouts of a group are trained on, bool [G]: generated without failure, judged and, with
+    `mask_truncated`, not ended by length."""
     refused = {FinishReason.FAILED, FinishReason.LENGTH} if mask_truncated else {FinishReason.FAILED}
     return np.array(
         [
@@ -141,9 +145,9 @@ def valid_rollouts(group: RolloutGroup, *, mask_truncated: bool = False) -> np.n
 
 
 def is_flat(group: RolloutGroup, *, mask_truncated: bool = False) -> bool:
-    """Whether what was judged was judged equal, so that comparing teaches nothing.
+    """Returns True if all judged rollouts of a group have equal rewards, so that comparing them teaches nothing.
 
-    False where nothing was judged, which is for the share of invalid rewards to count, and for a group of one.
+    Returns False if none was judged (the share of invalid rewards counts such groups), and for a group of one.
     """
     valid_G = valid_rollouts(group, mask_truncated=mask_truncated)
     values = {result.value for result, valid in zip(group.results, valid_G, strict=True) if valid}
@@ -153,11 +157,12 @@ def is_flat(group: RolloutGroup, *, mask_truncated: bool = False) -> bool:
 def to_sample_group(
     group: RolloutGroup, advantages: Sequence[np.ndarray] | np.ndarray, valid_G: np.ndarray | None = None
 ) -> SampleGroup:
-    """The trainable part of a group: invalid rollouts are left out. Sequences of agents are samples without a prompt.
+    """Returns the trainable part of a group, without invalid rollouts. Sequences of agents become samples without a
+    prompt.
 
     Args:
         advantages: per rollout one number, or one for each of its tokens.
-        valid_G: bool; None: those of `valid_rollouts`.
+        valid_G: bool; None means the result of `valid_rollouts`.
     """
     valid_G = valid_rollouts(group) if valid_G is None else valid_G
     samples = [
@@ -168,18 +173,18 @@ def to_sample_group(
         if valid
     ]
     prompt_T = group.prompt.token_ids_T
-    routes = (one.prompt_routes for one, valid in zip(group.rollouts, valid_G, strict=True) if valid)
-    prompt_routes = next((one for one in routes if one is not None), None)
+    routes = (rollout.prompt_routes for rollout, valid in zip(group.rollouts, valid_G, strict=True) if valid)
+    prompt_routes = next((array for array in routes if array is not None), None)
     if any("sequence" in columns for columns in samples):
-        prompt_T, samples = prompt_T[:0], [one for columns in samples for one in sequences_of(columns)]
+        prompt_T, samples = prompt_T[:0], [sequence for columns in samples for sequence in sequences_of(columns)]
     return SampleGroup(
-        prompt_token_ids_T=prompt_T, samples=tuple(TrainSample(columns=one) for one in samples),
+        prompt_token_ids_T=prompt_T, samples=tuple(TrainSample(columns=columns) for columns in samples),
         prompt_routes=prompt_routes,
     )  # fmt: skip
 
 
 def sequences_of(columns: Columns) -> list[Columns]:
-    """Columns of each sequence of an agent's episode."""
+    """Returns the columns of each sequence of an agent's episode."""
     cuts = [0, *np.flatnonzero(np.diff(columns["sequence"])) + 1, len(columns["sequence"])]
     return [
         {name: values_T[start:end] for name, values_T in columns.items() if name != "sequence"}
@@ -188,7 +193,7 @@ def sequences_of(columns: Columns) -> list[Columns]:
 
 
 def with_advantage(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-    """The samples that have any advantage at all; groups where everybody did equally well vanish."""
+    """Returns the samples with any advantage. Groups of equal rewards become empty."""
     return [
         replace(group, samples=tuple(sample for sample in group.samples if sample.advantages_T.any()))
         for group in groups
@@ -196,11 +201,12 @@ def with_advantage(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
 
 
 def recorded_kl(groups: Sequence[SampleGroup]) -> float | None:
-    """Sum over the trainable tokens of samples without any advantage of the k3 estimate of the divergence from the
-    reference, by the log-probabilities with which they were sampled: nobody computes these samples. None means that
-    there is no reference."""
+    """Returns the sum, over the trainable tokens of samples without any advantage, of the k3 estimate of the divergence
+    from the reference. These samples are not computed, so the estimate uses the log-probabilities of their sampling.
+    None means that there is no reference."""
     samples = [sample for group in groups for sample in group.samples if not sample.advantages_T.any()]
-    total, is_known = 0.0, any("reference_logprobs" in one.columns for group in groups for one in group.samples)
+    all_samples = (sample for group in groups for sample in group.samples)
+    total, is_known = 0.0, any("reference_logprobs" in sample.columns for sample in all_samples)
     for sample in samples if is_known else ():
         log_ratio_T = sample.columns["behavior_logprobs"].astype(np.float64) - sample.columns["reference_logprobs"]
         total += float(estimate(log_ratio_T[sample.loss_mask_T], "k3").sum())
@@ -208,43 +214,45 @@ def recorded_kl(groups: Sequence[SampleGroup]) -> float | None:
 
 
 def num_loss_tokens(groups: Iterable[SampleGroup]) -> int:
-    """Trainable positions: the global denominator of token-mean losses."""
+    """Returns the number of trainable positions: the global denominator of token-mean losses."""
     return int(sum(sample.loss_mask_T.sum() for group in groups for sample in group.samples))
 
 
 def num_loss_sequences(groups: Iterable[SampleGroup]) -> int:
-    """Samples with a trainable position: the global denominator of sequence-mean losses."""
+    """Returns the number of samples with a trainable position: the global denominator of sequence-mean losses."""
     return sum(bool(sample.loss_mask_T.any()) for group in groups for sample in group.samples)
 
 
 def pack(groups: Sequence[SampleGroup], microbatch_tokens: int, *, shares: bool = False) -> list[Microbatch]:
-    """Microbatches of at most `microbatch_tokens` inputs, in order; a sample longer than that gets one of its own.
+    """Returns microbatches of at most `microbatch_tokens` inputs, in order. A longer sample gets its own microbatch.
 
     Args:
-        shares: what all prompts begin with is packed once for each microbatch.
+        shares: whether a common beginning of all prompts is packed once per microbatch.
     """
-    given = [group for group in chain.from_iterable(map(_with_prompt, groups)) if group.samples]
-    shared = _common_beginning(given) if shares else 0
+    with_prompts = [group for group in chain.from_iterable(map(_with_prompt, groups)) if group.samples]
+    shared = _common_beginning(with_prompts) if shares else 0
     batches: list[list[SampleGroup]] = [[]]
-    room = limit = microbatch_tokens - shared
-    for group in _split([_without_beginning(group, shared) for group in given], limit):
+    num_left = limit = microbatch_tokens - shared
+    for group in _split([_without_beginning(group, shared) for group in with_prompts], limit):
         size = _num_inputs(group)
-        if batches[-1] and size > room:
+        if batches[-1] and size > num_left:
             batches.append([])
-            room = limit
+            num_left = limit
         batches[-1].append(group)
-        room -= size
-    beginning_T = given[0].prompt_token_ids_T[:shared] if given else np.zeros(0, np.int32)
+        num_left -= size
+    beginning_T = with_prompts[0].prompt_token_ids_T[:shared] if with_prompts else np.zeros(0, np.int32)
     return [_pack(batch, beginning_T) for batch in batches if batch]
 
 
 def _common_beginning(groups: Sequence[SampleGroup]) -> int:
-    """Returns how many first tokens all prompts have in common, without the last token of any: it predicts. 0 for fewer
-    than `LEAST_SHARED`, and for recorded experts, which each group has of its own prompt."""
+    """Returns the number of common first tokens of all prompts, without the last token of any prompt, which predicts.
+
+    Returns 0 for fewer than `LEAST_SHARED`, and for recorded experts, which belong to the prompt of one group.
+    """
     if len(groups) < 2 or any("routes" in sample.columns for group in groups for sample in group.samples):
         return 0
     prompts = [group.prompt_token_ids_T for group in groups]
-    if (num := min(map(len, prompts)) - 1) < LEAST_SHARED:  # prompts may be empty: of samples that nobody sampled
+    if (num := min(map(len, prompts)) - 1) < LEAST_SHARED:  # prompts of samples without sampled tokens may be empty
         return 0
     differs = [np.flatnonzero(prompt[:num] != prompts[0][:num]) for prompt in prompts]
     num = min((int(places[0]) for places in differs if len(places)), default=num)
@@ -256,19 +264,21 @@ def _without_beginning(group: SampleGroup, num_tokens: int) -> SampleGroup:
 
 
 def packed_samples(groups: Sequence[SampleGroup]) -> list[TrainSample]:
-    """All samples in the order of `pack`'s targets, cut to what of them is a target."""
+    """Returns all samples in the order of `pack`'s targets, cut to their targets."""
     return [sample for group in groups for part in _with_prompt(group) for sample in part.samples]
 
 
 def placed(groups: Sequence[RolloutGroup], samples: Sequence[TrainSample]) -> list[tuple[int, int, int]]:
-    """Group id and index of the rollout of each sample, and which of its tokens the sample begins with."""
+    """Returns the group id and index of the rollout of each sample, and the rollout's token at which the sample
+    begins."""
     # A sample holds views of the arrays of its rollout.
-    whose = sorted((_address(one), one.group_id, one.index) for group in groups for one in group.rollouts)
-    found = list[tuple[int, int, int]]()
+    rollouts = (rollout for group in groups for rollout in group.rollouts)
+    owners = sorted((_address(rollout), rollout.group_id, rollout.index) for rollout in rollouts)
+    places = list[tuple[int, int, int]]()
     for sample in samples:
-        address, group_id, index = whose[bisect_right(whose, _address(sample), key=itemgetter(0)) - 1]
-        found.append((group_id, index, (_address(sample) - address) // sample.token_ids_T.itemsize))
-    return found
+        address, group_id, index = owners[bisect_right(owners, _address(sample), key=itemgetter(0)) - 1]
+        places.append((group_id, index, (_address(sample) - address) // sample.token_ids_T.itemsize))
+    return places
 
 
 def _address(tokens: Rollout | TrainSample) -> int:
@@ -280,38 +290,39 @@ def _num_inputs(group: SampleGroup) -> int:
 
 
 def _with_prompt(group: SampleGroup) -> list[SampleGroup]:
-    """Samples without a prompt share what they begin with alike, up to the first token that somebody sampled."""
+    """Moves the common beginning of samples without a prompt, up to the first sampled token, into a prompt."""
     if len(group.prompt_token_ids_T):
         return [group]
-    alike = defaultdict[int, list[TrainSample]](list)
+    by_first_token = defaultdict[int, list[TrainSample]](list)
     for sample in group.samples:
-        alike[int(sample.token_ids_T[0])].append(sample)
-    found = list[SampleGroup]()
-    for samples in alike.values():
+        by_first_token[int(sample.token_ids_T[0])].append(sample)
+    parts = list[SampleGroup]()
+    for samples in by_first_token.values():
         num = min(int(np.argmax(sample.loss_mask_T)) for sample in samples)
         first_T = samples[0].token_ids_T[:num]
         differs = [np.flatnonzero(sample.token_ids_T[:num] != first_T) for sample in samples]
         num = min((int(places[0]) for places in differs if len(places)), default=num)
-        cut = (TrainSample(columns={name: values_T[num:] for name, values_T in one.columns.items()}) for one in samples)
-        # Each token's row is of the one before it, so that of the last shared token is the first of each response.
-        routes = next((one.columns["routes"][1:num] for one in samples if "routes" in one.columns), None)
-        found.append(SampleGroup(prompt_token_ids_T=first_T[:num], samples=tuple(cut), prompt_routes=routes))
-    return found
+        rests = ({name: values_T[num:] for name, values_T in sample.columns.items()} for sample in samples)
+        cut = (TrainSample(columns=columns) for columns in rests)
+        # A token's row belongs to the token before it, so the last shared token's row is the first of each response.
+        routes = next((sample.columns["routes"][1:num] for sample in samples if "routes" in sample.columns), None)
+        parts.append(SampleGroup(prompt_token_ids_T=first_T[:num], samples=tuple(cut), prompt_routes=routes))
+    return parts
 
 
 def _split(groups: Iterable[SampleGroup], microbatch_tokens: int) -> Iterator[SampleGroup]:
-    """Groups, those over the budget cut into several that repeat the prompt; groups without samples vanish."""
+    """Cuts groups over the budget into several that repeat the prompt. Drops groups without samples."""
     for group in groups:
-        part, room = list[TrainSample](), 0
+        part, num_left = list[TrainSample](), 0
         for sample in group.samples:
             size = len(sample.token_ids_T) - 1
-            if part and size > max(room, 0):
+            if part and size > max(num_left, 0):
                 yield replace(group, samples=tuple(part))
                 part = []
             if not part:
-                room = microbatch_tokens - len(group.prompt_token_ids_T)
+                num_left = microbatch_tokens - len(group.prompt_token_ids_T)
             part.append(sample)
-            room -= size
+            num_left -= size
         if part:
             yield replace(group, samples=tuple(part))
 
@@ -351,10 +362,13 @@ def _pack(groups: Sequence[SampleGroup], beginning_T: np.ndarray) -> Microbatch:
 def _placed_routes(
     groups: Sequence[SampleGroup], routes_R_W: np.ndarray, predictors_R: np.ndarray, num_inputs: int
 ) -> np.ndarray:
-    """Routes of each of the packed inputs. The responses of a group share the last token of their prompt, which each of
-    them has fed; the first one's count."""
+    """Returns the routes of each packed input.
+
+    The responses of a group share the last token of their prompt, which each of them has fed; the first response's
+    routes count.
+    """
     unknown, routes_N_W = np.iinfo(routes_R_W.dtype).max, np.full((num_inputs, routes_R_W.shape[1]), NOT_RECORDED)
-    known_R = np.flatnonzero((routes_R_W != unknown).any(1))[::-1]  # siblings share a prompt's last token
+    known_R = np.flatnonzero((routes_R_W != unknown).any(1))[::-1]  # responses share a prompt's last token
     routes_N_W[predictors_R[known_R]] = routes_R_W[known_R]
     start = 0
     for group in groups:
@@ -363,3 +377,89 @@ def _placed_routes(
         start += _num_inputs(group)
     routes_N_W[routes_N_W == unknown] = NOT_RECORDED
     return routes_N_W
+
+
+@dataclass(frozen=True, slots=True)
+class Shaping:
+    """The only place that changes rewards. The recorded groups keep the rewards as judged."""
+
+    config: ShapingConfig
+    max_tokens: int
+    """`rollout.max_new_tokens`."""
+    kl: KlPenalty | None = None
+    """Penalty of each token for leaving the reference. None means no penalty."""
+    max_tokens_of: Mapping[str, int] = field(default_factory=dict)
+    """`max_new_tokens` of sources of a mixture, by label."""
+
+    def rewards(self, group: RolloutGroup) -> GroupRewards:
+        """Returns the response's reward less its penalties at the last token, and the penalty for leaving the reference
+        at each token. The greedy response's reward is unshaped."""
+        cost_G = sum(self._penalties(group).values(), np.zeros(len(group.rollouts)))
+        token_rewards = [self._token_rewards(rollout) for rollout in group.rollouts]
+        for rewards_T, result, cost in zip(token_rewards, group.results, cost_G, strict=True):
+            rewards_T[-1:] += result.value - cost  # the last token of a response was sampled
+        baseline = group.baseline
+        return GroupRewards(
+            token_rewards=tuple(token_rewards),
+            valid_G=valid_rollouts(group, mask_truncated=self.config.mask_truncated),
+            values=tuple(rollout.values_T for rollout in group.rollouts),
+            is_sampled=tuple(rollout.is_sampled_T for rollout in group.rollouts),
+            baseline=np.nan if baseline is None or baseline.outcome is Outcome.INVALID else baseline.value,
+        )
+
+    def batch(
+        self, groups: Sequence[RolloutGroup], advantages: Callable[[Sequence[GroupRewards]], list[list[np.ndarray]]]
+    ) -> tuple[list[SampleGroup], list[list[np.ndarray]]]:
+        """Returns the samples to train on and their advantages [T], per group and rollout."""
+        rewards = [self.rewards(group) for group in groups]
+        by_group = advantages(rewards)
+        samples = [
+            to_sample_group(group, of_group, earned.valid_G)
+            for group, of_group, earned in zip(groups, by_group, rewards, strict=True)
+        ]
+        return samples, by_group
+
+    def _token_rewards(self, rollout: Rollout) -> np.ndarray:
+        """Returns rewards before the response's own reward, float64 [T]."""
+        if self.kl is None:
+            return np.zeros(rollout.num_tokens)
+        cost_T = self.kl(rollout.behavior_logprobs_T.astype(np.float64) - rollout.reference_logprobs_T)
+        return np.where(rollout.is_sampled_T, -cost_T, 0.0)
+
+    def _penalties(self, group: RolloutGroup) -> dict[str, np.ndarray]:
+        """Returns the penalties in use, by name, [G] each."""
+        config, penalties = self.config, dict[str, np.ndarray]()
+        max_tokens = self.max_tokens_of.get(group.prompt.source, self.max_tokens)
+        num_tokens_G = np.array([rollout.is_sampled_T.sum() for rollout in group.rollouts])
+        if config.length_penalty:
+            penalties["length_penalty"] = config.length_penalty * length_share(num_tokens_G, max_tokens)
+        if config.overlong_penalty:
+            buffer_tokens = config.overlong_share * max_tokens
+            share_G = overlong_share(num_tokens_G, max_tokens, buffer_tokens)
+            penalties["overlong_penalty"] = config.overlong_penalty * share_G
+        return penalties
+
+    def metrics(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """Returns the mean penalty per rollout, the share of rollouts masked as truncated, and the mean reward of
+        greedy responses."""
+        penalties = [self._penalties(group) for group in groups]
+        metrics = {
+            f"{name}_mean": float(np.concatenate([of_group[name] for of_group in penalties]).mean())
+            for name in (penalties[0] if penalties else ())
+        }
+        if self.config.mask_truncated:
+            reasons = [rollout.finish_reason for group in groups for rollout in group.rollouts]
+            metrics["masked_truncated_share"] = reasons.count(FinishReason.LENGTH) / max(len(reasons), 1)
+        greedy = [group.baseline for group in groups if group.baseline is not None]
+        if judged := [result.value for result in greedy if result.outcome is not Outcome.INVALID]:
+            metrics["greedy_reward_mean"] = float(np.mean(judged))
+        return metrics
+
+
+UNSHAPED = Shaping(ShapingConfig(), 1)
+
+
+def shaping(config: RunConfig) -> Shaping:
+    """Returns the shaping of rewards for trainer and critic."""
+    limits = {label: settings.rollout.max_new_tokens for label, settings in config.by_source.items()}
+    return Shaping(config.shaping, limits.pop(""), penalty(config.reference, "reward"), limits)

@@ -1,34 +1,311 @@
-"""`Policy`: a transformer with the log-probabilities of given tokens inside, for any layout; `RankModel` is what it
-shares with the critic.
+"""`Policy`: a transformer that returns log-probabilities of given tokens, for any layout. `RankModel` is shared with
+the critic.
 
-Shape suffixes: N packed tokens of this context rank, M rows of this rank, R targets, O those of them that are predicted
-by this context rank's tokens, D model dim, W experts of a token in all layers.
+`target_logprobs` computes log-probabilities in float32 at least, without ever holding all logits. `set_compute` sets
+what a model in training keeps for backward, and which operations are fused.
+
+Shape suffixes: N packed tokens of this context rank, M rows of this rank, R targets, O targets that this context rank's
+tokens predict, D model dim, V (this rank's part of the) vocabulary, T tokens of the vocabulary in one tile, or of one
+sample, W experts of a token in all layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from types import ModuleType
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from llamarl.distributed.collectives import gather_rows, summed
-from llamarl.distributed.mesh import RankMesh
-from llamarl.kernels import train_attention
+from llamarl.config.schema import TrainerConfig
+from llamarl.distributed.mesh import ALONE, Axis, RankMesh, gather_rows, summed
+from llamarl.kernels import fused, gpu, half, products, train_attention
 from llamarl.kernels.half import Rounded
-from llamarl.kernels.linear import rounds_activations
+from llamarl.kernels.linear import Workspace, multiply_rounded, rounds_activations
+from llamarl.kernels.products import INPUT, OUTPUT, WEIGHT, multiply
 from llamarl.models.attention import own_index, packed_attend
+from llamarl.models.lora import LoraLinear
+from llamarl.models.masking import UnusedIds
+from llamarl.models.memory import TILE_LOGITS
 from llamarl.models.scalar import ScalarModel
-from llamarl.models.transformer import Attend, Transformer
-from llamarl.training.logprobs import target_logprobs
+from llamarl.models.transformer import Attend, Attention, FeedForward, Layer, Projection, RMSNorm, Transformer
 from llamarl.training.packing import EMPTY, Microbatch, SampleGroup, pack, padded
 from llamarl.types import TrainSample
 
+_ROWS = 1024
+"""Rows whose targets' rows of the head are copied at once."""
+ALL_USED = UnusedIds(())
+
+
+def target_logprobs(
+    hidden_R_D: Tensor,
+    head_V_D: Tensor,
+    targets_R: Tensor,
+    temperature: float,
+    tp: Axis = ALONE.tp,
+    cutoffs_R: Tensor | None = None,
+    unused_ids: UnusedIds = ALL_USED,
+    *,
+    rounds: bool = False,
+) -> Tensor:
+    """Returns log softmax(hidden @ head.T / temperature)[target], [R], differentiable in `hidden` and `head`.
+
+    Float32, and float64 for float64 inputs. Unused ids have no probability and no gradient, and are never targets.
+
+    With `cutoffs` the softmax is over the candidates only: the target, and all tokens whose logit over the temperature
+    is at least the target's plus the cutoff, 0 or less. Other tokens get no gradient.
+
+    Forward and backward go through the vocabulary in tiles and compute each tile's logits twice instead of keeping
+    them, so memory is O(tile) instead of O(R * V). Forward keeps a running maximum and sum (online softmax, arXiv
+    1805.02867). Tiles are of the vocabulary, not of the tokens: so each reads its rows of the head, and writes their
+    gradient, once.
+
+    Each rank of `tp` has an equal part of the head, in rank order. All ranks get the same log-probs, and the gradient
+    of `hidden` is this rank's part of a sum over the ranks.
+
+    Args:
+        rounds: whether the factors of all products are rounded to bfloat16, on a CPU with float32 inputs. Logits are
+            float32 sums, by the kernel that generators use. Gradients are those of the unrounded inputs.
+    """
+    return _TargetLogprobs.apply(hidden_R_D, head_V_D, targets_R, temperature, tp, cutoffs_R, unused_ids, rounds)
+
+
+class _Tiles:
+    """Tiles of logits, one after the other. On CPUs they reuse the same memory: fresh pages for each would take a tenth
+    of the time."""
+
+    def __init__(
+        self,
+        hidden_R_D: Tensor,
+        head_V_D: Tensor,
+        temperature: float,
+        unused_ids: UnusedIds = ALL_USED,
+        first: int = 0,
+    ) -> None:
+        """
+        Args:
+            first: token id of the first row of the head.
+        """
+        self._unused_ids, self._first = unused_ids, first
+        self.dtype = torch.promote_types(hidden_R_D.dtype, torch.float32)
+        self._hidden_R_D, self._head_V_D, self._temperature = hidden_R_D, head_V_D, temperature
+        # A power of two: oneDNN keeps code for every size that it has multiplied.
+        most = 1 << (max(1, tile_logits(hidden_R_D) // max(1, len(hidden_R_D))).bit_length() - 1)
+        self._size, self._buffer = min(most, len(head_V_D)), None
+        self._packed = Workspace()
+        if not hidden_R_D.is_cuda:
+            self._buffer = hidden_R_D.new_empty(len(hidden_R_D) * self._size, dtype=self.dtype)
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yields the first token, rows of the head, and their logits over the temperature [R, T], valid until the next
+        tile."""
+        num_rows = len(self._hidden_R_D)
+        for start in range(0, len(self._head_V_D), self._size):
+            head_T_D = self._head_V_D[start : start + self._size]
+            if self._buffer is None:
+                logits_R_T = wide_product(self._hidden_R_D, head_T_D.T)
+            else:
+                logits_R_T = self._buffer[: num_rows * len(head_T_D)].view(num_rows, len(head_T_D))
+                if head_T_D.dtype != self._hidden_R_D.dtype:
+                    multiply_rounded(self._hidden_R_D, head_T_D, self._packed, logits_R_T)
+                elif self._hidden_R_D.dtype == self.dtype:
+                    multiply(OUTPUT, self._hidden_R_D, head_T_D, logits_R_T)
+                else:
+                    logits_R_T.copy_(wide_product(self._hidden_R_D, head_T_D.T))
+            logits_R_T = logits_R_T if self._temperature == 1 else logits_R_T.div_(self._temperature)
+            yield start, head_T_D, self._unused_ids.remove(logits_R_T, self._first + start)
+
+
+def tile_logits(hidden_R_D: Tensor) -> int:
+    """Returns the largest number of logits of a tile. On GPUs a tile has at least as many columns as there are hidden
+    channels: adding up their gradient then takes less time than products, and as much memory as a tile."""
+    return max(TILE_LOGITS, hidden_R_D.numel()) if hidden_R_D.is_cuda else TILE_LOGITS
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """Returns the product of bfloat16 factors, on GPUs as unrounded float32 sums: rounded logits are off by 0.02 nats.
+    Torch has no such product on CPUs."""
+    is_rounded = a.is_cuda and a.dtype == torch.bfloat16
+    return torch.mm(a, b, out_dtype=torch.float32) if is_rounded else a @ b
+
+
+def _place(targets_R: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
+    """Returns the column of each target in a tile, [R, 1], and whether the target is in the tile, [R, 1]. The column is
+    0 if not."""
+    columns_R_1 = (targets_R - start)[:, None]
+    is_here_R_1 = (columns_R_1 >= 0) & (columns_R_1 < size)
+    return columns_R_1.where(is_here_R_1, 0), is_here_R_1
+
+
+def _target_logits(hidden_R_D: Tensor, head_V_D: Tensor, targets_R: Tensor, tp: Axis, dtype: torch.dtype) -> Tensor:
+    """Returns the logits of the targets, [R, 1], the same on all ranks. A rank adds 0 for targets that are not rows of
+    its head."""
+    there_R = (targets_R >= 0) & (targets_R < len(head_V_D))
+    parts = (
+        torch.linalg.vecdot(hidden_C_D.to(dtype), head_V_D[targets_C].to(dtype))
+        for hidden_C_D, targets_C in zip(hidden_R_D.split(_ROWS), targets_R.where(there_R, 0).split(_ROWS), strict=True)
+    )
+    logits_R_1 = torch.cat([*parts, hidden_R_D.new_empty(0, dtype=dtype)]).where(there_R, 0)[:, None]
+    return tp.sum(logits_R_1) if tp.size > 1 else logits_R_1
+
+
+def _leave_out(logits_R_T: Tensor, floors_R_1: Tensor | None, columns_R_1: Tensor, there_R_1: Tensor) -> None:
+    """Sets logits below the floors to -inf, except those of targets."""
+    if floors_R_1 is not None:
+        is_out_R_T = logits_R_T < floors_R_1
+        is_out_R_T.scatter_(1, columns_R_1, is_out_R_T.gather(1, columns_R_1) & ~there_R_1)
+        logits_R_T.masked_fill_(is_out_R_T, -torch.inf)
+
+
+def _kernels(x_R_D: Tensor, cutoffs_R: Tensor | None) -> Any:
+    """Returns `parts/cuda/logprobs.py` on a GPU, or None if torch computes."""
+    return gpu.kernel("logprobs", x_R_D.device) if cutoffs_R is None and x_R_D.dtype != torch.float64 else None
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_R_D: Tensor,
+        head_V_D: Tensor,
+        targets_R: Tensor,
+        temperature: float,
+        tp: Axis,
+        cutoffs_R: Tensor | None,
+        unused_ids: UnusedIds,
+        rounds: bool,
+    ) -> Tensor:
+        if rounds:
+            hidden_R_D, head_V_D = hidden_R_D.bfloat16().float(), head_V_D.bfloat16()
+        first = tp.rank * len(head_V_D)
+        targets_R, ctx.kernels = targets_R - first, _kernels(hidden_R_D, cutoffs_R)
+        tiles = _Tiles(hidden_R_D, head_V_D, temperature, unused_ids, first)
+        logits_R_1, floors_R_1 = hidden_R_D.new_zeros(len(hidden_R_D), 1, dtype=tiles.dtype), None
+        largest_R_1, sums_R_1 = torch.full_like(logits_R_1, -torch.inf), torch.zeros_like(logits_R_1)
+        if cutoffs_R is not None:
+            largest_R_1 = (
+                _target_logits(hidden_R_D, head_V_D, targets_R, tp, tiles.dtype) / temperature
+            )  # the target is a candidate
+            floors_R_1 = largest_R_1 + cutoffs_R[:, None]
+        for start, _, logits_R_T in tiles:
+            if ctx.kernels:
+                ctx.kernels.add_tile(logits_R_T, targets_R - start, largest_R_1, sums_R_1, logits_R_1)
+                continue
+            columns_R_1, there_R_1 = _place(targets_R, start, logits_R_T.shape[1])
+            logits_R_1 += logits_R_T.gather(1, columns_R_1).where(there_R_1, 0)
+            _leave_out(logits_R_T, floors_R_1, columns_R_1, there_R_1)
+            before_R_1, largest_R_1 = largest_R_1, torch.maximum(largest_R_1, logits_R_T.amax(1, keepdim=True))
+            sums_R_1 *= (before_R_1 - largest_R_1).exp_()
+            sums_R_1 += logits_R_T.sub_(largest_R_1).exp_().sum(1, keepdim=True)
+        normalizers_R, logits_R = (sums_R_1.log_() + largest_R_1).squeeze(1), logits_R_1.squeeze(1)
+        if tp.size > 1:
+            parts_2_R = torch.stack((normalizers_R, logits_R))
+            normalizers_tp_R, logits_tp_R = tp.gather(parts_2_R).unflatten(0, (-1, 2)).unbind(1)
+            normalizers_R, logits_R = normalizers_tp_R.logsumexp(0), logits_tp_R.sum(0)
+        ctx.save_for_backward(hidden_R_D, head_V_D, targets_R, normalizers_R, floors_R_1)
+        ctx.temperature, ctx.unused = temperature, (unused_ids, first)
+        return logits_R - normalizers_R
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: Any, *grad_outputs: Any
+    ) -> tuple[Tensor, Tensor | None, None, None, None, None, None, None]:
+        (grad_R,) = grad_outputs
+        hidden_R_D, head_V_D, targets_R, normalizers_R, floors_R_1 = ctx.saved_tensors
+        tiles = _Tiles(hidden_R_D, head_V_D, ctx.temperature, *ctx.unused)
+        grad_hidden_R_D = torch.zeros_like(hidden_R_D, dtype=tiles.dtype)
+        rounds = head_V_D.dtype != hidden_R_D.dtype
+        head_dtype = hidden_R_D.dtype if rounds else head_V_D.dtype
+        grad_head_V_D = torch.empty_like(head_V_D, dtype=head_dtype) if ctx.needs_input_grad[1] else None
+        half_R_D = hidden_R_D.bfloat16() if rounds else hidden_R_D
+        scale_R_1 = (grad_R / ctx.temperature)[:, None]
+        for start, head_T_D, logits_R_T in tiles:
+            if ctx.kernels:
+                dtype = hidden_R_D.dtype
+                grad_R_T = ctx.kernels.gradient(logits_R_T, targets_R - start, normalizers_R, scale_R_1, dtype)
+            else:
+                columns_R_1, there_R_1 = _place(targets_R, start, len(head_T_D))
+                _leave_out(logits_R_T, floors_R_1, columns_R_1, there_R_1)
+                # d logprob / d logits = onehot(target) - probs, over the temperature
+                grad_R_T = logits_R_T.sub_(normalizers_R[:, None]).exp_().mul_(-scale_R_1)
+                grad_R_T.scatter_add_(1, columns_R_1, scale_R_1.where(there_R_1, 0))
+            if head_T_D.dtype == tiles.dtype:
+                multiply(INPUT, grad_R_T, head_T_D, grad_hidden_R_D, add=True)
+            else:
+                grad_R_T = grad_R_T.to(head_T_D.dtype)
+                grad_hidden_R_D += wide_product(grad_R_T, head_T_D)
+            if grad_head_V_D is not None:
+                rows = slice(start, start + len(head_T_D))
+                if rounds:
+                    grad_head_V_D[rows] = grad_R_T.t() @ half_R_D
+                else:
+                    multiply(WEIGHT, grad_R_T, hidden_R_D, grad_head_V_D[rows])
+        return grad_hidden_R_D.to(hidden_R_D.dtype), grad_head_V_D, None, None, None, None, None, None
+
+
+def set_compute(model: Transformer | ScalarModel, config: TrainerConfig, device: torch.device) -> bool:
+    """Applies the trainer's settings to a whole model, before it is cut. Returns whether kernels of this package may
+    serve attention."""
+    on_cpu = device.type == "cpu"
+    if on_cpu and config.dtype == "float32":
+        _set_products(model, lambda: products.linear)
+        if not config.compile:  # the compiler cannot see into them
+            _set_operations(model, fused)
+        for module in model.modules():
+            if isinstance(module, Projection | LoraLinear):
+                products.chosen(*module.weight.shape)  # measured at the start
+    elif uses_halves(config, device):
+        half.prepare(device)
+        _set_products(model, half.Product)
+        if on_cpu:
+            _set_operations(model, fused)
+        else:
+            _set_operations(model.model.layers, half)  # the head of a critic needs an unrounded norm
+    for layer in model.model.layers.children():
+        assert isinstance(layer, Layer)
+        layer.recompute = config.activation_checkpointing
+        if config.compile:
+            # Compiles neither attention, whose plan differs with every microbatch, nor the hooks of tensor parallelism.
+            layer.self_attn.heads = torch.compile(layer.self_attn.heads, dynamic=True)
+            if isinstance(layer.mlp, FeedForward):  # the number of an expert's rows also varies
+                layer.mlp.forward = torch.compile(layer.mlp.forward, dynamic=True)
+    return on_cpu and (config.dtype == "float32" or uses_halves(config, device))
+
+
+def uses_halves(config: TrainerConfig, device: torch.device) -> bool:
+    """Returns whether the operations of `kernels/half.py` serve."""
+    return device.type in ("cpu", "cuda") and config.dtype == "bfloat16" and not config.compile
+
+
+def _set_products(model: nn.Module, multiply: Callable[[], Callable[..., Tensor]]) -> None:
+    for module in model.modules():
+        if isinstance(module, Projection | LoraLinear):
+            module.multiply = multiply()
+
+
+def _set_operations(model: nn.Module, operations: ModuleType) -> None:
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.normalize = operations.rms_norm
+        elif isinstance(module, Attention):
+            module.rotate = operations.rotate
+        elif isinstance(module, FeedForward):
+            module.activate = operations.silu_mul
+
+
+def copying(model: Transformer | ScalarModel) -> list[half.Product]:
+    """Returns the products that keep copies of weights. `half.forget` must drop these after every optimizer step."""
+    products = [module.multiply for module in model.modules() if isinstance(module, Projection | LoraLinear)]
+    return [product for product in products if isinstance(product, half.Product)]
+
+
 LARGE = 8
-"""So many times its step, and a microbatch is large enough for padding to cost little."""
+"""A microbatch of this many steps of padding is large enough for padding to cost little."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,18 +322,18 @@ class Inputs:
     """Index in R."""
     num_targets: int
     num_tokens: int
-    """Rows of N that are tokens; those behind them fill up what ranks share."""
+    """Rows of N that are tokens. Later rows are padding, so that all ranks have as many."""
     routes_N_W: Tensor | None = None
-    """Recorded experts, int64, -1 where there are none; None: each router chooses itself."""
+    """Recorded experts, int64, -1 if there are none. None means that each router chooses itself."""
     cutoffs_O: Tensor | None = None
-    """Cutoffs as in `llamarl.types.COLUMNS`; None: all tokens were candidates."""
+    """Cutoffs as in `llamarl.types.COLUMNS`. None means that all tokens were candidates."""
 
 
 Model = TypeVar("Model", Transformer, ScalarModel)
 
 
 class RankModel(nn.Module, Generic[Model]):
-    """Module that FSDP2 wraps: all use of the weights is in its forward."""
+    """Module that FSDP2 wraps: its forward contains all use of the weights."""
 
     def __init__(self, transformer: Model, mesh: RankMesh) -> None:
         super().__init__()
@@ -64,19 +341,20 @@ class RankModel(nn.Module, Generic[Model]):
         self.mesh = mesh
         self.hidden_size = transformer.shape.hidden_size
         self.multiple = mesh.tp.size * (2 * mesh.cp.size if mesh.cp.size > 1 else 1)
-        """Number of tokens of which the ranks can share every multiple evenly."""
+        """The ranks can share any multiple of this number of tokens evenly."""
         self.even = 1
-        """Number of tokens of which a rank's part of a large microbatch is a multiple."""
+        """A rank's part of a large microbatch is a multiple of this number of tokens."""
         self.fused = False
         """Whether attention may be a kernel of this package."""
 
     @property
     def shares_beginnings(self) -> bool:
-        """Returns True if a microbatch may hold what all its prompts begin with once: attention computes that here."""
+        """True if a microbatch may hold a common beginning of its prompts once, because attention here supports
+        that."""
         return self.fused and self.mesh.cp.size == 1 and train_attention.serves()
 
     def hidden_shape(self, microbatch: Microbatch) -> tuple[int, int]:
-        """Shape of the hidden states between pipeline stages, [M, D]."""
+        """Returns the shape of the hidden states between pipeline stages, [M, D]."""
         num_tokens = len(self._padded(microbatch).token_ids_N)
         return num_tokens // (self.mesh.cp.size * self.mesh.tp.size), self.hidden_size
 
@@ -85,7 +363,7 @@ class RankModel(nn.Module, Generic[Model]):
         return padded(microbatch, even if len(microbatch.token_ids_N) >= LARGE * even else self.multiple)
 
     def place(self, microbatch: Microbatch, device: torch.device) -> Inputs:
-        """This rank's part of a microbatch."""
+        """Returns this rank's part of a microbatch."""
         cp, whole = self.mesh.cp, self._padded(microbatch)
         rows_N = own_index(num_tokens := len(whole.token_ids_N), cp)
         place_of = torch.full((num_tokens,), -1).index_copy(0, rows_N, torch.arange(len(rows_N)))
@@ -109,20 +387,20 @@ class RankModel(nn.Module, Generic[Model]):
         )
 
     def _routes(self, whole: Microbatch, rows_N: Tensor, device: torch.device) -> Tensor | None:
-        """The policy's were recorded; the critic and the reference choose for themselves."""
+        """Returns the recorded experts. None here: the critic and the reference choose for themselves."""
         return None
 
     def hidden(self, inputs: Inputs, hidden_M_D: Tensor | None, bfloat16: bool) -> Tensor:
-        """Hidden states of this stage, from those of the stage before, [M, D]."""
-        given = inputs.token_ids_N if hidden_M_D is None else hidden_M_D
-        with torch.autocast(given.device.type, torch.bfloat16, enabled=bfloat16):
+        """Returns hidden states of this stage, from those of the stage before, [M, D]."""
+        x = inputs.token_ids_N if hidden_M_D is None else hidden_M_D
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=bfloat16):
             replayed = () if inputs.routes_N_W is None else (inputs.routes_N_W,)
-            return self.transformer(given, inputs.positions_N, inputs.attend, *replayed)
+            return self.transformer(x, inputs.positions_N, inputs.attend, *replayed)
 
 
 class Policy(RankModel[Transformer]):
-    """Knows how likely given tokens are. A mixture computes them with the experts that sampled them, where these were
-    recorded (router replay, arXiv 2510.11370): gates are its own, so that a gradient reaches the router."""
+    """Computes log-probabilities of given tokens. A mixture uses the experts that sampled them, if these were recorded
+    (router replay, arXiv 2510.11370). Gates are the trainer's, so a gradient reaches the router."""
 
     def _routes(self, whole: Microbatch, rows_N: Tensor, device: torch.device) -> Tensor | None:
         if whole.routes_N_W is None:
@@ -130,18 +408,19 @@ class Policy(RankModel[Transformer]):
         return torch.from_numpy(whole.routes_N_W)[rows_N].to(device, non_blocking=True)
 
     def forward(self, inputs: Inputs, hidden_M_D: Tensor | None, temperature: float, bfloat16: bool) -> Tensor:
-        """Log-probs [R] of all targets, the same on all tensor and context ranks; before the last stage, [M, D]."""
+        """Returns log-probs [R] of all targets, the same on all tensor and context ranks; before the last stage, [M,
+        D]."""
         output_M_D = self.hidden(inputs, hidden_M_D, bfloat16)
         if not self.mesh.pp.is_last:
             return output_M_D
         hidden_O_D = gather_rows(output_M_D, self.mesh.tp).index_select(0, inputs.predictors_O)
         if bfloat16 and hidden_O_D.device.type == "cuda":
-            hidden_O_D = hidden_O_D.bfloat16()  # sums of the head's product stay float32; its factors need not be
+            hidden_O_D = hidden_O_D.bfloat16()  # the head's product has float32 sums of bfloat16 factors
         weight_V_D = self.transformer.head_weight_V_D
         head_V_D = weight_V_D.to(hidden_O_D.dtype)
         rounds = bfloat16 and hidden_O_D.device.type == "cpu" and weight_V_D.dtype == torch.float32
         if rounds and not rounds_activations():
-            head_V_D, rounds = Rounded.apply(head_V_D), False  # as generators serve it; activations stay float32
+            head_V_D, rounds = Rounded.apply(head_V_D), False  # as in generators; activations stay float32
         targets = inputs.targets_O, temperature, self.mesh.tp, inputs.cutoffs_O, self.transformer.unused_ids
         logprobs_O = target_logprobs(hidden_O_D, head_V_D, *targets, rounds=rounds)
         if self.mesh.cp.size == 1:
@@ -151,8 +430,8 @@ class Policy(RankModel[Transformer]):
 
 
 def outputs_of(samples: Sequence[TrainSample], outputs: Mapping[int, Tensor]) -> list[np.ndarray]:
-    """Float32 [T] for each sample of this data-parallel rank's share, in order, from [R] of each of its microbatches.
-    Waits for the device, once."""
+    """Returns float32 [T] for each sample of this data-parallel rank's share, in order, from [R] of each of its
+    microbatches. Waits for the device once."""
     if not samples:
         return []
     ends = np.cumsum([sample.num_tokens for sample in samples])
@@ -161,23 +440,25 @@ def outputs_of(samples: Sequence[TrainSample], outputs: Mapping[int, Tensor]) ->
     )
 
 
-def own_share(
+def rank_share(
     groups: Sequence[SampleGroup], mesh: RankMesh, microbatch_tokens: int, *, shares_beginnings: bool = False
 ) -> list[Microbatch]:
-    """Microbatches that this data-parallel rank computes of a step: as many as whoever has the most, the others' last
-    ones empty, as they all take part in each collective."""
-    own = pack(shares(groups, mesh.fsdp.size)[mesh.fsdp.rank], microbatch_tokens, shares=shares_beginnings)
-    return own + [EMPTY] * (max(mesh.exchange(len(own))) - len(own))
+    """Returns the microbatches that this data-parallel rank computes in a step.
+
+    All ranks have the same number, because they take part in each collective. The last ones may be empty.
+    """
+    share = pack(shares(groups, mesh.fsdp.size)[mesh.fsdp.rank], microbatch_tokens, shares=shares_beginnings)
+    return share + [EMPTY] * (max(mesh.exchange(len(share))) - len(share))
 
 
 def shares(groups: Sequence[SampleGroup], num: int) -> list[list[SampleGroup]]:
-    """`groups` dealt to `num` ranks with about as many tokens each, the largest first to whoever has the fewest."""
+    """Deals `groups` to `num` ranks with about as many tokens each, the largest first, to the rank with the fewest."""
     tokens = [
         len(group.prompt_token_ids_T) + sum(len(sample.token_ids_T) for sample in group.samples) for group in groups
     ]
-    loads, found = [0] * num, [list[int]() for _ in range(num)]
+    loads, dealt = [0] * num, [list[int]() for _ in range(num)]
     for index in sorted(range(len(groups)), key=lambda index: -tokens[index]):
         rank = loads.index(min(loads))
         loads[rank] += tokens[index]
-        found[rank].append(index)
-    return [[groups[index] for index in sorted(indexes)] for indexes in found]
+        dealt[rank].append(index)
+    return [[groups[index] for index in sorted(indexes)] for indexes in dealt]

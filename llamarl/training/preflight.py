@@ -1,6 +1,6 @@
-"""Before a run: a tiny model in the chosen layout must have the gradients that it has in one process.
+"""Checks before a run that a tiny model in the configured layout has the same gradients as in one process.
 
-A wrong layout seldom fails. It trains on, with an exact loss and wrong gradients.
+A wrong layout seldom fails. It trains with an exact loss and wrong gradients.
 """
 
 from __future__ import annotations
@@ -33,26 +33,27 @@ from llamarl.training.trainer import Trainer
 from llamarl.types import SampleGroup, TrainSample
 
 TOLERANCE = 1e-3
-"""Float32 gives 1e-6, a wrong layout 0.5."""
+"""Relative. float32 gives 1e-6, a wrong layout 0.5."""
 SEED = 17
 CONFIG = TrainerConfig(microbatch_tokens=24)
 
 
 def check_layout(shape: ModelShape, mesh: RankMesh, device: torch.device, lora: LoraConfig | None = None) -> str:
-    """A sentence about how far gradients are from those of one process; all ranks call it together.
+    """Returns a sentence about the difference between gradients in this layout and in one process. All ranks call it
+    together.
 
     Args:
-        shape: of the model to train; the tiny one is of its family.
-        lora: its adapters, which the tiny one has, too.
+        shape: shape of the model to train. The tiny model is of its family.
+        lora: its adapters, which the tiny model gets too.
 
     Raises:
-        ConfigError: the gradient of some weight is another one.
+        ConfigError: the gradient of a weight differs.
     """
     start_s, tiny = time.monotonic(), _tiny(shape, mesh)
     model = new_model(tiny, SEED, 0.2).to(device)
     if lora:
         add_adapters(model, lora, SEED)
-        model.initialize(SEED, 0.2)  # else the gradients of A are 0
+        model.initialize(SEED, 0.2)  # otherwise the gradients of A are 0
     trainers = [
         Trainer(copy.deepcopy(model), CONFIG, Aipo(), GroupMean(), 1.0),
         Trainer(model, CONFIG, Aipo(), GroupMean(), 1.0, mesh, device),
@@ -63,7 +64,7 @@ def check_layout(shape: ModelShape, mesh: RankMesh, device: torch.device, lora: 
 
 
 def check_critic_layout(shape: ModelShape, mesh: RankMesh, device: torch.device) -> str:
-    """The same of a value model."""
+    """Does the same for a value model."""
     start_s, tiny = time.monotonic(), _tiny(shape, mesh)
     weights = new_model(replace(tiny, tie_embeddings=True), SEED, 0.2).state_dict()
     with torch.device("meta"):
@@ -95,30 +96,32 @@ def _tiny(shape: ModelShape, mesh: RankMesh) -> ModelShape:
 def _compared(
     executor: str, losses: Sequence[float], shardings: Sequence[Sharding], mesh: RankMesh, start_s: float
 ) -> str:
-    """Text on how far loss and gradients in this layout are from those of one process. Raises ConfigError: too far."""
+    """Returns text about the difference of loss and gradients from those of one process. Raises ConfigError: it is too
+    large."""
     worst, where = abs(losses[1] - losses[0]) / abs(losses[0]), "the loss"
-    expected, found = (sharding.weights for sharding in shardings)
-    for name in found:
+    expected, actual = (sharding.weights for sharding in shardings)
+    for name in actual:
         spec = shardings[1].specs[name]
-        whole, part = expected[name].grad, found[name].grad
+        whole, part = expected[name].grad, actual[name].grad
         assert whole is not None, name
         assert part is not None, name
-        apart = (part - whole[spec.box.within(Box.whole(spec.global_shape))]).norm() / whole.norm()
-        if not float(apart) <= worst and not math.isnan(worst):
-            worst, where = float(apart), name
-    worst, where = max(mesh.exchange((worst, where)), key=lambda one: (one[0] != one[0], one[0]))
+        difference = (part - whole[spec.box.within(Box.whole(spec.global_shape))]).norm() / whole.norm()
+        if not float(difference) <= worst and not math.isnan(worst):
+            worst, where = float(difference), name
+    worst, where = max(mesh.exchange((worst, where)), key=lambda pair: (pair[0] != pair[0], pair[0]))
     axes = ("fsdp", "tp", "pp", "cp", *(["ep"] if mesh.ep.size > 1 else []))
     layout = ", ".join(f"{axis} {getattr(mesh, axis).size}" for axis in axes)
     if not worst <= TOLERANCE:
         raise ConfigError(
-            f"{executor}.parallelism ({layout}) does not compute here what one process computes: {where} differs by "
+            f"{executor}.parallelism ({layout}) computes another result here than one process: {where} differs by "
             f"{worst:.1%}; use another layout, or another version of torch than {torch.__version__}"
         )
-    return f"preflight of {layout}: {where} is {worst:.1g} from one process, {time.monotonic() - start_s:.1f} s"
+    took_s = time.monotonic() - start_s
+    return f"preflight of {layout}: {where} differs from one process by {worst:.1g}, checked in {took_s:.1f} s"
 
 
 def example_groups(num: int, vocab_size: int) -> list[SampleGroup]:
-    """Ragged, with tokens all over the vocabulary."""
+    """Returns groups of uneven sizes, with tokens from the whole vocabulary."""
     rng = np.random.default_rng(SEED)
 
     def sample(length: int) -> TrainSample:

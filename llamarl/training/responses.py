@@ -1,4 +1,4 @@
-"""One number per response token from any decoder, a group's prompt computed once for all its responses.
+"""One number per response token from any decoder. A group's prompt is computed once for all its responses.
 
 Shape suffixes: N packed input tokens, R response tokens, D model dim, T tokens of one response.
 """
@@ -22,7 +22,7 @@ Forward = Callable[[Tensor, Tensor, Attend], Tensor]
 
 
 def hidden_of(forward: Forward, microbatch: Microbatch, device: torch.device) -> Tensor:
-    """Hidden states that predict the response tokens, [R, D]."""
+    """Returns hidden states that predict the response tokens, [R, D]."""
     attend = packed_attend(microbatch.prompt_lengths, microbatch.response_lengths, device)
     ids_N, positions_N, predictors_R = (
         torch.from_numpy(array).to(device, non_blocking=True)
@@ -36,36 +36,38 @@ def per_response(
     max_tokens: int,
     compute: Callable[[Sequence[Microbatch]], Iterable[np.ndarray]],
 ) -> list[list[np.ndarray]]:
-    """Numbers that `compute` gives, float32 [R] per microbatch, for each response token: [T] per rollout of each group;
-    0 for failed ones.
+    """Returns a number for each response token, [T] per rollout of each group; 0 for failed rollouts.
 
-    A group has microbatches of its own, so that its bits do not depend on what else has arrived. Sequences of agents
-    are computed one by one; what they begin with, up to the first token that was sampled, is 0.
+    A group has its own microbatches, so its bits do not depend on other groups. Sequences of agents are computed one by
+    one; their tokens before the first sampled one get 0.
+
+    Args:
+        compute: returns the numbers of each microbatch, float32 [R].
     """
     packed = list[Microbatch]()
     for prompt, rollouts in groups:
         packed += pack(_samples(prompt, list(filter(_is_computed, rollouts))), max_tokens)
-    found = chain.from_iterable(map(_split, packed, compute(packed)))
-    return [[_numbers(one, found) for one in rollouts] for _, rollouts in groups]
+    numbers = chain.from_iterable(map(_split, packed, compute(packed)))
+    return [[_numbers(rollout, numbers) for rollout in rollouts] for _, rollouts in groups]
 
 
 def _samples(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[SampleGroup]:
-    if not any("sequence" in one.columns for one in rollouts):
-        samples = tuple(TrainSample(columns={"token_ids": one.token_ids_T}) for one in rollouts)
+    if not any("sequence" in rollout.columns for rollout in rollouts):
+        samples = tuple(TrainSample(columns={"token_ids": rollout.token_ids_T}) for rollout in rollouts)
         return [SampleGroup(prompt_token_ids_T=prompt.token_ids_T, samples=samples)]
-    episodes = (sequences_of(one.columns | {"loss_mask": one.is_sampled_T}) for one in rollouts)
+    episodes = (sequences_of(rollout.columns | {"loss_mask": rollout.is_sampled_T}) for rollout in rollouts)
     return [
-        SampleGroup(prompt_token_ids_T=prompt.token_ids_T[:0], samples=(TrainSample(columns=one),))
-        for one in chain.from_iterable(episodes)
+        SampleGroup(prompt_token_ids_T=prompt.token_ids_T[:0], samples=(TrainSample(columns=columns),))
+        for columns in chain.from_iterable(episodes)
     ]
 
 
-def _numbers(rollout: Rollout, found: Iterator[np.ndarray]) -> np.ndarray:
+def _numbers(rollout: Rollout, computed: Iterator[np.ndarray]) -> np.ndarray:
     if not _is_computed(rollout):
         return np.zeros(rollout.num_tokens, np.float32)
     if "sequence" not in rollout.columns:
-        return next(found)
-    parts = ((len(one["token_ids"]), next(found)) for one in sequences_of(rollout.columns))
+        return next(computed)
+    parts = ((len(columns["token_ids"]), next(computed)) for columns in sequences_of(rollout.columns))
     return np.concatenate([np.pad(part, (length - len(part), 0)) for length, part in parts])
 
 

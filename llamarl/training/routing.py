@@ -1,12 +1,12 @@
-"""Effect of router replay: how often the trainer's routers would choose what was recorded, and the KL to the behavior
-policy with their choice and with the recorded one.
+"""The effect of router replay: how often the trainer's routers would choose the recorded experts, and the KL to the
+behavior policy with their choice and with the recorded experts.
 
-Both are told of the same positions, those that predict what was sampled. Other tokens of a prompt, and of what an
-environment wrote, are replayed, too; where a router chooses otherwise for them, log-probabilities of sampled tokens
-change by attention alone, and in the last layer not at all.
+Both are measured at the same positions, which predict sampled tokens. Other tokens of a prompt, and tokens that an
+environment wrote, are replayed too. If a router chooses otherwise for them, log-probabilities of sampled tokens change
+by attention only, and in the last layer not at all.
 
-Shape suffixes: N packed tokens, P those of them that predict what was sampled, R targets, K experts of a token in one
-layer, W in all.
+Shape suffixes: N packed tokens, P positions that predict sampled tokens, R targets, K experts of a token in one layer,
+W in all.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from llamarl.types import RolloutGroup, SampleGroup, TrainSample
 
 @torch.no_grad()
 def routing_of(trainer: Trainer, groups: Sequence[RolloutGroup], half: bool) -> RoutingEffect | None:
-    """Effect on what is sampled of each group's first rollout, by the weights in use; on every rank. None: nothing was
-    recorded of them."""
+    """Returns the effect on sampled tokens of each group's first rollout, by the weights in use, on every rank. None
+    means that nothing was recorded."""
     samples = [cut for group in groups if (cut := _first(group)) is not None]
-    microbatches = pack(samples, sum(len(one.prompt_token_ids_T) + WHOLE_TOKENS for one in samples))
+    microbatches = pack(samples, sum(len(sample.prompt_token_ids_T) + WHOLE_TOKENS for sample in samples))
     if not microbatches or microbatches[0].routes_N_W is None:
         return None
     (microbatch,) = microbatches
@@ -44,27 +44,27 @@ def routing_of(trainer: Trainer, groups: Sequence[RolloutGroup], half: bool) -> 
     is_sampled_R = microbatch.loss_mask_R
     predictors_P = inputs.predictors_O[torch.from_numpy(is_sampled_R).to(trainer.device)[inputs.index_O]]
     with _agreed(trainer.model, inputs, predictors_P) as counts:
-        for one in (replace(inputs, routes_N_W=None), inputs):
-            logprobs_R = trainer.pipeline.infer(shape, _forward(trainer, one, half))
+        for routed in (replace(inputs, routes_N_W=None), inputs):
+            logprobs_R = trainer.pipeline.infer(shape, _forward(trainer, routed, half))
             known = trainer.mesh.exchange(logprobs_R.cpu().numpy() if trainer.mesh.pp.is_last else None)[-1]
             log_ratios.append((known - microbatch.behavior_logprobs_R)[is_sampled_R].astype(np.float64))
             counts.is_open = False
     trainer.reshard()
-    agreed, all_of_them = np.sum(trainer.mesh.exchange((counts.agreed, counts.all)), axis=0)
-    if not all_of_them or not log_ratios[0].size:
+    agreed, num_pairs = np.sum(trainer.mesh.exchange((counts.agreed, counts.all)), axis=0)
+    if not num_pairs or not log_ratios[0].size:
         return None
     live, replayed = map(_kl, log_ratios)
-    return RoutingEffect(agreement=float(agreed / all_of_them), live_kl=live, replayed_kl=replayed)
+    return RoutingEffect(agreement=float(agreed / num_pairs), live_kl=live, replayed_kl=replayed)
 
 
 def _first(group: RolloutGroup) -> SampleGroup | None:
-    """A group of its first rollout alone, cut to what a probe reads of it."""
+    """Returns a group with its first rollout only, cut to the tokens of a probe."""
     alone = replace(group, rollouts=group.rollouts[:1], results=group.results[:1], responses=group.responses[:1])
-    found = to_sample_group(alone, np.zeros(1), np.array([group.rollouts[0].num_tokens > 0]))
-    if not found.samples:
+    sample_group = to_sample_group(alone, np.zeros(1), np.array([group.rollouts[0].num_tokens > 0]))
+    if not sample_group.samples:
         return None
-    columns = {name: values_T[:WHOLE_TOKENS] for name, values_T in found.samples[0].columns.items()}
-    return replace(found, samples=(TrainSample(columns=columns),))
+    columns = {name: values_T[:WHOLE_TOKENS] for name, values_T in sample_group.samples[0].columns.items()}
+    return replace(sample_group, samples=(TrainSample(columns=columns),))
 
 
 def _forward(trainer: Trainer, inputs: Inputs, half: bool) -> Any:
@@ -73,14 +73,12 @@ def _forward(trainer: Trainer, inputs: Inputs, half: bool) -> Any:
 
 
 def _kl(log_ratio_R: np.ndarray) -> float:
-    """KL(behavior || policy), see `sync.mismatch_of`."""
+    """Returns KL(behavior || policy), see `sync.mismatch_of`."""
     clamped_R = np.clip(log_ratio_R, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     return float(np.mean(np.expm1(clamped_R) - clamped_R))
 
 
 class _Counts:
-    """Pairs of token and layer."""
-
     def __init__(self) -> None:
         self.agreed = self.all = 0
         self.is_open = True
@@ -95,7 +93,7 @@ class _Counts:
 
 @contextmanager
 def _agreed(model: Transformer, inputs: Inputs, predictors_P: Tensor) -> Iterator[_Counts]:
-    """Counts what the routers choose, until it is closed."""
+    """Counts the choices of routers until `is_open` is cleared."""
     assert inputs.routes_N_W is not None
     counts, routes_N_W = _Counts(), inputs.routes_N_W
 
@@ -104,7 +102,9 @@ def _agreed(model: Transformer, inputs: Inputs, predictors_P: Tensor) -> Iterato
         return lambda _module, _inputs, answer: counts.add(answer[0][predictors_P], recorded_P_K)
 
     layers = [layer for layer in map(_layer, model.model.layers.children()) if layer.columns is not None]
-    hooks = [cast(nn.Module, one.mlp.gate).register_forward_hook(counting(cast(slice, one.columns))) for one in layers]
+    hooks = [
+        cast(nn.Module, layer.mlp.gate).register_forward_hook(counting(cast(slice, layer.columns))) for layer in layers
+    ]
     try:
         yield counts
     finally:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from llamarl.sharding.box import Box
-from llamarl.training.light import placed, read_state
 from llamarl.training.optimization import Optimization
+from llamarl.training.optimizer import in_place, read_state
 
 
 class StateMismatch(ValueError):
@@ -22,7 +22,8 @@ class StateMismatch(ValueError):
 
 
 def training_state(trainer: Optimization[Any]) -> dict[str, Any]:
-    """JSON, beside `Optimization.shards`. Ranks are seeded alike, so one's random numbers stand for all."""
+    """Returns JSON that is saved next to `Optimization.shards`. Ranks are seeded alike, so one rank's random numbers
+    are everyone's."""
     numbers = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
     return {"policy_version": trainer.policy_version, "rng": numbers}
 
@@ -33,25 +34,26 @@ def load_training_state(
     read: Callable[[str, Box], Tensor],
     state: Mapping[str, Any],
 ) -> None:
-    """Puts what ranks in whatever layout gave as shards and state into `trainer`, bit for bit; all ranks call it.
+    """Loads shards and state that ranks in any layout saved into `trainer`, bit for bit. All ranks call it.
 
     Args:
-        shapes: of whole tensors, by name: of all, or of those that this rank held.
-        read: gives a part of one.
+        shapes: shapes of whole tensors, by name: of all tensors, or of the tensors that this rank held.
+        read: returns a part of a tensor.
 
     Raises:
-        StateMismatch: before anything has changed.
+        StateMismatch: the state belongs to another model. Nothing has changed.
     """
     weights, specs = trainer.sharding.held, trainer.sharding.specs
-    wanted, there = dict[str, tuple[int, ...]](), dict[str, tuple[int, ...]]()
-    own = {name: spec.global_shape for name, spec in specs.items()}
-    for of_rank, saved in trainer.mesh.exchange((own, {name: shapes[name] for name in shapes if ":" not in name})):
-        wanted |= of_rank
-        there |= saved
-    if wanted != there:
+    needed, available = dict[str, tuple[int, ...]](), dict[str, tuple[int, ...]]()
+    needed_here = {name: spec.global_shape for name, spec in specs.items()}
+    saved_here = {name: shapes[name] for name in shapes if ":" not in name}
+    for needed_by_rank, saved_by_rank in trainer.mesh.exchange((needed_here, saved_here)):
+        needed |= needed_by_rank
+        available |= saved_by_rank
+    if needed != available:
         raise StateMismatch(
-            "the checkpoint holds other weights than model.path with trainer.lora has to train; use the model and the "
-            "adapters' settings it was made with"
+            "the checkpoint holds other weights than model.path with trainer.lora trains; use the model.path and the "
+            "trainer.lora that it was made with"
         )
     with torch.no_grad():
         for name, weight in weights.items():
@@ -65,7 +67,7 @@ def load_training_state(
     for name, moments in held.items():
         weight, of_weight = weights[name], partial(_read_moment, read, name)
         for moment, value in read_state(moments, specs[name], of_weight, optimizer).items():
-            optimizer.state[weight][moment] = placed(value, weight, moment, optimizer)
+            optimizer.state[weight][moment] = in_place(value, weight, moment, optimizer)
     torch.set_rng_state(torch.from_numpy(np.frombuffer(base64.b64decode(state["rng"]), np.uint8).copy()))
     trainer.policy_version = state["policy_version"]
 

@@ -1,4 +1,4 @@
-"""`Trainer`: one optimizer step on one batch of scored groups, together with the other ranks of a mesh.
+"""`Trainer`: one optimizer step of the policy on one batch of scored groups, together with the other ranks of a mesh.
 
 Shape suffixes: R response tokens (targets), G rollouts of a group.
 """
@@ -18,16 +18,18 @@ from llamarl.algorithms.kl import KlPenalty
 from llamarl.algorithms.losses._base import Loss, LossInputs
 from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.mesh import ALONE, RankMesh
+from llamarl.kernels.half import rounded
 from llamarl.models.transformer import Transformer
 from llamarl.observability.metrics import UpdateMetrics
 from llamarl.sharding.tensor_parallel import is_router
 from llamarl.training.cost import step_cost
-from llamarl.training.health import age_sums, split_by_age
 from llamarl.training.load import ExpertLoad
-from llamarl.training.optimization import Optimization, finished
+from llamarl.training.optimization import Optimization, Totals, age_sums, finished, split_by_age
 from llamarl.training.packing import (
     EMPTY,
+    UNSHAPED,
     Microbatch,
+    Shaping,
     num_loss_sequences,
     num_loss_tokens,
     pack,
@@ -39,15 +41,13 @@ from llamarl.training.packing import (
 from llamarl.training.parallel import Read, local
 from llamarl.training.policy import Policy, outputs_of, shares
 from llamarl.training.result import PolicyStepResult
-from llamarl.training.shaping import UNSHAPED, Shaping
-from llamarl.training.totals import Totals
 from llamarl.types import Columns, RolloutGroup, SampleGroup, TrainSample
 
 
 class Trainer(Optimization[Transformer]):
-    """A model in training: master weights in `config.weights`, compute in `config.dtype`.
+    """A policy in training: master weights in `config.weights`, compute in `config.dtype`.
 
-    All ranks of `mesh` make the same calls with the same groups; each computes its share.
+    All ranks of `mesh` make the same calls with the same groups. Each computes its share.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Trainer(Optimization[Transformer]):
     ) -> None:
         """
         Args:
-            model: the whole of it; what other ranks compute with is dropped.
-            device: to compute on; none: where the model is.
-            shaping: what the tokens of a group have earned.
-            kl_in_loss: price of leaving the reference, beside the loss.
-            read: for a model on the meta device: where its weights come from.
+            model: the whole model. Parts that other ranks compute with are dropped.
+            device: device to compute on. None means the model's device.
+            shaping: computes what the tokens of a group have earned.
+            kl_in_loss: penalty in the loss for leaving the reference.
+            read: reads the weights of a model on the meta device.
         """
         self.policy = Policy(model, mesh)
         super().__init__(
@@ -86,30 +86,30 @@ class Trainer(Optimization[Transformer]):
         """Learns from `groups` and completes one policy version.
 
         Raises:
-            NonFiniteStep: loss or gradient is NaN or infinite, and the policy is to stop.
+            NonFiniteStep: loss or gradient is NaN or infinite, and `trainer.on_nonfinite` ends the run.
         """
         samples, advantages, token_advantages = self._samples(groups)
         num_targets = num_loss_tokens(samples)
         denominator = max(num_targets if self.loss.MEAN_OVER == "tokens" else num_loss_sequences(samples), 1)
 
-        # Samples without gradient still count in the denominator: leaving them out changes nothing but the time.
+        # Samples without gradient still count in the denominator, so skipping them only saves time.
         needs_all = self.loss.LEARNS_WITHOUT_ADVANTAGE or self.kl_in_loss is not None
         computed = samples if needs_all else with_advantage(samples)
         self.load.begin()
-        taken = finished(self.update(computed, denominator, groups))
-        sums, maxima = taken.sums, taken.maxima
+        step = finished(self.update(computed, denominator, groups))
+        sums, maxima = step.sums, step.maxima
         num_inputs = sums.pop("num_input_tokens")
-        num_computed = taken.num_passes * num_loss_tokens(computed)
+        num_computed = step.num_passes * num_loss_tokens(computed)
         ages = split_by_age(sums)
-        cost = step_cost(self.model.shape, computed, self.config.lora, num_inputs / taken.num_passes)
+        cost = step_cost(self.model.shape, computed, self.config.lora, num_inputs / step.num_passes)
         means = {name: value / num_computed for name, value in sums.items()}
-        if computed is not samples and (others := recorded_kl(samples)) is not None:  # it is over all tokens
-            total = sums.get("kl_to_reference", 0.0) + taken.num_passes * others
-            means["kl_to_reference"] = total / max(taken.num_passes * num_targets, 1)
+        if computed is not samples and (others := recorded_kl(samples)) is not None:  # the mean is over all tokens
+            total = sums.get("kl_to_reference", 0.0) + step.num_passes * others
+            means["kl_to_reference"] = total / max(step.num_passes * num_targets, 1)
         update = UpdateMetrics(
-            loss=taken.loss,
-            grad_norm=taken.grad_norm,
-            learning_rate=taken.learning_rate,
+            loss=step.loss,
+            grad_norm=step.grad_norm,
+            learning_rate=step.learning_rate,
             num_loss_tokens=num_targets,
             importance_ratio_mean=1 + means.pop("importance_ratio_excess") if num_computed else None,
             importance_ratio_max=maxima.pop("importance_ratio_max", None),
@@ -122,49 +122,53 @@ class Trainer(Optimization[Transformer]):
             **self.shaping.metrics(groups),
             "num_computed_tokens": float(num_computed),
             "num_input_tokens": num_inputs,
-            "num_flops": cost.flops * taken.num_passes,
+            "num_flops": cost.flops * step.num_passes,
             "padding_share": cost.padding_share,
             **ages,
             **self.load.metrics(self.mesh),
         }
         return PolicyStepResult(
             policy_version=self.policy_version,
-            skipped=taken.skipped,
-            cause=taken.cause,
+            skipped=step.skipped,
+            cause=step.cause,
             update=update,
             metrics=metrics,
             advantages=advantages,
             token_advantages=token_advantages,
-            logprobs=self._logprobs(groups, computed, taken.outputs),
+            logprobs=self._logprobs(groups, computed, step.outputs),
         )
 
     def _logprobs(
         self, groups: Sequence[RolloutGroup], computed: Sequence[SampleGroup], outputs: Mapping[int, Tensor]
     ) -> dict[int, dict[int, np.ndarray]]:
-        """Log-probabilities by group id and index, of all ranks; NaN for tokens that are no targets."""
-        own = list[tuple[tuple[int, int, int], np.ndarray]]()
+        """Returns log-probabilities by group id and index, of all ranks; NaN for tokens that are not targets."""
+        local_parts = list[tuple[tuple[int, int, int], np.ndarray]]()
         if self.is_logging:
             samples = packed_samples(shares(computed, self.mesh.fsdp.size)[self.mesh.fsdp.rank])
-            own = list(zip(placed(groups, samples), outputs_of(samples, outputs), strict=True))
-        found: dict[int, dict[int, np.ndarray]] = {group.group_id: {} for group in groups}
-        lengths = {(one.group_id, one.index): one.num_tokens for group in groups for one in group.rollouts}
-        for (group_id, index, start), part_T in chain.from_iterable(self.mesh.exchange(own)):
+            local_parts = list(zip(placed(groups, samples), outputs_of(samples, outputs), strict=True))
+        logprobs: dict[int, dict[int, np.ndarray]] = {group.group_id: {} for group in groups}
+        rollouts = (rollout for group in groups for rollout in group.rollouts)
+        lengths = {(rollout.group_id, rollout.index): rollout.num_tokens for rollout in rollouts}
+        for (group_id, index, start), part_T in chain.from_iterable(self.mesh.exchange(local_parts)):
             unknown_T = np.full(lengths[group_id, index], np.nan, np.float32)
-            found[group_id].setdefault(index, unknown_T)[start : start + len(part_T)] = part_T
-        return found
+            logprobs[group_id].setdefault(index, unknown_T)[start : start + len(part_T)] = part_T
+        return logprobs
 
     def _samples(
         self, groups: Sequence[RolloutGroup]
     ) -> tuple[list[SampleGroup], dict[int, np.ndarray], dict[int, dict[int, np.ndarray]]]:
-        """Samples to learn from, the mean advantage of each rollout, and those of its tokens where they differ."""
+        """Returns samples to learn from, the mean advantage of each rollout, and the advantages of tokens of rollouts
+        in which they differ."""
         samples, advantages = self.shaping.batch(groups, self.advantage.of_batch)
         means = {
-            group.group_id: np.array([one_T.mean() if len(one_T) else 0.0 for one_T in of_tokens])
+            group.group_id: np.array([advantages_T.mean() if len(advantages_T) else 0.0 for advantages_T in of_tokens])
             for group, of_tokens in zip(groups, advantages, strict=True)
         }
         differ = {
             group.group_id: {
-                index: one_T.astype(np.float32) for index, one_T in enumerate(of_tokens) if len(np.unique(one_T)) > 1
+                index: advantages_T.astype(np.float32)
+                for index, advantages_T in enumerate(of_tokens)
+                if len(np.unique(advantages_T)) > 1
             }
             for group, of_tokens in zip(groups, advantages, strict=True)
         }
@@ -176,7 +180,6 @@ class Trainer(Optimization[Transformer]):
             return self.policy(inputs, hidden_M_D, self.temperature, self.config.dtype == "bfloat16")
 
     def _loss(self, microbatch: Microbatch, output_R: Tensor, first_R: Tensor | None, totals: Totals) -> Tensor:
-        """Sum over one microbatch."""
         if not len(microbatch.targets_R):
             return output_R.sum()
         columns_R = {name: self.tensor(values_R) for name, values_R in microbatch.columns_R.items()}
@@ -193,15 +196,17 @@ class Trainer(Optimization[Transformer]):
             kl=self.kl_in_loss,
         )
         output = self.loss(inputs)
-        at_first = first_R is None
+        is_first_pass = first_R is None
         is_stale_R = columns_R["policy_versions"] < self.policy_version
-        # Later passes move away from the behavior policy by themselves, which is neither staleness nor mismatch.
-        ages = age_sums(output_R, inputs.behavior_logprobs_N, inputs.loss_mask_N, is_stale_R) if at_first else {}
+        # The difference of later passes from the behavior policy is neither staleness nor mismatch.
+        behavior_R, mask_R = inputs.behavior_logprobs_N, inputs.loss_mask_N
+        ages = age_sums(output_R, behavior_R, mask_R, is_stale_R) if is_first_pass else {}
         totals.add(output.sums | ages, output.maxima)
         return output.loss
 
     def logprobs(self, microbatch: Microbatch) -> Tensor:
-        """Log-probabilities of the response tokens at the sampling temperature, float32 [R]; with one stage."""
+        """Returns log-probabilities of the response tokens at the sampling temperature, float32 [R]. Needs a single
+        pipeline stage."""
         return self._forward(microbatch, None)
 
     def score(
@@ -213,23 +218,26 @@ class Trainer(Optimization[Transformer]):
         rounded: bool = False,
         contexts: Sequence[int] | None = None,
     ) -> list[np.ndarray]:
-        """Log-probabilities of all tokens but the first, float32 [T - 1] each; on every rank. Computed in float32, but
-        where weights are gathered, or kept, in bfloat16; with `half` as in steps, which `trainer.dtype` may round; with
-        `rounded` in float32 by matrices whose values are rounded to bfloat16.
+        """Returns log-probabilities of all tokens but the first, float32 [T - 1] each, on every rank.
+
+        They are computed in float32, unless weights are gathered, or kept, in bfloat16. With `half` they are computed
+        as in steps, which `trainer.dtype` may round. With `rounded` they are computed in float32 by matrices whose
+        values are rounded to bfloat16.
 
         Args:
-            cutoffs_N: of those tokens, one sequence after the other, as in `llamarl.types.COLUMNS`; None: of none.
-            contexts: number of first tokens of each sequence whose log-probabilities are not needed, and NaN; by
-                default 1. What all contexts begin with is computed once.
+            cutoffs_N: cutoffs of those tokens, one sequence after the other, as in `llamarl.types.COLUMNS`. None means
+                none.
+            contexts: number of first tokens of each sequence whose log-probabilities are not needed. These are NaN. The
+                default is 1. A common beginning of all contexts is computed once.
         """
         contexts = contexts or [1] * len(sequences)
         ends, groups = np.cumsum([0, *(len(ids_T) - 1 for ids_T in sequences)]), list[SampleGroup]()
         for ids_T, num, start, end in zip(sequences, contexts, ends, ends[1:], strict=False):
-            own: Columns = {"token_ids": ids_T[num:]}
+            columns: Columns = {"token_ids": ids_T[num:]}
             if cutoffs_N is not None:
-                own["cutoffs"] = cutoffs_N[start + num - 1 : end]
+                columns["cutoffs"] = cutoffs_N[start + num - 1 : end]
             if len(ids_T) > num:
-                groups.append(SampleGroup(prompt_token_ids_T=ids_T[:num], samples=(TrainSample(columns=own),)))
+                groups.append(SampleGroup(prompt_token_ids_T=ids_T[:num], samples=(TrainSample(columns=columns),)))
         shares = self.policy.shares_beginnings
         (microbatch,) = pack(groups, sum(map(len, sequences)), shares=shares) or [EMPTY]
         inputs = self.policy.place(microbatch, self.device)
@@ -242,23 +250,24 @@ class Trainer(Optimization[Transformer]):
             )
         self.reshard()
         logprobs_R = self.mesh.exchange(result.cpu().numpy() if self.mesh.pp.is_last else None)[-1]
-        found, start = [np.full(len(ids_T) - 1, np.nan, np.float32) for ids_T in sequences], 0
-        for own_T, num in zip(found, contexts, strict=True):
-            own_T[num - 1 :] = logprobs_R[start : start + len(own_T) + 1 - num]
-            start += len(own_T) + 1 - num
-        return found
+        scores, start = [np.full(len(ids_T) - 1, np.nan, np.float32) for ids_T in sequences], 0
+        for scores_T, num in zip(scores, contexts, strict=True):
+            scores_T[num - 1 :] = logprobs_R[start : start + len(scores_T) + 1 - num]
+            start += len(scores_T) + 1 - num
+        return scores
 
     @contextmanager
     def _rounded(self) -> Iterator[None]:
-        """Rounds float32 matrices to bfloat16 values, as generators get them, and puts the masters back."""
-        # In place, as FSDP2 gathers from separate memory, not from the tensor that a parameter's `data` is set to.
-        named = [(name, one.detach()) for name, one in self.model.named_parameters()]
-        rounded = [local(one) for name, one in named if one.ndim > 1 and not is_router(name)]
-        masters = [one.clone() for one in rounded]
-        for one in rounded:
-            one.copy_(one.to(torch.bfloat16))
+        """Rounds float32 matrices to bfloat16 values, as generators get them, and restores the master weights at the
+        end."""
+        # In place: FSDP2 gathers from separate memory, not from the tensor that a parameter's `data` is set to.
+        named = [(name, weight.detach()) for name, weight in self.model.named_parameters()]
+        matrices = [local(weight) for name, weight in named if weight.ndim > 1 and not is_router(name)]
+        masters = [matrix.clone() for matrix in matrices]
+        for matrix in matrices:
+            matrix.copy_(rounded(matrix))
         try:
             yield
         finally:
-            for one, master in zip(rounded, masters, strict=True):
-                one.copy_(master)
+            for matrix, master in zip(matrices, masters, strict=True):
+                matrix.copy_(master)

@@ -1,8 +1,9 @@
-"""Changes between two versions of a tensor: places and new values, bit for bit.
+"""Changes between two versions of a tensor: positions and new values, bit for bit.
 
-Places are written as 16-bit offsets within blocks of 65,536 elements, and a count per block: two bytes per change,
-whatever the share of changes. One optimizer step at a learning rate of 1e-6 changes few bfloat16 values and fewer
-8-bit codes, as most updates are smaller than a rounding step; then a delta is a small part of the dense bytes.
+A message has a count per block of 65,536 elements and a 16-bit offset within the block per change. A position thus
+takes two bytes, whatever the share of changes. One optimizer step at a learning rate of 1e-6 changes few bfloat16
+values and even fewer 8-bit codes, because most updates are smaller than a rounding step. A delta is then a small part
+of the dense bytes.
 
 Shape suffixes: E elements of a tensor, C changed elements, B blocks.
 """
@@ -13,17 +14,18 @@ import torch
 from torch import Tensor
 
 BLOCK_ELEMENTS = 1 << 16
-"""Elements that a 16-bit offset can name."""
+"""Elements that a 16-bit offset can address."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Integer type of each element size: bits are compared, so NaN equals itself and -0 differs from 0."""
+"""Integer type of each element size. Bits are compared, so NaN equals itself and -0 differs from 0."""
 
 
 def encode(base: Tensor, new: Tensor) -> tuple[int, list[Tensor]]:
-    """Changes to send to someone who holds `base`: their number, and pieces of a message of bytes, which are the
-    changes in each block, the place of each within its block, and the new elements.
+    """Encodes the changes for a receiver that holds `base`. Both tensors are contiguous, with equal shape and type.
 
-    All elements: the message is the tensor itself, as its changes would take as many bytes. Both tensors are contiguous
-    and of one shape and type.
+    Returns:
+        The number of changes and the pieces of a message of bytes: the counts per block, the offset of each change
+            within its block, and the new elements. If the changes would take as many bytes as the tensor, the message
+            is the tensor and the number is that of its elements.
     """
     assert (base.shape, base.dtype) == (new.shape, new.dtype), "a delta needs two versions of one tensor"
     base_E, new_E = _words(base), _words(new)
@@ -39,14 +41,14 @@ def encode(base: Tensor, new: Tensor) -> tuple[int, list[Tensor]]:
 
 
 def message_bytes(num_changes: int, num_elements: int, element_bytes: int) -> int:
-    """Length of a message of so many changes, in bytes."""
+    """Returns the length in bytes of a message with `num_changes` changes."""
     if num_changes == num_elements:
         return num_elements * element_bytes
     return num_changes * (2 + element_bytes) + 4 * _num_blocks(num_elements)
 
 
 def decode(base: Tensor, num_changes: int, message: Tensor) -> Tensor:
-    """The new tensor, contiguous. Raises ValueError: the changes do not fit `base`."""
+    """Returns the new tensor, contiguous. Raises ValueError if the changes do not fit `base`."""
     if num_changes == base.numel():
         return message.clone().view(base.dtype).view(base.shape)  # pieces of a message are not aligned
     new = base.clone(memory_format=torch.contiguous_format)
@@ -69,5 +71,5 @@ def _num_blocks(num_elements: int) -> int:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The tensor's bits as a flat tensor of integers, sharing its memory."""
+    """Returns the tensor's bits as a flat tensor of integers that shares its memory."""
     return tensor.view(-1).view(_WORDS[tensor.element_size()])

@@ -1,13 +1,13 @@
-"""Relays: a generator rank passes on what it receives, so a trainer rank sends each byte once, not once per host.
+"""Relays: a generator rank forwards what it receives, so a trainer rank sends each byte once instead of once per host.
 
-The readers of a version form a chain, in the order in which they ask for it: the trainer rank sends to the first one,
-and every other one is told which reader before it passes the same bytes on, bucket by bucket, while they still arrive
-there. Whoever does not ask is in no chain, so nobody waits for one that stands still. Where readers share a host, one
-of them receives from another host and the rest from it.
+The readers of a version form a chain in the order of their requests. The trainer rank sends to the first reader. It
+tells each further reader which earlier reader forwards the same bytes, bucket by bucket, while they still arrive there.
+A generator rank that does not request a version is in no chain, so a stopped rank delays no other. Of the readers on
+one host, one receives from another host, and the rest receive from it.
 
-Nobody has to trust a relay: what the bytes must add up to comes from the trainer rank itself, and so do the bytes when
-a relay is gone, silent for `SILENT_S`, slower by more than `SLOWER` than trainer and reader have shown to be, or when
-they do not prove right. One that was found so passes nothing on for a while.
+No reader has to trust a relay: the proofs come from the trainer rank itself. The reader gets the bytes from the trainer
+rank, too, if a relay is gone, is silent for `SILENT_S`, delivers wrong bytes, or is more than `SLOWER` times slower
+than trainer and reader have been. Such a relay then forwards nothing for a few versions.
 """
 
 from __future__ import annotations
@@ -22,26 +22,25 @@ from multiprocessing.connection import Connection
 
 from torch import Tensor
 
-from llamarl.distributed.links import BROKEN
-from llamarl.distributed.rendezvous import Rendezvous, RendezvousStore
-from llamarl.distributed.streams import TooSlow, is_farther, keep_pace, send
-from llamarl.weight_sync.buckets import Bucket, pieces
+from llamarl.distributed.links import BROKEN, Rendezvous, RendezvousStore, TooSlow, has_slowed, keep_pace, send
+from llamarl.weight_sync.base import Bucket, pieces
 from llamarl.weight_sync.layout import Layout
 
 SILENT_S = 1.5
-"""A relay that says nothing for so long is left; it tells twice a second that it still waits itself."""
+"""A reader abandons a relay after this silence. A waiting relay reports twice a second."""
 SLOWER, GRACE_S = 3.0, 0.5
-"""So many times the slower one's time may pass, beside so many seconds for a machine that is busy for a moment."""
+"""A relay may take SLOWER times as long as the slower of trainer and reader, plus GRACE_S seconds for a busy
+machine."""
 IDLE_S = 60.0
-"""Connections that were idle for longer are formed anew: a firewall may have forgotten them without a word."""
+"""Connections that were idle for longer are reopened, because a firewall may have dropped them silently."""
 MAX_LINES, MAX_SERVED = 32, 256
-"""Connections to relays that are kept, as readers come in another order each time, and to readers."""
+"""Most kept connections to relays, whose order differs for each version, and to readers."""
 TIRED_VERSIONS = 8
-"""Versions for which a relay that was left serves nobody."""
+"""Versions for which an abandoned relay is not used."""
 
 
 def host_of(place: str) -> str:
-    """Host of a place, `host:port`."""
+    """Returns the host of a place, which is `host:port`."""
     return place.rpartition(":")[0]
 
 
@@ -50,25 +49,26 @@ class _Chain:
     """Readers of one stream of one version."""
 
     asked: list[str] = field(default_factory=list)
-    """Places where readers pass on, in the order in which they asked."""
+    """Places where readers forward, in the order of their requests."""
     tail: str = ""
-    """The last one that is on a host of its own; empty: nobody has it but the trainer."""
+    """The last reader that shares its host with no earlier one. Empty means that only the trainer has the stream."""
 
 
 class Chains:
-    """A trainer rank's: who receives from whom."""
+    """State of a trainer rank: which reader receives from which relay."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._chains = dict[tuple[int, int, int], _Chain]()
         """Chains by version, layout and stream."""
         self._tired = dict[str, int]()
-        """Relays that were left, with the version from which on they are used again."""
+        """Abandoned relays, with the version from which on they are used again."""
         self._paces = dict[tuple[int, int], deque[float]]()
-        """Seconds per byte of what was sent to the first reader lately, by layout and stream."""
+        """Recent seconds per byte of the first reader, by layout and stream."""
 
     def relay_for(self, key: tuple[int, int, int], place: str) -> str:
-        """Place where the reader at `place` finds a version; empty: the trainer rank itself, as when it asks again."""
+        """Returns the place where the reader at `place` gets a version. Empty means the trainer rank, as for a second
+        request."""
         with self._lock:
             chain = self._chains.setdefault(key, _Chain())
             if place in chain.asked:
@@ -82,31 +82,31 @@ class Chains:
             return found
 
     def leave(self, place: str, version: int, num_versions: int) -> None:
-        """Notes a relay that does not pass on `version` and others, so many in all."""
+        """Notes a relay that must not be used for `num_versions` versions from `version` on."""
         with self._lock:
             self._tired[place] = version + num_versions
 
     def forget(self, kept: Collection[int]) -> None:
-        """Versions that are not kept are gone, or published anew."""
+        """Forgets versions that are not kept or are published again."""
         with self._lock:
             self._chains = {key: chain for key, chain in self._chains.items() if key[0] in kept}
             newest = max(kept, default=0)
             self._tired = {place: version for place, version in self._tired.items() if version > newest}
 
     def sent(self, layout: int, stream: int, seconds: float, num_bytes: int) -> None:
-        """A first reader has received a whole stream."""
+        """Notes that a first reader has received a whole stream."""
         with self._lock:
             self._paces.setdefault((layout, stream), deque(maxlen=TIRED_VERSIONS)).append(seconds / max(1, num_bytes))
 
     def pace_s(self, layout: int, stream: int) -> float | None:
-        """Seconds per byte; None: not known yet."""
+        """Returns the least recent seconds per byte. None means that nothing was measured."""
         with self._lock:
             return min(self._paces.get((layout, stream), ()), default=None)
 
 
 @dataclass(eq=False, slots=True)
 class _RelayedVersion:
-    """A version that a generator rank receives, or has received."""
+    """A version that a generator rank receives or has received."""
 
     number: int
     version: int
@@ -118,38 +118,40 @@ class _RelayedVersion:
 
 
 class Relay:
-    """A generator rank's: passes the two newest versions on to readers of the same layout."""
+    """A generator rank's end: forwards the two newest versions to readers with the same layout."""
 
     def __init__(self, layout: Layout, host: str, secret: str) -> None:
         self._layout, self._secret = layout, secret
         self._changed = threading.Condition()
         self._newest = _RelayedVersion(0, -1, {}, is_over=True)
         self._lines = dict[tuple[int, int, str], tuple[Connection, float]]()
-        """Connections to relays and when they were kept, by trainer rank, start of a stream, and place; newest last."""
+        """Connections to relays and the time since which they are kept, by trainer rank, start of a stream and place;
+        newest last."""
         self._served = set[Connection]()
         self._store = RendezvousStore(host=host, secret=secret, serve=self._serve)
         self.place = self._store.rendezvous.address
 
     def begin(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Passes on a version that arrives in `tensors`, which stay as they are until two newer ones have come."""
+        """Begins to forward a version that arrives in `tensors`, which must not change until two newer ones have
+        begun."""
         with self._changed:
             self._newest = _RelayedVersion(self._newest.number + 1, version, tensors)
             self._changed.notify_all()
 
     def arrived(self, rank: int, bucket: Bucket) -> None:
-        """A bucket of the newest version, from a trainer rank or from a relay."""
+        """Notes the arrival of a bucket of the newest version."""
         with self._changed:
             self._newest.arrived.add((rank, bucket.start))
             self._changed.notify_all()
 
     def fail(self) -> None:
-        """The newest version does not come any further."""
+        """Ends the forwarding of the newest version, which was not received completely."""
         with self._changed:
             self._newest = _RelayedVersion(self._newest.number, -1, {}, is_over=True)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends what is passed on."""
+        """Stops forwarding."""
         self._store.close()
         for line, _ in self._lines.values():
             line.close()
@@ -158,7 +160,7 @@ class Relay:
             self._changed.notify_all()
 
     def _serve(self, connection: Connection, digest: str) -> None:
-        """One reader, in a thread; it finds the connection closed where there is no more to come."""
+        """Serves one reader in a thread. Closes the connection when no more will come."""
         self._served.add(connection)
         try:
             while digest == self._layout.digest and self._pass_on(connection, *connection.recv()):
@@ -169,7 +171,7 @@ class Relay:
             self._served.discard(connection)
 
     def _pass_on(self, connection: Connection, version: int, rank: int, buckets: Sequence[Bucket]) -> bool:
-        """A version, as far as it is asked for; whether all of it has gone out."""
+        """Sends the requested buckets of a version. Returns whether all of them were sent."""
         with self._changed:
             passing = self._newest
         if passing.version != version:
@@ -203,15 +205,15 @@ class Relay:
         paces_s: tuple[float | None, float | None],
         timeout_s: float,
     ) -> tuple[int, int]:
-        """Receives from another relay what a trainer rank has for this rank, and passes it on.
+        """Receives a trainer rank's buckets for this rank from another relay, and forwards them.
 
         Args:
             take: receives a bucket, by a time on the monotonic clock.
-            paces_s: seconds per byte that the trainer rank takes, and that this rank takes; None: not known.
-            timeout_s: for a bucket, while the first of them is not known.
+            paces_s: seconds per byte of the trainer rank, and of this rank. None means unknown.
+            timeout_s: limit for a bucket while the trainer rank's pace is unknown.
 
         Returns:
-            How many buckets came, and for how many versions nobody should ask there for the others.
+            The number of received buckets, and the number of versions for which no reader should use this relay.
         """
         pace, num, stream = _Pace(*paces_s, timeout_s), 0, (rank, buckets[0].start, place)
         try:
@@ -232,12 +234,13 @@ class Relay:
         return num, 0
 
     def _line(self, stream: tuple[int, int, str]) -> Connection:
-        """To a relay: that of another version, unless it has ended. Raises what is in `BROKEN`."""
+        """Returns a connection to a relay, reused from another version unless it has ended. Raises the errors in
+        `BROKEN`."""
         with self._changed:
             line, since_s = self._lines.pop(stream, (None, 0.0))
         if line is not None:
-            is_open = time.monotonic() < since_s + IDLE_S and not line.poll()  # there is nothing to hear but its end
-            if is_open and not is_farther(line):
+            is_open = time.monotonic() < since_s + IDLE_S and not line.poll()  # readable only at its end
+            if is_open and not has_slowed(line):
                 return line
             line.close()
         return Rendezvous(stream[-1], self._secret).connect(self._layout.digest, SILENT_S)
@@ -250,7 +253,7 @@ class Relay:
 
 
 class _Pace:
-    """Time that a relay may take. That in which it waits for bytes itself is not its own."""
+    """Time that a relay may take. Time in which the relay itself waits for bytes does not count."""
 
     def __init__(self, pace_s: float | None, own_s: float | None, timeout_s: float) -> None:
         self._pace_s, self._own_s, self._timeout_s = pace_s, own_s, timeout_s
@@ -259,7 +262,7 @@ class _Pace:
         self._num_bytes, self._waits = 0, False
 
     def begin(self, num_bytes: int) -> None:
-        """A bucket is next."""
+        """Begins a bucket."""
         self._mark_s, self._waits = time.monotonic(), False
         self._num_bytes += num_bytes
         if self._pace_s is None:
@@ -268,25 +271,26 @@ class _Pace:
             self._allowed_s = GRACE_S + SLOWER * max(self._pace_s, self._own_s or 0.0) * self._num_bytes
 
     def waits(self) -> None:
-        """The relay has not got it yet. Raises TooSlow: not in twice its time either, in which it may leave another."""
+        """Notes that the relay does not have the bucket yet. Raises TooSlow after twice its time, since it may be about
+        to abandon its own relay."""
         self._waits = True
         if time.monotonic() - self._start_s > 2 * self._allowed_s and self._pace_s is not None:
             raise TooSlow("it waits itself")
 
     def has_it(self) -> float:
-        """The relay does, and may take until this time."""
+        """Notes that the relay has the bucket. Returns the time by which it must have sent it."""
         if self._waits:
             self._mark_s = time.monotonic()
         self._waits = False
         return self._mark_s + self._allowed_s - self._used_s
 
     def end(self) -> None:
-        """The bucket is here. Raises TooSlow."""
+        """Notes that the bucket has arrived. Raises TooSlow."""
         self._used_s += time.monotonic() - self._mark_s
         if self._used_s > self._allowed_s:
             raise TooSlow("it is too slow")
 
     @property
     def is_to_blame(self) -> bool:
-        """Unless it waited, or the one who receives is slow: who has not shown yet that it can do better."""
+        """Whether the relay is slow: it did not wait itself, and the receiver has shown that it can be faster."""
         return not self._waits and self._own_s is not None

@@ -1,4 +1,4 @@
-"""Which transport carries the weights: the fastest that works, measured on real tensors at the start, or a pinned one.
+"""Choice of the transport: a pinned one, or the fastest in a measurement with real tensors at the start.
 
 No torch here: the controller measures and chooses, executors send.
 """
@@ -19,32 +19,31 @@ from llamarl.config.ref import PARTS, check_part, members, modules
 from llamarl.weight_sync.layout import Address, TensorSpec
 
 if TYPE_CHECKING:  # these load torch
-    from llamarl.weight_sync.base import Publisher, Subscriber
-    from llamarl.weight_sync.copying import Room
+    from llamarl.weight_sync.base import Publisher, Room, Subscriber
 
 TRANSPORTS = "llamarl.weight_sync.transports"
-"""The family; the part `cuda` has a member of it."""
+"""The family. The part `cuda` has a member of it."""
 OF_GPUS = f"{PARTS}.cuda."
-"""Modules that are not loaded for a trainer elsewhere."""
+"""Modules that are loaded only for a trainer on a GPU."""
 IN_PLACE = "in_place"
-"""Taken where it works: others need memory that the run does not count on."""
+"""Chosen whenever it works, because others need memory that the run did not plan for."""
 SAMPLE_BYTES = 64 << 20
 REPEATS = 3
 MARGIN = 1.5
-"""One that is slower by no more than this is taken before those of a larger `RANK`: small models measure noise."""
+"""A transport that is slower by at most this factor is chosen if its `RANK` is lower: small models measure noise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """Measurement of one transport, with a sample of the weights."""
+    """Measurement of one transport with a sample of the weights."""
 
     transport: str
     seconds: float | None
-    """Median of a sync, from publishing to proved on every generator; None when it failed."""
+    """Median duration of a sync, from publishing to verification on every generator. None means that it failed."""
     num_bytes: int
-    """Size of the sample in bytes, over all generator ranks."""
+    """Size of the sample over all generator ranks."""
     failure: str = ""
-    """Why it cannot be used."""
+    """Why it cannot be used. Empty means that it can."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -53,16 +52,16 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """The transport to some generators, and why."""
+    """The transport to some generators, and the reason."""
 
     transport: str
     measurements: tuple[Measurement, ...]
-    """Empty when the transport was pinned."""
+    """Empty if the transport was pinned."""
     same_host: bool = True
     """Whether these generators are on the trainer's host."""
 
     def table(self) -> list[str]:
-        """A line per candidate, fastest first."""
+        """Returns a line per candidate, fastest first."""
         return [
             f"{'*' if found.transport == self.transport else ' '} {found.transport:<14}"
             + (f"{found.bytes_per_s / 1e9:8.2f} GB/s" if found.seconds is not None else f"  {found.failure}")
@@ -71,12 +70,12 @@ class Selection:
 
 
 def names() -> list[str]:
-    """The transports of this package: a file each."""
+    """Returns the transports of this package, one per file."""
     return members(TRANSPORTS)
 
 
 def sample(specs: Sequence[TensorSpec], max_bytes: int = SAMPLE_BYTES) -> tuple[TensorSpec, ...]:
-    """Some tensors of each size, in their order: whole ones, evenly spread, about `max_bytes` of them."""
+    """Returns whole tensors of each size, evenly spread and in their order, with about `max_bytes` in total."""
     total = sum(spec.num_bytes for spec in specs)
     chosen, seen, taken = set[str](), 0, 0
     for spec in specs:
@@ -90,13 +89,13 @@ def sample(specs: Sequence[TensorSpec], max_bytes: int = SAMPLE_BYTES) -> tuple[
 async def select(
     pinned: str, names: Iterable[str], sync: Callable[[str], Awaitable[None]], num_bytes: int
 ) -> Selection:
-    """The transport to use.
+    """Chooses the transport.
 
-    `sync(name)` publishes the sample through a transport and has all generators fetch and prove it. The first time
-    is not counted: memory is mapped and connections are made in it.
+    `sync(name)` publishes the sample through a transport, and all generators fetch and verify it. The first sync is not
+    counted, because it maps memory and connects.
 
     Raises:
-        ConfigError: none works; gives each one's failure.
+        ConfigError: no transport works; gives the failure of each.
     """
     if pinned != "auto":
         return Selection(transport=pinned, measurements=())
@@ -104,7 +103,7 @@ async def select(
     working = [one for one in found if one.seconds is not None]
     if not working:
         failures = "; ".join(f"{one.transport}: {one.failure}" for one in found)
-        raise ConfigError(f"`weight_sync.transport = 'auto'` finds none that works here ({failures})")
+        raise ConfigError(f"`weight_sync.transport = 'auto'` finds no transport that works here ({failures})")
     fastest = max(one.bytes_per_s for one in working)
     chosen = next(one for one in working if one.transport == IN_PLACE or one.bytes_per_s * MARGIN >= fastest)
     return Selection(transport=chosen.transport, measurements=found)
@@ -123,7 +122,7 @@ async def _measure(name: str, sync: Callable[[str], Awaitable[None]], num_bytes:
 
 
 def check_name(transport: str) -> None:
-    """Raises ConfigError: this package has no such transport, or this installation lacks its part."""
+    """Raises ConfigError if the package has no such transport, or this installation lacks its part."""
     if ":" not in transport and transport not in ("auto", *names()):
         check_part(transport, TRANSPORTS, "weight_sync.transport")
         raise ConfigError(
@@ -134,11 +133,11 @@ def check_name(transport: str) -> None:
 def candidates(
     same_host: bool, same_process: bool, delta: bool, on_gpu: bool = False, in_place: bool = False
 ) -> list[str]:
-    """Transports that can work between trainer and generators, in the order of preference. Loads torch.
+    """Returns transports that can work between trainer and generators, in the order of preference. Loads torch.
 
     Args:
         in_place: generators can serve from the trainer's own weights.
-        on_gpu: the trainer is on one.
+        on_gpu: the trainer is on a GPU.
     """
     own = [name for name, module in modules(TRANSPORTS).items() if on_gpu or not module.startswith(OF_GPUS)]
     ends = {name: publisher_class(name) for name in sorted(own)}
@@ -152,7 +151,7 @@ def candidates(
 
 
 def publisher_class(transport: str) -> type[Publisher]:
-    """Raises ConfigError: there is no such transport."""
+    """Returns the publisher of a transport. Raises ConfigError if there is no such transport."""
     return _ends(transport)[0]
 
 
@@ -164,11 +163,12 @@ def open_subscriber(
     room: Callable[[Sequence[TensorSpec]], Room] | None = None,
     **options: Any,
 ) -> Subscriber:
-    """A generator rank's end of what publishes at `address`; with `delta`, changes are taken where they are sent.
+    """Opens a generator rank's end of the publisher at `address`.
 
     Args:
-        room: of the generator's device, for transports that bring weights there.
-        options: the transport's own.
+        delta: accept changes from transports that send them.
+        room: returns the source of memory on the generator's device, for transports that deliver weights there.
+        options: options of the transport.
     """
     publisher, subscriber = _ends(address.transport)
     if room is not None and publisher.ON_DEVICE:
@@ -177,7 +177,7 @@ def open_subscriber(
 
 
 class Reader:
-    """A generator rank's end of whatever publishes: a publisher that was started anew gets a new subscriber."""
+    """A generator rank's end of any publisher. A restarted publisher gets a new subscriber."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class Reader:
     ) -> None:
         """
         Args:
-            subscribe: takes address, specs, rank and options, as `open_subscriber` does.
+            subscribe: called with address, specs, rank and options, as `open_subscriber` is.
         """
         self.specs = tuple(specs)
         self._subscribe = partial(subscribe, specs=self.specs, rank=rank, **options)
@@ -196,21 +196,22 @@ class Reader:
         self._subscriber: Subscriber | None = None
 
     def at(self, address: Address) -> Subscriber:
-        """The subscriber that fetches from there."""
+        """Returns the subscriber that fetches from `address`."""
         if self._subscriber is None or self._publisher != address.publisher:
             self.close()
             self._subscriber, self._publisher = self._subscribe(address), address.publisher
         return self._subscriber
 
     def close(self) -> None:
-        """Leaves tensors that were fetched alone; may be called again."""
+        """Closes the subscriber. Fetched tensors stay valid. May be called again."""
         if self._subscriber is not None:
             self._subscriber.close()
             self._subscriber = None
 
 
 def _ends(transport: str) -> tuple[type[Publisher], type[Subscriber]]:
-    """The classes `<Name>Publisher` and `<Name>Subscriber` of the file `<name>.py`, or of `package.module:Name`."""
+    """Returns the classes `<Name>Publisher` and `<Name>Subscriber` of the file `<name>.py`, or of
+    `package.module:Name`."""
     module, _, name = transport.partition(":")
     if not name:
         check_name(transport)

@@ -47,7 +47,7 @@ CATCHES_EVERYTHING = {
     "llamarl/run/python_inputs.py": "whatever an object raises as it is pickled is a reward that cannot be sent",
     "llamarl/run/preview.py": "whatever a user's reward raises on the rows' own answers is told with its line",
     "llamarl/data/tokenizer.py": "what a chat template raises, and the library of tokenizers, has no other kind",
-    "llamarl/cluster/payload.py": "what cannot be pickled becomes text",
+    "llamarl/cluster/api.py": "what cannot be pickled becomes text",
     "llamarl/parts/episodes/environments/_functions.py": "what a tool raises is an answer to the policy",
     "llamarl/generation/engine.py": "whatever is wrong with a request ends that one, not those beside it",
     "llamarl/parts/episodes/gateway/_worker.py": "whatever an agent raises is the end of its episode",

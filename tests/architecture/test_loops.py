@@ -15,6 +15,7 @@ from pathlib import Path
 from tests.architecture.repository import PACKAGE, ROOT, functions, python_files, tree
 
 WAITS = {
+    "cluster/fork_server.py: ready",
     "cluster/handle.py: _whole",
     "controller/admission.py: batch",
     "controller/restart.py: _call",

@@ -9,7 +9,7 @@ from typing import get_type_hints
 
 import pytest
 
-from llamarl.cluster.port import calls_of
+from llamarl.cluster.api import calls_of
 from llamarl.controller import ports
 from llamarl.parts.episodes.ports import EnvironmentPort, GatewayPort
 from tests.architecture.repository import PACKAGE, name_of, python_files, tree

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from llamarl.checkpoint import files
+from llamarl.checkpoint import store as store_module
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.sharding.box import Box
 from llamarl.weight_sync.base import Exchange
@@ -96,7 +96,7 @@ def save(folder: Path, step: int, keep: int, numel: int = 1000, num_ranks: int =
 
 def save_and_die(connection: Connection, folder: Path, step: int, keep: int, block_bytes: int, last_event: int) -> None:
     """Killed at the file operation, or block of a file, with this number; sends True if it lived to the end."""
-    seen, blocks = 0, files._blocks
+    seen, blocks = 0, store_module._blocks
 
     def count(event: str, _: Any) -> None:
         nonlocal seen
@@ -111,7 +111,7 @@ def save_and_die(connection: Connection, folder: Path, step: int, keep: int, blo
             yield block
 
     os.fsync = lambda _: None  # a killed process loses nothing that it has written; only waiting for the disk is saved
-    files._blocks, files.BLOCK_BYTES = counted, block_bytes
+    store_module._blocks, store_module.BLOCK_BYTES = counted, block_bytes
     sys.addaudithook(count)
     save(folder, step, keep)
     connection.send(True)

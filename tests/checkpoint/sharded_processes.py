@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from llamarl.checkpoint.store import CheckpointStore
-from llamarl.distributed.rendezvous import Rendezvous
+from llamarl.distributed.links import Rendezvous
 from llamarl.parts.forecast.layouts import Shard as Cut
 from llamarl.parts.forecast.layouts import mesh_boxes
 from llamarl.sharding.parallel_layout import make_box

@@ -81,7 +81,7 @@ def test_brought_back_with_its_critic_and_its_settings(place: str, run: Path, tm
     assert copies(place).bring_back(other) == 5
     assert (other / "config.toml").read_text() == "seed = 3\n"
     store = CheckpointStore(other / "checkpoints", keep=2)
-    checkpoint, damaged = store.load_newest([store.beside(CRITIC)])
+    checkpoint, damaged = store.load_newest([store.substore(CRITIC)])
     assert checkpoint is not None and not damaged
     assert checkpoint.state == processes.state(5)
     assert copies(place, name="another").bring_back(other) is None
@@ -96,7 +96,7 @@ def test_the_newest_whole_one_is_brought_back(place: str, run: Path, tmp_path: P
     assert saved_steps(tmp_path / "other" / "checkpoints") == [10]
     damage(place, 10)
     damage(place, 5)
-    with pytest.raises(CopyFailed, match=r"no copy is whole.*step-00000015/shard-00001.* differs from its manifest"):
+    with pytest.raises(CopyFailed, match=r"no copy is intact.*step-00000015/shard-00001.* differs from its manifest"):
         copies(place).bring_back(tmp_path / "third")
 
 
@@ -145,7 +145,7 @@ def test_bytes_that_arrive_otherwise_are_noticed(tmp_path: Path, run: Path) -> N
     save(run, 5)
     shard = run / "checkpoints" / "step-00000005" / "shard-00000-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x01")
-    with pytest.raises(CopyFailed, match=r"shard-00000.* is not what was sent"):
+    with pytest.raises(CopyFailed, match=r"shard-00000.* differs from the sent file"):
         copies(str(tmp_path)).copy(run / "checkpoints", 5)
     assert not (tmp_path / "run" / "step-00000005" / MANIFEST).exists()
 
@@ -153,7 +153,7 @@ def test_bytes_that_arrive_otherwise_are_noticed(tmp_path: Path, run: Path) -> N
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ("/not/mounted", "'/not/mounted' is no folder; mount it, or make it"),
+        ("/not/mounted", "'/not/mounted' is not a folder"),
         ("nfs4://server/x", r"Protocol not known: nfs4; pip install 'llamarl\[remote\]', or name a mounted folder"),
         ("oci://bucket/x", r"cannot be opened: .*ocifs.*; pip install 'llamarl\[remote\]'"),
     ],

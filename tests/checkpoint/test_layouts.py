@@ -17,9 +17,8 @@ import sharded_processes
 import torch
 from torch import Tensor
 
-from llamarl.checkpoint.checkpoint import load_checkpoint
 from llamarl.checkpoint.folder import MANIFEST, CheckpointError, digest_of
-from llamarl.checkpoint.store import CheckpointStore
+from llamarl.checkpoint.store import CheckpointStore, load_checkpoint
 from llamarl.parts.forecast.layouts import trainer_layout
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import LayoutError, ShardLayout

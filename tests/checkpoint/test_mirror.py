@@ -187,19 +187,19 @@ def test_nobody_elsewhere_keeps_it(tmp_path: Path, hosts: Any, monkeypatch: pyte
     places = [hosts(name).place for name in (A, B)]
     hosts(A)
     (one,) = Ranks([tmp_path / A / "run/trainer"], places).all
-    one.check_room(1000)
+    one.check_space(1000)
     free = shutil.disk_usage(tmp_path).free
     there = f"{tmp_path}/{B}"
     monkeypatch.setattr(shutil, "disk_usage", lambda at: SimpleNamespace(free=free * (1 if f"{at}" == there else 9)))
     with pytest.raises(ConfigError, match=r"checkpoint.mirror = true needs .* on 127.0.0.3, which keeps the state of"):
-        one.check_room(free // 2)
+        one.check_space(free // 2)
     monkeypatch.undo()
     monkeypatch.setattr(mirror, "own_address", lambda: A)
     hosts(B).close()
     one.save(1, shards(1.0), {})
     assert one._written is not None
-    assert str(one._written.exception(timeout=240)).startswith(f"no other host keeps it ({B}: ")
-    one.keep_at([hosts(C).place])
+    assert str(one._written.exception(timeout=240)).startswith(f"no other host can keep it ({B}: ")
+    one.choose_keepers([hosts(C).place])
     save(one, 2)
     assert (tmp_path / C / "run/trainer/0-of-1/step-00000002").exists()
 
@@ -235,7 +235,7 @@ def test_states_travel_at_the_pace_of_their_way(tmp_path: Path, hosts: Any, monk
 def test_a_slow_memory_skips_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = Mirror(tmp_path, 0, 1, lambda value: [value])
     writes = list[Any]()
-    monkeypatch.setattr(mirror, "aside", lambda work: writes.append(work) or torch.futures.Future())
+    monkeypatch.setattr(mirror, "run_in_background", lambda work: writes.append(work) or torch.futures.Future())
     held = shards(1.0)
     one.save(1, held, {})
     one.save(2, shards(2.0), {})
@@ -248,9 +248,9 @@ def test_a_slow_memory_skips_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_without_room_it_is_refused_by_its_option(tmp_path: Path) -> None:
     one = Mirror(tmp_path, 0, 1, lambda value: [value])
-    one.check_room(1000)
+    one.check_space(1000)
     with pytest.raises(ConfigError, match=r"checkpoint.mirror = true needs 2.8e\+03 GiB in .* GiB are free; make it"):
-        one.check_room(10**12)
+        one.check_space(10**12)
 
 
 def test_what_cannot_be_written_is_said_and_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

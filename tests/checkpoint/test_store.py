@@ -16,9 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llamarl.checkpoint.checkpoint import Checkpoint
-from llamarl.checkpoint.folder import MANIFEST, CheckpointError, aside
-from llamarl.checkpoint.store import CheckpointStore
+from llamarl.checkpoint.folder import MANIFEST, CheckpointError, run_in_background
+from llamarl.checkpoint.store import Checkpoint, CheckpointStore
 
 DEADLINE_S = processes.DEADLINE_S
 SHARDS = ["shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors"]
@@ -373,8 +372,8 @@ def test_one_thread_does_what_comes_one_after_the_other() -> None:
     def fail() -> None:
         raise MemoryError
 
-    first = aside(threading.get_ident).result(DEADLINE_S)
+    first = run_in_background(threading.get_ident).result(DEADLINE_S)
     for _ in range(2000):
         with pytest.raises(MemoryError):
-            aside(fail).result(DEADLINE_S)
-        assert aside(threading.get_ident).result(DEADLINE_S) == first
+            run_in_background(fail).result(DEADLINE_S)
+        assert run_in_background(threading.get_ident).result(DEADLINE_S) == first

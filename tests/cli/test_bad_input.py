@@ -89,7 +89,7 @@ def test_settings(toml: Path, overrides: list[str], parts: list[str]) -> None:
 
 
 def test_no_port_of_a_controller() -> None:
-    check(llamarl_here("host", "127.0.0.2:65536"), "ADDRESS '127.0.0.2:65536' is no address:port", command="host")
+    check(llamarl_here("host", "127.0.0.2:65536"), "ADDRESS '127.0.0.2:65536' is not address:port", command="host")
     away = llamarl_here("host", "127.0.0.2:6700", "--address", "127.0.0.3", "--weights-address", "192.0.2.1")
     check(away, "--weights-address 192.0.2.1: this machine has no such IPv4 address", command="host")
     near = llamarl_here("host", "127.0.0.2:6700", "--address", "node-b", "--weights-address", "127.0.0.1")
@@ -174,8 +174,8 @@ def rewritten(file: str, text: str) -> Callable[[Path], object]:
         (rewritten("config.json", "[" * 10**5), "is not valid JSON"),
         (rewritten("config.json", '{"hidden_size": ' + "9" * 5000 + "}"), "is not valid JSON"),
         (rewritten("tokenizer.json", '{"model": {"type": "Rubbish"}}'), "tokenizer.json cannot be read"),
-        (rewritten("tokenizer_config.json", '{"eos_token": 5}'), "eos_token = 5 is no text"),
-        (rewritten("tokenizer_config.json", '{"eos_token": {"a": "b"}}'), "eos_token = {'a': 'b'} is no text"),
+        (rewritten("tokenizer_config.json", '{"eos_token": 5}'), "eos_token = 5 is not text"),
+        (rewritten("tokenizer_config.json", '{"eos_token": {"a": "b"}}'), "eos_token = {'a': 'b'} is not text"),
         (rewritten("generation_config.json", '{"eos_token_id": {"a": 1}}'), "eos_token_id = {'a': 1}"),
         (rewritten("generation_config.json", '{"eos_token_id": ["a"]}'), "eos_token_id"),
     ],
@@ -258,7 +258,7 @@ def test_missing_model_folder(toml: Path) -> None:
         ('{"question": "a", "answer": "1"}\n\n{"answer": "1"}\n', ["problems.jsonl:3", "`question`"]),
         ('{"question": "a"}\n', ["problems.jsonl:1", "`answer`"]),
         ('{"question": "a", "answer": NaN}\n', ["problems.jsonl:1", "NaN is not a number"]),
-        ('{"question": "\\ud800", "answer": "1"}\n', ["problems.jsonl:1", "lone surrogate"]),
+        ('{"question": "\\ud800", "answer": "1"}\n', ["problems.jsonl:1", "half of a character"]),
         ('{"question": "a", "answer": ' + "9" * 5000 + "}", ["problems.jsonl:1", "cannot be read"]),
         ("[" * 100_000, ["problems.jsonl:1", "cannot be read"]),
         ('{"question": "' + "a" * (2 << 20) + '", "answer": "1"}', ["problems.jsonl:1", "a row may have 1,048,576"]),
@@ -309,7 +309,7 @@ def test_overwrite_deletes_nothing_but_runs(toml: Path, is_file: bool) -> None:
     else:
         folder.mkdir(parents=True)
         (folder / "thesis.tex").write_text("precious")
-    check(llamarl_here("train", toml, "--overwrite"), str(folder), "not a run folder")
+    check(llamarl_here("train", toml, "--overwrite"), str(folder), "not only a run folder")
     assert folder.read_text() == "precious" if is_file else (folder / "thesis.tex").exists()
 
 
@@ -342,16 +342,16 @@ def test_unknown_commands() -> None:
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
-    check(llamarl_here("export", tmp_path), "no run folder", command="export")
+    check(llamarl_here("export", tmp_path), str(tmp_path), "config.toml", command="export")
 
 
 def test_what_takes_long_says_where_it_is(toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llamarl.cli.options.DELAY_S", 0.2)
+    monkeypatch.setattr("llamarl.observability.spans.DELAY_S", 0.2)
     (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(0.7)\n")
     monkeypatch.syspath_prepend(tmp_path)
     done = llamarl_here("train", toml, "--reward.parts", "['sleeps:Mine']")
     assert done.returncode == 2
-    assert "llamarl train: still importing what the settings name; Ctrl-C ends it" in done.stderr
+    assert "llamarl train: still importing the modules that the settings name; Ctrl-C ends it" in done.stderr
 
 
 @pytest.mark.parametrize("output", ["ascii", "closed"])
@@ -367,11 +367,11 @@ def test_a_finished_run_is_one_on_a_full_disk(toml: Path) -> None:
     command = f"{shlex.join(map(str, LLAMARL))} train {toml} --cluster.kind inline --steps 1 > /dev/full"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment(), cwd=ROOT)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    assert "No space left on device at the output; the summary is in" in done.stderr
+    assert "No space left on device while writing the output; the summary is in" in done.stderr
 
 
 def test_surroundings_that_nothing_can_work_in(toml: Path, tmp_path: Path) -> None:
-    for start, part in (("ulimit -n 40", "allows 40 open files"), ("cd $(mktemp -d); rmdir $PWD", "was deleted")):
+    for start, part in (("ulimit -n 40", "allows 40 open files"), ("cd $(mktemp -d); rmdir $PWD", "has been deleted")):
         command = f"{start}; {shlex.join(map(str, LLAMARL))} train {toml}"
         env = environment() | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env, cwd=tmp_path)

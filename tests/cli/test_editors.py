@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import tomllib
@@ -66,17 +68,71 @@ def test_bash_completes_commands_options_settings_and_names(tmp_path: Path) -> N
     assert offered("llamarl", "launch", "sl") == ["slurm"]
 
 
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_know_the_same(shell: str, tmp_path: Path) -> None:
+OFFERED = {
+    ("trai",): {"train"},
+    ("train", "--trainer.learning_r"): {"--trainer.learning_rate"},
+    ("train", "--overw"): {"--overwrite"},
+    ("train", "demo_m"): {"demo_moe"},
+    ("sft", "demo_sf"): {"demo_sft"},
+    ("launch", "sl"): {"slurm"},
+}
+"""What a shell offers for the last word."""
+BARE_ZSH = """
+compadd() { shift; print -l -- ${(M)@:#$PREFIX*} }
+_files() { }
+compdef() { print -- $1 >&2 }
+"""
+"""Builtins of zsh that work only while a key is handled, as functions that print what they would offer."""
+
+
+def needs(shell: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(shutil.which(shell) is None, reason=f"no {shell} here (apt-get install {shell})")
+
+
+def script_of(shell: str, folder: Path) -> Path:
     done = llamarl_here("completion", shell)
     assert done.returncode == 0, done.stderr
-    for command in COMMANDS:
-        assert command in done.stdout
-    assert "trainer.learning_rate" in done.stdout and "demo_moe" in done.stdout
-    if shutil.which(shell):
-        script = tmp_path / "script"
-        script.write_text(done.stdout)
-        assert subprocess.run([shell, "--no-execute", str(script)]).returncode == 0
+    (script := folder / f"llamarl.{shell}").write_text(done.stdout)
+    return script
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_know_the_same(shell: str, tmp_path: Path) -> None:
+    text = script_of(shell, tmp_path).read_text()
+    assert all(command in text for command in COMMANDS)
+    assert "trainer.learning_rate" in text and "demo_moe" in text
+
+
+@needs("zsh")
+def test_zsh_completes(tmp_path: Path) -> None:
+    script = script_of("zsh", tmp_path)
+    for words, offered in OFFERED.items():
+        given = f"words=(llamarl {' '.join(words)}); CURRENT={len(words) + 1}; PREFIX={words[-1]}"
+        text = f"{BARE_ZSH} source {script}; {given}; _llamarl"
+        ran = subprocess.run(["zsh", "-f", "-c", text], cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert (set(ran.stdout.split()), ran.stderr) == (offered, "_llamarl\n"), words
+
+
+@needs("zsh")
+def test_zsh_takes_the_script_behind_its_own(tmp_path: Path) -> None:
+    """As `docs/commands.md` says: `eval` after `compinit`."""
+    script = script_of("zsh", tmp_path)
+    text = f'autoload -Uz compinit; compinit -u -d dump; eval "$(cat {script})"; print $_comps[llamarl]'
+    ran = subprocess.run(["zsh", "-f", "-c", text], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert (ran.stdout, ran.stderr) == ("_llamarl\n", "")
+
+
+@needs("fish")
+def test_fish_completes(tmp_path: Path) -> None:
+    script = script_of("fish", tmp_path)
+    asked = "".join(f"echo {at}; complete -C 'llamarl {' '.join(words)}'\n" for at, words in enumerate(OFFERED))
+    home = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+    command = ["fish", "--no-config", "-c", f"source {script}\n{asked}"]
+    ran = subprocess.run(command, cwd=tmp_path, env=home, capture_output=True, text=True, check=True)
+    assert ran.stderr == ""
+    of_each = re.split(r"^\d+\n", ran.stdout, flags=re.MULTILINE)[1:]
+    for said, (words, offered) in zip(of_each, OFFERED.items(), strict=True):
+        assert {line.partition("\t")[0] for line in said.splitlines()} == offered, words
 
 
 def test_a_help_text_shows_types() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.config import ConfigError, load_config
-from llamarl.config.load import load_recorded
+from llamarl.config import ConfigError, RunConfig, load_config
+from llamarl.config.elsewhere import ELSEWHERE
+from llamarl.config.load import last_names, load_recorded
 from tests.end_to_end.tiny import llamarl_here
 
 
@@ -26,6 +27,22 @@ from tests.end_to_end.tiny import llamarl_here
         ("train demo --wach", ("--watch",)),
         ("train demo --rollout.learning_rate 1e-5", ("`trainer.learning_rate`",)),
         ("train demo --trainer.learning_rat 1e-5", ("`learning_rate`",)),
+        ("train demo --num_generations 8", ("--rollout.group_size",)),
+        ("train demo --num-generations=8", ("--rollout.group_size",)),
+        ("train demo --actor_rollout_ref.rollout.n 8", ("--rollout.group_size",)),
+        ("train demo --rollout.n 8", ("`rollout.group_size`",)),
+        ("train demo --trainer.optim.lr 1e-6", ("`trainer.learning_rate`",)),
+        ("train demo --orchestrator.batch_size 8", ("--rollout.prompts_per_step",)),
+        ("train demo --beta 0.1", ("--reference.kl_coefficient",)),
+        ("train demo --temperature 0.7", ("--rollout.temperature", "--eval.temperature")),
+        ("train demo --epsilon 0.2", ("`trainer.loss.clip`", "`trainer.loss.clip_low`")),
+        ("train demo --trainer.loss grpo --trainer.loss.epsilon 0.2", ("`trainer.loss.clip`",)),
+        ("train demo --num_train_epochs 3", ("`steps`",)),
+        ("train demo --trainer.advantage rloo", ("`leave_one_out`",)),
+        ("train demo --trainer.loss dpo", ("no DPO",)),
+        ("generate m --prompts x --max_tokens 3", ("--rollout.max_new_tokens",)),
+        ("eval m x --n 3", ("--eval.samples",)),
+        ("serve m --tensor-parallel-size 2", ("--generator.tensor_parallel",)),
         ("sft demo --dry-runs", ("--dry-run",)),
         ("explain demo --jsn", ("--json",)),
         ("generate m --prompts x --max_new_tokens 3", ("--rollout.max_new_tokens",)),
@@ -39,6 +56,21 @@ def test_what_was_meant_is_named(words: str, named: tuple[str, ...]) -> None:
     (line,) = done.stderr.splitlines()
     for name in named:
         assert name in line.partition("; ")[2], line
+
+
+def test_names_of_other_frameworks_in_python() -> None:
+    for name, value, meant in (("num_generations", 8, "rollout.group_size"), ("lr", 1e-6, "trainer.learning_rate")):
+        with pytest.raises(ConfigError, match=rf"`{name}`; did you mean `{meant}`"):
+            load_config("demo", settings={name: value})
+
+
+def test_the_table_names_settings_that_are_here() -> None:
+    """And no name of its own hides one of ours."""
+    known = {name for names in last_names(RunConfig).values() for name in names}
+    for other, meant in ELSEWHERE.items():
+        named = re.findall("`([a-z_]+[.][a-z_.]+)`", meant) if isinstance(meant, str) else meant
+        assert all(one in known or one.startswith("trainer.loss.") for one in named), other
+        assert other not in known
 
 
 def test_a_name_in_a_file_too(tmp_path: Path, toml: Path) -> None:

@@ -132,7 +132,7 @@ ROW = {"question": "1 + 1?", "answer": "2"}
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ('{"question": "a", "answer": "1", "answer": "2"}', "'answer' appears twice"),
+        ('{"question": "a", "answer": "1", "answer": "2"}', "'answer' is there twice"),
         ('{"question": "a", "answer": ' + DIGITS + "}", "cannot be read"),
         ('{"question": "a", "answer": "1", "x": ' + "[" * 100_000, "cannot be read"),
         ('{"question": "a", "answer": NaN}', "NaN is not a number"),
@@ -198,7 +198,7 @@ def header_with(**values: object) -> Callable[[Path], object]:
         (config_with(num_attention_heads=-1), "num_attention_heads"),
         (config_with(head_dim=0.5), "head_dim"),
         (config_with(intermediate_size="a" * 5000), "intermediate_size"),
-        (rewritten("config.json", '{"model_type": "llama", "model_type": "qwen2"}'), "'model_type' appears twice"),
+        (rewritten("config.json", '{"model_type": "llama", "model_type": "qwen2"}'), "'model_type' is there twice"),
         (rewritten("generation_config.json", '{"eos_token_id": 400}'), "eos_token_id"),
         (rewritten("generation_config.json", '{"eos_token_id": -1}'), "eos_token_id"),
         (two_of_one_id, "two tokens the same id"),
@@ -251,7 +251,7 @@ def test_outputs_take_the_place_of_nothing_that_is_needed(
     command, *rest = [{"RUN": str(run), "MODEL": str(model), "DATA": str(data)}.get(word, word) for word in words]
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for path in sorted(set(before) - {data, toml}):
-        refused(llamarl_here(command, *rest, path), words[-1], f"{path} is part of the record of run", command=command)
+        refused(llamarl_here(command, *rest, path), words[-1], f"{path} belongs to the record of run", command=command)
     refused(llamarl_here(command, *rest, tmp_path / "none" / "x"), "there is no folder", command=command)
     if str(data) in rest:
         refused(llamarl_here(command, *rest, data), f"{data} is a file that this command reads", command=command)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.cli import options
 from llamarl.config import ConfigError
 from llamarl.data.tokenizer import Tokenizer
+from llamarl.observability import spans
 from llamarl.parts.page.cli.report import decoder
 from llamarl.run.hub_pins import base_model
 from tests.end_to_end.tiny import llamarl_here, make_model, write_toml
@@ -26,7 +26,7 @@ def test_every_command_that_takes_long_says_where_it_is(
     model, prompts = make_model(tmp_path / "model"), tmp_path / "prompts.txt"
     prompts.write_text("1 2 3\n")
     toml = write_toml(tmp_path, model)
-    monkeypatch.setattr(options, "DELAY_S", 0.05)
+    monkeypatch.setattr(spans, "DELAY_S", 0.05)
     monkeypatch.setattr(Tokenizer, "__init__", read_slowly)
     arguments: dict[str, tuple[object, ...]] = {
         "train": (toml, "--output", tmp_path),
@@ -55,7 +55,7 @@ def test_a_runs_model_is_found_from_any_folder(tmp_path: Path, monkeypatch: pyte
 
 def test_a_report_says_why_tokens_are_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert decoder(tmp_path) is None
-    assert "tokens are shown by their numbers, as no tokenizer was read: " in capsys.readouterr().err
+    assert "tokens are shown as numbers because the tokenizer cannot be read: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

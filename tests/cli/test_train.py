@@ -24,7 +24,7 @@ def test_truncated_weights(toml: Path, model: Path, tmp_path: Path, kind: str) -
     folder = damaged(model, tmp_path, lambda copy: halve(copy / "model.safetensors"))
     run = llamarl if kind == "monarch" else llamarl_here
     done = run("train", toml, "--model.path", folder, "--cluster.kind", kind)
-    check(done, "model.safetensors", "no whole safetensors file", "copy it again")
+    check(done, "model.safetensors", "not a whole safetensors file", "copy it again")
     assert not (toml.parent / "runs").exists()
 
 
@@ -42,7 +42,7 @@ def test_what_an_executor_refuses_leaves_no_run(toml: Path, model: Path, tmp_pat
     assert (toml.parent / "runs/tiny").exists()
     done = run("train", toml, *options)
     assert done.returncode == 0, done.stderr
-    check(run("train", toml, *options), "exists; continue it")
+    check(run("train", toml, *options), "exists; resume it")
 
 
 def test_a_port_that_another_listens_at(toml: Path, tmp_path: Path) -> None:

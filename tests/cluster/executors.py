@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar
 
-from llamarl.cluster.executor import Executor
+from llamarl.cluster.api import Executor
 from llamarl.config.errors import RanksLost
 from llamarl.observability.spans import stage
 

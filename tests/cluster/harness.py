@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
+from llamarl.cluster import fork_server
 from llamarl.cluster.api import (
     Cluster,
     ExecutorSpec,
@@ -40,11 +41,11 @@ def forking(*light: str) -> Iterator[ForkServer]:
     finally:
         sys.path.remove(str(HERE))
     os.environ[SERVER] = server.place
+    fork_server._shared.append(server)
     try:
         yield server
     finally:
-        del os.environ[SERVER]
-        server.close()
+        fork_server.end()
 
 
 def run(main: Callable[[Cluster], Awaitable[None]], kind: Kind, log_folder: Path | None = None) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from llamarl.cluster import rank
 from llamarl.cluster.api import (
+    MAX_MESSAGE_BYTES,
     MAX_PAYLOAD_BYTES,
     CallTimeout,
     Cluster,
@@ -20,8 +21,8 @@ from llamarl.cluster.api import (
     MeshFailed,
     PayloadTooLarge,
     RemoteError,
+    Reply,
 )
-from llamarl.cluster.payload import MAX_MESSAGE_BYTES, Reply
 from llamarl.config import ConfigError
 from tests.cluster.harness import CALL_S, SPAWN_S, Kind, echo, run
 
@@ -232,7 +233,7 @@ def test_spawn_reports_what_went_wrong(kind: Kind) -> None:
         assert re.search(r"(?s)broken\.__init__ failed.*ValueError: no such checkpoint", broken)
         assert re.search(r"(?s)missing\.__init__ failed.*no_such_module", missing)
         assert re.search(
-            r"slow\.start had no answer after 2 s \(cluster.start_timeout_s\); slow (is in start for|has not said yet)",
+            r"slow\.start had no answer after 2 s \(cluster.start_timeout_s\); slow (is in start|has not reported)",
             slow,
         )
         with pytest.raises(PayloadTooLarge):

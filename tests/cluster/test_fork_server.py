@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from llamarl.cluster import fork_server, launcher
+from llamarl.cluster import fork_server, launcher, monarch
 from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, MeshFailed
 from tests.cluster.harness import CALL_S, HERE, SPAWN_S, echo, forking, is_alive, run, until
 
@@ -30,6 +30,10 @@ def parent(pid: int) -> int:
 def is_forked(handle: ExecutorHandle) -> bool:
     """Whether its ranks have come from a server."""
     return all(parent(pid) != os.getpid() for pid in handle.pids)
+
+
+def children(of: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{of}/task/{of}/children").read_text().split()]
 
 
 def launchers() -> list[int]:
@@ -121,6 +125,7 @@ def test_a_server_that_is_killed_while_it_is_asked_costs_a_start_only(tmp_path: 
     """Stopped, so that it has the request and does not answer."""
 
     async def main(cluster: Cluster) -> None:
+        await until(lambda: server.is_ready("executors"), CALL_S)
         os.killpg(server.pid, signal.SIGSTOP)
         spawning = asyncio.ensure_future(cluster.spawn(echo(), SPAWN_S))
         await until(lambda: bool(launchers()), CALL_S)
@@ -131,6 +136,48 @@ def test_a_server_that_is_killed_while_it_is_asked_costs_a_start_only(tmp_path: 
 
     with forking() as server:
         run(main, "monarch", tmp_path)
+
+
+def test_a_server_that_does_not_answer_costs_a_start_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And when it goes on, it starts no second process for that rank."""
+    patient, hasty = f"WAIT_S = {launcher.WAIT_S}", "WAIT_S = 0.3"
+    assert patient in monarch._LAUNCHER
+    monkeypatch.setattr(monarch, "_LAUNCHER", monarch._LAUNCHER.replace(patient, hasty))
+
+    async def main(cluster: Cluster) -> None:
+        await until(lambda: server.is_ready("executors"), CALL_S)
+        os.killpg(server.pid, signal.SIGSTOP)
+        first = await cluster.spawn(echo(), SPAWN_S)
+        assert not is_forked(first)
+        os.killpg(server.pid, signal.SIGCONT)
+        second = await cluster.spawn(echo("second"), SPAWN_S)
+        assert is_forked(second)
+        await until(lambda: set(of_server()) == {*second.pids}, CALL_S)
+
+    def of_server() -> list[int]:
+        """Ranks below the last stage of the server."""
+        (stage,) = children(server.pid)
+        return children(stage)
+
+    with forking() as server:
+        run(main, "monarch", tmp_path)
+    assert "0.3 s" in (tmp_path / "echo.log").read_text()
+
+
+def test_a_rank_is_not_started_before_the_server_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Monarch waits for a started rank less long than imports may take."""
+
+    async def main(cluster: Cluster) -> None:
+        monkeypatch.setattr(server, "is_ready", lambda module: is_ready and module == "executors")
+        stages, is_ready = list[str](), False
+        spawning = asyncio.ensure_future(cluster.spawn(echo(), SPAWN_S, stages.append))
+        await asyncio.sleep(0.5)
+        assert not launchers() and stages == ["imports modules"]
+        is_ready = True
+        assert is_forked(await spawning)
+
+    with forking() as server:
+        run(main, "monarch")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from llamarl.cluster.deaths import rank_of
+from llamarl.cluster.handle import rank_of
 
 pytest.importorskip("monarch", reason="the engine is not installed")
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 
-from llamarl.cluster.payload import error_reply
+from llamarl.cluster.api import error_reply
 from llamarl.config.load import validated
 from llamarl.config.sft import SftConfig
 

@@ -6,23 +6,23 @@ import socket
 import subprocess
 import sys
 
-from llamarl.cluster.private_sockets import open_to_all
+from llamarl.cluster.engine_sockets import open_to_all
 from tests.end_to_end.tiny import ROOT
 
 START = """
 import asyncio, sys
-from llamarl.cluster import engine_calls, private_sockets
+from llamarl.cluster import engine_sockets
 from llamarl.cluster.engine_files import own_temporary_folder
 own_temporary_folder()
 if sys.argv[1] == "fails":
-    engine_calls._slots = lambda *_: ()
+    engine_sockets._slots = lambda *_: ()
 from llamarl.cluster.monarch import MonarchCluster
 from tests.cluster.harness import echo
 
 async def main():
     cluster = MonarchCluster(None)
     await cluster.spawn(echo(), 30.0)
-    print(len(private_sockets.open_to_all()))
+    print(len(engine_sockets.open_to_all()))
     await cluster.shutdown(10.0)
 
 asyncio.run(main())

@@ -12,8 +12,17 @@ from typing import Any
 
 import pytest
 
-from llamarl.cluster.api import CallTimeout, Cluster, ExecutorHandle, ExecutorSpec, MeshFailed
-from llamarl.cluster.payload import DEALT_BYTES, MAX_DEALT_RANKS, MAX_MESSAGE_BYTES, Deal
+from llamarl.cluster.api import (
+    DEALT_BYTES,
+    MAX_DEALT_RANKS,
+    MAX_MESSAGE_BYTES,
+    CallTimeout,
+    Cluster,
+    Deal,
+    ExecutorHandle,
+    ExecutorSpec,
+    MeshFailed,
+)
 from tests.cluster.harness import CALL_S, SPAWN_S, echo, run
 
 NUM_RANKS = 3

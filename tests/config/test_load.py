@@ -36,7 +36,7 @@ def test_defaults_fill_in(minimal: Path) -> None:
         ("stepz = 3", "unknown option `stepz`; did you mean `steps`?"),
         ("zzz = 3", "unknown option `zzz`; known here: name, output, seed, steps, recipe, model, data"),
         ("[trainer]\nlearning_rat = 1.0", "unknown option `trainer.learning_rat`; did you mean `learning_rate`?"),
-        ("[trainer]\nlr = 1.0", "unknown option `trainer.lr`; did you mean `learning_rate`?"),
+        ("[trainer]\nlr = 1.0", "unknown option `trainer.lr`; did you mean `trainer.learning_rate`?"),
         ("[rollout]\nxy = 1.0", "unknown option `rollout.xy`; known here: "),
         ("x = 1.0", "unknown option `x`; known here: "),
         ("steps = 'ten'", "`steps = 'ten'`: input should be a valid integer"),
@@ -223,6 +223,17 @@ def test_part_by_name_and_an_option(write: Write) -> None:
     assert load_config(path, ["--trainer.loss.rho", "8"]).trainer.loss.options == {"rho": 8}
     both = load_config(path, ["--trainer.loss=other", "--trainer.loss.beta=0.1"]).trainer.loss
     assert (both.name, both.options) == ("other", {"beta": 0.1})
+
+
+def test_options_of_a_part_may_stand_before_its_name(minimal: Path) -> None:
+    """The name would replace them, and the run would train with the defaults."""
+    words = ["--trainer.loss.clip", "0.1", "--trainer.loss", "ppo_clip"]
+    assert load_config(minimal, words).trainer.loss.options == {"clip": 0.1}
+    for settings in (
+        {"trainer.loss.clip": 0.1, "trainer.loss": "ppo_clip"},
+        {"trainer.loss.clip": 0.1, "trainer": {"loss": "ppo_clip", "passes": 2}},
+    ):
+        assert load_config(minimal, settings=settings).trainer.loss.options == {"clip": 0.1}, settings
 
 
 def test_what_graphs_capture_is_said_of_cut_models_too() -> None:

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.cluster.api import MeshFailed
-from llamarl.cluster.port import port
+from llamarl.cluster.api import MeshFailed, port
 from llamarl.config import RunConfig
 from llamarl.config.data import OF_EVAL
 from llamarl.controller.admission import Problems

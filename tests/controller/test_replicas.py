@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from llamarl.cluster.api import MeshFailed
-from llamarl.cluster.port import port
+from llamarl.cluster.api import MeshFailed, port
 from llamarl.controller import weights
 from llamarl.controller.flight import Flight, Replicas
 from llamarl.controller.ports import TrainerPort

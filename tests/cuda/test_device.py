@@ -24,9 +24,9 @@ from llamarl.kernels.gpu import kernel, reason
 from llamarl.models.attention import packed_attend
 from llamarl.models.hf import new_model
 from llamarl.models.shape import ModelShape, MoeShape
-from llamarl.training import logprobs
-from llamarl.training.logprobs import target_logprobs
+from llamarl.training import policy
 from llamarl.training.optimization import finished
+from llamarl.training.policy import target_logprobs
 from llamarl.training.trainer import Trainer
 from llamarl.types import GenerationRequest, SampleGroup, SamplingParams, TrainSample
 from llamarl.weight_sync.base import plan_writers
@@ -198,7 +198,7 @@ def test_log_probs_have_float32_sums(monkeypatch: pytest.MonkeyPatch, cutoffs_R:
     torch.manual_seed(0)
     hidden, head = torch.randn(300, 256).bfloat16(), (torch.randn(3000, 256) * 0.1).bfloat16()
     targets, weight = torch.randint(0, 3000, (300,)), torch.randn(300).double()
-    monkeypatch.setattr(logprobs, "TILE_LOGITS", 300 * 700)  # several tiles, the last one narrower
+    monkeypatch.setattr(policy, "TILE_LOGITS", 300 * 700)  # several tiles, the last one narrower
     found = []
     for device, dtype in ((GPU, torch.bfloat16), (torch.device("cpu"), torch.float64)):
         inputs = [x.detach().to(device, dtype).requires_grad_() for x in (hidden, head)]

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
-from llamarl.distributed.rendezvous import Rendezvous, RendezvousStore
+from llamarl.distributed.links import Rendezvous, RendezvousStore
 from tests.fork_server import fork_server
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from llamarl.distributed import interrupt
+from llamarl.distributed import watch
 
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, socket.socket]]:
     """A connection, where there are no groups."""
-    monkeypatch.setattr(interrupt, "_abort_process_group", lambda: None)
+    monkeypatch.setattr(watch, "_abort_process_group", lambda: None)
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as one:
         other, _ = listener.accept()
         with other:
@@ -41,20 +41,20 @@ class Sender(threading.Thread):
 def end(one: socket.socket) -> float:
     """How long it took."""
     start_s = time.monotonic()
-    interrupt.end_collectives({inode for inode, fd in interrupt.open_sockets().items() if fd == one.fileno()})
+    watch.end_collectives({inode for inode, fd in watch.open_sockets().items() if fd == one.fileno()})
     return time.monotonic() - start_s
 
 
 def test_at_once_when_all_wait(pair) -> None:
     one, other = pair
-    assert end(one) >= interrupt.QUIET_S
+    assert end(one) >= watch.QUIET_S
     assert one.recv(1) == other.recv(1) == b"", "both ends see it"
 
 
 def test_not_while_bytes_move(pair, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = pair
-    monkeypatch.setattr(interrupt, "QUIET_S", 1.0)
-    monkeypatch.setattr(interrupt, "PATIENCE_S", 600.0)
+    monkeypatch.setattr(watch, "QUIET_S", 1.0)
+    monkeypatch.setattr(watch, "PATIENCE_S", 600.0)
     sender = Sender(other)
     threading.Timer(2.0, sender.over.set).start()
     assert 2.0 < end(one) < 120
@@ -64,7 +64,7 @@ def test_not_while_bytes_move(pair, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bytes_that_never_stop_end_too(pair, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = pair
-    monkeypatch.setattr(interrupt, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(watch, "PATIENCE_S", 0.2)
     sender = Sender(other)
     assert end(one) >= 0.2
     sender.join(240)
@@ -73,11 +73,11 @@ def test_bytes_that_never_stop_end_too(pair, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_deaf_port_keeps_its_connections_and_takes_no_new_ones(pair) -> None:
     one, other = pair
-    before = interrupt.open_sockets().keys()
+    before = watch.open_sockets().keys()
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as known:
         accepted, _ = listener.accept()
         with accepted:
-            interrupt.deafen(interrupt.open_sockets().keys() - before)
+            watch.drop_incoming(watch.open_sockets().keys() - before)
             with pytest.raises(TimeoutError):
                 socket.create_connection(listener.getsockname(), 0.3)
             known.sendall(b"x")

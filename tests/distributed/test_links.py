@@ -132,7 +132,7 @@ def test_one_who_says_nothing_holds_up_nobody() -> None:
 
 
 def test_ranks_that_do_not_come_are_counted() -> None:
-    with pytest.raises(TimeoutError, match="only 1 of 3 ranks have come"):
+    with pytest.raises(TimeoutError, match="only 1 of 3 ranks"):
         RankLinks(0, 3, WAIT_S).listen("127.0.0.1", SECRET, lambda place: None, 0.05)
 
 

@@ -17,10 +17,9 @@ import pytest
 import torch
 
 from llamarl.distributed import mesh
-from llamarl.distributed.interrupt import open_sockets
-from llamarl.distributed.links import RanksLost, connect
-from llamarl.distributed.rendezvous import Note, Rendezvous, RendezvousStore, open_rendezvous
+from llamarl.distributed.links import Note, RanksLost, Rendezvous, RendezvousStore, connect, open_rendezvous
 from llamarl.distributed.store import TorchStore
+from llamarl.distributed.watch import open_sockets
 from tests.distributed.ranks import Workers, join, rendezvous, results
 
 PARTS = [*(bytes([number]) * 100_000 for number in range(3)), b"." * 99_997]

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 
-from llamarl.distributed.rendezvous import Note, RendezvousStore
+from llamarl.distributed.links import Note, RendezvousStore
 
 
 def test_a_moment_without_descriptors_closes_no_store(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-from llamarl.distributed.rendezvous import RendezvousStore
-from llamarl.distributed.streams import MAX_PIECES, receive, send
+from llamarl.distributed.links import MAX_PIECES, RendezvousStore, receive, send
 
 Ends = tuple[Connection, Connection]
 

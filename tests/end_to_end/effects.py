@@ -30,8 +30,8 @@ from llamarl.parts.forecast.simulator.run import simulate
 from llamarl.parts.forecast.simulator.split import Split
 from llamarl.parts.hosts.launch import script
 from llamarl.parts.page.trackers.prometheus import Prometheus
-from llamarl.training.compute import set_compute
-from llamarl.training.health import Health
+from llamarl.training.optimization import Health
+from llamarl.training.policy import set_compute
 from llamarl.training.result import NonFiniteStep
 from llamarl.types import GenerationRequest, SamplingParams
 from tests.controller.fakes import Run, config, kills

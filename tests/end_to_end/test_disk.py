@@ -60,7 +60,7 @@ def test_the_disk_fills_up(disk: Path, toml: Path, tmp_path: Path) -> None:
     )
     assert files.startswith("Files: "), "one sentence, not a traceback"
     assert "Traceback" not in said
-    assert sum("is not saved" in line for line in lines) == 1 and "--resume continues from step" in last
+    assert sum("was not saved" in line for line in lines) == 1 and "--resume continues from step" in last
     summary = command.out.read_text().partition("stopping executors\n")[2]
     assert summary.startswith("tiny: FAILED: no checkpoint at step 150")
     assert "step 150/150" in command.out.read_text(), "the run did not go on"

@@ -216,7 +216,7 @@ def test_sets_that_are_trained_on_are_said_by_name(tmp_path: Path, several: Path
         ("--data.eval.1.temperature=0", "data.eval.1.temperature = 0 with samples = 4: greedy responses are"),
         (
             "--data.eval.2.sample=3",
-            "`data.eval.2.sample` is not a setting, nor an option of `list_functions`; did you mean `samples`?",
+            "`data.eval.2.sample` is not a setting, and `list_functions` has none; did you mean `samples`?",
         ),
         ("--data.eval.0.count=0", "data.eval (greedy)"),
         ("--data.eval.1.max_prompt_tokens=2", "data.eval (sampled)"),

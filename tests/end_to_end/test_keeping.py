@@ -44,7 +44,7 @@ def test_killed_it_becomes_what_it_would_have_become(tmp_path: Path, toml: Path)
     assert 5 <= done_before < STEPS
     done = llamarl_here("train", toml, "--output", run.parent, *EXACT, "--resume")
     assert done.returncode == 0, done.stderr
-    assert "repeating steps after the checkpoint" in done.stdout
+    assert "repeating the steps after the checkpoint" in done.stdout
     assert "--resume" not in done.stderr and "fingerprint" not in done.stderr
     assert recorded(run) == recorded(whole)
     steps = [[row["step"] for row in rows(one / "metrics.jsonl") if row["kind"] == "step"] for one in (run, whole)]

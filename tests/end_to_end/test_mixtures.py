@@ -149,7 +149,7 @@ def test_another_mixture_does_not_go_on(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("--data.train.0.wieght", 2), "`data.train.0.wieght` is not a setting, nor an option of `running_total`; did"),
+        (("--data.train.0.wieght", 2), "`data.train.0.wieght` is not a setting, and `running_total` has none; did"),
         (("--data.train", "['json:loads']"), "source 'loads': `data.train = 'json:loads'` must be a dataclass"),
         (("--data.train.1.reward", "nope"), "source 'list_functions': `reward.parts = 'nope'` is unknown"),
         (("--data.train.1.environment", "no"), "source 'list_functions': `rollout.environment = 'no'` is unknown"),

@@ -109,5 +109,5 @@ def test_its_replay_is_equal_or_says_in_a_sentence_why_not(run: Path, monkeypatc
     done = llamarl_here("replay", "old", "--only", "train")  # elsewhere a generator differs in the last digits
     assert done.returncode == 1
     (said,) = done.stderr.splitlines()
-    cause = "which code of llamarl the run was computed by is not on record"
+    cause = "the record does not say by which code of llamarl the run was computed"
     assert re.fullmatch(rf"llamarl replay: step 1, .*: recorded .*, replayed .*\. Likely cause: {cause}", said)

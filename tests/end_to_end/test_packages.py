@@ -15,6 +15,8 @@ import pytest
 from tests.end_to_end.tiny import ROOT, make_model, write_toml
 
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
+CONFIGS = ("demo.toml", "run.schema.json", "sft.schema.json")
+"""Configurations, and the schemas that their first lines name."""
 OF_VERSION_CONTROL = (".gitignore",)
 
 
@@ -59,7 +61,7 @@ def test_nothing_is_missing(packages: tuple[Path, Path], tracked: set[str]) -> N
         of_wheel = set(archive.namelist())
         metadata = archive.read(next(name for name in of_wheel if name.endswith("METADATA"))).decode()
     wanted = {name for name in tracked if name.startswith("llamarl/")}
-    assert {"llamarl/py.typed", "llamarl/configs/demo.toml"} < wanted
+    assert {"llamarl/py.typed", *(f"llamarl/configs/{name}" for name in CONFIGS)} < wanted
     assert wanted - of_wheel == set()
     assert {name.split("/")[0] for name in of_wheel if "dist-info" not in name} == {"llamarl"}
     for line in ("Requires-Dist: huggingface-hub", "License-Expression: Apache-2.0", "# llamarl", "Typing :: Typed"):

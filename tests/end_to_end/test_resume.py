@@ -61,7 +61,7 @@ def test_from_a_copy_when_the_machine_is_gone(tmp_path: Path, toml: Path, comman
     assert sorted(path.name for path in there.glob("tiny/step-*")) == ["step-00000004", "step-00000005"]
     shutil.rmtree(tmp_path / "here")
     done = llamarl_here(*run, "--steps", 6)
-    assert done.returncode == 2 and "there/tiny holds checkpoints of a run; continue it (--resume)" in done.stderr
+    assert done.returncode == 2 and "there/tiny holds checkpoints of a run; resume it (--resume)" in done.stderr
     done = llamarl_here(*run, "--steps", 6, "--resume")
     assert done.returncode == 0, done.stderr
     assert "--resume: the checkpoint of step 5 was restored from" in done.stderr

@@ -81,7 +81,7 @@ def test_an_end_saves_and_the_run_goes_on_from_there(toml: Path) -> None:
     finally:
         ended.set()
         ending.join()
-    assert (done.returncode, "ended by SIGTERM; go on with --resume" in done.stderr) == (130, True), done.stderr
+    assert (done.returncode, "ended by SIGTERM; continue with --resume" in done.stderr) == (130, True), done.stderr
     ends = [row for row in rows(folder / "events.jsonl") if row["kind"] == "end"]
     assert [(row["end"], "SIGTERM" in row["reason"]) for row in ends] == [("interrupted", True)]
     (saved,) = (folder / "checkpoints").glob("step-*")

@@ -149,7 +149,7 @@ class Ledgered(SimulatedHandle):
     async def status(self, timeout_s: float) -> HostStatus:
         if self._frozen_s < math.inf and not self._ended:
             await asyncio.sleep(timeout_s)
-            raise CallTimeout(self.name, "status", timeout_s, "has not said yet what it does")
+            raise CallTimeout(self.name, "status", timeout_s, "has not reported yet what it does")
         return await super().status(timeout_s)
 
 

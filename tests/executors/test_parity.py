@@ -19,7 +19,7 @@ import torch
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import GeneratorConfig
 from llamarl.controller.weights import mismatch_of
-from llamarl.distributed.interrupt import open_sockets
+from llamarl.distributed.watch import open_sockets
 from llamarl.executors.generator import GeneratorExecutor
 from llamarl.executors.replies import Published
 from llamarl.executors.trainer import TrainerExecutor

@@ -23,7 +23,7 @@ from llamarl.cluster.api import ExecutorError, ExecutorHandle, ExecutorSpec, Rem
 from llamarl.cluster.open import open_cluster
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.cluster import ClusterConfig
-from llamarl.distributed.rendezvous import open_rendezvous
+from llamarl.distributed.links import open_rendezvous
 from llamarl.generation.model import GeneratorModel
 from llamarl.models.folder import load_shape
 from llamarl.run.executors import executor_spec, spawn_all

@@ -62,7 +62,7 @@ def test_it_goes_back_to_what_trainer_and_critic_both_have(
     train(config, resume=True)
     said, done = (line for line in capsys.readouterr().err.splitlines() if "CPU threads" not in line)
     assert "the run is finished, all 4 steps are done" in done
-    assert said.startswith(f"warning: --resume continues from step 3: {step_folder(folder, of, 4)}")
+    assert said.startswith(f"warning: --resume continues from step 3, because {step_folder(folder, of, 4)}")
     assert ("cannot be read" in said) if how == "missing" else ("differs from its manifest" in said)
     assert learnt(folder) == learnt(from_step_3)
     assert rows(folder.rollouts) == rows(from_step_3.rollouts)
@@ -93,5 +93,5 @@ def test_without_a_step_that_both_have_it_does_not_go_on(
     config, folder = copied(saved_run, tmp_path)
     damage(step_folder(folder, "trainer", 4), "bit")
     damage(step_folder(folder, "critic", 3), "truncated")
-    with pytest.raises(ConfigError, match=r"all checkpoints are damaged: .*00000004.*restore its files"):
+    with pytest.raises(ConfigError, match=r"no checkpoint is complete: .*00000004"):
         train(config, resume=True)

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from llamarl.generation.attention import KVCache
 from llamarl.generation.engine import Engine
-from llamarl.generation.kv_cache import KVCache
 from llamarl.generation.model import GeneratorModel
 from llamarl.models.transformer import Transformer
 from llamarl.types import GenerationRequest, Rollout, SamplingParams

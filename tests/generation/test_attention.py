@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.generation.attention import backend_name
+from llamarl.generation.attention import BLOCK_SIZE, KVCache, attend_to_table, backend_name, valid_places
 from llamarl.generation.engine import Engine
-from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
-from llamarl.generation.torch_attention import attend_to_table, valid_places
 from llamarl.kernels import attention, build
 from llamarl.models.transformer import Transformer
 from llamarl.types import GenerationRequest, Rollout

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llamarl.config.errors import ConfigError
 from llamarl.generation.engine import kv_budget
 from llamarl.generation.model import GeneratorModel
-from llamarl.generation.stop import StopStrings
+from llamarl.generation.scheduler import StopStrings
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
@@ -317,8 +317,8 @@ def test_scores_do_not_depend_on_how_sequences_are_packed(model: Transformer, mo
     sequences = [rng.integers(0, 40, length) for length in (1, 1, 30, 96, 1, 2, 64)]
     engine = make_engine(model)
     whole = engine.score(sequences)
-    monkeypatch.setattr("llamarl.generation.score._PACK_TOKENS", 40)
-    monkeypatch.setattr("llamarl.generation.score._LOGITS", 40 * 7)
+    monkeypatch.setattr("llamarl.generation.sampler._PACK_TOKENS", 40)
+    monkeypatch.setattr("llamarl.generation.sampler._LOGITS", 40 * 7)
     for token_ids_T, left_T, right_T in zip(sequences, whole, engine.score(sequences), strict=True):
         expected_T = gathered(full_logits(model, token_ids_T)[:-1], token_ids_T[1:])
         np.testing.assert_allclose(left_T, expected_T, atol=1e-5)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from llamarl.generation.attention import BLOCK_SIZE, FP8, KVCache
 from llamarl.generation.engine import Engine
-from llamarl.generation.kv_cache import BLOCK_SIZE, FP8, KVCache
 from llamarl.generation.model import GeneratorModel, KvPrecision
 from llamarl.kernels import attention
 from llamarl.models.transformer import Transformer

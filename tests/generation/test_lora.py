@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from llamarl.config.roles import LoraConfig
-from llamarl.generation.lora import AdapterMerger
-from llamarl.generation.model import GeneratorModel
+from llamarl.generation.model import AdapterMerger, GeneratorModel
 from llamarl.models.lora import A, B, adapted_weights, adapter_of, merged
 from llamarl.models.transformer import Transformer
 from llamarl.sharding.box import Box

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from llamarl.config.roles import LoraConfig
 from llamarl.generation.engine import Engine
-from llamarl.generation.lora import AdapterMerger
-from llamarl.generation.model import GeneratorModel, load_generator_model
+from llamarl.generation.model import AdapterMerger, GeneratorModel, load_generator_model
 from llamarl.generation.network import route_kernel
 from llamarl.kernels import experts
 from llamarl.models import experts as experts_of_trainer
@@ -180,7 +179,7 @@ def test_held_weights_serve_when_they_are_used(computed_by: str, precision: str)
         assert torch.equal(logits(generator), before)
         generator.use(held)
         assert torch.equal(logits(generator), wanted[index])
-    assert {room.num_bytes for room in generator._rooms} == {generator.packed_bytes}
+    assert {workspace.num_bytes for workspace in generator._workspaces} == {generator.packed_bytes}
     for name, _ in generator._network.mixtures()[0].experts.multipliers():
         assert name in generator.multiplies_by
     assert f"choice in {'torch' if computed_by == 'torch' else 'c++'} (2 of 8)" in generator.multiplies_by

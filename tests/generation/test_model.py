@@ -169,9 +169,9 @@ def test_held_weights_serve_when_they_are_used(computed_by, precision):
             generator.use(dropped)
         generator.use(held)
         assert torch.equal(logits(generator), expected[index])
-    rooms = {room.num_bytes for room in generator._rooms}
+    sizes = {workspace.num_bytes for workspace in generator._workspaces}
     packs = any(one._packed is not None for one in generator._network.linears())
-    assert rooms == {generator.packed_bytes} and bool(generator.packed_bytes) == packs
+    assert sizes == {generator.packed_bytes} and bool(generator.packed_bytes) == packs
     assert generator._network.head.path in generator.multiplies_by
 
 

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from llamarl.generation.attention import BLOCK_SIZE, KVCache
 from llamarl.generation.engine import Engine
-from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
 from llamarl.generation.model import GeneratorModel
 from llamarl.models.attention import causal_attend
 from llamarl.models.experts import Router

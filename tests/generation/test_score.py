@@ -10,7 +10,7 @@ import torch
 
 from llamarl.generation.engine import Engine
 from llamarl.generation.model import GeneratorModel
-from llamarl.generation.score import score
+from llamarl.generation.sampler import score
 from llamarl.models.quantize import dequantize_rows, quantize_rows
 from llamarl.models.transformer import Transformer
 from llamarl.types import CandidateSets, GenerationRequest, SamplingParams

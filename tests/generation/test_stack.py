@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.generation.attention import KernelAttention
-from llamarl.generation.kv_cache import KVCache
+from llamarl.generation.attention import KernelAttention, KVCache
 from llamarl.generation.model import GeneratorModel
 from llamarl.generation.rows import Rows
 from llamarl.kernels import linear, stack

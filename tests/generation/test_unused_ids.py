@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from llamarl.generation.model import GeneratorModel, load_generator_model
-from llamarl.generation.score import logprobs_of
+from llamarl.generation.sampler import logprobs_of
 from llamarl.models.attention import causal_attend
 from llamarl.models.hf import save_model
 from llamarl.models.transformer import Transformer
-from llamarl.training.logprobs import target_logprobs
+from llamarl.training.policy import target_logprobs
 from llamarl.types import GenerationRequest, SamplingParams
 from tests.generation.conftest import VOCAB
 from tests.generation.native import make_engine, run

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
-from llamarl.checkpoint.checkpoint import writers
+from llamarl.checkpoint.store import writers
 from llamarl.config.roles import TrainerConfig
 from llamarl.distributed.mesh import AXES, CPU, Axis, RankMesh, _expert_groups
 from llamarl.models.hf import new_model

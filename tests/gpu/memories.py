@@ -22,8 +22,8 @@ from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.config import RunConfig
 from llamarl.config.roles import LoraConfig, TrainerConfig
 from llamarl.distributed.mesh import ALONE, AXES, CPU, Axis, RankMesh
+from llamarl.generation.attention import KVCache
 from llamarl.generation.engine import Engine
-from llamarl.generation.kv_cache import KVCache
 from llamarl.generation.model import GeneratorModel
 from llamarl.kernels import gpu, half
 from llamarl.models import fit, memory
@@ -33,7 +33,7 @@ from llamarl.models.memory import GeneratorLoad, Parts, TrainerLoad
 from llamarl.models.shape import ModelShape, MoeShape
 from llamarl.models.transformer import Transformer
 from llamarl.sharding.box import Box
-from llamarl.training import logprobs
+from llamarl.training import policy
 from llamarl.training.optimization import finished
 from llamarl.training.packing import pack
 from llamarl.training.preflight import example_groups
@@ -278,8 +278,8 @@ def sharded(
     )  # fmt: skip
     tile, settings, groups = 1 << 15, TrainerConfig(**config), example_groups(1, vocab_size)
     num_tokens = sum(len(one.prompt_token_ids_T) + sum(len(s.token_ids_T) for s in one.samples) for one in groups)
-    tiles = patch.object(logprobs, "TILE_LOGITS", tile), patch.object(memory, "TILE_LOGITS", tile)
-    even = patch.object(memory, "UNEVEN_EXPERTS", 1.0), patch.object(Axis, "spread", lambda _, x, *__: x.clone())
+    tiles = patch.object(policy, "TILE_LOGITS", tile), patch.object(memory, "TILE_LOGITS", tile)
+    even = patch.object(memory, "UNEVEN_EXPERTS", 1.0), patch.object(Axis, "all_to_all", lambda _, x, *__: x.clone())
     with tiles[0], tiles[1], even[0], even[1], rank_of(0, {"fsdp": num_ranks, "ep": ep}) as mesh:
         trainer = Trainer(new_model(shape, 0, 0.05), settings, Aipo(), GroupMean(), 1.0, mesh, CPU)
         finished(trainer.update(groups, 1))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
-from llamarl.generation.torch_attention import attend_to_table, valid_places
+from llamarl.generation.attention import BLOCK_SIZE, KVCache, attend_to_table, valid_places
 from tests.gpu.pretend import GPU, values_of
 
 HEADS, HEAD_DIM = 2, 16

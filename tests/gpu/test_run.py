@@ -22,5 +22,5 @@ def test_a_run_says_what_it_says_on_the_cpu(on_gpu: Run) -> None:
     assert nothing.kernels == 0 < asked.kernels
     waits = {place for place in asked.syncs if place.startswith(("algorithms/", "models/attention", "training/critic"))}
     assert waits == {"training/critic.py:_infer: a copy to the host"}
-    saves = [num for place, num in asked.syncs.items() if place.startswith("checkpoint/files.py")]
-    assert sum(saves) == 2 < asked.downloads["checkpoint/files.py:__call__"] / 10, "trainer's and critic's, once each"
+    saves = [num for place, num in asked.syncs.items() if place.startswith("checkpoint/store.py")]
+    assert sum(saves) == 2 < asked.downloads["checkpoint/store.py:__call__"] / 10, "trainer's and critic's, once each"

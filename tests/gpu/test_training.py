@@ -29,7 +29,7 @@ def test_steps_are_those_of_the_cpu(on_gpu: Run, what: str, family: str, config:
         assert gpu == pytest.approx(cpu, rel=tolerance)
     assert found.apart < (1e-3 if config["dtype"] == "float32" else 0.2), "Adam's first steps go by signs"
     assert found.step.syncs == {
-        "training/totals.py:read: a copy to the host": 1,
+        "training/optimization.py:read: a copy to the host": 1,
         "training/parallel.py:clip_gradients: a number is read": 1,
     }
 

@@ -21,8 +21,8 @@ from llamarl.models.tensors import SCORE
 from llamarl.models.transformer import RMSNorm
 from llamarl.training import policy
 from llamarl.training.critic import Critic
-from llamarl.training.logprobs import target_logprobs
 from llamarl.training.optimization import Optimization, finished
+from llamarl.training.policy import target_logprobs
 from llamarl.training.preflight import example_groups
 from llamarl.training.trainer import Trainer
 from tests.gpu.engines import MIXTURES, SIZES

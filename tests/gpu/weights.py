@@ -13,8 +13,7 @@ from torch import Tensor
 from llamarl.config.roles import LoraConfig
 from llamarl.distributed.mesh import ALONE
 from llamarl.executors.generator import Adopter
-from llamarl.generation.lora import AdapterMerger
-from llamarl.generation.model import GeneratorModel, Precision
+from llamarl.generation.model import AdapterMerger, GeneratorModel, Precision
 from llamarl.models.hf import new_model
 from llamarl.models.lora import adapted_weights, adapter_of, add_adapters, merged
 from llamarl.models.shape import ModelShape

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llamarl.kernels import experts, ops
 from llamarl.kernels.experts import ExpertFeedForward, Stack
-from llamarl.kernels.linear import Linear, Room, exactly
+from llamarl.kernels.linear import Linear, Workspace, exactly
 from llamarl.models.quantize import dequantize_rows, quantize_rows
 from tests.kernels.engines import ENGINES, engine
 
@@ -143,9 +143,9 @@ def test_ranks_with_some_experts_each_add_up(computed_by, dtype):
 @pytest.mark.parametrize("sizes", SIZES[:2], ids=str)
 def test_results_follow_a_change_in_place(computed_by, dtype, sizes):
     """Also those of a path that packs a copy, in memory that it uses again."""
-    made, given, room = stacks(*sizes[:3], dtype), rows(23, sizes), Room()
-    layer = ExpertFeedForward(*made, room=room)
-    before, size = layer(*given), room.num_bytes
+    made, given, workspace = stacks(*sizes[:3], dtype), rows(23, sizes), Workspace()
+    layer = ExpertFeedForward(*made, workspace=workspace)
+    before, size = layer(*given), workspace.num_bytes
     for values, scales in made:
         old = layer(*given)
         values[1] = values[0]
@@ -155,10 +155,10 @@ def test_results_follow_a_change_in_place(computed_by, dtype, sizes):
         found = layer(*given)
         assert torch.equal(found[~changed], old[~changed]) or computed_by == "torch"
         assert not torch.equal(found[changed], old[changed])
-    room.begin()
-    again = ExpertFeedForward(*made, room=room)
+    workspace.begin()
+    again = ExpertFeedForward(*made, workspace=workspace)
     assert torch.equal(again(*given), layer(*given)) and not torch.equal(again(*given), before)
-    assert room.num_bytes == size
+    assert workspace.num_bytes == size
     assert bool(size) == (layer._packed is not None)
 
 

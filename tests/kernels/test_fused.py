@@ -14,7 +14,7 @@ from llamarl.kernels import fused, ops
 from llamarl.models.hf import new_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Attention, FeedForward, RMSNorm
-from llamarl.training.compute import set_compute
+from llamarl.training.policy import set_compute
 from tests.kernels.test_ops import needs_kernel, randn
 from tests.training.conftest import SHAPE
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from llamarl.kernels import build, linear, paths
-from llamarl.kernels.linear import Linear, Room
+from llamarl.kernels.linear import Linear, Workspace
 from tests.kernels.engines import EMULATED, ENGINES, engine, rounded, steps
 
 FOLDER = Path(build.__file__).parent
@@ -127,8 +127,8 @@ def test_int8_sums_do_not_saturate(computed_by, k):
 def test_results_follow_a_change_in_place(computed_by, dtype):
     """Also those of a path that packs a copy, in memory that it uses again."""
     values, scales, _ = weights(40, 96, dtype)
-    room, x = Room(), random(3, 96)
-    layer = Linear(values, scales, room=room)
+    workspace, x = Workspace(), random(3, 96)
+    layer = Linear(values, scales, workspace=workspace)
     before, address = layer(x), layer._arguments[0] if layer.path != "torch" else None
     values[11] = values[12]
     assert torch.equal(layer(x)[:, 11], before[:, 12] * (1 if scales is None else scales[11] / scales[12])) or (
@@ -137,9 +137,9 @@ def test_results_follow_a_change_in_place(computed_by, dtype):
     assert not torch.equal(layer(x)[:, 11], before[:, 11])
     assert torch.equal(layer(x)[:, 13:], before[:, 13:])
     packs = layer._packed is not None
-    assert room.num_bytes == (layer._path.packed_bytes(40, 96) if packs else 0)
-    room.begin()
-    again = Linear(values, scales, room=room)
+    assert workspace.num_bytes == (layer._path.packed_bytes(40, 96) if packs else 0)
+    workspace.begin()
+    again = Linear(values, scales, workspace=workspace)
     assert torch.equal(again(x), layer(x))
     assert not packs or again._arguments[0] == address
 

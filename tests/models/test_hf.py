@@ -213,7 +213,7 @@ def test_a_part_of_the_embeddings_is_compared_with_that_of_the_head(tmp_path: Pa
 @pytest.mark.parametrize("keep", [0, 4, 100, 5000])
 def test_truncated_weights(folder: Path, keep: int, load: Callable[[Path], object]) -> None:
     os.truncate(folder / "model.safetensors", keep)
-    with pytest.raises(ConfigError, match=r"model\.safetensors is no whole safetensors file"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors is not a whole safetensors file"):
         load(folder)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llamarl.config.roles import LoraConfig
-from llamarl.generation.kv_cache import KVCache
+from llamarl.generation.attention import KVCache
 from llamarl.generation.model import GeneratorModel
 from llamarl.models.fit import CACHE_BLOCK_TOKENS
 from llamarl.models.hf import new_model

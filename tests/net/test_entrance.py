@@ -78,7 +78,7 @@ def is_put_out(connection: socket.socket, wait_s: float = 0.0) -> bool:
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a process may have 1,024 files."""
-    monkeypatch.setattr(entrance, "num_unproved", lambda: MAX_UNPROVED)
+    monkeypatch.setattr(entrance, "max_unauthenticated", lambda: MAX_UNPROVED)
 
 
 def test_there_is_room_by_the_files_that_a_process_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_there_is_room_by_the_files_that_a_process_may_have(monkeypatch: pytest.
     limits = {256: 64, 1024: 64, 4096: 256, 1 << 20: 1024}
     for files, room in limits.items():
         monkeypatch.setattr(resource, "getrlimit", lambda _, files=files: (files, files))
-        assert entrance.num_unproved() == room
+        assert entrance.max_unauthenticated() == room
 
 
 def test_many_who_come_at_once_are_served(monkeypatch: pytest.MonkeyPatch) -> None:

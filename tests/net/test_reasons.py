@@ -14,13 +14,16 @@ from llamarl.net.reasons import plain
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (ConnectionRefusedError(errno.ECONNREFUSED, "Connect call failed ('127.0.0.1', 1)"), "nobody listens there"),
-        (OSError(errno.EHOSTUNREACH, "No route to host"), "no way leads there from this machine, or no machine has"),
-        (OSError(errno.EINVAL, "Invalid argument"), "no way leads there from the address that this end takes"),
+        (
+            ConnectionRefusedError(errno.ECONNREFUSED, "Connect call failed ('127.0.0.1', 1)"),
+            "no process listens there",
+        ),
+        (OSError(errno.EHOSTUNREACH, "No route to host"), "this machine has no route there, or no machine has"),
+        (OSError(errno.EINVAL, "Invalid argument"), "there is no route from this end's address"),
         (TimeoutError(), "no answer: no machine has that address, or a firewall"),
         (TimeoutError(errno.ETIMEDOUT, "Connection timed out"), "no answer: no machine has that address"),
         (TimeoutError("host b had no answer to `look` after 10 s"), "host b had no answer to `look` after 10 s"),
-        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), "nobody knows this name"),
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), "the host name is unknown"),
         (ConnectionRefusedError("a host b is here already"), "a host b is here already"),
         (EOFError(), "EOFError"),
         (OSError(errno.ENOTCONN, "Transport endpoint is not connected"), "Transport endpoint is not connected"),
@@ -38,4 +41,4 @@ def test_a_port_where_nobody_listens() -> None:
 
     with pytest.raises(ConnectionRefusedError) as refused:
         asyncio.run(calls())
-    assert plain(refused.value) == "nobody listens there"
+    assert plain(refused.value) == "no process listens there"

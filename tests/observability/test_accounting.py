@@ -50,7 +50,7 @@ def test_accounts_equal_brute_force(first, second, trainer):
 def test_an_empty_window_has_no_shares():
     accounts = account({"trainer": [Span("train", 0, 1)]}, 5.0, 5.0)
     assert (accounts.window_s, accounts.busy_share, accounts.unaccounted_share) == (0.0, {"trainer": 0.0}, 0.0)
-    assert str(verdict(accounts, 1, 0)) == "unknown over no step, 0ms: no executor has worked yet"
+    assert str(verdict(accounts, 1, 0)) == "unknown over no step, 0ms: no executor has done any work yet"
 
 
 def test_time_in_which_nobody_works_until_one_is_back_is_not_the_controller_s():
@@ -60,7 +60,7 @@ def test_time_in_which_nobody_works_until_one_is_back_is_not_the_controller_s():
     assert (accounts.unaccounted_share, accounts.away_share, accounts.away) == (7 / 20, 5 / 20, ("trainer",))
     said = verdict(accounts, 1, 9)
     assert said.bound == "generator-bound"
-    assert said.reason.endswith("; 25% of the time is left out, in which nobody worked until trainer came back")
+    assert said.reason.endswith("; not counted: 25% of the time, when all were idle until trainer was back")
 
 
 def accounts_of(*, overlap: float = 0.5, unaccounted: float = 0.01, away: float = 0.0, **role_share: float) -> Accounts:
@@ -88,11 +88,11 @@ def accounts_of(*, overlap: float = 0.5, unaccounted: float = 0.01, away: float 
         (accounts_of(generator=0.4, trainer=0.2, unaccounted=0.4), "controller-bound", "40%"),
         (accounts_of(generator=0.0, trainer=0.0, unaccounted=1.0), "unknown", "yet"),
         (accounts_of(generator=0.5, trainer=0.1, unaccounted=0.5, away=0.4), "generator-bound", "rollouts 83% of the"),
-        (accounts_of(generator=0.5, trainer=0.1, unaccounted=0.5, away=0.2), "controller-bound", "works 38% of the"),
+        (accounts_of(generator=0.5, trainer=0.1, unaccounted=0.5, away=0.2), "controller-bound", "idle 38% of the"),
         (
             accounts_of(generator=0.5, trainer=0.1, unaccounted=0.5, away=0.4),
             "generator-bound",
-            " nobody worked until ",
+            " when all were idle until ",
         ),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.observability.metrics import duration, number, percent, plain, remaining_s
+from llamarl.observability.metrics import duration, last_question, number, percent, plain, remaining_s
 
 NAN = math.nan
 
@@ -70,3 +70,28 @@ def test_percent_keeps_nan_visible():
 def test_plain_is_one_printable_line(text):
     assert all(unicodedata.category(letter)[0] != "C" for letter in plain(text))
     assert "\n" not in plain(text)
+
+
+EARLIER = "<|im_start|>user\nOld?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
+LLAMA = "<|start_header_id|>{}<|end_header_id|>\n\n"
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        ("<|im_start|>system\nx<|im_end|>\n" + EARLIER + "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"),
+        (LLAMA.format("system") + "x<|eot_id|>" + LLAMA.format("user"), "<|eot_id|>" + LLAMA.format("assistant")),
+        ("<bos><start_of_turn>user\n", "<end_of_turn>\n<start_of_turn>model\n"),
+        ("<s>[INST] ", " [/INST]"),
+        ("[gMASK]<sop><|system|>\nx<|user|>\n", "<|assistant|>\n<think>"),
+        ("<｜begin▁of▁sentence｜><｜User｜>", "<｜Assistant｜>"),
+        ("", ""),
+    ],
+)
+def test_the_users_last_message_is_what_is_shown_of_a_prompt(around: tuple[str, str]) -> None:
+    assert last_question("How many?\nSay it.".join(around)) == "How many?\nSay it."
+
+
+@pytest.mark.parametrize("prompt", ["", "<b> user = 3", "<|im_start|>user\n<|im_end|>", "[INST]"])
+def test_a_prompt_without_a_question_stays(prompt: str) -> None:
+    assert last_question(prompt) == prompt

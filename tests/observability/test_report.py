@@ -47,12 +47,15 @@ def make_summary(make_eval):
 def test_report_says_all(make_summary):
     text = render_summary(make_summary())
     for words in (
-        *("finished 100 steps in 1m 52s, after 1m 23s", "18.4%       78.1%    +59.7 points (standard error 3.5)"),
+        *(
+            "finished 100 steps in 1m 52s, after a start-up of",
+            "18.4%       78.1%    +59.7 points (standard error 3.5)",
+        ),
         *(
             "pass@4",
             "generator-bound over steps 1 to 100, 1m 52s: the trainer waits",
             "generator-0 3%, trainer 42%",
-            "nobody works 1.2%",
+            "all idle 1.2%",
         ),
         *("at most 1 of 2 (S 1)", "warning: 3 rows lost", "runs: metrics.jsonl", "advantage +0.50"),
     ):

@@ -8,7 +8,10 @@ import json
 import re
 import subprocess
 import sys
+import time
+import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +23,8 @@ import llamarl
 from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.config.data import DataConfig
 from llamarl.controller.supervision import PausableClockLoop, run_pausable
+from llamarl.data.tokenizer import Tokenizer
+from llamarl.observability import spans
 from llamarl.run.preview import check_functions
 from llamarl.run.python_inputs import sources_of
 from tests.end_to_end.tiny import ROOT, SOMETIME_S, environment, llamarl_here, make_model, write_toml
@@ -61,7 +66,7 @@ def test_a_run_of_own_rows_and_functions(toml: Path, capsys: pytest.CaptureFixtu
     assert [row["step"] for row in done.evals()[num_evals:]] == [3], "once is enough of the same weights"
     assert "the run is finished, all 3 steps are done" in capsys.readouterr().err
     assert done.metrics() == longer.metrics()
-    with pytest.raises(llamarl.ConfigError, match="no folder of a run"):
+    with pytest.raises(llamarl.ConfigError, match=r"config\.toml"):
         llamarl.open_run("runs")
 
 
@@ -230,13 +235,76 @@ def test_functions_that_cannot_be_used(toml: Path) -> None:
 
     for reward, cause in (
         (locked, "the reward locked cannot go to another process: TypeError"),
-        (3, "reward = 3 is no function"),
+        (3, "reward = 3 is not a function"),
         (broken, r"tried on row .* ZeroDivisionError: division by zero \(line \d+ of .*test_api.py: `return 1 / 0`\)"),
         ("no_such", "`reward.parts = 'no_such'` is unknown"),
     ):
         with pytest.raises(llamarl.ConfigError, match=cause):
             llamarl.train(toml, reward=reward, data=ROWS, **INLINE)
     assert not Path("runs/tiny").exists()
+
+
+def test_a_mistake_is_one_sentence_without_frames_of_the_package(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row is named by its number, and no digest of a file. What a user's module raised stays as the cause."""
+    monkeypatch.syspath_prepend(".")
+    Path("raises.py").write_text("raise OSError('no disk')\n")
+    rows = [*ROWS, {"question": 3, "answer": "1"}]
+    for settings, cause in (
+        ({"data": rows}, rf"row {len(ROWS)}: .*question"),
+        ({"reward": lambda response: 1 / 0, "data": ROWS}, r"reward.parts: tried on row 0 "),
+        ({"reward": "raises:reward"}, "no disk"),
+        ({"trainer.learning_rate": -1}, "trainer.learning_rate = -1"),
+    ):
+        with pytest.raises(llamarl.ConfigError, match=cause) as raised:
+            llamarl.train(toml, **(INLINE | settings))
+        assert not re.search(r"[0-9a-f]{32}", str(raised.value)), raised.value
+        assert len(traceback.extract_tb(raised.value.__traceback__)) == 2, "the caller's frame, and the decorator's"
+        shown = "".join(traceback.format_exception(raised.value))
+        assert ("another exception" in shown) is False and ("raises.py" in shown) == (cause == "no disk")
+
+
+def test_a_slow_start_says_where_it_is(
+    toml: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def read_slowly(*_: object) -> None:
+        time.sleep(0.3)
+        raise ConfigError("that is all")
+
+    monkeypatch.setattr(spans, "DELAY_S", 0.05)
+    monkeypatch.setattr(Tokenizer, "__init__", read_slowly)
+    calls: list[Callable[[], object]] = [
+        lambda: llamarl.train(toml, **INLINE), lambda: llamarl.evaluate(model, ROWS, reward=ends_right),
+        lambda: llamarl.generate(model, ["one"]),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(llamarl.ConfigError, match="that is all"):
+            call()
+        assert "llamarl: still reading the tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_an_interrupt_at_the_start_ends_in_one_sentence(
+    toml: Path, monkeypatch: pytest.MonkeyPatch, resume: bool
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("llamarl.run.prepare.looked_ahead", interrupted)
+    monkeypatch.setattr("llamarl.run.prepare.check_start", lambda *_, **__: None)
+    with pytest.raises(KeyboardInterrupt, match="before the run started") as raised:
+        llamarl.train(toml, resume=resume, **INLINE)
+    assert ("resume=True" in str(raised.value)) == resume
+    assert len(traceback.extract_tb(raised.value.__traceback__)) == 2 and raised.value.__cause__ is None
+
+
+def test_an_interrupt_in_a_run_says_how_to_go_on(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(coroutine: Any) -> None:
+        coroutine.close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("llamarl.run.train.run_pausable", interrupted)
+    with pytest.raises(KeyboardInterrupt, match=r"resume=True.*runs/tiny"):
+        llamarl.train(toml, **INLINE)
 
 
 def test_an_evaluation_and_answers(toml: Path, model: Path) -> None:
@@ -360,7 +428,7 @@ def test_prompts_of_any_kind(model: Path) -> None:
     limits: dict[str, Any] = {"rollout": {"max_new_tokens": 2}}
     for prompts in (Series(), (text for text in ("one", "two"))):
         assert [row["prompt"] for row in llamarl.generate(model, prompts, **limits)] == ["one", "two"]
-    with pytest.raises(llamarl.ConfigError, match="there is no folder None"):
+    with pytest.raises(llamarl.ConfigError, match=r"model = 'None'"):
         llamarl.generate(None, ["Hello"], **limits)  # pyrefly: ignore[bad-argument-type]
     for prompts in ("Hello", None, [], ["a hole of a table:", None]):
         with pytest.raises(llamarl.ConfigError, match="give a list of texts, at least one"):
@@ -390,9 +458,9 @@ def test_settings_of_python(toml: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "given", "says"),
     [
-        (None, {}, "config = None is no run; give the path of a TOML file, or its tables"),
+        (None, {}, "config = None is not a run; give the path of a TOML file, or its tables"),
         ("demo", {"output": "/proc/x", "data": ROWS}, "cannot write to /proc/x/.given: No such file or"),
-        ("demo", {"output": 3}, "output = 3 is no path; give the folder of runs as text"),
+        ("demo", {"output": 3}, "output = 3 is not a path; give the folder of runs as text"),
         ("demo", {"trainer": {"learning_rate": 1e-5}, "trainer.learning_rate": 1e-4},
          "`trainer.learning_rate` is given twice, by 'trainer' and by 'trainer.learning_rate'; give one of them"),
         ("demo", {"data": ROWS, "data.train": "running_total"}, "`data.train` and data= are both given"),

@@ -64,7 +64,7 @@ def test_an_interrupt_saves_and_leaves_the_kernel_alive(tmp_path: Path) -> None:
     cells = ["import llamarl", INTERRUPTED.format(toml=str(toml)), look]
     _, ran, looked = executed(cells, tmp_path)
     texts = "".join(one.text for one in ran if one.output_type == "stream")
-    assert "ended by SIGINT; go on with resume=True. Files: runs/long" in texts
+    assert "ended by SIGINT; continue with resume=True. Files: runs/long" in texts
     blocks = [one for one in ran if one.output_type == "display_data"]
     assert len(blocks) == 1, "one block renews itself"
     assert "llamarl  long" in blocks[0].data["text/plain"] and blocks[0].data["text/html"].startswith("<pre>")

@@ -136,7 +136,7 @@ def test_a_dry_run_for_its_machine(stocked: HubServer, tokenizer: Path, tmp_path
     dry = llamarl_here("train", recipe, "--dry-run", "--output", tmp_path, *there, *options)
     assert dry.returncode == 0, dry.stderr
     assert "\nmemory:\n" in dry.stdout
-    assert re.search(r"^  [\d.]+ s, if every group teaches, for prompts", dry.stdout, re.MULTILINE), (
+    assert re.search(r"^  [\d.]+ s, if every group has a gradient, for prompts", dry.stdout, re.MULTILINE), (
         "a step's time is forecast"
     )
     if CARDS[kind]:
@@ -172,7 +172,7 @@ def check_expectation(recipe: str, said: str) -> None:
     assert measured == "", "nothing was measured"
     found = re.findall(r"cuda:\d+: ([\d.]+) GiB at least", said) or re.findall(r"\d+  gpu +([\d.]+) GiB \(", said)
     assert of_card == f"{max(map(float, found)):.0f} GiB"
-    (seconds,) = re.findall(r"  ([\d.]+) s, if every group teaches, for", said)
+    (seconds,) = re.findall(r"  ([\d.]+) s, if every group has a gradient, for", said)
     assert of_step == f"{float(seconds):.2g} s"
     steps, hours = load_config(recipe).steps, float(of_run.removesuffix(" h"))
     assert hours == pytest.approx(steps * float(seconds) / 3600, rel=0.06)

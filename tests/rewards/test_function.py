@@ -54,7 +54,7 @@ def test_values_and_what_is_none(reward: Function) -> None:
     values = {name: one.value for name, one in found.items() if one.outcome is not Outcome.INVALID}
     assert values == {"half": 0.5, "minus": -1.0, "numpy": 0.25, "true": 1.0}
     assert [name for name, one in found.items() if one.is_right] == ["half", "numpy", "true"]
-    assert found["text"].reason == "odd: it gave '1', which is no number"
+    assert found["text"].reason == "odd: it gave '1', which is not a number"
     assert found["huge"].reason == "odd gave -1e+308; give a number of at most 1e+30, either way"
     assert "nan" in found["nan"].reason and found["none"].is_absent
     assert found["raise"].reason.startswith("odd: KeyError: 'odd' (line ")

@@ -134,7 +134,7 @@ def test_nobody_there_is_invalid_within_its_time(server: Server) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"pattern": "("}, "no regular expression"),
+        ({"pattern": "("}, "not a regular expression"),
         ({"pattern": "grade"}, "has 0 groups"),
         ({"base_url": "here"}, "http://"),
     ],

@@ -110,7 +110,7 @@ def test_a_refusal_is_said_once_and_its_end_too(config: RunConfig, monkeypatch: 
     beside(work, copies)
     place = f"{config.checkpoint.copy_to}/one"
     assert said == [
-        f"the checkpoint of step 5 is not copied to {place} yet: no route to host",
+        f"the checkpoint of step 5 has not been copied to {place} yet: no route to host",
         f"the checkpoint of step 5 is not in {place} after 0.2 s: no route to host",
         f"checkpoints are copied to {place} again",
     ]
@@ -121,7 +121,7 @@ def test_a_run_whose_folder_is_gone_comes_back(config: RunConfig, capsys: pytest
         commit(folder, 5)
         RemoteCopies(config.checkpoint, "one").copy(folder.checkpoints, 5)
     folder.path.rename(folder.path.with_name("lost"))
-    with pytest.raises(ConfigError, match=r"there/one holds checkpoints of a run; continue it \(--resume\)"):
+    with pytest.raises(ConfigError, match=r"there/one holds checkpoints of a run; resume it \(--resume\)"):
         prepare_run_folder(config, resume=False, overwrite=False)
     other = config.model_copy(update={"seed": 1})
     with pytest.raises(ConfigError, match="seed was 0 when the run began and is now 1"):

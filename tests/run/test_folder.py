@@ -51,13 +51,13 @@ def test_a_run_that_is_under_way_is_left_alone(config: RunConfig, way: str) -> N
     asked = {"resume": way == "resume", "overwrite": way == "overwrite"}
     with prepare_run_folder(config, resume=False, overwrite=False) as folder:
         folder.metrics.write_text(STEP)
-        with pytest.raises(ConfigError, match=rf"is running \(pid {os.getpid()}\); wait for its end"):
+        with pytest.raises(ConfigError, match=rf"running run \(pid {os.getpid()}\)"):
             prepare_run_folder(config, **asked)
         assert folder.metrics.read_text() == STEP
         folder.check()
     with prepare_run_folder(config, **asked) as folder:
         assert folder.metrics.exists() == (way == "resume")
-        with pytest.raises(ConfigError, match="is running"):
+        with pytest.raises(ConfigError, match="running run"):
             prepare_run_folder(config, **asked)
 
 
@@ -95,7 +95,7 @@ def test_overwrite_deletes_what_commands_have_written(config: RunConfig, name: s
     prepare_run_folder(config, resume=False, overwrite=True).__exit__()
     assert not folder.saved_steps() and not [*folder.path.glob("profile.json"), *folder.path.glob("*-0*")]
     (folder.path / name).touch()
-    with pytest.raises(ConfigError, match=rf"also contains '{name}', so it is not deleted; move your files"):
+    with pytest.raises(ConfigError, match=rf"also holds '{name}'.*--name"):
         prepare_run_folder(config, resume=False, overwrite=True)
     assert folder.config.exists()
 
@@ -152,7 +152,7 @@ def test_another_model_under_the_same_name(config: RunConfig, tmp_path: Path, ch
         file = shutil.copy(file, file.with_name("model-3.safetensors"))
     else:
         file.write_bytes(whole + b"x" if change == "size" else whole.upper())
-    with pytest.raises(ConfigError, match=rf"--resume: {file} has changed since the run began, .*; restore it"):
+    with pytest.raises(ConfigError, match=rf"--resume: {file} is not what it was when the run began, "):
         prepare_run_folder(config, resume=True, overwrite=False)
     prepare_run_folder(config, resume=False, overwrite=True).__exit__()
     prepare_run_folder(config, resume=True, overwrite=False).__exit__()
@@ -189,7 +189,7 @@ def test_a_start_that_came_to_nothing_leaves_no_run(config: RunConfig, left: str
         path.mkdir()
     else:
         with prepare_run_folder(config, resume=False, overwrite=False) as folder:
-            assert folder.way_on() == "no step was completed yet, so --resume starts again"
+            assert folder.way_on() == "no step was completed yet, so --resume starts from the beginning"
         if left == "lock":
             for made in (folder.logs, folder.checkpoints):
                 shutil.rmtree(made)
@@ -243,7 +243,7 @@ def test_what_came_to_something_is_not_touched(config: RunConfig, what: str) -> 
     if what == "own config":  # of a user who keeps it where the run would be
         (folder.path / ".lock").unlink()
     before = sorted(folder.path.rglob("*"))
-    with pytest.raises(ConfigError, match=r"exists; continue it \(--resume\), replace it"):
+    with pytest.raises(ConfigError, match=r"exists; resume it \(--resume\), replace it"):
         prepare_run_folder(config, resume=False, overwrite=False)
     assert sorted(folder.path.rglob("*")) == before
 
@@ -258,7 +258,7 @@ def test_a_run_that_another_ended_meanwhile_is_not_taken(config: RunConfig, monk
 
     with monkeypatch.context() as patched:
         patched.setattr(RunFolder, "lock", late)
-        with pytest.raises(ConfigError, match="exists; continue it"):
+        with pytest.raises(ConfigError, match="exists; resume it"):
             prepare_run_folder(config, resume=False, overwrite=False)
     with RunFolder(Path(config.output, config.name)) as folder:
         folder.lock()  # nobody else holds it

@@ -8,7 +8,7 @@ import pytest
 
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.section import named_devices
-from llamarl.distributed import runtime
+from llamarl.distributed import mesh
 from llamarl.run.placement import LocalPlacer, ranges
 
 
@@ -127,7 +127,7 @@ def test_names_that_are_not_one_for_each_rank_are_refused(device: str, count: in
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:0,0", "cuda:3-1", "cuda:-1", "CPU"])
 def test_what_is_no_device_is_refused(device: str) -> None:
-    with pytest.raises(ValueError, match="is not a device; use 'cpu', 'cuda', or 'cuda:0,2-3'"):
+    with pytest.raises(ValueError, match="is not a device; use 'cpu', 'cuda', or 'cuda:0,2-3' to name some, each once"):
         config_of(trainer={"device": device})
 
 
@@ -196,12 +196,12 @@ def test_names_and_ranges(text: str, numbers: tuple[int, ...]) -> None:
 def test_an_executor_takes_its_rank_s_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those that it sees alone; in one process those that are named."""
     made = []
-    monkeypatch.setattr(runtime.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(runtime.torch.cuda, "set_device", made.append)
-    monkeypatch.setattr(runtime.torch, "set_num_threads", lambda _: None)
-    assert str(runtime.set_up_device("cuda:2,5", 1, "x")) == "cuda:2"
+    monkeypatch.setattr(mesh.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(mesh.torch.cuda, "set_device", made.append)
+    monkeypatch.setattr(mesh.torch, "set_num_threads", lambda _: None)
+    assert str(mesh.set_up_device("cuda:2,5", 1, "x")) == "cuda:2"
     monkeypatch.setenv("LLAMARL_PLACED", "1")
-    assert str(runtime.set_up_device("cuda:2,5", 1, "x")) == "cuda:0"
+    assert str(mesh.set_up_device("cuda:2,5", 1, "x")) == "cuda:0"
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert str(runtime.set_up_device("cuda:2,5", 1, "x")) == str(runtime.set_up_device("cuda", 1, "x")) == "cuda:1"
+    assert str(mesh.set_up_device("cuda:2,5", 1, "x")) == str(mesh.set_up_device("cuda", 1, "x")) == "cuda:1"
     assert list(map(str, made)) == ["cuda:2", "cuda:0", "cuda:1", "cuda:1"]

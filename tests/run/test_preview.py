@@ -56,9 +56,7 @@ def test_worked_solutions_come_first_and_64_are_enough() -> None:
     data = {"train": "jsonl", "solution": "way"}
     share, warning = said(settings("gsm8k", data=data), prompts)
     assert share.startswith("0 of the first 64 ")
-    assert warning.startswith(
-        "warning: reward and data do not fit together. For example '#### 8' to the answer '7' is "
-    )
+    assert warning.startswith("warning: reward and data do not match. For example '#### 8' to the answer '7' is ")
     assert warning.endswith("wrong: 8 is not 7")
 
 
@@ -91,7 +89,7 @@ def test_what_cannot_be_scored_is_said() -> None:
     judge = {"name": "judge", "base_url": "http://127.0.0.1:9/v1", "model": "m"}
     for parts in ((judge,), ("gsm8k", judge)):
         assert said(settings(*parts), prompts) == [
-            "not scored: the reward calls another model, which a preview should not cost"
+            "not scored: the reward asks another model, which a preview does not do"
         ]
     assert "an episode has turns" in said(settings("gsm8k", rollout={"environment": "calculator"}), prompts)[0]
     share, warning = said(settings({"name": odd, "mode": "few"}), prompts)
@@ -104,13 +102,13 @@ def test_what_cannot_be_scored_is_said() -> None:
 
 def test_a_long_prompt_loses_its_middle() -> None:
     heading, *lines = first_prompt(prompt(3, "7"))
-    assert (heading, lines) == ("p3, 4 tokens: 0 1 2 3", ["| How many?"])
+    assert (heading, lines) == ("row 'p3', 4 tokens: 0 1 2 3", ["| How many?"])
     long = Prompt(
         prompt_id="p", text="a" * MOST_CHARS + "\nmiddle\n" + "z" * MOST_CHARS,
         token_ids_T=np.arange(5000, dtype=np.int32), answer="", metadata={},
     )  # fmt: skip
     heading, line = first_prompt(long)
-    assert heading.startswith("p, 5000 tokens: 0 1 2 ") and " 11 ... 4988 " in heading
+    assert heading.startswith("row 'p', 5000 tokens: 0 1 2 ") and " 11 ... 4988 " in heading
     assert len(line) < MOST_CHARS + 60 and line.startswith("| aaa") and line.endswith("zzz") and "middle" not in line
     assert "[... 1,208 characters ...]" in line
 
@@ -122,10 +120,10 @@ def test_a_dry_run(tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     done = llamarl_here("train", toml, "--dry-run", "--reward.parts", "['gsm8k']")
     assert done.returncode == 0, done.stderr
-    assert "\nfirst prompt:\n  running_total-0-100, " in done.stdout
+    assert "\nfirst prompt:\n  row 'running_total-0-100', " in done.stdout
     assert "\nanswers:\n  64 of the first 64 rows' own answers are right" in done.stdout
     follows = json.loads(llamarl_here("train", toml, "--dry-run", "--json").stdout)["consequences"]
-    assert len(follows["answers"]) == 2 and "do not fit together" in follows["answers"][1], "`exact` wants no way"
+    assert len(follows["answers"]) == 2 and "do not match" in follows["answers"][1], "`exact` wants no way"
     assert sorted(tmp_path.rglob("*")) == before
     (tmp_path / "runs/tiny").mkdir(parents=True)
     (tmp_path / "runs/tiny/mine").touch()
@@ -143,7 +141,7 @@ def test_a_dry_run(tmp_path: Path) -> None:
         assert done.returncode == 2 and cause in done.stderr, done
     (model / "model.safetensors").write_bytes(b"no weights")
     done = llamarl_here("train", toml, "--dry-run", "--name=other")
-    assert done.returncode == 2 and "no whole safetensors file" in done.stderr
+    assert done.returncode == 2 and "not a whole safetensors file" in done.stderr
 
 
 @pytest.mark.parametrize("has_model", [True, False])

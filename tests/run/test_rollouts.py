@@ -184,7 +184,7 @@ def test_what_is_lost_is_named(run: Writer, capsys: pytest.CaptureFixture[str]) 
     lacks = list[str]()
     lines = [*rollout_lines(run.folder, lacks.append)]
     assert lines == run.expected[1] + run.expected[2] + run.expected[5] + run.expected[6]
-    assert lacks == [f"{run.folder}: rollouts of steps 3-4 cannot be derived: the journal does not contain them"]
+    assert lacks == [f"{run.folder}: rollouts of steps 3-4 cannot be derived: the journal does not have them"]
     assert main([str(run.folder), "--rollouts"]) == 0
     assert lacks[0] in capsys.readouterr().err
     assert (run.folder / "rollouts.jsonl").read_text().splitlines() == lines
@@ -312,7 +312,7 @@ def test_the_only_record_is_not_replaced(run: Writer, tmp_path: Path, capsys: py
     assert str(refused.value).startswith(f"{file}:4: malformed JSON")
     file.unlink()
     file.mkdir()
-    with pytest.raises(ConfigError, match="it may be the only record of its rollouts: restore it"):
+    with pytest.raises(ConfigError, match="it may be the only record of its rollouts"):
         derived(run.folder)
 
 
@@ -370,7 +370,7 @@ def test_the_page_finds_them(run: Writer) -> None:
 @pytest.mark.parametrize("options", [("folder",), ("--merge",), ("--step", "3")])
 def test_options_of_models_do_not_go_with_rollouts(run: Writer, options: Sequence[str]) -> None:
     run.step(1)
-    with pytest.raises(ConfigError, match="--rollouts writes rows, not a model"):
+    with pytest.raises(ConfigError, match="--rollouts writes rows"):
         main([str(run.folder), *options, "--rollouts"])
     with pytest.raises(ConfigError, match="--output is for --rollouts"):
         main([str(run.folder), "--output", "x"])

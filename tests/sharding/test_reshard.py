@@ -202,11 +202,11 @@ def test_layouts_that_do_not_fit_are_refused_by_name(where: str) -> None:
         case "missing":
             source, cause = trainer_layout(fewer, fsdp=2), "no trainer rank has it"
         case "extra":
-            destination, cause = generator_layout(fewer, tp=2, num_kv_heads=2), "no generator rank takes it"
+            destination, cause = generator_layout(fewer, tp=2, num_kv_heads=2), "no generator rank needs it"
         case "shape":
             source, cause = trainer_layout(SHAPES | {name: (8, 18)}, fsdp=2), r"\(8, 18\) in trainers, \(8, 16\)"
         case "dtype":
-            source, cause = trainer_layout(SHAPES, fsdp=2, dtype="int8"), "from which bfloat16 cannot be made"
+            source, cause = trainer_layout(SHAPES, fsdp=2, dtype="int8"), "cannot be converted to bfloat16"
             source = replace(source, parameters={name: source.parameters[name]})
             destination = replace(destination, parameters={name: destination.parameters[name]})
         case "region":

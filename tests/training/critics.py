@@ -13,8 +13,8 @@ from torch import Tensor
 
 from llamarl.algorithms.advantages.gae import Gae
 from llamarl.config.schema import TrainerConfig
+from llamarl.distributed.links import Rendezvous
 from llamarl.distributed.mesh import ALONE, RankMesh
-from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.models.hf import new_model
 from llamarl.models.scalar import ScalarModel
 from llamarl.models.shape import ModelShape

@@ -24,8 +24,8 @@ from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config import ConfigError
 from llamarl.config.errors import RanksLost
 from llamarl.config.roles import LoraConfig, TrainerConfig
+from llamarl.distributed.links import Rendezvous
 from llamarl.distributed.mesh import ALONE, CPU, RankMesh
-from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.models import hf
 from llamarl.models.hf import load_model, new_model, open_model
 from llamarl.models.lora import B, add_adapters
@@ -34,7 +34,7 @@ from llamarl.models.shape import ModelShape, YarnScaling
 from llamarl.models.transformer import Transformer
 from llamarl.sharding.box import Box
 from llamarl.sharding.tensor_parallel import sharded_dim
-from llamarl.training import logprobs, parallel
+from llamarl.training import parallel, policy
 from llamarl.training.critic import Critic
 from llamarl.training.optimization import Optimization
 from llamarl.training.preflight import check_critic_layout, check_layout
@@ -234,18 +234,18 @@ def half_of_head(
     weights_R: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, and one of two ranks' gradients of hidden states and of its half of the head, by chunks of 4 rows."""
-    mesh, tile_logits = join(where, number, sizes), logprobs.TILE_LOGITS
+    mesh, tile_logits = join(where, number, sizes), policy.TILE_LOGITS
     own_V_D = head_V_D.chunk(2)[number].clone().requires_grad_()
     hidden_R_D.requires_grad_()
-    logprobs.TILE_LOGITS = 4 * len(own_V_D)
+    policy.TILE_LOGITS = 4 * len(own_V_D)
     try:
-        values_R = logprobs.target_logprobs(hidden_R_D, own_V_D, targets_R, 0.7, mesh.tp)
+        values_R = policy.target_logprobs(hidden_R_D, own_V_D, targets_R, 0.7, mesh.tp)
         (values_R @ weights_R).backward()
         assert hidden_R_D.grad is not None
         assert own_V_D.grad is not None
         return values_R.detach(), hidden_R_D.grad, own_V_D.grad
     finally:
-        logprobs.TILE_LOGITS = tile_logits
+        policy.TILE_LOGITS = tile_logits
         mesh.close()
 
 

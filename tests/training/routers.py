@@ -15,8 +15,8 @@ from torch import Tensor
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.config.roles import TrainerConfig
+from llamarl.distributed.links import Rendezvous
 from llamarl.distributed.mesh import ALONE, CPU
-from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.models.experts import Router
 from llamarl.models.hf import open_model
 from llamarl.training.trainer import Trainer

@@ -21,7 +21,7 @@ from llamarl.models.lora import add_adapters
 from llamarl.models.memory import TrainerLoad, activation_bytes
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Projection
-from llamarl.training import compute
+from llamarl.training import policy
 from llamarl.training.cost import step_cost
 from llamarl.training.optimizer import learning_rate_at
 from llamarl.training.packing import pack, to_sample_group
@@ -97,7 +97,7 @@ def test_who_steps_knows_what_keeps_copies(
 ) -> None:
     """On a CPU nothing does. Not covered: that a copy which is forgotten is made anew; see tests/kernels."""
     assert not make_trainer().copying
-    monkeypatch.setattr(compute, "uses_halves", lambda config, device: True)
+    monkeypatch.setattr(policy, "uses_halves", lambda config, device: True)
     monkeypatch.setattr(half, "prepare", lambda device: None)
     settings = TrainerConfig(dtype="bfloat16", learning_rate=1e-3)
     trainer = Trainer(make_model(), settings, Aipo(), GroupMean(), temperature=0.7)

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from llamarl.kernels.linear import rounds_activations
 from llamarl.models.masking import NEVER, UnusedIds
-from llamarl.training import logprobs
-from llamarl.training.logprobs import target_logprobs
+from llamarl.training import policy
+from llamarl.training.policy import target_logprobs
 
 R, D, V = 9, 6, 13
 
@@ -34,7 +34,7 @@ def plain(hidden_R_D: Tensor, head_V_D: Tensor, targets_R: Tensor, temperature: 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
 @pytest.mark.parametrize("tile", range(1, R + 2))
 def test_values_and_gradients(monkeypatch: pytest.MonkeyPatch, tile: int, temperature: float) -> None:
-    monkeypatch.setattr(logprobs, "TILE_LOGITS", tile * V)
+    monkeypatch.setattr(policy, "TILE_LOGITS", tile * V)
     hidden_R_D, head_V_D, targets_R = random_case()
     weights_R = torch.randn(R, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     results = []
@@ -49,8 +49,8 @@ def test_values_and_gradients(monkeypatch: pytest.MonkeyPatch, tile: int, temper
 @pytest.mark.parametrize("tile", [1, 4, R + 1])
 def test_candidates_alone(monkeypatch: pytest.MonkeyPatch, tile: int, temperature: float) -> None:
     """Against a softmax over what is at least as likely as the target times e^cutoff; the target always is."""
-    monkeypatch.setattr(logprobs, "TILE_LOGITS", tile * V)
-    monkeypatch.setattr(logprobs, "_ROWS", 4)
+    monkeypatch.setattr(policy, "TILE_LOGITS", tile * V)
+    monkeypatch.setattr(policy, "_ROWS", 4)
     hidden_R_D, head_V_D, targets_R = random_case()
     cutoffs_R = torch.tensor([-torch.inf, -3.0, -1.0, -0.1, 0.0, -0.5, -2.0, 0.0, -torch.inf], dtype=torch.float64)
     weights_R = torch.randn(R, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -131,7 +131,7 @@ def peak_bytes(function: Any) -> int:
 
 def test_memory_does_not_hold_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in bytes of live results, forward and backward; the plain formula shows that the count can fail."""
-    monkeypatch.setattr(logprobs, "TILE_LOGITS", 16 * 500)
+    monkeypatch.setattr(policy, "TILE_LOGITS", 16 * 500)
     all_logits, tile = 640 * 500 * 4, 16 * 500 * 4
     assert peak_bytes(plain) >= 2 * all_logits
     assert peak_bytes(target_logprobs) < 4 * tile + all_logits / 10
@@ -140,10 +140,10 @@ def test_memory_does_not_hold_all_logits(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_tiles_are_of_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of targets: libraries keep code for every size of product that they have met."""
-    monkeypatch.setattr(logprobs, "TILE_LOGITS", 1 << 12)
+    monkeypatch.setattr(policy, "TILE_LOGITS", 1 << 12)
     head_V_D = torch.zeros(100, 4)
     sizes = {
-        tuple(len(head_T_D) for _, head_T_D, _ in logprobs._Tiles(torch.zeros(num, 4), head_V_D, 1.0))
+        tuple(len(head_T_D) for _, head_T_D, _ in policy._Tiles(torch.zeros(num, 4), head_V_D, 1.0))
         for num in range(1, 400)
     }
     assert len(sizes) <= 5 and all(sum(one) == 100 for one in sizes)
@@ -155,7 +155,7 @@ def test_unused_ids_have_no_probability_and_no_gradient(
     monkeypatch: pytest.MonkeyPatch, tile: int, cutoff: float | None
 ) -> None:
     """As if the head had no rows for them, whatever these hold."""
-    monkeypatch.setattr(logprobs, "TILE_LOGITS", tile * R)
+    monkeypatch.setattr(policy, "TILE_LOGITS", tile * R)
     hidden_R_D, head_V_D, targets_R = random_case()
     spans = ((0, 1), (4, 8), (11, V))
     used = torch.tensor([one for one in range(V) if not any(a <= one < b for a, b in spans)])
@@ -176,7 +176,7 @@ def test_unused_ids_have_no_probability_and_no_gradient(
 def test_a_rank_leaves_out_the_unused_ids_of_its_part() -> None:
     hidden_R_D, head_V_D, _ = random_case()
     unused = UnusedIds(((2, 3), (9, 12)))
-    tiles = logprobs._Tiles(hidden_R_D.detach(), head_V_D.detach()[7:], 1.0, unused, 7)
+    tiles = policy._Tiles(hidden_R_D.detach(), head_V_D.detach()[7:], 1.0, unused, 7)
     ((_, _, logits_R_T),) = tiles
     assert [7 + one for one in range(V - 7) if bool((logits_R_T[:, one] == NEVER).all())] == [9, 10, 11]
 
@@ -186,7 +186,7 @@ def test_a_rank_leaves_out_the_unused_ids_of_its_part() -> None:
 @pytest.mark.parametrize("cut", [False, True])
 def test_rounded_factors(monkeypatch: pytest.MonkeyPatch, tile: int, cut: bool) -> None:
     """Values are those of rounded factors with sums in float32. Gradients go to the unrounded inputs."""
-    monkeypatch.setattr(logprobs, "TILE_LOGITS", tile * V)
+    monkeypatch.setattr(policy, "TILE_LOGITS", tile * V)
     hidden_R_D, head_V_D, targets_R = random_case(torch.float32)
     cutoffs_R = torch.full((R,), -0.7) if cut else None
     weights_R = torch.randn(R, generator=torch.Generator().manual_seed(1))

@@ -101,5 +101,5 @@ def test_ranks_on_cpus_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> No
         if fits:
             meter.check_memory(SHAPE, config, torch.device("cpu"))
         else:
-            with pytest.raises(ConfigError, match="GiB are free or its own; "):
+            with pytest.raises(ConfigError, match="GiB are available; "):
                 meter.check_memory(SHAPE, config, torch.device("cpu"))

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
-from llamarl.checkpoint.export import export_checkpoint
+from llamarl.checkpoint.store import export_checkpoint
 from llamarl.config.roles import LoraConfig, TrainerConfig
 from llamarl.distributed.mesh import CPU
 from llamarl.models.experts import route

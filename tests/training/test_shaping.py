@@ -9,8 +9,7 @@ import pytest
 
 from llamarl.algorithms.kl import KlPenalty
 from llamarl.config.schema import ShapingConfig
-from llamarl.training.packing import is_flat, to_sample_group, valid_rollouts
-from llamarl.training.shaping import UNSHAPED, Shaping
+from llamarl.training.packing import UNSHAPED, Shaping, is_flat, to_sample_group, valid_rollouts
 from llamarl.types import OBSERVED, FinishReason, Outcome, RewardResult, Rollout, RolloutGroup
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH

@@ -16,8 +16,7 @@ from llamarl.algorithms.losses._base import LossInputs, LossOutput
 from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.algorithms.losses.decoupled_ppo import DecoupledPpo
 from llamarl.checkpoint import store as store_module
-from llamarl.checkpoint.checkpoint import Checkpoint
-from llamarl.checkpoint.store import CheckpointStore
+from llamarl.checkpoint.store import Checkpoint, CheckpointStore
 from llamarl.config.schema import TrainerConfig
 from llamarl.training.optimizer import build_optimizer, learning_rate_at
 from llamarl.training.packing import pack, to_sample_group

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import LayoutError
 from llamarl.weight_sync.base import (
+    BUCKET_BYTES,
+    Buffers,
     FingerprintMismatch,
     NoFreeSlot,
     SlotTable,
+    into_buckets,
     plan_writers,
 )
-from llamarl.weight_sync.buckets import BUCKET_BYTES, into_buckets
-from llamarl.weight_sync.copying import Buffers
 from llamarl.weight_sync.layout import TensorSpec, lay_out
 
 
@@ -92,27 +93,27 @@ class TestSlots:
             version += step
             slot = table.claim(version, in_use)
             assert slots.get(slot) not in kept
-            table.settle(slot, version)
+            table.mark_written(slot, version)
             slots[slot] = version
         assert num_used(table) == len(slots) <= 4
 
     def test_two_slots_do_while_generators_keep_up(self) -> None:
         table = SlotTable(4)
         for version in range(20):
-            table.settle(table.claim(version, {version - 1}), version)
+            table.mark_written(table.claim(version, {version - 1}), version)
         assert num_used(table) == 2
 
     def test_too_many_versions_in_use(self) -> None:
         table = SlotTable(2)
         for version in (0, 1):
-            table.settle(table.claim(version, ()), version)
+            table.mark_written(table.claim(version, ()), version)
         with pytest.raises(NoFreeSlot, match=r"no slot for version 2: versions \[0, 1\]"):
             table.claim(2, {0})
 
     def test_a_failed_write_gives_up_neither_the_newest_nor_what_is_in_use(self) -> None:
         table = SlotTable(3)
         for version in (0, 1):
-            table.settle(table.claim(version, ()), version)
+            table.mark_written(table.claim(version, ()), version)
         assert table.claim(2, {0}) == table.claim(2, {0}) == 2
 
 

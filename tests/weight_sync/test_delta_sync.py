@@ -19,9 +19,8 @@ from in_process import Trainer, faults
 from torch import Tensor
 
 from llamarl.config.errors import ConfigError
-from llamarl.weight_sync import copying
-from llamarl.weight_sync.base import FingerprintMismatch, Subscriber
-from llamarl.weight_sync.copying import Base
+from llamarl.weight_sync import base
+from llamarl.weight_sync.base import Base, FingerprintMismatch, Subscriber
 from llamarl.weight_sync.layout import TensorSpec
 from llamarl.weight_sync.select import Reader, candidates, open_subscriber, publisher_class
 
@@ -179,7 +178,7 @@ def test_changes_that_arrive_damaged_are_sent_whole(tmp_path, monkeypatch) -> No
     run = Run("p2p", tmp_path)
     run.fetch(0)
     run.publish(0.01)
-    decode, calls = copying.decode, list[int]()
+    decode, calls = base.decode, list[int]()
 
     def damaged(base: Tensor, number: int, message: Tensor) -> Tensor:
         calls.append(number)
@@ -188,7 +187,7 @@ def test_changes_that_arrive_damaged_are_sent_whole(tmp_path, monkeypatch) -> No
             message[0 if len(calls) == 1 else -1] ^= 4  # a count that does not fit, then a value
         return decode(base, number, message)
 
-    monkeypatch.setattr(copying, "decode", damaged)
+    monkeypatch.setattr(base, "decode", damaged)
     assert run.fetch(0).received_bytes > 0.01 * DENSE_BYTES
     assert len(calls) > 2
     run.close()

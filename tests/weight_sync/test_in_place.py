@@ -19,7 +19,7 @@ from llamarl.sharding.box import Box
 from llamarl.weight_sync.base import FingerprintMismatch, WriterPlan, plan_writers
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
 from llamarl.weight_sync.select import candidates, open_subscriber
-from llamarl.weight_sync.transports.in_place import InPlacePublisher, InPlaceSubscriber, lies_alike
+from llamarl.weight_sync.transports.in_place import InPlacePublisher, InPlaceSubscriber, is_same_layout
 
 SHAPES = {"embed": (50, 30), "layer.0": (64, 64), "norm": (7,)}
 SPECS = tuple(TensorSpec.whole(name, shape, "float32") for name, shape in SHAPES.items())
@@ -119,8 +119,8 @@ class TestWhereItCanBe:
         ],
     )  # fmt: skip
     def test_tensors_are_alike(self, other: dict[str, object]) -> None:
-        assert lies_alike(SPECS, HELD)
-        assert not lies_alike((dataclasses.replace(SPECS[0], **other), *SPECS[1:]), HELD)
+        assert is_same_layout(SPECS, HELD)
+        assert not is_same_layout((dataclasses.replace(SPECS[0], **other), *SPECS[1:]), HELD)
 
     def test_several_ranks_are_refused(self) -> None:
         half = [dataclasses.replace(spec, box=spec.box.cut(0, 0, 1)) for spec in SPECS]

@@ -11,8 +11,15 @@ import torch
 from torch import Tensor
 
 from llamarl.config import ConfigError
-from llamarl.weight_sync.base import Publisher, Superseded, part_of, plan_writers, views
-from llamarl.weight_sync.copying import CopyingSubscriber, VersionRequest
+from llamarl.weight_sync.base import (
+    CopyingSubscriber,
+    Publisher,
+    Superseded,
+    VersionRequest,
+    part_of,
+    plan_writers,
+    views,
+)
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
 from llamarl.weight_sync.select import open_subscriber, publisher_class
 

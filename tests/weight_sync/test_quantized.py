@@ -22,8 +22,7 @@ from llamarl.models.shape import ModelShape
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import LayoutError
 from llamarl.sharding.tensor_parallel import expert_box, tensor_parallel_box
-from llamarl.weight_sync.base import plan_writers
-from llamarl.weight_sync.buckets import BUCKET_BYTES, into_buckets
+from llamarl.weight_sync.base import BUCKET_BYTES, into_buckets, plan_writers
 from llamarl.weight_sync.layout import TensorSpec, lay_out
 from llamarl.weight_sync.select import open_subscriber
 
@@ -112,9 +111,7 @@ def test_rows_that_no_trainer_rank_holds_whole_are_refused_when_the_plan_is_made
 
 def test_8_bits_without_scales_are_refused() -> None:
     (specs,) = processes.wanted(1, "int8")
-    with pytest.raises(
-        LayoutError, match=r"^layers.0.q_proj.weight: int8 needs a matrix, or a stack of them, and float32 scales"
-    ):
+    with pytest.raises(LayoutError, match=r"^layers.0.q_proj.weight: int8 needs a matrix .*float32 scales"):
         lay_out([spec for spec in specs if spec.part == "values"])
 
 

@@ -1,4 +1,4 @@
-"""Advantages: rewards of one group in, one number per rollout out."""
+"""Advantages: functions from the rewards of groups to numbers per token."""
 
 from llamarl.algorithms.advantages._base import Advantage, GroupAdvantage, GroupRewards, ValueAdvantage
 

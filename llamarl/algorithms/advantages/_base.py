@@ -13,19 +13,20 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRewards:
-    """Rewards that the rollouts of one group have earned."""
+    """Rewards of the rollouts of one group."""
 
     token_rewards: tuple[np.ndarray, ...]
-    """Per rollout, float64 [T]: penalties where they arise, the reward of the response at its last token."""
+    """Per rollout, float64 [T]: penalties at their tokens, and the reward of the response at its last token."""
     valid_G: np.ndarray
-    """bool; False for rollouts that failed or whose reward is invalid: their rewards are meaningless."""
+    """bool. False for rollouts that failed or whose reward is invalid: their rewards are meaningless."""
     values: tuple[np.ndarray, ...] = ()
-    """Per rollout, float [T]: what a critic expects of each token and those after it, before the token is known; ()
-    without a critic."""
+    """Per rollout, float [T]: a critic's prediction, before each token, of the reward of that token and later ones. ()
+    means that there is no critic."""
     is_sampled: tuple[np.ndarray, ...] = ()
-    """Per rollout, bool [T]: False for tokens that an environment wrote, which earn nothing; (): all were sampled."""
+    """Per rollout, bool [T]: False for tokens that an environment wrote, which earn nothing. () means that all were
+    sampled."""
     baseline: float = math.nan
-    """Reward of the greedy response; NaN where there is none or it could not be judged."""
+    """Reward of the greedy response. NaN means that there is none or that it is invalid."""
 
     @property
     def rewards_G(self) -> np.ndarray:
@@ -33,31 +34,32 @@ class GroupRewards:
         return np.array([rewards_T.sum() for rewards_T in self.token_rewards], np.float64)
 
     def spread(self, advantages_G: np.ndarray) -> list[np.ndarray]:
-        """The advantage of each rollout for all of its tokens."""
-        return [np.full(len(one), value) for one, value in zip(self.token_rewards, advantages_G, strict=True)]
+        """Returns the advantage of each rollout for all of its tokens."""
+        pairs = zip(self.token_rewards, advantages_G, strict=True)
+        return [np.full(len(rewards_T), advantage) for rewards_T, advantage in pairs]
 
 
 class Advantage(ABC):
-    """A measure of how much better each token was than what was to be expected. Dataclass fields are options."""
+    """Computes how much better each token was than expected. Dataclass fields are options."""
 
     NEEDS_GREEDY: ClassVar[bool] = False
-    """Whether each group needs a greedy response beside its rollouts, which nobody learns from."""
+    """Whether each group needs a greedy response in addition to its rollouts. It is not trained on."""
 
     @abstractmethod
     def of_batch(self, groups: Sequence[GroupRewards]) -> list[list[np.ndarray]]:
-        """Per group and rollout, float64 [T]; 0 for invalid rollouts."""
+        """Returns float64 [T] per group and rollout; 0 for invalid rollouts."""
 
 
 class GroupAdvantage(Advantage):
-    """Compares the rollouts of one group; all tokens of a rollout have its advantage."""
+    """Compares the rollouts of one group. All tokens of a rollout have its advantage."""
 
     @abstractmethod
     def __call__(self, rewards_G: np.ndarray, valid_G: np.ndarray) -> np.ndarray:
-        """Advantages, float64 [G]; 0 where `valid_G` is False.
+        """Returns advantages, float64 [G]; 0 if `valid_G` is False.
 
         Args:
-            rewards_G: float64; entries where `valid_G` is False are meaningless.
-            valid_G: bool; False for rollouts that failed or whose reward is invalid.
+            rewards_G: float64. Entries are meaningless if `valid_G` is False.
+            valid_G: bool. False for rollouts that failed or whose reward is invalid.
         """
 
     def of_batch(self, groups: Sequence[GroupRewards]) -> list[list[np.ndarray]]:
@@ -65,8 +67,9 @@ class GroupAdvantage(Advantage):
 
 
 class ValueAdvantage(Advantage):
-    """Compares with the values of a critic, so a run that names one has a critic executor."""
+    """Compares with the values of a critic, so a run with it has a critic executor."""
 
     @abstractmethod
     def estimate(self, groups: Sequence[GroupRewards]) -> list[list[np.ndarray]]:
-        """Advantages per group and rollout before normalization, float64 [T]; plus values, what a critic learns."""
+        """Returns advantages per group and rollout before normalization, float64 [T]. The critic learns their sum with
+        the values."""

@@ -14,8 +14,8 @@ from llamarl.algorithms.advantages.group_mean import GroupMean
 class MaximumLikelihood(GroupAdvantage):
     """A_i = (r_i - mean(r)) / mean(r) over the valid rollouts, for rewards of 0 and 1.
 
-    Hard prompts weigh more: at success rate p, 1 / p times as much as with `group_mean`. The divisor is at least
-    1 / n, the smallest mean of n such rewards that is not 0, so other rewards are safe too.
+    Hard prompts weigh more: at success rate p, 1 / p times as much as with `group_mean`. The divisor is at least 1 / n,
+    the smallest mean of n such rewards that is not 0, so other rewards are safe too.
     """
 
     def __call__(self, rewards_G: np.ndarray, valid_G: np.ndarray) -> np.ndarray:

@@ -13,9 +13,10 @@ from llamarl.algorithms.advantages._base import Advantage, GroupRewards
 
 @dataclass(frozen=True)
 class Remax(Advantage):
-    """A_i = r_i - r(greedy); all 0 where the greedy response could not be judged. A group of one learns, too.
+    """A_i = r_i - r(greedy); all 0 if the greedy response could not be judged. A group of one learns too.
 
-    The baseline does not depend on what was sampled, so the gradient is unbiased; it costs one more response per group.
+    The baseline does not depend on the sampled responses, so the gradient is unbiased. It costs one more response per
+    group.
     """
 
     NEEDS_GREEDY: ClassVar[bool] = True

@@ -1,6 +1,7 @@
-"""Inputs and outputs of losses, and their base. They only call methods of tensors, so this folder imports no torch.
+"""Inputs and outputs of losses, and their base class. They only call methods of tensors, so this folder imports no
+torch.
 
-A loss says what one token costs (`token_losses`); the base class masks, corrects for off-policyness and adds up.
+`token_losses` of a loss returns the loss of each token. The base class masks, corrects for off-policyness and sums.
 
 Shape suffixes: N trainable positions of one microbatch, Q sequences of the microbatch.
 """
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossInputs:
-    """One microbatch, seen by a loss. Sequences are whole: none goes on in another microbatch."""
+    """One microbatch, as a loss sees it. Sequences are whole: none continues in another microbatch."""
 
     logprobs_N: Tensor
     """Natural-log probability of each token under the policy in training, float32, with gradient."""
@@ -30,29 +31,30 @@ class LossInputs:
     advantages_N: Tensor
     """float32."""
     loss_mask_N: Tensor
-    """bool; what is False may hold anything, NaN included, and reaches neither loss nor gradient."""
+    """bool. Masked positions may hold anything, including NaN, and affect neither loss nor gradient."""
     sequence_N: Tensor
-    """Which sequence each position belongs to, int64, 0 to `num_sequences` - 1."""
+    """Sequence of each position, int64, 0 to `num_sequences` - 1."""
     num_sequences: int
     proximal_logprobs_N: Tensor | None = None
-    """The same under the policy at the beginning of the optimizer step; None: that is the policy in training itself,
-    as it is with one update per batch."""
+    """The same under the policy at the beginning of the optimizer step. None means the policy in training itself, as
+    with one update per batch."""
     reference_logprobs_N: Tensor | None = None
-    """The same under the frozen reference, float32; None without one."""
+    """The same under the frozen reference, float32. None means that there is none."""
     columns_N: Mapping[str, Tensor] = field(default_factory=dict)
-    """Every per-token column of the microbatch (`llamarl.types.COLUMNS`), those above included, by name."""
+    """Every per-token column of the microbatch (`llamarl.types.COLUMNS`), including those above, by name."""
     kl: KlPenalty | None = None
-    """Charged beside every loss; needs `reference_logprobs_N`. None: the divergence is only measured."""
+    """Penalty in addition to the loss; needs `reference_logprobs_N`. None means that the divergence is only
+    measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Positions:
-    """`LossInputs` made safe: masked positions hold 0, log-ratios are clamped."""
+    """`LossInputs` made safe: masked positions hold 0, and log-ratios are clamped."""
 
     logprobs_N: Tensor
     """Log-probabilities under the policy in training, with gradient."""
     log_ratio_N: Tensor
-    """log(pi / mu), with gradient; relative to the proximal policy instead of mu when `truncate` is set."""
+    """log(pi / mu), with gradient. With `truncate` it is relative to the proximal policy instead of mu."""
     behavior_logprobs_N: Tensor
     """Log-probabilities under the policy that `log_ratio_N` is relative to."""
     proximal_log_ratio_N: Tensor
@@ -66,7 +68,7 @@ class Positions:
     num_sequences: int
 
     def sequence_means(self, values_N: Tensor) -> Tensor:
-        """Mean over each position's own sequence, given back at every position, [N]; masked positions don't count."""
+        """Returns the mean over each position's sequence, at every position, [N]. Masked positions do not count."""
         sums_Q = values_N.new_zeros(self.num_sequences).index_add(0, self.sequence_N, values_N * self.mask_N)
         counts_Q = values_N.new_zeros(self.num_sequences).index_add(0, self.sequence_N, self.mask_N.to(values_N.dtype))
         return (sums_Q / counts_Q.clamp(min=1))[self.sequence_N]
@@ -77,9 +79,9 @@ class TokenLosses:
     """Loss of each position, and which positions are capped."""
 
     loss_N: Tensor
-    """Loss of each position, with gradient; masked positions may hold anything finite."""
+    """Loss of each position, with gradient. Masked positions may hold any finite number."""
     capped_N: Tensor
-    """bool: a cap, clip or mask acts here."""
+    """bool: True if a cap, clip or mask acts here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,25 +91,29 @@ class LossOutput:
     loss: Tensor
     """Scalar sum, with gradient."""
     sums: dict[str, Tensor]
-    """Scalar sums to log; the trainer divides them by the count of positions that it computed."""
+    """Scalar sums to log. The trainer divides them by the number of computed positions."""
     maxima: dict[str, Tensor]
     """Scalar maxima to log."""
 
 
 @dataclass(frozen=True)
 class Loss(ABC):
-    """A policy-gradient loss. Its dataclass fields are its options; these two compose with every loss. They do not act
-    on the price of divergence from a reference, which is beside the loss."""
+    """A policy-gradient loss. Its dataclass fields are its options.
+
+    The two options here work with every loss. They do not affect the penalty for divergence from a reference.
+    """
 
     truncate: float | None = None
-    """Weigh each token by min(proximal / mu, this), and take the loss's own ratio relative to the proximal policy
-    (truncated importance sampling: Yao et al., "Your efficient RL framework secretly brings you off-policy RL
-    training", 2025)."""
+    """Weighs each token by min(proximal / mu, truncate), and makes the loss's ratio relative to the proximal policy.
+
+    This is truncated importance sampling (Yao et al., "Your efficient RL framework secretly brings you off-policy RL
+    training", 2025). None means neither.
+    """
     sequence_mask: tuple[float, float] | None = None
-    """Leave out sequences whose geometric mean of proximal / mu lies outside of (low, high)."""
+    """Masks sequences whose geometric mean of proximal / mu is outside of (low, high). None masks none."""
 
     LEARNS_WITHOUT_ADVANTAGE: ClassVar[bool] = False
-    """Whether a sample whose advantage is 0 still has a gradient. If not, the trainer does not compute it at all."""
+    """Whether a sample with advantage 0 has a gradient. If not, the trainer does not compute it."""
     MEAN_OVER: ClassVar[Literal["tokens", "sequences"]] = "tokens"
     """Count that the trainer divides by. With `sequences`, a token counts one over the length of its sequence."""
 
@@ -119,18 +125,18 @@ class Loss(ABC):
 
     @abstractmethod
     def token_losses(self, positions: Positions) -> TokenLosses:
-        """The loss of each position, before masking and sums."""
+        """Returns the loss of each position, before masking and sums."""
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         positions = self._positions(inputs)
         token = self.token_losses(positions)
-        for name, found in (("loss_N", token.loss_N), ("capped_N", token.capped_N)):
-            if found.shape != positions.logprobs_N.shape:  # it would be broadcast, and train something else
+        for name, values_N in (("loss_N", token.loss_N), ("capped_N", token.capped_N)):
+            if values_N.shape != positions.logprobs_N.shape:  # broadcasting would change the training
                 raise ValueError(
-                    f"{type(self).__name__}.token_losses gave {name} of shape {tuple(found.shape)} for "
-                    f"{len(positions.logprobs_N)} positions; give a value for each, the trainer adds them up"
+                    f"{type(self).__name__}.token_losses returned {name} of shape {tuple(values_N.shape)} for "
+                    f"{len(positions.logprobs_N)} positions; return a value for each, the trainer adds them up"
                 )
-        # The ratio to the behavior policy, whatever the loss's own ratio is relative to.
+        # The logged ratio is always to the behavior policy, also with `truncate`.
         log_ratio_N = _clamped(positions.logprobs_N.detach() - _cleaned(inputs, inputs.behavior_logprobs_N))
         keep_N = positions.mask_N
         weights_N = share_N = 1.0
@@ -142,10 +148,10 @@ class Loss(ABC):
         if self.MEAN_OVER == "sequences":
             share_N = 1 / _sequence_lengths(positions)
         loss_N = (token.loss_N * weights_N * share_N).masked_fill(~keep_N, 0.0)
-        # The ratio is near 1 almost everywhere; `exp() - 1` would lose the digits that the KL is made of.
+        # The ratio is near 1 almost everywhere: `exp() - 1` would lose the digits of the KL.
         excess_N = log_ratio_N.expm1()
         sums = {
-            # Masked positions have ratio 1; the excess over 1 keeps them out of the sum.
+            # Masked positions have ratio 1, so their excess over 1 does not count.
             "importance_ratio_excess": excess_N.sum(),
             # r - 1 - log r: unbiased for KL(mu || pi), never negative (Schulman, "Approximating KL divergence", 2020).
             "kl_to_behavior": (excess_N - log_ratio_N).sum(),
@@ -160,7 +166,7 @@ class Loss(ABC):
         return LossOutput(loss=loss_N.sum(), sums=sums, maxima={"importance_ratio_max": 1 + excess_N.max()})
 
     def _positions(self, inputs: LossInputs) -> Positions:
-        """The mask comes before any arithmetic that could overflow: a product with 0 turns infinities into NaN."""
+        """Masks before any arithmetic that could overflow: a product with 0 turns infinities into NaN."""
         logprobs_N = _cleaned(inputs, inputs.logprobs_N)
         behavior_N = _cleaned(inputs, inputs.behavior_logprobs_N)
         proximal_N = logprobs_N.detach()
@@ -189,14 +195,14 @@ def _clamped(log_ratio_N: Tensor) -> Tensor:
 
 
 def _sequence_lengths(positions: Positions) -> Tensor:
-    """Trainable positions of each position's own sequence, [N], at least 1."""
+    """Returns the trainable positions of each position's sequence, [N], at least 1."""
     ones_N = positions.mask_N.to(positions.logprobs_N.dtype)
     counts_Q = ones_N.new_zeros(positions.num_sequences).index_add(0, positions.sequence_N, ones_N)
     return counts_Q.clamp(min=1)[positions.sequence_N]
 
 
 def clipped_surrogate(log_ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) -> TokenLosses:
-    """-min(r A, clip(r, 1 - low, 1 + high) A) (PPO, arXiv 1707.06347, equation 7)."""
+    """Returns -min(r A, clip(r, 1 - low, 1 + high) A) (PPO, arXiv 1707.06347, equation 7)."""
     ratio_N = log_ratio_N.exp()
     clipped_N = ratio_N.clamp(1 - low, 1 + high)
     gain_N, clipped_gain_N = ratio_N * advantages_N, clipped_N * advantages_N
@@ -204,7 +210,7 @@ def clipped_surrogate(log_ratio_N: Tensor, advantages_N: Tensor, low: float, hig
 
 
 def require_between(name: str, value: float, low: float, high: float = math.inf) -> None:
-    """An option's check. Raises ValueError unless low < value <= high."""
+    """Raises ValueError unless low < value <= high."""
     if not low < value <= high:
         raise ValueError(
             f"{name} = {value} must be above {low:g}" + (f" and at most {high:g}" if high < math.inf else "")

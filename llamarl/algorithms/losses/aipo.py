@@ -11,12 +11,12 @@ from llamarl.algorithms.losses._base import Loss, Positions, TokenLosses, requir
 class Aipo(Loss):
     """gradient = sum_t min(pi / mu, rho) * A * grad log pi.
 
-    The cap is one-sided and the capped ratio is a weight without gradient: above the cap a token still pulls with
-    rho * A * grad log pi, unlike PPO's clip, which silences it.
+    The cap is one-sided, and the capped ratio is a weight without gradient. Above the cap a token still has the
+    gradient rho * A * grad log pi, unlike with PPO's clip.
     """
 
     rho: float = 4.0
-    """Cap of the importance ratio; the paper found 2 to 10 to work."""
+    """Cap of the importance ratio. 2 to 10 worked in the paper."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""CISPO (MiniMax-M1, arXiv 2506.13585, equation 4): clipped importance weights, and no token is silent."""
+"""CISPO (MiniMax-M1, arXiv 2506.13585, equation 4): clipped importance weights, with a gradient for every token."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Cispo(Loss):
     """gradient = sum_t clip(r, 1 - clip_low, 1 + clip_high) * A * grad log pi, the weight without gradient."""
 
     clip_low: float = 1.0
-    """1 leaves the weight unbounded below, as the paper does."""
+    """1 leaves the weight without a lower bound, as in the paper."""
     clip_high: float = 4.0
-    """The largest weight is one more."""
+    """Largest weight, less 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,7 +9,7 @@ from llamarl.algorithms.losses._base import Loss, Positions, TokenLosses, clippe
 
 @dataclass(frozen=True)
 class Dapo(Loss):
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): unlikely tokens have room to grow."""
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): the probability of unlikely tokens can grow."""
 
     clip_low: float = 0.2
     """Largest fall of the ratio."""

@@ -1,4 +1,5 @@
-"""Decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298, equation 5): correct for one policy, stay near another."""
+"""Decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298, equation 5): corrects for the behavior policy, stays near
+the proximal one."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from llamarl.algorithms.losses._base import Loss, Positions, TokenLosses, clippe
 class DecoupledPpo(Loss):
     """-(proximal / mu) * min(u A, clip(u, 1 - clip, 1 + clip) A), u = pi / proximal.
 
-    The weight corrects for the policy that sampled; the clip keeps near the policy at the beginning of the step.
+    The weight corrects for the policy that sampled. The clip keeps near the policy at the beginning of the step.
     """
 
     clip: float = 0.2
     """Largest change of u in either direction."""
     max_weight: float = 5.0
-    """Cap of proximal / mu, where `truncate` sets no other."""
+    """Cap of proximal / mu without `truncate`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -26,7 +27,7 @@ class DecoupledPpo(Loss):
 
     def token_losses(self, positions: Positions) -> TokenLosses:
         token = clipped_surrogate(positions.proximal_log_ratio_N, positions.advantages_N, self.clip, self.clip)
-        if self.truncate is not None:  # the base class weighs, with a cap of its own
+        if self.truncate is not None:  # the base class weighs, with `truncate` as its cap
             return token
         weights_N = positions.proximal_weights_N
         loss_N = token.loss_N * weights_N.clamp(max=self.max_weight)

@@ -10,9 +10,10 @@ from llamarl.algorithms.losses._base import Loss, Positions, TokenLosses, requir
 
 @dataclass(frozen=True)
 class Dppo(Loss):
-    """-r A, silent where the token's probability has already moved by more than `max_difference` in its direction.
+    """-r A, without a gradient if the token's probability has already moved by more than `max_difference` in its
+    direction.
 
-    A ratio says little of an unlikely token: 1e-5 -> 1e-4 is a ratio of 10 and hardly a change of the policy.
+    A ratio says little about an unlikely token: 1e-5 -> 1e-4 is a ratio of 10 and hardly a change of the policy.
     """
 
     max_difference: float = 0.2

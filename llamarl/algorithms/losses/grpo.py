@@ -1,4 +1,5 @@
-"""GRPO's objective without its KL term (DeepSeekMath, arXiv 2402.03300, equation 3): every response weighs the same."""
+"""GRPO's objective without its KL term (DeepSeekMath, arXiv 2402.03300, equation 3): every response has the same
+weight."""
 
 from __future__ import annotations
 

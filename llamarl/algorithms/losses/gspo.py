@@ -10,12 +10,12 @@ from llamarl.algorithms.losses._base import Loss, Positions, TokenLosses, clippe
 
 @dataclass(frozen=True)
 class Gspo(Loss):
-    """The clipped surrogate with s = (pi(y) / mu(y)) ** (1 / |y|) in place of a token's ratio."""
+    """The clipped surrogate with s = (pi(y) / mu(y)) ** (1 / |y|) instead of a token's ratio."""
 
     MEAN_OVER: ClassVar[Literal["tokens", "sequences"]] = "sequences"
 
     clip_low: float = 3e-4
-    """Largest fall of a sequence's ratio; geometric means move far less than single tokens."""
+    """Largest fall of a sequence's ratio. Geometric means move far less than single tokens."""
     clip_high: float = 4e-4
     """Largest rise of a sequence's ratio."""
 
@@ -26,5 +26,5 @@ class Gspo(Loss):
 
     def token_losses(self, positions: Positions) -> TokenLosses:
         log_ratio_N = positions.sequence_means(positions.log_ratio_N)
-        # Each position carries its sequence's loss, and the mean over the sequence's positions gives it back.
+        # Each position has its sequence's loss, and the mean over the sequence's positions restores it.
         return clipped_surrogate(log_ratio_N, positions.advantages_N, self.clip_low, self.clip_high)

@@ -9,7 +9,7 @@ from llamarl.algorithms.losses._base import Loss, Positions, TokenLosses, clippe
 
 @dataclass(frozen=True)
 class PpoClip(Loss):
-    """-min(r A, clip(r, 1 - clip, 1 + clip) A): a token that has moved far enough in its direction is silent."""
+    """-min(r A, clip(r, 1 - clip, 1 + clip) A): a token that has moved far enough in its direction has no gradient."""
 
     clip: float = 0.2
     """Largest change of the ratio in either direction."""

@@ -1,4 +1,4 @@
-"""RAFT (arXiv 2304.06767, section 3): maximum likelihood on the responses that did better than their group."""
+"""RAFT (arXiv 2304.06767, section 3): maximum likelihood on the responses that are better than their group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llamarl.algorithms.losses._base import Loss, Positions, TokenLosses
 
 @dataclass(frozen=True)
 class Raft(Loss):
-    """gradient = sum_t [A > 0] * grad log pi: imitation of the good responses, each with equal weight."""
+    """gradient = sum_t [A > 0] * grad log pi: imitates the good responses, each with equal weight."""
 
     def token_losses(self, positions: Positions) -> TokenLosses:
         good_N = positions.advantages_N > 0

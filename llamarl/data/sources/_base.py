@@ -32,8 +32,7 @@ class ProblemRow:
     @property
     def name(self) -> str:
         """Name of the row in messages: its id, or its number if the id comes from an unnamed file."""
-        found = re.fullmatch(r"[0-9a-f]{32}-(\d+)", self.problem_id)
-        return f"{ROW}{int(found[1]) - 1}" if found else f"{ROW}{self.problem_id!r}"
+        return row_name(self.problem_id)
 
     @property
     def solution(self) -> str | None:
@@ -45,6 +44,15 @@ class ProblemRow:
         """Values that a prompt template may use."""
         asked = {"id": self.problem_id, "question": self.question, "prompt": self.question}
         return {"answer": self.answer} | self.metadata | asked  # `data.solution` may be a column `answer`
+
+
+def row_name(problem_id: str) -> str:
+    """Returns the name of a row in a sentence: by its id, or by its number where that id is of a file that nobody has
+    named. The id may stand behind the label of its source and a slash."""
+    found = re.fullmatch(r"(?:(.+)/)?[0-9a-f]{32}-(\d+)", problem_id)
+    if found is None:
+        return f"{ROW}{problem_id!r}"
+    return f"{ROW}{int(found[2]) - 1}" + (f" of source {found[1]!r}" if found[1] else "")
 
 
 class ProblemSource(Protocol):

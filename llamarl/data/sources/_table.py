@@ -143,7 +143,7 @@ class _Fields(NamedTuple):
 
     def error(self, said: str) -> ConfigError:
         """Returns an error about this row that lists its columns."""
-        lost = "".join(f"; `{name}` has type {kind}, which JSON lacks" for name, kind in self.left_out.items())
+        lost = "".join(f"; `{name}` holds {kind}, which is not a JSON value" for name, kind in self.left_out.items())
         return ConfigError(f"{self.place}: {said}; its columns are {', '.join(self.columns) or 'none'}{lost}")
 
     def named(self, option: str, column: str) -> Any:

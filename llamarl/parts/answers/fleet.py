@@ -13,10 +13,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from llamarl.cluster.api import ExecutorHandle
+from llamarl.cluster.api import ExecutorHandle, port
 from llamarl.cluster.fork_server import fork_server
 from llamarl.cluster.open import check_cluster, open_cluster
-from llamarl.cluster.port import port
 from llamarl.config import RunConfig
 from llamarl.controller.ports import GeneratorPort
 from llamarl.controller.supervision import PausableClockLoop

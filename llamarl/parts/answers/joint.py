@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.observability.screen import print_to
+from llamarl.observability.spans import report_delays
 from llamarl.parts.answers.answering import PromptRun, open_engine, prompt_tables, row_of
 
 if TYPE_CHECKING:
@@ -25,10 +26,11 @@ def answered(model: str, prompts: Sequence[str], chat: bool, settings: Mapping[s
     from llamarl.run.models import asked_model
 
     with ExitStack() as opened:
-        asked = opened.enter_context(asked_model(model, "model", command="llamarl"))
-        answers = PromptRun(load_config(prompt_tables(asked), settings=settings), prompts, chat=chat)
-        print_to(sys.stderr, answers.first_prompt)
-        opened.enter_context(answers)
+        with report_delays("", "starting the engine"):
+            asked = opened.enter_context(asked_model(model, "model", command="llamarl"))
+            answers = PromptRun(load_config(prompt_tables(asked), settings=settings), prompts, chat=chat)
+            print_to(sys.stderr, answers.first_prompt)
+            opened.enter_context(answers)
         return [row_of(one, prompts, answers.tokenizer) for rollouts in answers.rollouts() for one in rollouts]
 
 
@@ -61,7 +63,7 @@ def evaluated(
             raise ConfigError("there are no problems: give `data`, or a `config` with data.eval")
         if is_own and asked.run is not None and asked.place is not None:
             config = with_code_of(asked.run, asked.place, config, "llamarl.evaluate", is_trusted=trust)
-        config = ready(config, run, place, "llamarl")
+        config = ready(config, run, place, "llamarl", partial(report_delays, ""))
         try:
             results = evaluate_checkpoint(config, lambda done, total: None, partial(print_to, sys.stderr))
         except Interrupted as error:

@@ -108,5 +108,9 @@ def check_names(config: RunConfig, only: Collection[str]) -> None:
     """Raises ConfigError: a name is no set's."""
     known = [name for name in config.by_eval_set if name]
     if unknown := [name for name in only if name not in known]:
-        has = f"it has {', '.join(known)}" if known else "it is no list, so its problems have no name; leave --only out"
+        has = (
+            f"it has {', '.join(known)}"
+            if known
+            else "it is not a list, so its problems have no name; leave --only out"
+        )
         raise ConfigError(f"--only {unknown[0]}: data.eval has no such set; {has}")

@@ -22,11 +22,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.generation.inputs import StepInputs, gather_inputs, new_routes, num_inputs
-from llamarl.generation.kv_cache import BLOCK_SIZE, KVCache
+from llamarl.generation.attention import (
+    BLOCK_SIZE,
+    KVCache,
+    StepInputs,
+    TorchAttention,
+    gather_inputs,
+    new_routes,
+    num_inputs,
+)
 from llamarl.generation.model import GeneratorModel
 from llamarl.generation.rows import Rows
-from llamarl.generation.torch_attention import TorchAttention
 
 _KEPT = 2
 """Sets of weights: in use, and about to be."""

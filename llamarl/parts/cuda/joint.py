@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from llamarl.generation.backend import StepGraphs
-    from llamarl.generation.kv_cache import KVCache
+    from llamarl.generation.attention import KVCache, StepGraphs
     from llamarl.generation.model import GeneratorModel
 
 

@@ -1,4 +1,4 @@
-"""A tile of logits on GPUs, for `training/logprobs.py`, in one read each: the running softmax with the targets' logits,
+"""A tile of logits on GPUs, for `training/policy.py`, in one read each: the running softmax with the targets' logits,
 and the gradient, rounded to the type of the product that comes next. Torch takes seven passes, which cost more than the
 products.
 

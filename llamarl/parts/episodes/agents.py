@@ -11,8 +11,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from llamarl.cluster.api import ExecutorHandle
-from llamarl.cluster.port import port
+from llamarl.cluster.api import ExecutorHandle, port
 from llamarl.controller.flight import Flight, InFlightRollout, Replicas
 from llamarl.controller.restart import RestartableHandle
 from llamarl.controller.supervision import Supervisor

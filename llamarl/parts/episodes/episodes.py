@@ -11,8 +11,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from llamarl.cluster.api import ExecutorHandle
-from llamarl.cluster.port import port
+from llamarl.cluster.api import ExecutorHandle, port
 from llamarl.config import RunConfig
 from llamarl.controller.flight import Flight, InFlightRollout, Replicas, RolloutState
 from llamarl.controller.ports import Executors

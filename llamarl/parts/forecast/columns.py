@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import ConfigError
-from llamarl.config.hub import HubName, open_hub
+from llamarl.config.errors import one_of
+from llamarl.config.hub import HubName, hub_name, of_hub_anyway, open_hub
+from llamarl.config.section import near_path
 from llamarl.data.files import read_file, suffix
 
 SAMPLED = 64
@@ -55,8 +57,10 @@ def found_data(name: str, question: str = "", answer: str = "") -> FoundData:
             )
         train, held_out, rows = {"name": "file", "path": name}, None, _rows(read_file(Path(name)))
         why = ["no file to evaluate on is known; data.eval takes one that is held out"]
-    elif of_hub := HubName.of(name):
+    elif of_hub := hub_name(name):
         train, held_out, rows, why = _of_hub(of_hub)
+    elif meant := [*filter(None, (near_path(name), of_hub_anyway(name)))]:
+        raise ConfigError(f"--data {name}: there is no such file; {one_of(meant)}")
     else:
         raise ConfigError(f"--data {name} is neither a file nor a name of the Hub; give owner/name, or a .jsonl file")
     given = {name: column for name, column in (("question", question), ("answer", answer)) if column}

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from llamarl.config import ConfigError, RunConfig, load_recorded
+from llamarl.config.section import not_a_run
 from llamarl.observability.files import read_run_rows
 from llamarl.observability.spans import Span
 from llamarl.run.rollouts import rollout_rows
@@ -63,7 +64,7 @@ def read_run(path: str | Path) -> RecordedRun:
     """Reads a run folder. Raises ConfigError: it is none, a file is missing or damaged, or the run was too short."""
     folder = Path(path)
     if not (folder / "config.toml").is_file():
-        raise ConfigError(f"{folder} is no run folder (no config.toml in it); give the folder of a finished run")
+        raise not_a_run(folder)
     if not any((folder / name).exists() for name in OF_TRAINING):
         raise ConfigError(
             f"{folder} has neither rollouts nor generators to measure, as runs of `llamarl sft`; give a run of "
@@ -104,7 +105,7 @@ def _groups(folder: Path) -> list[list[tuple[int, float]]]:
         for row in rollout_rows(folder):
             groups[row["group_id"]][row["index"]] = (len(row["token_ids"]), float(row["reward"]))
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"{folder}: a row is no rollout ({error!r}); give the folder of a finished run") from None
+        raise ConfigError(f"{folder}: a row is not a rollout ({error!r}); give the folder of a finished run") from None
     return [[groups[number][index] for index in sorted(groups[number])] for number in sorted(groups)]
 
 

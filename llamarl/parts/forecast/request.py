@@ -132,7 +132,7 @@ class PlanRequest:
         """Raises ConfigError: a number that no layout can satisfy, with the nearest one that works."""
         for pool in self.pools:
             if pool.count < 1:
-                raise ConfigError(f"{pool.count} GPUs of kind {pool.gpu.name} is no cluster; use --gpus 1 or more")
+                raise ConfigError(f"{pool.count} GPUs of kind {pool.gpu.name} is not a cluster; use --gpus 1 or more")
         if self.model.moe and self.lora and not {*self.lora.targets} <= {*ATTENTION}:
             raise ConfigError(
                 f"trainer.lora with {self.model.name}: experts get no adapters; use trainer.lora.targets = "

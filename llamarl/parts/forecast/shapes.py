@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config import ConfigError, RunConfig, did_you_mean, load_sft_config, read_json
-from llamarl.config.hub import hub_name, open_hub
+from llamarl.config.errors import one_of
+from llamarl.config.hub import OF_MODELS, hub_name, open_hub
+from llamarl.config.section import near_path
 from llamarl.models.refused import OTHERS, refusal
 from llamarl.models.shape import ModelShape
 from llamarl.models.sizes import DecoderSizes, MoeShape
@@ -160,5 +162,7 @@ def _unknown(name: str) -> str:
     if of_hub := hub_name(name):
         fetch = f"fetch its config: hf download {of_hub.repo} config.json"
         return f"is not in this machine's cache of the Hub, and nothing is fetched here; {fetch}"
+    if near := near_path(name, OF_MODELS):
+        return f"is neither a built-in shape nor a folder; {one_of([near])}"
     hint = did_you_mean(name, MODELS, f"give one of {', '.join(MODELS)} or a Hugging Face folder")
     return f"is neither a built-in shape nor a file; {hint}"

@@ -30,8 +30,8 @@ from typing import Any
 
 from llamarl.checkpoint.keeper import MirrorKeeper
 from llamarl.child import kill_group
-from llamarl.cluster.deaths import cause_of_reaped, killed_by
 from llamarl.cluster.engine_files import MEMORY, log_env, mirror_folder
+from llamarl.cluster.handle import cause_of_reaped, killed_by
 from llamarl.cluster.start_up import LIFELINE
 from llamarl.config import ConfigError, open_own
 from llamarl.config.hub import hub_name, open_hub

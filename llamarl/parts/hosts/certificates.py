@@ -55,7 +55,7 @@ def check_member(name: str, address: str) -> None:
     """Raises ConfigError unless a certificate can carry them; an address is an IP address or a DNS name."""
     if not NAME.fullmatch(name):
         rule = "letters, digits, dots, dashes and underscores, at most 63"
-        raise ConfigError(f"`{name}={address}`: {name!r} is no name of a host; use {rule}")
+        raise ConfigError(f"`{name}={address}`: {name!r} is not the name of a host; use {rule}")
     if not _is_ip(address) and (not NAME.fullmatch(address) or re.fullmatch(r"[\d.]+", address)):
         raise ConfigError(f"`{name}={address}`: {address!r} is neither an IP address nor a DNS name")
 

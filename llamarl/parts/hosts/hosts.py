@@ -11,8 +11,7 @@ from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from llamarl.cluster.api import ExecutorError
-from llamarl.cluster.port import port
+from llamarl.cluster.api import ExecutorError, port
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.cluster import ClusterConfig
 from llamarl.controller.controller import Controller
@@ -257,7 +256,7 @@ class Elastic:
         if keepers := self._hosting.keepers():
             for one in (executors.trainer, executors.models.get("critic")):
                 if one is not None:
-                    await port(OptimizingPort, one, self._settings.call_timeout_s).keep_at(keepers)
+                    await port(OptimizingPort, one, self._settings.call_timeout_s).choose_keepers(keepers)
 
     async def _supply(self, host: Host) -> None:
         """Executors may be there once it has the models."""

@@ -100,7 +100,7 @@ def fault_of_endpoint(text: str) -> str:
         is_address = False
     if is_address and not re.search(r"[\s\0-\x1f]", text):
         return ""
-    return f"HF_ENDPOINT = {text!r:.200} is no address; give one such as https://huggingface.co, or unset it"
+    return f"HF_ENDPOINT = {text!r:.200} is not an address; give one such as https://huggingface.co, or unset it"
 
 
 def printable(text: str) -> str:

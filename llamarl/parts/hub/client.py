@@ -267,17 +267,17 @@ def sentence(error: Exception, what: str, name: HubName, kind: Kind) -> str:
         return _sentence_of_repository(error, whose, name, kind, page)
     code = error.response.status_code
     if code == 401 and not has_token:
-        return f"the Hub wants to know who asks for this; set HF_TOKEN to a token of {TOKENS}"
+        return f"the Hub requires a login for this; set HF_TOKEN to a token of {TOKENS}"
     if code == 401:
         return f"the Hub does not know your token (HF_TOKEN); make one at {TOKENS}, or unset it"
     if code == 403:
         why = f" ({error.server_message})" if error.server_message else ""
-        return f"the Hub forbids this to {whose}{why}; see {page}, and which rights the token has"
+        return f"the Hub does not allow this for {whose}{why}; see {page}, and which rights the token has"
     if code in _LIMITS:
         asked_s = retry_after(error)
         asks = f" and asks to wait {asked_s:.0f} s" if asked_s else ""
         fix = "try later" if has_token else "try later, or set HF_TOKEN, as those with an account may ask more often"
-        return f"the Hub has no time for this now ({code}){asks}; {fix}"
+        return f"the Hub is busy ({code}){asks}; {fix}"
     return f"the Hub answered {code} {what}; try later, or see whether {at} works"
 
 
@@ -297,7 +297,7 @@ def _sentence_of_repository(error: Exception, whose: str, name: HubName, kind: K
 
 def _sentence_of_system(error: Exception, what: str, at: str) -> str:
     if getattr(error, "errno", None) == errno.ENOSPC:
-        return f"no room in {cache_folder()} {what}; make room on that disk, or set HF_HOME to a folder on another one"
+        return f"no room in {cache_folder()} {what}; free space on that disk, or set HF_HOME to a folder on another one"
     if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.ProxyError):
         return (
             f"{at} cannot be reached ({cause(error)}); check the network, HF_ENDPOINT and proxies, or bring the files "
@@ -310,8 +310,8 @@ def _sentence_of_system(error: Exception, what: str, at: str) -> str:
             "network wants a login"
         )
     if isinstance(error, httpx2.HTTPError) or not getattr(error, "errno", None):
-        return f"the connection to {at} broke {what}, three times ({cause(error)}); the next start goes on from there"
-    return f"the cache {cache_folder()} cannot be used ({error}); mend that, or set HF_HOME to a folder of your own"
+        return f"the connection to {at} broke {what}, three times ({cause(error)}); the next start continues from there"
+    return f"the cache {cache_folder()} cannot be used ({error}); fix that, or set HF_HOME to a folder of your own"
 
 
 def suggestion(name: HubName, kind: Kind) -> str:

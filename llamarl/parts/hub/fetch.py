@@ -28,7 +28,7 @@ def small_files(files: Mapping[str, int]) -> list[str]:
     """Files of a model besides its weights, and their index. Raises ConfigError: it is none, or has pickles only."""
     if "config.json" not in files:
         raise ConfigError(
-            "its repository has no config.json, so it is no whole model; name one with config.json, safetensors and "
+            "its repository has no config.json, so it is not a whole model; name one with config.json, safetensors and "
             "tokenizer.json (adapters and GGUF files are none)"
         )
     top = [path for path in sorted(files) if "/" not in path]

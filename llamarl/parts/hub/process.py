@@ -87,7 +87,7 @@ class Client:
             progress.say(answer["text"])
         raise NotAnswered(
             f"the Hub's client ended with exit code {process.wait(10)}, and says why above; pip install -U "
-            "huggingface_hub may mend it"
+            "huggingface_hub may fix it"
         )
 
 

@@ -308,7 +308,7 @@ function showValues(plot) {
     tip.style.left = Math.max(isRight ? left + 14 : left - 14 - tip.offsetWidth, 2) + "px";
   }
   const every = Math.max(...runs.map((run) => run.every || 1)), means = every > 1 ? `, means of ${every} steps, largest of maxima` : "";
-  if (at != null) byId("cursor").textContent = placeText(plot.data[0][at]) + means;
+  byId("cursor").textContent = at == null ? "Legends show the last step." : placeText(plot.data[0][at]) + means;
 }
 
 const placeText = (x) => ({ step: `Step ${number(x, 6)}`, samples: `${number(x)} samples`, wall_s: seconds(x) })[byId("along").value];

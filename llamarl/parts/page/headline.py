@@ -104,7 +104,8 @@ def _reward(data: RunData) -> Iterator[KeyNumber]:
     if rewards := _known(data, "reward_mean"):
         found = ends(rewards)
         last = found.last if found else fmean(rewards)
-        detail = f"from {number(found.first)}" if found else f"mean of {counted(len(rewards), 'step')}"
+        detail = f"mean of {'last ' * bool(found)}{counted(found.num if found else len(rewards), 'step')}"
+        detail += f", from {number(found.first)}" if found else ""
         yield KeyNumber(
             id="reward", label="Reward (train)", value=number(last), detail=detail, series="reward_mean", chart="reward"
         )
@@ -114,10 +115,15 @@ def _loss(data: RunData) -> Iterator[KeyNumber]:
     """Only supervised runs: the loss of a policy gradient says nothing about progress."""
     losses = _known(data, "loss") if data.work == "sft" else []
     if losses:
-        first, last = losses[0], fmean(losses[-RECENT:])
+        detail = f"mean of {_recent(losses)}, from {number(losses[0])}"
         yield KeyNumber(
-            id="loss", label="Loss", value=number(last), detail=f"from {number(first)}", series="loss", chart="loss"
+            id="loss", label="Loss", value=number(fmean(losses[-RECENT:])), detail=detail, series="loss", chart="loss"
         )
+
+
+def _recent(values: Sequence[float]) -> str:
+    """Text: the values of which a key number is the mean."""
+    return f"last {counted(min(len(values), RECENT), 'step')}"
 
 
 def _steps(data: RunData) -> Iterator[KeyNumber]:
@@ -144,7 +150,8 @@ def _speed(data: RunData) -> Iterator[KeyNumber]:
         verdict = str((data.summary or {}).get("verdict") or data.verdict)
         yield KeyNumber(
             id="speed", label="Tokens per second", value=number(fmean(speeds[-RECENT:])),
-            detail=verdict.split(" ", maxsplit=1)[0].rstrip(":,."), series=name, chart="throughput",
+            detail=f"mean of {_recent(speeds)}, {verdict.split(' ', maxsplit=1)[0].rstrip(':,.')}", series=name,
+            chart="throughput",
         )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from llamarl.observability.metrics import (
     EvalMetrics,
     StepMetrics,
     duration,
+    last_question,
     number,
     of_sources,
     percent,
@@ -366,7 +367,9 @@ def _completions(completions: Sequence[CompletionView], inner: int, room: int) -
     lines = []
     for entry in completions:
         advantage = f"adv {entry.advantage:+.2f}"
-        lines.append(_row(f"reward {number(entry.reward, 2)}", Text(_first_line(plain(entry.prompt), width), DIM)))
+        lines.append(
+            _row(f"reward {number(entry.reward, 2)}", Text(_first_line(plain(last_question(entry.prompt)), width), DIM))
+        )
         pieces = chop_cells(plain(entry.response), width) or [""]
         if len(pieces) > each - 1:
             pieces = chop_cells("…" + "".join(pieces[1 - each :])[1:], width)

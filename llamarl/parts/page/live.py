@@ -113,7 +113,7 @@ def build_app(runs: Sequence[Watched], token: str) -> Starlette:
             found = strict_json(call[request.path_params["what"]](wanted))
             return Response(found, headers=headers, media_type="application/json")
         except (KeyError, ValueError, IndexError, OverflowError):
-            return JSONResponse({"error": "there is no such thing here"}, 404, headers=headers)
+            return JSONResponse({"error": "not found"}, 404, headers=headers)
 
     def show(_: Request) -> Response:
         return HTMLResponse(page, headers=headers)

@@ -70,7 +70,7 @@ function drawList(found) {
   const rows = looked.groups.map((group, place) => {
     const [one] = group.map((at) => looked.rows[at]), judged = group.map((at) => looked.rows[at]).filter((other) => other.right !== null);
     const choose = (event) => show(+(event?.target?.dataset?.at ?? group[0])), turn = (by) => show(group[(group.indexOf(looked.at) + by + group.length) % group.length]);
-    const cells = [String(one.step), squaresOf(group), judged.length ? number(judged.reduce((sum, other) => sum + other.reward, 0) / judged.length, 3) : "–", short(one.source ? `${one.source}: ${one.prompt}` : one.prompt, 90)];
+    const cells = [String(one.step), squaresOf(group), judged.length ? number(judged.reduce((sum, other) => sum + other.reward, 0) / judged.length, 3) : "–", short(one.source ? `${one.source}: ${one.question ?? one.prompt}` : one.question ?? one.prompt, 90)];
     const line = chosenRow(cells, !place, choose, { "aria-selected": "false" }, turn);
     line.lastElementChild.className = "prompt";
     return line;

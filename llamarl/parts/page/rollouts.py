@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.observability.metrics import counted
+from llamarl.observability.metrics import counted, last_question
 from llamarl.parts.page.follow import CHUNK_ROWS, RowOffset, RowReader
 from llamarl.parts.page.run_data import LARGEST
 from llamarl.run.folder import RunFolder
@@ -215,6 +215,9 @@ def _slim(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 short[name] = [_short(one) for one in value]
             elif value is not None:
                 short[name] = _short(value)
+        prompt = row.get("prompt")
+        if isinstance(prompt, str) and (question := last_question(prompt)) != prompt:
+            short["question"] = question
         found.append(short)
     return found
 

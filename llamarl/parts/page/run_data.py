@@ -246,7 +246,7 @@ class RunData:
         if self.silent_s <= SILENT_S:
             return "running", ""
         if not self.num_steps and not self.start:
-            return "empty", "the run never began: its folder has settings and nothing else"
+            return "empty", "the run never started: its folder has only settings"
         hours = self.silent_s / 3600
         since = f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes"
         return "silent", f"no file has changed for {since} and no end was recorded: the process may be dead"

@@ -18,6 +18,8 @@ class Ends:
     last: float
     error: float
     """Standard error of their difference, as if steps were independent."""
+    num: int = 1
+    """Values of which `first`, and `last`, are the mean."""
 
     @property
     def change(self) -> float:
@@ -31,7 +33,7 @@ def ends(values: Sequence[float]) -> Ends | None:
         return None
     size = max(2, int(PART * len(known)))
     (first, of_first), (last, of_last) = _mean(known[:size]), _mean(known[-size:])
-    return Ends(first=first, last=last, error=math.sqrt(of_first + of_last))
+    return Ends(first=first, last=last, error=math.sqrt(of_first + of_last), num=size)
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:

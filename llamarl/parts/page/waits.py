@@ -21,12 +21,12 @@ SUPPLIERS = {
         ("environment", REPLIES), ("trainer", LIMIT), ("scores", "scores"),
     ),
     "scores": (
-        ("generator", "rollouts to end"), ("environment", REPLIES), ("trainer", LIMIT),
+        ("generator", "rollouts to finish"), ("environment", REPLIES), ("trainer", LIMIT),
     ),
 }  # fmt: skip
 """Roles whose work an executor of a role waits for, in this order, and what to call it. Reward, reference and reward
 model have the role `scores`."""
-NOBODY = "no executor worked (controller)"
+NOBODY = "the controller"
 
 
 def waits(spans: Mapping[str, Sequence[Span]], start_s: float, end_s: float) -> dict[str, dict[str, float]]:

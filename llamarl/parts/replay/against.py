@@ -16,7 +16,7 @@ from llamarl.run.folder import RunFolder
 from llamarl.run.rollouts import rollout_rows
 
 _WHY = {"outcome": "reward", "reward": "reward", "advantage": "advantages or shaping: the rewards are equal",
-        "trainer_logprobs": "weights: the trainer began the step with others"}  # fmt: skip
+        "trainer_logprobs": "weights: the trainer began the step with different ones"}  # fmt: skip
 _FREE = ("name", "output", "cluster", "screen", "metrics", "record", "checkpoint", "launch", "eval", "steps")
 """Settings that change nothing of what is compared."""
 

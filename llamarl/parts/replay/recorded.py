@@ -91,7 +91,7 @@ class Recorded:
                 first_difference(was.get(name), now.get(name), self._close)
                 for was, now in zip(rows, expected, strict=True)
             ]
-            cause = "the step took other weights, or its groups in another order, than is on record"
+            cause = "the step took other weights, or its groups in another order, than recorded"
             cause = cause if len([*filter(None, differ)]) > 1 else f"{file} was changed after the run"
             cause = "a reward, or a setting of advantages, was changed after the run" if name == "advantage" else cause
             for now, found in zip(expected, differ, strict=True):
@@ -162,8 +162,8 @@ def other_code(folder: RunFolder) -> str:
     """Why this code may compute something else than the run's did; empty: it is the same."""
     others = {row.get("code", "") for row in _starts(folder)} - {now := code_fingerprint()}
     if "" in others:
-        return "which code of llamarl the run was computed by is not on record"
-    return f"the code of llamarl is another one, {now} and not {min(others)}" if others else ""
+        return "the record does not say by which code of llamarl the run was computed"
+    return f"the code of llamarl differs, {now} and not {min(others)}" if others else ""
 
 
 def other_machine(folder: RunFolder) -> str:

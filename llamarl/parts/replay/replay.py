@@ -17,9 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple, Protocol, cast
 
-from llamarl.cluster.api import ExecutorHandle, ExecutorSpec
+from llamarl.cluster.api import ExecutorHandle, ExecutorSpec, port
 from llamarl.cluster.open import open_cluster
-from llamarl.cluster.port import port
 from llamarl.config import ConfigError, RunConfig, load_recorded
 from llamarl.config.schema import staleness_limit
 from llamarl.controller.admission import Problems, sampling_by_source
@@ -223,7 +222,7 @@ class _Replay:
             if critic := handles.get("critic"):
                 self._critic = port(CriticPort, critic, timeout_s)
                 if await self._critic.restore(begin) != begin:
-                    raise ConfigError(f"the critic's checkpoint of step {begin} is not there, and the trainer's is")
+                    raise ConfigError(f"the critic's checkpoint of step {begin} is missing, and the trainer's exists")
         self._begin, steps = begin, self._steps_after(begin)
         for version in range(begin, request.last + 1):
             await self._read(steps, version)
@@ -252,7 +251,7 @@ class _Replay:
         if begin < since:
             raise ConfigError(
                 f"--steps {request.first}:{request.last}: the run went on after step {since} with another {name}, and "
-                f"what came before is no part of it any more; give --steps {since + 1}:{request.last} --only train"
+                f"what came before is not part of it any more; give --steps {since + 1}:{request.last} --only train"
             )
         if (reached := state["step"] if state else 0) < request.last:
             if other := self._journal.changed_setting:
@@ -292,7 +291,7 @@ class _Replay:
         fingerprint, tensors = self._journal.weights(version)
         if fingerprint not in ("", adoption.fingerprint) and not request.close:
             what = f"weights of version {version}{first_tensor(tensors, adoption.tensors, self._tensors)}"
-            cause = "the run's trainer had other weights, or took its groups in another order, than is on record"
+            cause = "the run's trainer had other weights, or took its groups in another order, than recorded"
             if version == self._begin:
                 file = request.folder.other_file(load_recorded(request.folder.config), request.journal)
                 cause = f"{file or 'generator.* in config.toml, or a checkpoint,'} was changed after the run"
@@ -311,7 +310,7 @@ class _Replay:
             self._tally.flips += 1
         elif not (close and one.gap <= close):
             what = f"rollout {one.index} of group {one.group_id}, token {one.token} (version {one.policy_version})"
-            cause = "it was sampled by other weights than is on record, or depended on what ran beside it"
+            cause = "it was sampled by other weights than recorded, or depended on what ran at the same time"
             raise Diverged(step, what, one.recorded or "nothing", one.found, self._request.cause or cause)
 
     async def _step(self, step: int) -> None:

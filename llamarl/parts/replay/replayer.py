@@ -20,11 +20,10 @@ import numpy as np
 import torch
 
 from llamarl.config.errors import ConfigError
+from llamarl.generation.attention import BLOCK_SIZE
 from llamarl.generation.engine import Engine
-from llamarl.generation.kv_cache import BLOCK_SIZE
 from llamarl.generation.sampler import SamplingRows, noise_key
-from llamarl.generation.scheduler import Chunk
-from llamarl.generation.sequence import Group, Segment, Sequence
+from llamarl.generation.scheduler import Chunk, Group, Segment, Sequence
 from llamarl.parts.replay.replayed import Difference, Replayed
 from llamarl.types import GenerationRequest, Rollout
 

@@ -55,14 +55,12 @@ def to_conversation(
     try:
         turns = _turns(messages, num_given, tokenizer)
     except ConfigError as error:
-        raise ConfigError(f"data.train: row {row!r}: {error}") from None
+        raise ConfigError(f"data.train: {row}: {error}") from None
     (prompt_T,) = tokenizer.encode_prompts([turns[0].given], is_chat=True)
     between = [np.array([], np.int32), *tokenizer.encode_batch([one.given for one in turns[1:]])]
     said = tokenizer.encode_batch([one.said for one in turns])
     if any(np.isin(said_T, tokenizer.eos_token_ids).any() for said_T in said):
-        raise ConfigError(
-            f"data.train: row {row!r}: the assistant says a token that ends its turn; take it out of there"
-        )
+        raise ConfigError(f"data.train: {row}: the assistant says a token that ends its turn; take it out of there")
     learnt = [np.append(said_T, one.end_id) for said_T, one in zip(said, turns, strict=True)]
     pieces = [piece for pair in zip(between, learnt, strict=True) for piece in pair]
     loss_mask = np.concatenate([np.full(len(piece), number % 2 == 1) for number, piece in enumerate(pieces)])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from llamarl.config import RunConfig
-from llamarl.distributed.rendezvous import Rendezvous
+from llamarl.distributed.links import Rendezvous
 from llamarl.executors.trainer import OptimizingExecutor
 from llamarl.parts.sft.supervised import Supervised
 from llamarl.training.meter import device_seconds, peak_flops, rates

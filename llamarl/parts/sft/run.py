@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle
-from llamarl.cluster.port import port
+from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle, port
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import DataConfig
 from llamarl.controller.ports import SftPort
@@ -20,7 +19,7 @@ from llamarl.controller.train_loop import NotSaved, refusals_named
 from llamarl.data.prompts import CHAT, PromptSet, conversation, load_prompts, open_tokenizer, settled
 from llamarl.data.sampler import PromptSampler, fingerprint
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
-from llamarl.distributed.rendezvous import open_rendezvous
+from llamarl.distributed.links import open_rendezvous
 from llamarl.models.folder import load_shape
 from llamarl.models.tensors import check_weights
 from llamarl.observability.sinks import MetricsLog
@@ -78,7 +77,7 @@ def _documents(config: DataConfig, loaded: PromptSet, tokenizer: Tokenizer) -> l
     documents = list[SampleGroup]()
     for row, reply in zip(loaded.rows, replies, strict=True):
         head, own = conversation(row, config)
-        documents.append(to_conversation([*head, *own, reply], len(head), tokenizer, row.problem_id))
+        documents.append(to_conversation([*head, *own, reply], len(head), tokenizer, row.name))
     return documents
 
 

@@ -16,12 +16,11 @@ from llamarl.distributed.mesh import ALONE, RankMesh
 from llamarl.models.experts import Router
 from llamarl.models.transformer import Transformer
 from llamarl.training.cost import step_cost
-from llamarl.training.optimization import Optimization, finished
+from llamarl.training.optimization import Optimization, Totals, finished
 from llamarl.training.packing import Microbatch, num_loss_tokens
 from llamarl.training.parallel import Read
 from llamarl.training.policy import Policy
 from llamarl.training.result import StepResult
-from llamarl.training.totals import Totals
 from llamarl.types import SampleGroup
 
 

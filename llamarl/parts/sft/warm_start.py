@@ -117,7 +117,7 @@ def _mixture(shape: ShapeConfig, family: Ref, tokenizer: Tokenizer) -> ModelShap
         raise ConfigError(f"shape.family = {family.name!r}: {error}") from None
     known = sorted(found.to_hf().keys() - of_shape.keys())
     for name in sorted(family.options.keys() - known):
-        raise ConfigError(f"`shape.family.{name}` is no option of `{family.name}`; {did_you_mean(name, known)}")
+        raise ConfigError(f"`shape.family.{name}` is not an option of `{family.name}`; {did_you_mean(name, known)}")
     return found
 
 

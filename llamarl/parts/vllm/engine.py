@@ -28,8 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.generation import requests as accepting
-from llamarl.generation.backend import EngineStats
+from llamarl.generation.backend import EngineStats, accept, response_limit, unknown_id
 from llamarl.models.folder import load_shape
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
@@ -163,7 +162,7 @@ class VllmEngine:
         if twice:
             raise ValueError(f"group ids {twice} are submitted twice; each names one request")
         for request in requests:
-            going, refused = accepting.accept(
+            going, refused = accept(
                 request,
                 context=self._context,
                 vocab_size=self._vocab_size,
@@ -171,7 +170,7 @@ class VllmEngine:
                 unused_ids=self._unused_ids,
             )
             self._ready += refused
-            limit = accepting.response_limit(request, self._context)
+            limit = response_limit(request, self._context)
             self._queue += [_VllmRollout(request=request, partial=partial, limit=limit) for partial in going]
         self._metrics = (-1.0, Counter())  # what is counted from here on begins at fresh counts
 
@@ -256,7 +255,7 @@ class VllmEngine:
     def score(self, sequences: Sequence[np.ndarray], candidates: CandidateSets | None = None) -> list[np.ndarray]:
         assert candidates is None, "the server does not tell causes"
         for token_ids_T in sequences:
-            error = accepting.unknown_id(token_ids_T, self._vocab_size, self._unused_ids)
+            error = unknown_id(token_ids_T, self._vocab_size, self._unused_ids)
             if not len(token_ids_T):
                 error = "it is empty"
             if len(token_ids_T) > self._context:

@@ -183,7 +183,9 @@ def check_python(python: str) -> None:
     try:
         done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"generator.vllm.python = {python!r} is no Python interpreter that works: {error}") from None
+        raise ConfigError(
+            f"generator.vllm.python = {python!r} is not a Python interpreter that works: {error}"
+        ) from None
     if missing := done.stdout.split():
         raise ConfigError(
             f"generator.vllm.python = {python!r} has no {' and no '.join(missing)}; name the interpreter of an "

@@ -1,1 +1,2 @@
-"""Ways for weights from trainer ranks to generator ranks. A file is a transport; its name is that in TOML."""
+"""Transports of weights from trainer ranks to generator ranks. Each file is a transport, and its name is used in
+TOML."""

@@ -1,11 +1,11 @@
-"""Through a folder that trainer and generators see, on tmpfs or disk: one safetensors file per writer and layout.
+"""Transport through a folder that trainer and generators share, on tmpfs or disk.
 
-With one trainer rank a file holds whole tensors under their names, which any engine can load. With several, each holds
-its parts, which its metadata places. A file appears by renaming, complete or not at all; the newest two versions and
-those in use are kept.
+There is one safetensors file per writer and layout. With one trainer rank, a file holds whole tensors under their
+names, which any engine can load. With several, each file holds the rank's parts, whose places are in its metadata. A
+file is renamed when it is complete. The newest two versions and those in use are kept.
 
-With `delta` another file beside it holds what changed since each version in use, where that is less; a generator that
-has fetched that version reads it, and of the other file only what it lacks.
+With `delta`, another file holds the changes since each version in use, for tensors whose changes are smaller. A
+generator that has fetched that version reads this file, and only the rest of the other one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llamarl.sharding.box import Box
-from llamarl.weight_sync.base import Exchange, Publisher, Superseded, TransferFailed, WriterPlan, WrittenBox, part_of
-from llamarl.weight_sync.copying import CopyingSubscriber, VersionRequest
+from llamarl.weight_sync.base import (
+    CopyingSubscriber,
+    Exchange,
+    Publisher,
+    Superseded,
+    TransferFailed,
+    VersionRequest,
+    WriterPlan,
+    WrittenBox,
+    part_of,
+)
 from llamarl.weight_sync.delta import encode
 from llamarl.weight_sync.layout import Address, TensorSpec
 
 
 def file_name(version: int, digest: str, rank: int, base: int | None = None) -> str:
-    """Name of a file of a version's weights, or of what changed in them since `base`."""
+    """Returns the name of a file with a version's weights, or with their changes since `base`."""
     since = "" if base is None else f"-since-{base}"
     return f"version-{version}{since}-{digest}-{rank}.safetensors"
 
@@ -39,7 +48,7 @@ class FilePublisher(Publisher):
     """Rank 0 clears the folder first."""
 
     RANK, TAKES_DELTA = 2, True
-    TRIED_ACROSS_HOSTS = False  # a folder that hosts share may be as slow as its server at its worst
+    TRIED_ACROSS_HOSTS = False  # a folder that hosts share may be as slow as its server
 
     def __init__(self, plan: WriterPlan, exchange: Exchange, folder: Path, **options: Any) -> None:
         super().__init__(plan, exchange, folder, **options)
@@ -62,7 +71,8 @@ class FilePublisher(Publisher):
             for path in self._written.pop(old):
                 path.unlink()
         bases = [held for held in self._written if held in in_use and held != version] if self._delta else []
-        paths = [*self._written.get(version, ())]  # it may be published again, with changes since other versions
+        # The version may be published again, with changes since other versions.
+        paths = [*self._written.get(version, ())]
         for number in range(len(self._plan.layouts)):
             paths += self._write(version, number, weights, bases)
         self._written[version] = list(dict.fromkeys(paths))
@@ -83,9 +93,9 @@ class FilePublisher(Publisher):
         paths = list[Path]()
         for base in bases:
             changed = _changes(self._own / file_name(base, layout.digest, plan.rank), tensors)
-            if changed:  # a file of no tensors is none that can be read
+            if changed:  # safetensors cannot read a file without tensors
                 paths.append(_save(self._own / file_name(version, layout.digest, plan.rank, base), changed, {}))
-        # Last: who finds it finds all.
+        # Last: a reader that finds this file finds all of them.
         return [*paths, _save(self._own / file_name(version, layout.digest, plan.rank), tensors, metadata)]
 
     def close(self) -> None:
@@ -101,7 +111,8 @@ def _save(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -
 
 
 def _changes(base: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Changes since the version in `base`, as `NAME#NUMBER`, for tensors of which they are less than all."""
+    """Returns the changes since the version in `base` as `NAME#NUMBER`, for tensors whose changes are smaller than the
+    tensor."""
     changed = dict[str, Tensor]()
     with safe_open(base, framework="pt") as file:
         for name, tensor in tensors.items():
@@ -116,12 +127,12 @@ def _empty(spec: TensorSpec, part: WrittenBox) -> Tensor:
 
 
 def _name(spec: TensorSpec, part: WrittenBox) -> str:
-    """The tensor's own name where the part is all of it."""
+    """Returns the tensor's own name if the part is the whole tensor."""
     return spec.key if part.box == spec.box else f"{spec.key}@{','.join(map(str, part.box.starts))}"
 
 
 class FileSubscriber(CopyingSubscriber):
-    """Copies the parts of all writers together."""
+    """Copies the parts of all writers into one tensor each."""
 
     def receive(self, request: VersionRequest, address: Address) -> tuple[np.ndarray, int]:
         folder, digest, version = Path(self.place_in(address)), self.layout.digest, request.version
@@ -133,19 +144,19 @@ class FileSubscriber(CopyingSubscriber):
             try:
                 proofs[writer], size = self._read(path, address.publisher, request, changes)
             except FileNotFoundError as error:
-                raise Superseded(f"version {version} of trainer rank {writer} is not there: {path}") from error
+                raise Superseded(f"version {version} of trainer rank {writer} does not exist: {path}") from error
             num_bytes += size
         return proofs, num_bytes
 
     def _read(
         self, path: Path, publisher: str, request: VersionRequest, changes: Mapping[str, tuple[int, Tensor]]
     ) -> tuple[list[list[int]], int]:
-        """The proof of one writer's file, and how many bytes came."""
+        """Reads one writer's file. Returns its proof and the number of read bytes."""
         num_bytes = 0
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
             if metadata["publisher"] != publisher:
-                raise TransferFailed(f"{path} was written by another publisher than the one asked for")
+                raise TransferFailed(f"{path} was written by another publisher than the requested one")
             for name, (index, starts, stops) in json.loads(metadata["parts"]).items():
                 if request.only is not None and index not in request.only:
                     continue
@@ -161,11 +172,11 @@ class FileSubscriber(CopyingSubscriber):
             return json.loads(metadata["proof"]), num_bytes
 
     def close(self) -> None:
-        """Keeps no file open."""
+        """Does nothing, as no file stays open."""
 
 
 def _read_changes(path: Path) -> dict[str, tuple[int, Tensor]]:
-    """Number of changes, and what they are, by name; nothing where nobody wrote the file."""
+    """Returns the number of changes and their message, by name. Returns nothing if the file does not exist."""
     if not path.exists():
         return {}
     with safe_open(path, framework="pt") as file:

@@ -1,9 +1,10 @@
-"""Same device, and the generator sleeps while the trainer works: generators serve from the trainer's own weights.
+"""Transport on one device where the generator sleeps while the trainer works: generators serve the trainer's own
+weights.
 
-At the first version the trainer's weights move into memory in the generator's layout, and stay there: publishing copies
-nothing, it says what the weights are, and a generator that wakes proves that it sees just that. On the CPU this memory
-is the first slot of `shared_memory`; on a GPU it is the trainer's, and other processes open it by CUDA's handle, which
-comes with the address. It needs one trainer rank, and tensors of the same types on both sides.
+At the first version, the trainer moves its weights into memory with the generator's layout, where they stay. Publishing
+then copies nothing: it publishes fingerprints, and a generator that wakes verifies them. On the CPU this memory is the
+first slot of `shared_memory`. On a GPU it is the trainer's, and other processes open it by a CUDA handle that comes
+with the address. The transport needs one trainer rank, and tensors of the same types on both sides.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ from llamarl.weight_sync.transports.shared_memory import (
 HOME = 0
 """The slot that is the weights' own memory."""
 _own = dict[str, Tensor]()
-"""Memory of this process's GPU weights by the publisher's place, as CUDA opens no handle where it was made."""
+"""Memory of this process's GPU weights by the publisher's place, since CUDA opens no handle in the process that made
+it."""
 
 
-def lies_alike(specs: Sequence[TensorSpec], held: Mapping[str, TensorSpec]) -> bool:
-    """Whether a generator rank that wants `specs` can compute with what a trainer rank holds."""
+def is_same_layout(specs: Sequence[TensorSpec], held: Mapping[str, TensorSpec]) -> bool:
+    """Returns whether a generator rank that needs `specs` can compute with the tensors of a trainer rank."""
     return all(
         spec.name in held
         and (spec.part, spec.dtype) == ("values", held[spec.name].dtype)
@@ -51,7 +53,7 @@ def lies_alike(specs: Sequence[TensorSpec], held: Mapping[str, TensorSpec]) -> b
 
 
 class InPlacePublisher(SharedMemoryPublisher):
-    """Moves the weights once; then says of each version what it is."""
+    """Moves the weights once, then publishes only the fingerprints of each version."""
 
     RANK: ClassVar[int] = -1
     IN_PLACE: ClassVar[bool] = True
@@ -65,7 +67,7 @@ class InPlacePublisher(SharedMemoryPublisher):
             )
         super().__init__(plan, exchange, folder, **options)
         self._homes = dict[str, Tensor]()
-        """The weights, where they live now."""
+        """The weights in their final memory."""
 
     def publish(self, version: int, weights: Mapping[str, Tensor], in_use: Collection[int]) -> Address:
         segment, layout = self._segments[0], self._plan.layouts[0]
@@ -78,7 +80,7 @@ class InPlacePublisher(SharedMemoryPublisher):
 
     @torch.no_grad()
     def _move(self, weights: Mapping[str, Tensor]) -> None:
-        """Weights that live elsewhere, as a sample does and all do at first, come home."""
+        """Moves weights with other memory into place, which are all weights at first, and samples."""
         layout = self._plan.layouts[0]
         if not self._homes:
             self._homes = self._segments[0].tensors[HOME]
@@ -107,7 +109,7 @@ class InPlacePublisher(SharedMemoryPublisher):
 
 
 class InPlaceSubscriber(SharedMemorySubscriber):
-    """Proves what it sees; `fetch` copies nothing."""
+    """Verifies the trainer's weights. `fetch` copies nothing."""
 
     def _open(self, address: Address) -> SlotMemory:
         if self._segment is None:
@@ -125,14 +127,14 @@ def _is_own(place: str) -> bool:
 
 
 def _handle_of(flat: Tensor) -> bytes:
-    """Text of a kind, by which another process opens memory of a GPU."""
+    """Returns the handle by which another process opens memory of a GPU, as text."""
     buffer = io.BytesIO()
     ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(flat)
     return buffer.getvalue()
 
 
 def _opened(handle: bytes) -> Tensor:
-    """Raises TransferFailed: the driver does not allow it."""
+    """Opens a handle. Raises TransferFailed if the driver does not allow it."""
     try:
         return ForkingPickler.loads(handle)
     except RuntimeError as error:

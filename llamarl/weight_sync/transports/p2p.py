@@ -1,13 +1,14 @@
-"""Across hosts: each trainer rank sends its parts straight to the generator ranks that need them, or to a relay.
+"""Transport across hosts: each trainer rank sends its parts directly to the generator ranks that need them, or to a
+relay.
 
-A generator rank connects to each trainer rank, several times where there are few: one stream does not fill a fast wire.
-A failure ends only that stream; the next fetch forms another. Publishing copies the parts, packed, into a slot; a
-thread per stream sends from it what is asked for, in buckets, so the trainer waits for nobody. Generator ranks on other
-hosts than the trainer's pass on what they have (`relays.py`).
+A generator rank connects to each trainer rank, several times if there are few, because one stream does not fill a fast
+network. A failure ends only its stream; the next fetch opens another. Publishing copies the packed parts into a slot. A
+thread per stream sends the requested buckets from the slot, so the trainer never waits for a reader. Generator ranks on
+other hosts than the trainer's forward what they have (`relays.py`).
 
-With `delta` on both sides a generator rank says which version it fetched last, its base, and is sent what changed since
-then if that version still lies in a slot, by the trainer rank itself. What it makes of them is proved like everything
-else; what fails is sent once more, whole.
+With `delta` on both sides, a generator rank sends its base, which is the version that it fetched last. If that version
+is still in a slot, the trainer rank itself sends the changes since. The result is verified like all tensors; damaged
+parts are sent once more, whole.
 """
 
 from __future__ import annotations
@@ -26,71 +27,93 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.distributed.links import BROKEN, LOST_S, notice_loss, weights_address
-from llamarl.distributed.rendezvous import Rendezvous
-from llamarl.distributed.streams import is_farther, keep_pace, receive, send
+from llamarl.distributed.links import (
+    BROKEN,
+    LOST_S,
+    Rendezvous,
+    has_slowed,
+    keep_pace,
+    notice_loss,
+    receive,
+    send,
+    weights_address,
+)
 from llamarl.net.reasons import plain
-from llamarl.weight_sync.base import Superseded, TransferFailed
-from llamarl.weight_sync.buckets import Bucket, changes, changes_bytes, into_buckets, memory_of, pieces, wanted
-from llamarl.weight_sync.copying import NOTHING, CopyingSubscriber, VersionRequest
+from llamarl.weight_sync.base import (
+    NOTHING,
+    POLL_S,
+    Bucket,
+    CopyingSubscriber,
+    PackedPublisher,
+    Slot,
+    Superseded,
+    TransferFailed,
+    VersionRequest,
+    changes,
+    changes_bytes,
+    into_buckets,
+    memory_of,
+    pieces,
+    wanted,
+)
 from llamarl.weight_sync.layout import Address, TensorSpec
-from llamarl.weight_sync.packed import POLL_S, PackedPublisher, Slot
 from llamarl.weight_sync.relays import TIRED_VERSIONS, Chains, Relay, host_of
 
 MAX_THREADS = 16
 """Streams that a generator rank receives at once."""
 MAX_KEPT = 512
-"""Streams, of which each takes a descriptor, that a generator rank keeps for the next version."""
+"""Streams that a generator rank keeps for the next version. Each takes a descriptor."""
 AGAIN_S = 10.0
-"""A stream whose way becomes long again and again is not formed anew more often."""
+"""Least seconds between two reopenings of a stream whose round trip becomes long."""
 NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 def streams_from_each(num_trainers: int) -> int:
-    """Streams from each trainer rank that has something for a generator rank. One does not fill a fast wire, and often
-    one rank has most: from one to one, a stream carries 3.2 GB/s of 5.9, two carry 6.2 and four no more (2 cores,
-    network namespaces)."""
+    """Returns the number of streams from each trainer rank that has parts for a generator rank. One stream does not
+    fill a fast network: from one rank to one, a stream carries 3.2 GB/s of 5.9, two carry 6.2 and four no more (2
+    cores, network namespaces)."""
     return 2 if 2 * num_trainers <= MAX_THREADS else 1
 
 
 class WantedStream(NamedTuple):
-    """Request of a generator rank to a trainer rank, by one of its streams."""
+    """Request of a generator rank to a trainer rank on one of its streams."""
 
     version: int
     stream: int
     num_streams: int
-    """Streams from one trainer rank; each brings every `num_streams`-th bucket."""
+    """Streams from one trainer rank. Each carries every `num_streams`-th bucket."""
     only: list[int] | None = None
-    """Positions of tensors; None: all."""
+    """Positions of the requested tensors. None means all."""
     base: int | None = None
-    """A version to which changes can be applied."""
+    """Version to which changes can be applied. None means that the whole tensors are requested."""
     first: int = 0
-    """Buckets of the stream that have come from a relay."""
+    """Number of the stream's buckets that came from a relay."""
     place: str = ""
-    """Place where the generator rank passes on what it receives; empty: it has no use for relays."""
+    """Place where the generator rank forwards. Empty means that it does not use relays."""
     left: tuple[str, int] | None = None
-    """A relay that failed it, and for how many versions others should leave it."""
+    """A relay that failed, and the number of versions for which others should not use it. None means that no relay
+    failed."""
 
     def of(self, buckets: Sequence[Bucket]) -> list[Bucket]:
-        """Buckets that are to be sent."""
+        """Returns the buckets to send."""
         return wanted(buckets, self.only)[self.stream :: self.num_streams][self.first :]
 
 
 class Answer(NamedTuple):
-    """Answer of a trainer rank, before it sends."""
+    """Answer of a trainer rank, before its buckets."""
 
     is_there: bool
     are_changes: bool = False
     proof: np.ndarray | None = None
-    """uint64 [2, tensors]"""
+    """uint64 [2, tensors]. None means that the version is not available."""
     relay: str = ""
-    """Place of the relay that the buckets come from; empty: they follow."""
+    """Place of the relay that sends the buckets. Empty means that they follow here."""
     pace_s: float | None = None
-    """Seconds per byte that the trainer rank takes itself."""
+    """Seconds per byte of the trainer rank. None means unknown."""
 
 
 class P2pPublisher(PackedPublisher):
-    """A trainer rank: a thread per stream sends from a slot in this machine's memory."""
+    """A thread per stream sends from a slot in this machine's memory."""
 
     TRANSPORT, TAKES_DELTA = "p2p", True
 
@@ -112,7 +135,7 @@ class P2pPublisher(PackedPublisher):
                     self._send(connection, number, connection.recv())
 
     def _send(self, connection: Connection, number: int, asked: WantedStream) -> None:
-        """The answer, then buckets or the changes in them."""
+        """Sends the answer, then buckets or the changes in them."""
         if asked.left:
             self._chains.leave(asked.left[0], asked.version, asked.left[1])
         if (slot := self._slots.get(asked.version)) is None:
@@ -141,8 +164,8 @@ class P2pPublisher(PackedPublisher):
         return self._slots.get(asked.base) if self._delta and asked.base is not None else None
 
     def _relay_for(self, number: int, asked: WantedStream) -> str:
-        """Place of a host that passes on what is asked for; empty: nobody does. Nobody passes on a single bucket: where
-        nothing overlaps, each host of a chain only adds its round trips."""
+        """Returns the place of a relay. Empty means none. A single bucket is never forwarded: nothing would overlap,
+        and each host of a chain would only add its round trips."""
         is_single = len(asked.of(self._buckets[number])) < 2
         if is_single or not asked.place or host_of(asked.place) == host_of(self._store.rendezvous.address):
             return ""
@@ -155,15 +178,15 @@ class _IncomingStream:
 
     connection: Connection
     buckets: tuple[Bucket, ...]
-    """All of the trainer rank's."""
-    anew_s: float
-    """When it was formed anew because its way had become long, on the monotonic clock; minus infinity: never."""
+    """All buckets of the trainer rank."""
+    reopened_s: float
+    """Time on the monotonic clock at which it was reopened for a long round trip; minus infinity means never."""
     pace_s: float | None = None
-    """Seconds per byte that it took at best."""
+    """Least seconds per byte so far. None means unknown."""
 
 
 class P2pSubscriber(CopyingSubscriber):
-    """A generator rank: asks every trainer rank for its parts, several at once."""
+    """Requests its parts from every trainer rank, several at once."""
 
     def __init__(
         self,
@@ -175,19 +198,20 @@ class P2pSubscriber(CopyingSubscriber):
     ) -> None:
         """
         Args:
-            timeout_s: for a trainer rank to send or answer.
-            host: an address of this machine that other generators can reach; empty: where this process listens.
+            timeout_s: limit for a trainer rank to send or answer.
+            host: an address of this machine that other generators can reach. Empty means the address where this process
+                listens.
         """
         super().__init__(specs, rank, delta)
         self._timeout_s, self._host = timeout_s, host or weights_address()
         self._streams = dict[tuple[int, int], _IncomingStream]()
         """Streams by trainer rank and number."""
         self._scratch = list[Tensor]()
-        """Memory for a bucket each, of streams that receive nothing; there are no more than threads."""
+        """Memory for one bucket each, of idle streams; at most one per thread."""
         self._relay: Relay | None = None
-        """None while nobody else's host needs what comes here."""
+        """None means that no other host needs this rank's parts."""
         self._used = dict[tuple[int, int], str]()
-        """Relay that the buckets of a stream came from last, by trainer rank and number."""
+        """Last relay of each stream, by trainer rank and number."""
 
     def receive(self, request: VersionRequest, address: Address) -> tuple[np.ndarray, int]:
         places = self.place_in(address).split(",")
@@ -197,7 +221,7 @@ class P2pSubscriber(CopyingSubscriber):
         if self._relay and request.only is None:
             self._relay.begin(request.version, request.tensors)
         num = streams_from_each(len(able))
-        # Ranks of a replica begin with other trainer ranks.
+        # The ranks of a replica begin with different trainer ranks.
         order = sorted(able, key=lambda rank: (rank - MAX_THREADS * self.rank) % len(places))
         streams = [(rank, stream, num) for rank in order for stream in range(num)]
         with ThreadPoolExecutor(MAX_THREADS, "weight-receiver") as pool:
@@ -216,7 +240,7 @@ class P2pSubscriber(CopyingSubscriber):
     def _pull_from(
         self, rank: int, number: int, num_streams: int, place: Rendezvous, request: VersionRequest
     ) -> tuple[np.ndarray, int]:
-        """Pulls the parts of one trainer rank. A stream that has broken since the last time is formed anew."""
+        """Receives the parts of one trainer rank. Reopens streams that have broken."""
         is_used = (rank, number) in self._streams
         try:
             received = self._receive(rank, number, num_streams, place, request)
@@ -235,22 +259,22 @@ class P2pSubscriber(CopyingSubscriber):
         self, rank: int, number: int, num_streams: int, place: Rendezvous, request: VersionRequest
     ) -> tuple[np.ndarray, int]:
         key = rank, number
-        old, anew_s, now_s = self._streams.get(key), -math.inf, time.monotonic()
-        if old is not None and now_s - old.anew_s > AGAIN_S and is_farther(old.connection):
+        old, reopened_s, now_s = self._streams.get(key), -math.inf, time.monotonic()
+        if old is not None and now_s - old.reopened_s > AGAIN_S and has_slowed(old.connection):
             self._streams.pop(key).connection.close()
-            anew_s = now_s
+            reopened_s = now_s
         if key not in self._streams:
             connection = place.connect(self.layout.digest, self._timeout_s, LOST_S)
             notice_loss(connection)
             cut = into_buckets(self.layout, connection.recv(), P2pPublisher.BUCKET_BYTES)
-            self._streams[key] = _IncomingStream(connection, cut, anew_s)
+            self._streams[key] = _IncomingStream(connection, cut, reopened_s)
         stream = self._streams[key]
         connection = stream.connection
         relay = self._relay if request.only is None else None
         asked = WantedStream(request.version, number, num_streams, request.only, request.base.version)
         asked = asked._replace(place=relay.place if relay else "")
         buckets, num_passed, take = asked.of(stream.buckets), 0, partial(self._take, request, rank)
-        if (used := self._used.pop(key, "")) and request.only is not None and buckets:  # what it brought is damaged
+        if (used := self._used.pop(key, "")) and request.only is not None and buckets:  # its bytes are damaged
             asked = asked._replace(left=(used, TIRED_VERSIONS))
         start_s, answer = time.monotonic(), self._ask(connection, asked, rank)
         if answer.relay and relay:
@@ -286,7 +310,7 @@ class P2pSubscriber(CopyingSubscriber):
         bucket: Bucket,
         deadline_s: float | None = None,
     ) -> int:
-        """Straight into place where a part is one piece of memory there."""
+        """Receives a bucket. Parts that are contiguous in the tensors arrive in place."""
         scratch = NO_BYTES
         with suppress(IndexError):  # all are in use
             scratch = self._scratch.pop()
@@ -302,7 +326,7 @@ class P2pSubscriber(CopyingSubscriber):
         return bucket.num_bytes
 
     def _take_changes(self, request: VersionRequest, connection: Connection, bucket: Bucket) -> int:
-        """Applies what arrives to copies of the base's parts."""
+        """Applies the received changes to copies of the base's parts."""
         numbers = connection.recv()
         sizes = changes_bytes(self.layout, bucket, numbers)
         message = torch.empty(sum(sizes), dtype=torch.uint8)

@@ -1,15 +1,16 @@
-"""Same host, CPU memory: trainer ranks write into slots in the generator's layout, and generators serve from the slot.
+"""Transport on one host in CPU memory: trainer ranks write into slots with the generator's layout, generators serve
+them.
 
-The slots of a layout lie in one memfd. It has no name, so two runs cannot collide, and the kernel frees it with the
-last process that maps it, even after a SIGKILL; processes open it through the `/proc` entry of trainer rank 0. Slots
+The slots of a layout are in one memfd. It has no name, so two runs cannot collide. The kernel frees it with the last
+process that maps it, even after a SIGKILL. Other processes open it through the `/proc` entry of trainer rank 0. Slots
 that were never written take no memory.
 
     header:  (pid, fd) of every writer | a version word per slot and writer | a proof per slot and writer
     slots:   the tensors of the layout, each slot at a page
 
-A writer sets its word to `word(v, writing=True)`, copies, and sets it to `word(v)`. A version is there when all words
-of a slot say so. A slot is written again only when no generator uses its version any more, and never while it holds the
-newest one. Readers map the memory privately: a stray write in a generator cannot change what others serve.
+A writer sets its word to `word(v, writing=True)`, copies, and sets it to `word(v)`. A version is complete when all
+words of a slot say so. A slot is reused only when no generator uses its version, and never while it holds the newest
+version. Readers map the memory privately: a stray write in a generator cannot change the weights of others.
 """
 
 from __future__ import annotations
@@ -44,20 +45,21 @@ from llamarl.weight_sync.base import (
 from llamarl.weight_sync.layout import Address, Layout, TensorSpec
 
 NUM_SLOTS = 16
-"""Two are used while generators keep up, and one more for each that hangs; memory is taken as they are written."""
+"""Slots of each layout. Two are used while generators keep up, and one more for each that hangs. Memory is allocated
+when a slot is first written."""
 EMPTY = 0
-"""Version word of a slot that holds nothing; memory begins with zeros."""
+"""Version word of an empty slot; memory begins with zeros."""
 MAP_NORESERVE = 0x4000
-"""Private mappings are never written, so nothing needs to be reserved for them."""
+"""Private mappings are never written, so no memory needs to be reserved for them."""
 
 
 def word(version: int, *, writing: bool = False) -> int:
-    """A writer's version word: the version and, in the lowest bit, whether all of it is there."""
+    """Returns a writer's version word: the version, and in the lowest bit whether it is still being written."""
     return 2 * (version + 1) - writing
 
 
 def _versions(words: np.ndarray) -> np.ndarray:
-    """Versions that writers have begun or finished; -1 where there is none."""
+    """Returns versions that writers have begun or finished; -1 means none."""
     return (words + 1) // 2 - 1
 
 
@@ -74,7 +76,7 @@ class SlotMemory:
         flat = np.frombuffer(mmap(fd, self.num_bytes, flags=flags), np.uint8)
         homes, versions, proofs = (flat[8 * start : 8 * stop].view(np.int64) for start, stop in pairwise(words))
         self.homes = homes.reshape(num_writers, 2)
-        """(pid, fd) of each writer's own handle on this memory."""
+        """(pid, fd) of each writer's own handle of this memory."""
         self.versions = versions.reshape(NUM_SLOTS, num_writers)
         self.proofs = proofs.view(np.uint64).reshape(NUM_SLOTS, num_writers, 2, num_tensors)
         starts = range(header_bytes, self.num_bytes, slot_bytes) if slot_bytes else [header_bytes] * NUM_SLOTS
@@ -82,24 +84,24 @@ class SlotMemory:
         """Tensors of each slot, by key."""
 
     def slot_of(self, version: int) -> int | None:
-        """Slot in which some writer has begun to write `version`; None: there is none."""
+        """Returns the slot in which a writer has begun to write `version`. None means no slot."""
         return next((slot for slot in range(NUM_SLOTS) if (_versions(self.versions[slot]) == version).any()), None)
 
     @property
     def newest(self) -> int:
-        """Version that some writer has begun to write."""
+        """Returns the newest version that a writer has begun to write."""
         return int(_versions(self.versions).max())
 
 
 class SharedMemoryPublisher(Publisher):
-    """Trainer rank 0 makes the memory, the others attach to it."""
+    """Trainer rank 0 creates the memory, and the other ranks attach to it."""
 
     RANK, NEEDS_SAME_HOST, TRIED_ACROSS_HOSTS, WITHIN_PROCESS = 0, True, False, True
 
     def __init__(self, plan: WriterPlan, exchange: Exchange, folder: Path | None = None, **options: Any) -> None:
         super().__init__(plan, exchange, folder, **options)
         self._slots, self._pinned = SlotTable(NUM_SLOTS), dict[int, list[int]]()
-        """Addresses of slots that a GPU writes into without a copy in between."""
+        """Addresses of slots that a GPU writes into directly."""
         self._fds, self._segments = list[int](), list[SlotMemory]()
         with ExitStack() as undo:
             undo.callback(SharedMemoryPublisher.close, self)
@@ -114,7 +116,7 @@ class SharedMemoryPublisher(Publisher):
         )
 
     def _open(self, exchange: Exchange) -> tuple[str, list[str]]:
-        """Name of the memory, and places of its layouts."""
+        """Creates or attaches to the memory. Returns its name and the places of its layouts."""
         plan, pid = self._plan, os.getpid()
         if plan.rank == 0:
             self._fds += (os.memfd_create("llamarl-weights") for _ in plan.layouts)
@@ -134,8 +136,8 @@ class SharedMemoryPublisher(Publisher):
             self._pinned[slot] = self._pin(slot)
         for segment in self._segments:
             own = segment.versions[:, plan.rank]
-            own[_versions(own) == version] = EMPTY  # published again: who looks for it finds it here alone
-            segment.versions[slot, plan.rank] = EMPTY  # first, for who is still proving what lay here
+            own[_versions(own) == version] = EMPTY  # published again: readers must find it only here
+            segment.versions[slot, plan.rank] = EMPTY  # first, for readers that still verify the previous version
             segment.proofs[slot, plan.rank] = 0
             segment.versions[slot, plan.rank] = word(version, writing=True)
         for number, (segment, layout) in enumerate(zip(self._segments, plan.layouts, strict=True)):
@@ -143,7 +145,7 @@ class SharedMemoryPublisher(Publisher):
             plan.write(number, version, weights, targets, segment.proofs[slot, plan.rank])
         for segment in self._segments:  # last, so that generator ranks with different layouts find all or nothing
             segment.versions[slot, plan.rank] = word(version)
-        self._slots.settle(slot, version)
+        self._slots.mark_written(slot, version)
         return self._address
 
     def _pin(self, slot: int) -> list[int]:
@@ -163,7 +165,7 @@ class SharedMemoryPublisher(Publisher):
 
 
 class SharedMemorySubscriber(Subscriber):
-    """Serves from the slot itself: `fetch` copies nothing, it proves."""
+    """Serves from the slot itself: `fetch` copies nothing, and only verifies."""
 
     def __init__(self, specs: Sequence[TensorSpec], rank: int, delta: bool = False, timeout_s: float = 60.0) -> None:
         super().__init__(specs, rank, delta)
@@ -171,7 +173,7 @@ class SharedMemorySubscriber(Subscriber):
         self._segment: SlotMemory | None = None
 
     def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
-        """May begin while writers are still at it: tensors are proved as they arrive."""
+        """Verifies tensors as they arrive, and may begin while writers still write."""
         segment, deadline_s = self._open(address), time.monotonic() + self._timeout_s
         everywhere = segment.versions
         self._wait(segment, everywhere, version, deadline_s, lambda: version in _versions(everywhere), "begin")
@@ -187,7 +189,7 @@ class SharedMemorySubscriber(Subscriber):
             spec = self.layout.specs[index]
 
             def arrived() -> bool:
-                begun = (_versions(words) == version).all()  # else there are proofs of an older version
+                begun = (_versions(words) == version).all()  # otherwise the proofs are those of an older version
                 return finished() or bool(begun and proofs[:, 1, index].sum() == spec.num_bytes)
 
             self._wait(segment, words, version, deadline_s, arrived, f"write {spec.key}")
@@ -222,12 +224,15 @@ class SharedMemorySubscriber(Subscriber):
         self, segment: SlotMemory, words: np.ndarray, version: int, deadline_s: float, there: Callable[[], bool],
         what: str,
     ) -> None:  # fmt: skip
-        """`words` are those of the slots in which the version may come."""
+        """Raises if a version can no longer come. `words` are those of the slots in which it may come."""
         pause_s = 1e-4
         while not there():
-            # In this order, or it may begin in between. The same version: it is published again, into another slot.
+            # In this order, or the version may begin in between. The same version may be published again, into another
+            # slot.
             if segment.newest >= version and version not in _versions(words):
-                raise Superseded(f"wanted version {version}, the trainer is at {segment.newest}, or writes it anew")
+                raise Superseded(
+                    f"wanted version {version}, the trainer is at {segment.newest}, or writes that version again"
+                )
             waited = f"generator rank {self.rank} waited for the trainer to {what} (version {version})"
             if dead := [pid for pid, fd in segment.homes.tolist() if not Path(f"/proc/{pid}/fd/{fd}").exists()]:
                 raise TransferFailed(f"{waited}, but process {dead[0]} is gone")

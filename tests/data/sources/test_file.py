@@ -156,10 +156,10 @@ def test_calls_have_no_arguments_of_those_in_other_rows(tmp_path: Path) -> None:
         ({"question": "x", "b": [1]}, {"answer": "b"}, ":1: `answer` is missing or not text or a number"),
         ({"m": "no JSON"}, {"messages": "m"}, ":1: the messages are not a list of objects"),
         ({"m": ["a"]}, {"messages": "m"}, ":1: the messages are not a list of objects"),
-        ({"m": []}, {"messages": "m"}, ":1: the conversation has nothing to answer"),
-        ({"m": [ANSWER]}, {"messages": "m"}, ":1: the conversation has nothing to answer"),
-        ({"m": [USER, ANSWER, ANSWER]}, {"messages": "m"}, ":1: the conversation has nothing to answer"),
-        ({"m": [{"role": "system", "content": "x"}]}, {"messages": "m"}, ":1: the conversation has nothing to answer"),
+        ({"m": []}, {"messages": "m"}, ":1: the messages hold nothing to answer"),
+        ({"m": [ANSWER]}, {"messages": "m"}, ":1: the messages hold nothing to answer"),
+        ({"m": [USER, ANSWER, ANSWER]}, {"messages": "m"}, ":1: the messages hold nothing to answer"),
+        ({"m": [{"role": "system", "content": "x"}]}, {"messages": "m"}, ":1: the messages hold nothing to answer"),
         ({"m": [{"from": "human", "value": "x"}]}, {"messages": "m"}, ":1: message 1 needs `role` and `content`"),
         ({"m": [USER, {"role": "user", "content": [1]}]}, {"messages": "m"}, ":1: message 2 needs"),
     ],
@@ -180,7 +180,7 @@ def test_columns_that_are_no_json_are_left_out_of_all_rows_and_told(tmp_path: Pa
     assert [row.metadata for row in source] == [{}, {}]
     assert source.left_out == {"image": "bytes", "score": "nan", "when": "date"}
     assert File(path=path, limit=1).left_out == {"image": "bytes"}
-    with pytest.raises(ConfigError, match=r"id = 'image' is not among .*; `image` has type bytes, which JSON lacks"):
+    with pytest.raises(ConfigError, match=r"id = 'image' is not among .*; `image` holds bytes"):
         len(File(path=path, id="image"))
 
 

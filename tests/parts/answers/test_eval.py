@@ -30,7 +30,7 @@ def test_one_sentence_says_what_is_wrong(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "problems.jsonl"
     file.write_text('{"question": "a", "answer": "1"}\n')
     check(llamarl_here("eval", model, file, "--reward.parts", "['gsm9k']"), "gsm9k", "gsm8k", command="eval")
-    check(llamarl_here("eval", weights, file), "no whole safetensors file", command="eval")
+    check(llamarl_here("eval", weights, file), "not a whole safetensors file", command="eval")
     check(
         llamarl_here("eval", model, file, "--output", "/nowhere/x"),
         "cannot write /nowhere/x",

@@ -18,9 +18,16 @@ from llamarl.config import ConfigError
 from llamarl.parts.cuda.transports import nixl
 from llamarl.parts.cuda.transports.nixl import MAX_READS, NixlPublisher, NixlSubscriber
 from llamarl.sharding.box import Box
-from llamarl.weight_sync.base import FingerprintMismatch, NoFreeSlot, Superseded, TransferFailed, plan_writers, views
+from llamarl.weight_sync.base import (
+    MAX_SLOTS,
+    FingerprintMismatch,
+    NoFreeSlot,
+    Superseded,
+    TransferFailed,
+    plan_writers,
+    views,
+)
 from llamarl.weight_sync.layout import TensorSpec, lay_out
-from llamarl.weight_sync.packed import MAX_SLOTS
 
 SPECS = (
     TensorSpec.whole("rows", (64, 32), "float32"),

@@ -178,7 +178,7 @@ def test_calls_of_episodes_that_are_over_end_with_them(tmp_path: Path, leaves_s:
     assert len(gateway.left) >= 4 * STEPS and bool(sampled) == bool(leaves_s)
     if leaves_s < 1:
         assert all(position < 2 for _, _, position in sampled), "a token takes 0.25 s, and a segment three of them"
-    left = [row for state in RolloutState for row in flights[0].rows(state)]
+    left = [row for state in RolloutState for row in flights[0].in_state(state)]
     assert not left, "nothing is remembered of what has come back"
 
 

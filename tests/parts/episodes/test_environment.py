@@ -60,7 +60,7 @@ def test_each_episode_gets_its_own_reply(model: Path, executor: EnvironmentExecu
     for n, reason in {
         3: "it replied 7", 4: "ValueError: no such thing", 5: "environment died: exit code 3",
         6: "an observation of 2,097,152 characters", 7: "(rollout.environment.observation_tokens = 60)",
-        8: "an empty observation", 10: "no result with a finite value of at most 1e+30",
+        8: "an empty observation", 10: "not a result with a finite value of at most 1e+30",
     }.items():  # fmt: skip
         assert reason in reasons[n], reasons[n]
 

@@ -200,7 +200,7 @@ def test_a_controller_that_is_killed_goes_on_with_its_turns(tmp_path: Path, segm
         version, state = newest(disk)
         journal = journal_of(folder, prompts=prompts(1000), saved=[step for step, _ in disk.saved])
         journal.resume(json.loads(state))
-        held = [one for group_id in range(99) for one in journal.kept(group_id)[1].values()]
+        held = [one for group_id in range(99) for one in journal.pop_generated(group_id)[1].values()]
         journal.close()
         states |= {f"{one.finish_reason} after {len(one.turns)}" for one in held}
         run = begun(Trainer(version=version, saved=disk.saved)).train(json.loads(state))

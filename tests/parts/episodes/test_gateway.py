@@ -129,7 +129,7 @@ def test_each_episode_ends_in_its_own_way(model: Path, executor: GatewayExecutor
         "exit": "its worker died with code 3",
         "stranger": "HTTP Error 401",
         "nan": "the agent gave nan",
-        "huge": "no result with a finite value of at most 1e+30",
+        "huge": "not a result with a finite value of at most 1e+30",
         "text": "the agent gave '1.0'",
     }
     assert reasons.keys() == expected.keys()

@@ -31,11 +31,11 @@ def test_every_setting_with_its_origin(tmp_path: Path) -> None:
     assert rows["trainer.learning_rate"]["value"] == 2e-4 and rows["seed"]["value"] == 3
     assert rows["weight_sync.patience_s"]["unit"] == "seconds" and rows["rollout.max_new_tokens"]["unit"] == "tokens"
     follows = said["consequences"]
-    assert follows["staleness"] == ["tokens are at most 2 optimizer steps old when they are learnt from"]
+    assert follows["staleness"] == ["tokens are at most 2 optimizer steps old when they are trained on"]
     assert [line.split()[0] for line in follows["executors"]] == [
         "executor", "trainer", "critic", "generator-0", "reward", "reference",
     ]  # fmt: skip
-    assert " s, if every group teaches, for prompts of 29 and responses of" in follows["step time"][0]
+    assert " s, if every group has a gradient, for prompts of 29 and responses of" in follows["step time"][0]
     assert any(line.startswith("critic ") and " MiB (" in line for line in follows["memory"])
 
 
@@ -72,7 +72,7 @@ def test_the_step_time_is_that_of_the_run_s_work(tmp_path: Path) -> None:
     model, runs = make_model(tmp_path / "model"), tmp_path / "runs"
     toml, output = write_toml(tmp_path, model), ("--output", runs, "--rollout.prompts_per_step", 256)
     plain, line = _step_s(toml, *output)
-    assert line.endswith("by the tables of `llamarl plan`, not measured here")
+    assert line.endswith("estimated from the tables of `llamarl plan`")
     assert _step_s(toml, *output, "--data.max_prompt_tokens", 200) == (plain, line)
     assert _step_s(toml, *output, "--data.template", "{question}" * 5)[0] > 2 * plain
     assert _step_s(toml, *output, "--trainer.activation_checkpointing", "true")[0] > 1.1 * plain
@@ -86,7 +86,7 @@ def test_the_step_time_is_that_of_the_run_s_work(tmp_path: Path) -> None:
     seconds, line = _step_s(toml, "--output", runs)
     assert line == f"{seconds:.3g} s, the mean of 4 steps simulated by {runs}/tiny/profile.json"
     assert 0.5 < seconds < 0.6, "nothing else takes long, and hides behind it"
-    assert " s, if every group teaches, " in _step_s(toml, "--output", runs, "--recipe", "ppo")[1], "a critic"
+    assert " s, if every group has a gradient, " in _step_s(toml, "--output", runs, "--recipe", "ppo")[1], "a critic"
     missing = llamarl_here("explain", toml, "--data.train", "{name = 'jsonl', path = 'nowhere.jsonl'}", "--json")
     (line,) = json.loads(missing.stdout)["consequences"]["step time"]
     assert line.startswith("not known: ") and "nowhere.jsonl" in line

@@ -69,7 +69,7 @@ def test_all_processes_of_a_run_are_in_one_picture(tmp_path: Path, capsys: pytes
     ("words", "said"),
     [
         (("--flame",), "nobody runs in"), (("--seconds", "3"), "--seconds is for --flame"),
-        (("--flame", "--cores", "2"), "--cores is of a profile"), (("--flame", "--seconds", "0"), "--seconds 0 is no"),
+        (("--flame", "--cores", "2"), "--cores is for a profile"), (("--flame", "--seconds", "0"), "--seconds 0"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_sentence(tmp_path: Path, words: tuple[str, ...], said: str) -> None:

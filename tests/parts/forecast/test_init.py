@@ -143,7 +143,7 @@ def test_a_built_in_shape_needs_no_hub(tmp_path: Path, data: Path, monkeypatch: 
 def test_a_file_of_the_users_stays(tmp_path: Path, data: Path) -> None:
     path, model = tmp_path / "run.toml", write_model(tmp_path / "m", "qwen3-0.6b")
     path.write_text("mine")
-    with pytest.raises(ConfigError, match="is there already; give another --output, or --force"):
+    with pytest.raises(ConfigError, match="already exists; give another --output, or --force"):
         written(tmp_path, model, data, "--gpus", 1)
     assert path.read_text() == "mine"
     written(tmp_path, model, data, "--gpus", 1, "--force")
@@ -266,12 +266,12 @@ def test_columns_by_their_names(tmp_path: Path, row: dict[str, Any], columns: di
     [
         (("--gpus", "-1"), "--gpus -1: give 1 or more"),
         (("--gpus", "0", "--gpu", "h100-80g"), "--gpus 0 with --gpu h100-80g"),
-        (("--gpus", "1", "--gpu", "cpu-core"), "--gpus 1 with --gpu cpu-core: give 1 or more, or --gpus 0 alone"),
+        (("--gpus", "1", "--gpu", "cpu-core"), "--gpus 1 with --gpu cpu-core: give 1 or more"),
         (("--gpus", "1", "--rollout.group_size", "1"), "rollout.group_size = 1 with trainer.advantage"),
         (("--gpus", "1", "--gpu", "h100"), "did you mean `h100-80g`"),
         (("--gpus", "1", "--question", "frage"), "--question frage: it is not among the columns"),
         (("--gpus", "1", "--data", "nothing"), "neither a file nor a name of the Hub"),
-        (("--gpus", "1", "--model", "nowhere"), "--model nowhere: cannot read"),
+        (("--gpus", "1", "--model", "nowhere"), "--model nowhere: there is no folder"),
         (("--gpus", "1", "--rollout.max_new_tokens", "99999"), "exceed the context"),
     ],
 )

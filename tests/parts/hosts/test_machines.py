@@ -13,7 +13,7 @@ from llamarl.parts.hosts.machines import check, open_registry
 @pytest.mark.parametrize(
     ("listen", "why"),
     [
-        ("no-such-host.invalid:6700", "nobody knows this name; .*; name an address and a free port of this machine$"),
+        ("no-such-host.invalid:6700", "the host name is unknown; .*; name an address and a free port of this machine$"),
         ("192.0.2.7:6700", "this machine has no such address; name an address and a free port of this machine$"),
         (
             "127.0.0.9:0",

@@ -155,8 +155,10 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert hub_name(path) is None, path
     (tmp_path / "a/b").mkdir(parents=True)
     assert hub_name("a/b") is None and folder_of("a/b") == Path("a/b"), "an existing folder wins"
-    with pytest.raises(ConfigError, match="'a/c'"):
-        folder_of("a/c")
+    assert hub_name("a/c") is None and folder_of("a/c") == Path("a/c"), "it begins with a local folder"
+    assert hub_name("a/c@main") == HubName("a/c", "main") and hub_name("runs/c") is None
+    with pytest.raises(ConfigError, match="no folder 'c/d', and nothing was fetched from the Hub by that name"):
+        folder_of("c/d")
     with pytest.raises(ConfigError, match=f"hf download a/c --revision {'0' * 40}, or point HF_HOME"):
         folder_of(f"a/c@{'0' * 40}")
 
@@ -207,7 +209,7 @@ def test_a_forbidden_model(hub: HubServer, model: str) -> None:
     said = refusal()
     assert "HF_TOKEN" in said and f"{hub.endpoint}/settings" in said
     hub.fail("/api/models/tiny/model", status=403)
-    assert "forbids this to anybody without a token" in refusal()
+    assert "does not allow this for anybody without a token" in refusal()
 
 
 def test_a_closed_model(hub: HubServer, model: str) -> None:
@@ -256,7 +258,7 @@ def test_nobody_answers(hub: HubServer, model: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("status", "cause"), [(401, "wants to know who asks"), (403, "forbids"), (500, "answered 500")]
+    ("status", "cause"), [(401, "requires a login"), (403, "does not allow"), (500, "answered 500")]
 )
 @pytest.mark.usefixtures("hasty")
 def test_what_is_cached_serves_where_the_hub_refuses_and_that_is_said(

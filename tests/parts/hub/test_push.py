@@ -90,7 +90,7 @@ def test_adapters_are_said_to_be_adapters(hub: HubServer, run: Path, tmp_path: P
     [
         ("", NAME, "the Hub takes a model from those it knows; set HF_TOKEN to one of"),
         ("hf_bad", NAME, "the Hub does not know your token (HF_TOKEN)"),
-        ("hf_good", "other/trained", "forbids this to the account of your token (HF_TOKEN) (you may not"),
+        ("hf_good", "other/trained", "does not allow this for the account of your token (HF_TOKEN) (you may not"),
     ],
 )
 def test_who_may_not_push_hears_why(
@@ -117,8 +117,8 @@ def test_a_push_offline_and_one_that_breaks(hub: HubServer, run: Path, monkeypat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--push", "nowhere"], "--push nowhere: it is not a repository; give OWNER/NAME"),
-        (["--push", "a/b@v1"], "it is not a repository"),
+        (["--push", "nowhere"], "--push nowhere: it is not the name of a repository; give OWNER/NAME"),
+        (["--push", "a/b@v1"], "it is not the name of a repository"),
         (["--push", "a/b", "--rollouts"], "rollouts are not a model"),
         (["--public"], "--public is for --push"),
     ],

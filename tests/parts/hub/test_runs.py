@@ -102,7 +102,7 @@ def test_a_dry_run_fetches_no_weights_and_explain_nothing(
     assert "memory and step time are not known: model.path = 'tiny/model'" in explained.stderr
     dry = llamarl_here("train", toml, "--dry-run", "--settings", "--output", tmp_path)
     assert dry.returncode == 0, dry.stderr
-    assert f"tiny/model@{commit}: 0.1 MB of weights, which a run fetches" in dry.stdout and "# memory:" in dry.stdout
+    assert f"tiny/model@{commit}: 0.1 MB of weights, which a run downloads" in dry.stdout and "# memory:" in dry.stdout
     assert 'path = "tiny/model"' in dry.stdout
     assert hub.asked("/lfs/") == 0 and hub.asked("config.json") > 0
     hub.requests.clear()

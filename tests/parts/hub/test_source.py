@@ -94,7 +94,7 @@ def test_files_after_the_last_row_that_is_taken_are_not_fetched(hub: HubServer) 
         ({"path": NAME, "config": "main", "split": "dev"}, "split = 'dev' is none of those of 'main'; .*test.*train"),
         ({"path": NAME, "config": "main", "revision": "nope"}, "no revision"),
         ({"path": "openai/none"}, "no such data set"),
-        ({"path": "gsm8k"}, "path = 'gsm8k' is no name of the Hub; give it as in 'openai/gsm8k'"),
+        ({"path": "gsm8k"}, "path = 'gsm8k' is not a name of the Hub; give it as in 'openai/gsm8k'"),
         ({"path": NAME, "config": "main", "answer": "a"}, r"main/train-.*\.parquet:1: answer = 'a' is not among"),
     ],
 )

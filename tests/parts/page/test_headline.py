@@ -31,6 +31,7 @@ def test_a_run_that_learned(tmp_path: Path) -> None:
     accuracy = found["accuracy"]
     assert (accuracy["value"], accuracy["level"], accuracy["chart"]) == ("60.0%", "good", "solve")
     assert "from 20.0%" in accuracy["detail"] and "+40.0 ±" in accuracy["detail"]
+    assert "mean of last 4 steps, from " in found["reward"]["detail"], "the legend of the chart shows the last step"
     assert (found["steps"]["value"], found["time"]["value"]) == ("20 of 20", "40s")
     assert (found["staleness"]["value"], found["staleness"]["level"]) == ("1 of 2", "")
 

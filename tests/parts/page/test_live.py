@@ -255,7 +255,7 @@ def test_a_page_that_does_not_begin_is_said(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(watch, "START_S", 0.5)
     start_s = time.monotonic()
     with watching(folder) as said:
-        assert f"does not answer, and the run goes on without; try llamarl watch {folder}" in said
+        assert f"does not answer; the run continues without it, try llamarl watch {folder}" in said
     assert time.monotonic() - start_s < END_S
 
 

@@ -90,7 +90,7 @@ class TestStates:
         os.utime(tmp_path / "config.toml", (BEGAN_S, BEGAN_S))
         (run,) = content(page_of(tmp_path))["runs"]
         assert run["state"] == "empty"
-        assert "never began" in run["claims"][0]["text"]
+        assert "never started" in run["claims"][0]["text"]
 
     def test_torn_and_damaged_files(self, tmp_path: Path) -> None:
         folder = make_run(tmp_path / "made")
@@ -119,8 +119,9 @@ class TestFolders:
             (other / "config.json").write_text("{}")
         before = sorted(tmp_path.rglob("*"))
         done = llamarl_here(command, run, other)
-        said = f"llamarl {command}: {other} is no folder of a run; it has no config.toml\n"
-        assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+        (said,) = done.stderr.splitlines()
+        assert (done.returncode, done.stdout) == (2, "") and str(other) in said
+        assert ("config.toml" in said) == (kind != "missing") and (f"`{run}`" in said) == (kind == "runs")
         assert sorted(tmp_path.rglob("*")) == before
 
     def test_runs_and_one_that_has_just_begun_are_shown(self, tmp_path: Path) -> None:
@@ -276,6 +277,14 @@ class TestRollouts:
         write_rows(folder / "rollouts.jsonl", [rollout_row(21, 99, 0, prompt="new")])
         found.refresh()
         assert [row["step"] for row in found.find({"prompt": "new"}, None)["rows"]] == [21]
+
+    def test_the_question_of_a_chat_is_shown_in_place_of_its_header(self, tmp_path: Path) -> None:
+        folder = make_run(tmp_path / "made", steps=2)
+        chat = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"
+        write_rows(folder / "rollouts.jsonl", [rollout_row(3, 9, 0, prompt=chat)])
+        rows = {row["group_id"]: row for row in sample(folder, None, 1 << 20)["rows"]}
+        assert (rows[9]["question"], rows[9]["prompt"]) == ("How many?", chat)
+        assert "question" not in rows[5], "a prompt that is the question is not there twice"
 
     def test_the_newest_are_found_and_no_more_than_can_be_shown(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

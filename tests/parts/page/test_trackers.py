@@ -100,7 +100,7 @@ def test_one_that_fails_is_said_once(forward, make_metrics) -> None:
     assert one._rows.empty(), "nobody would take them"
     close(one)
     (text,) = warnings
-    assert "kept failed and is left out from here on: OSError: the server is gone;" in text
+    assert "kept failed and gets no more rows: OSError: the server is gone;" in text
 
 
 def test_one_that_hangs_never_holds_up_a_step(forward, make_metrics, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_one_that_hangs_never_holds_up_a_step(forward, make_metrics, monkeypatch
 
 
 def test_a_mistake_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="'csv' is none; known: jsonl, mlflow, prometheus, tensorboard, wandb"):
+    with pytest.raises(ConfigError, match="'csv' is not a sink; known: jsonl, mlflow, prometheus, tensorboard, wandb"):
         tracker_class("csv")
     monkeypatch.setattr(_base.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'llamarl\[wandb\]'"):

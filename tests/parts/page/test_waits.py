@@ -22,7 +22,7 @@ def test_a_wait_is_for_whoever_works() -> None:
     found = waits(spans, 0, 10)
     assert found["trainer"] == {"rollouts": 4, "scores": 1, NOBODY: 2}
     assert found["generator-0"] == {LIMIT: 3, "scores": 1, NOBODY: 2}
-    assert found["reward"] == {"rollouts to end": 4, LIMIT: 3, NOBODY: 2}
+    assert found["reward"] == {"rollouts to finish": 4, LIMIT: 3, NOBODY: 2}
     for name, of_one in spans.items():
         busy = sum(span.end_s - span.start_s for span in of_one)
         assert busy + sum(found[name].values()) == pytest.approx(10), "all time is work or a wait"

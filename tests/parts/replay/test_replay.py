@@ -22,7 +22,7 @@ from llamarl.cluster.inline import InlineCluster
 from llamarl.executors.trainer import TrainerExecutor
 from llamarl.generation.rows import Rows
 from llamarl.generation.sampler import Drawn
-from llamarl.generation.sequence import Sequence
+from llamarl.generation.scheduler import Sequence
 from llamarl.journal.reader import JournalReader
 from llamarl.journal.records import encode, records
 from llamarl.kernels import products
@@ -427,7 +427,7 @@ def test_others_learn_from_what_is_on_record(copy: Path) -> None:
     for more, said in (
         (("--rollout.top_k", 3), "--rollout.top_k: rollouts are as they were recorded"),
         (("--trainer.advantage", "gae"), "needs a critic, of which the run has nothing on record"),
-        (("--trainer.loss", "grpo", "--only", "train"), "not with --against, --only or --jobs"),
+        (("--trainer.loss", "grpo", "--only", "train"), "--against, --only or --jobs"),
         (("--trainer.loss", "grpo", "--steps", "4:6"), "where there is a checkpoint: 1, 3, 5, 7"),
         (("--trainer.loss", "grpo", "--name", copy.name), f"--name {copy.name} is the run that is replayed"),
     ):
@@ -466,7 +466,7 @@ def test_where_two_runs_part(run: Path, copy: Path, name: str, change: Callable[
     assert done.stdout == "6 steps are equal\n", "what was exported is no record"
     untrained(copy, range(1, 7))
     done = llamarl_here("replay", run, "--against", copy)
-    assert done.returncode == 1 and re.search(rf"2 steps are equal; the runs part at step 3, .*{why}", done.stdout)
+    assert done.returncode == 1 and re.search(rf"2 steps are equal; the first difference: step 3, .*{why}", done.stdout)
 
 
 def untrained(run: Path, steps: Container[int]) -> None:
@@ -521,4 +521,4 @@ def test_two_runs_that_are_one(run: Path, copy: Path) -> None:
 
     rewrite(copy / "journal.jsonl", change)
     done = llamarl_here("replay", run, "--against", copy)
-    assert done.returncode == 1 and "4 steps are equal; the runs part at step 4, weights of version 4" in done.stdout
+    assert done.returncode == 1 and "first difference: step 4, weights of version 4" in done.stdout

@@ -244,9 +244,7 @@ def test_code_that_computes_something_else_is_named(run: Path, monkeypatch: pyte
         return type(found)(loss_N=found.loss_N * 1.01, capped_N=found.capped_N)
 
     monkeypatch.setattr(Aipo, "token_losses", other)
-    assert re.search(
-        rf"Likely cause: the code of llamarl is another one, 0{{16}} and not {starts[0]['code']}", differs(run)
-    )
+    assert re.search(rf"Likely cause: the code of llamarl differs, 0{{16}} and not {starts[0]['code']}", differs(run))
 
 
 def test_a_setting_as_it_was_and_one_step(run: Path) -> None:
@@ -259,6 +257,8 @@ def test_a_setting_as_it_was_and_one_step(run: Path) -> None:
     other = Path(shutil.copytree(run, run.with_name("other")))
     rewrite(other / "rollouts.jsonl", lambda found: found[7].update(reward=0.125))
     untrained(other, range(1, 7))
-    assert llamarl_here("replay", run, "--against", other).stdout.startswith("1 step is equal; the runs part at step 2")
+    assert llamarl_here("replay", run, "--against", other).stdout.startswith(
+        "1 step is equal; the first difference: step 2"
+    )
     shutil.rmtree(other)
     shutil.rmtree(run.with_name("tiny-replay"))

@@ -8,8 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from llamarl.config.roles import TrainerConfig
+from llamarl.distributed.links import Rendezvous
 from llamarl.distributed.mesh import RankMesh
-from llamarl.distributed.rendezvous import Rendezvous
 from llamarl.models.hf import new_model
 from llamarl.models.shape import ModelShape
 from llamarl.parts.sft.supervised import Supervised

@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from llamarl.config import RunConfig
-from llamarl.distributed.rendezvous import open_rendezvous
+from llamarl.distributed.links import open_rendezvous
 from llamarl.run.executors import executor_spec
 from tests.end_to_end.tiny import make_model
 from tests.executors.test_ranks import END_S, fails_to_start

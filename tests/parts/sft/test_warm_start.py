@@ -161,7 +161,7 @@ def test_it_learns_conversations_of_one_turn_and_tells_what_is_left_out(
     source = {"name": "file", "path": str(path)}
     folder = warm_start(tiny(tmp_path / "base", source=source, steps=2))
     assert (folder / "model.safetensors").exists()
-    said = "llamarl sft: source: columns with values that JSON cannot represent are dropped: `when` (date)\n"
+    said = "llamarl sft: source: columns that hold values that are not JSON are left out: `when` (date)\n"
     assert capsys.readouterr().err == said
     pq.write_table(pa.Table.from_pylist([{"messages": talk * 2}]), path)
     with pytest.raises(ConfigError, match="row 'talks-1' is a conversation of 3 messages"):
@@ -180,3 +180,18 @@ def test_a_data_set_of_the_hub_is_that_of_one_commit_which_is_told(
     assert is_made(folder, config), "it is known by the settings as they are given"
     with pytest.raises(ConfigError, match=r"source = 'me/none': .*no such data set"):
         warm_start(tiny(tmp_path / "more", source={"name": "hub", "path": "me/none"}))
+
+
+def test_progress_outside_of_a_terminal_says_how_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the first reported step on, which may be one of a resumed run."""
+    times = iter([100.0, 100.5, 101.0, 102.0])
+    show = sft.StepLines("warm start", 20)
+    with monkeypatch.context() as patched:
+        patched.setattr(sft.time, "monotonic", lambda: next(times))
+        for step in (11, 12, 13, 20):
+            show(step, {"loss": 0.25})
+    first, last = capsys.readouterr().out.splitlines()
+    assert first == "warm start: 12 of 20 steps, loss 0.250, about 4.0s left"
+    assert last == "warm start: 20 of 20 steps, loss 0.250"

@@ -42,10 +42,10 @@ SETTINGS = (
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "eval",
-        "Score a checkpoint on held-out problems: accuracy with its interval of 95 %, pass@k, mean length.",
-        "With --config, data, reward, limits, turns, device and types are that run's; options here win. Several "
-        "samples are drawn at temperature 1 where nothing else is said. --rates measures training problems, from which "
-        "data.filter then chooses.",
+        "Score a checkpoint on held-out problems: accuracy with its 95 % interval, pass@k, mean length.",
+        "With --config, data, reward, limits, environment, device and types are those of that run; options given here "
+        "win. Several samples are drawn at temperature 1 unless eval.temperature is set. --rates measures training "
+        "problems, of which data.filter then selects some.",
     )
     parser.add_argument("model", metavar="MODEL|RUN", help=ASKED_HELP)
     parser.add_argument(
@@ -53,20 +53,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", metavar="RUN.toml", help="a run's settings (those of RUN)")
     parser.add_argument(
-        "--only", metavar="NAME", action="append", default=[], help="of several sets this one; may be repeated"
+        "--only", metavar="NAME", action="append", default=[], help="score only this set; may be repeated"
     )
     parser.add_argument(
-        "--against", metavar="MODEL|RUN", help="another model, which gets the same problems: the difference is told"
+        "--against", metavar="MODEL|RUN", help="score another model on the same problems and print the difference"
     )
     parser.add_argument("--output", metavar="FILE", help="write every response of MODEL as JSON Lines")
     parser.add_argument(
-        "--json", action="store_true", help="print a line of JSON for each set, and the rest on standard error"
+        "--json", action="store_true", help="print one JSON line per set, and everything else on standard error"
     )
     parser.add_argument(
         "--rates", metavar="FILE",
         help="measure DATA, or data.train of --config, and write how often each problem is solved (8 samples each)",
     )  # fmt: skip
-    parser.add_argument("--trust", action="store_true", help=f"of RUN: {TRUST}")
+    parser.add_argument("--trust", action="store_true", help=f"for RUN: {TRUST}")
     add_settings(parser, BASE, *SETTINGS)
     return parser
 
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     from llamarl.parts.answers.evaluate import response_rows
 
     if options.rates and (unfit := [name for name in ("only", "against") if getattr(options, name)]):
-        raise ConfigError(f"--rates measures all of data.train, by one model; leave --{unfit[0]} out")
+        raise ConfigError(f"--rates measures all of data.train with one model; leave --{unfit[0]} out")
     for option in ("output", "rates"):
         if named := getattr(options, option):
             check_output(named, options.data, options.config, option=f"--{option}")

@@ -35,15 +35,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "generate",
         "Answer the prompts of a file: one JSON line per response, in the order in which they finish.",
-        "FILE is JSON Lines when its name ends in .jsonl, else text with a prompt in each line. Each prompt is written "
-        "as the run wrote its questions; of a model without a run, as a user's message in its chat template, else with "
-        "a line break behind it. --data.template '{question}' gives the text as it is.",
+        "FILE is JSON Lines if its name ends in .jsonl, else text with one prompt per line. Prompts are formatted as "
+        "the run formatted its questions. For a model without a run, a prompt is a user message in the model's chat "
+        "template, or, without a template, the text and a line break. --data.template '{question}' passes the text "
+        "unchanged.",
     )
     parser.add_argument("model", metavar="MODEL|RUN", help=ASKED_HELP)
-    parser.add_argument("--prompts", metavar="FILE", required=True, help="what to answer")
+    parser.add_argument("--prompts", metavar="FILE", required=True, help="file of prompts")
     parser.add_argument("--field", default="prompt", help="field of a JSON line that holds the prompt (prompt)")
-    parser.add_argument("--chat", action="store_true", help="insist on the chat template, also where a run has another")
-    parser.add_argument("--output", metavar="FILE", help="where the responses go (standard output)")
+    parser.add_argument(
+        "--chat", action="store_true", help="use the model's chat template, even if the run has another"
+    )
+    parser.add_argument("--output", metavar="FILE", help="file of responses (standard output)")
     add_settings(parser, BASE, *SETTINGS)
     return parser
 
@@ -84,9 +87,9 @@ def read_prompts(path: Path, field: str) -> list[str]:
 
 def _prompt(row: dict[str, Any], place: str, field: str) -> str:
     if field not in row:
-        raise ConfigError(f"{place}: there is no `{field}`; name the prompt's --field, one of {', '.join(row)}")
+        raise ConfigError(f"{place}: there is no `{field}`; set --field to one of {', '.join(row)}")
     if not isinstance(row[field], str):
-        raise ConfigError(f"{place}: `{field}` is {row[field]!r:.60}, not text; name the prompt's --field")
+        raise ConfigError(f"{place}: `{field}` is {row[field]!r:.60}, not text; set --field to the field of the prompt")
     return row[field]
 
 

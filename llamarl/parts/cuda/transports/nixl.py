@@ -28,13 +28,26 @@ from torch import Tensor
 
 from llamarl.config.errors import ConfigError
 from llamarl.distributed import links
-from llamarl.distributed.rendezvous import Rendezvous
+from llamarl.distributed.links import Rendezvous
 from llamarl.parts.cuda.joint import NIXL, NO_NIXL
-from llamarl.weight_sync.base import Exchange, Superseded, TransferFailed, WriterPlan, part_of
-from llamarl.weight_sync.buckets import Bucket, into_buckets, packed, wanted
-from llamarl.weight_sync.copying import CopyingSubscriber, Room, VersionRequest
+from llamarl.weight_sync.base import (
+    POLL_S,
+    Bucket,
+    CopyingSubscriber,
+    Exchange,
+    PackedPublisher,
+    Room,
+    Slot,
+    Superseded,
+    TransferFailed,
+    VersionRequest,
+    WriterPlan,
+    into_buckets,
+    packed,
+    part_of,
+    wanted,
+)
 from llamarl.weight_sync.layout import Address, TensorSpec
-from llamarl.weight_sync.packed import POLL_S, PackedPublisher, Slot
 
 PACKAGES = NIXL[::-1] if (torch.version.cuda or "").startswith("13") else NIXL
 """One for another CUDA than torch's finds no library of it, and then knows no GPU memory."""

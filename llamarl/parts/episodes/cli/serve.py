@@ -41,14 +41,14 @@ BASE = {"model": {"path": ""}, "data": {"train": "jsonl"}}
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "serve",
-        "Answer other programs over OpenAI's protocol: /v1/chat/completions, /v1/completions, /v1/models.",
-        f"Clients give the key of --api-key or of the variable {API_KEY}; with neither, any key will do.",
+        "Serve a model over an OpenAI-compatible API: /v1/chat/completions, /v1/completions, /v1/models.",
+        f"Clients must send the key of --api-key or of the variable {API_KEY}; without one, any key is accepted.",
     )
     parser.add_argument("model", metavar="MODEL|RUN", help=ASKED_HELP)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen at; 0: any that is free (8000)")
-    parser.add_argument("--api-key", type=str, metavar="KEY", help="that clients must give")
-    parser.add_argument("--name", help="of the model, for clients (the folder's name)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes any free one (8000)")
+    parser.add_argument("--api-key", type=str, metavar="KEY", help="key that clients must send")
+    parser.add_argument("--name", help="name of the model for clients (the folder's name)")
     add_settings(parser, BASE, *ENGINE)
     return parser
 
@@ -70,7 +70,9 @@ def main(arguments: Sequence[str]) -> int:
 
     open_engine = part("answers", "open_engine")
     if not key and options.host not in LOOPBACK:
-        raise ConfigError(f"--host {options.host} is open to others; give a key by --api-key or {API_KEY}")
+        raise ConfigError(
+            f"--host {options.host} can be reached from other machines; set a key with --api-key or {API_KEY}"
+        )
     with ExitStack() as leaving, report_delays("serve", "starting the engine") as told:
         asked = leaving.enter_context(asked_model(options.model, "MODEL", command="llamarl serve"))
         tokenizer, shape = _tokenizer(asked), load_shape(asked.path)
@@ -178,7 +180,7 @@ class EngineThread:
     async def score(self, token_ids_T: np.ndarray, num_top: int, temperature: float) -> Scores:
         """Log-probabilities of given tokens, and of the likeliest at their places, between two steps of the engine.
         Raises ValueError."""
-        from llamarl.generation.score import top_logprobs
+        from llamarl.generation.sampler import top_logprobs
         from llamarl.parts.episodes.gateway.protocol import Scores
 
         answer, model = self.loop.create_future(), getattr(self._engine, "model")  # noqa: B009 - see `can_score`

@@ -26,7 +26,7 @@ def function_of(name: str) -> Callable[..., Any]:
     found = find(name, "llamarl.parts.episodes.environments", "rollout.tools", "")
     if not inspect.isfunction(found) or inspect.iscoroutinefunction(found):
         raise ConfigError(
-            f"`rollout.tools` has {name!r}, which is no plain function: `def {name.partition(':')[2]}(...)`"
+            f"`rollout.tools` has {name!r}, which is not a plain function: `def {name.partition(':')[2]}(...)`"
         )
     schema(found)
     return found

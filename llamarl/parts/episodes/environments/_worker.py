@@ -42,7 +42,7 @@ def reply(item: dict[str, Any]) -> dict[str, Any]:
         return {"reward": asdict(said)}
     if isinstance(said, list) and all(isinstance(one, dict) and "role" in one for one in said):
         return {"messages": said}
-    raise TypeError(f"it replied {said!r:.100}, which is no text, no list of messages, no RewardResult and not None")
+    raise TypeError(f"it replied {said!r:.100}, which is not text, a list of messages, a RewardResult or None")
 
 
 _copies = dict[str, Environment]()
@@ -80,7 +80,7 @@ def build_environment(ref: Ref) -> Environment:
     found = build(ref, "llamarl.parts.episodes.environments", "rollout.environment")
     if not isinstance(found, Environment):
         raise ConfigError(
-            f"`rollout.environment = {ref.name!r}` is no environment; derive it from "
+            f"`rollout.environment = {ref.name!r}` is not an environment; derive it from "
             "llamarl.parts.episodes.environments.Environment"
         )
     return found

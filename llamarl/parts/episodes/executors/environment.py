@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.cluster.executor import Executor
+from llamarl.cluster.api import Executor
 from llamarl.config import Ref
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.executors.replies import Replied

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.cluster.executor import Executor
+from llamarl.cluster.api import Executor
 from llamarl.config.schema import RolloutConfig
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.models.folder import load_shape

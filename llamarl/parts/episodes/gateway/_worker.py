@@ -52,7 +52,7 @@ async def _result(agent: Agent, item: dict[str, Any]) -> dict[str, Any]:
         return {"result": asdict(said)}
     if isinstance(said, Real) and math.isfinite(said):
         return {"reward": float(said)}
-    return {"error": f"the agent gave {said!r:.200}, which is no finite number, no RewardResult and not None"}
+    return {"error": f"the agent gave {said!r:.200}, which is not a finite number, a RewardResult or None"}
 
 
 async def _serve(agent: Agent, stream: socket.socket) -> None:

@@ -273,9 +273,9 @@ def parsed(data: bytes | bytearray) -> Json:
     try:
         body = from_json(data, allow_inf_nan=False)
     except ValueError as error:
-        raise CallRefused(400, f"the body is no JSON: {error}") from None
+        raise CallRefused(400, f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
-        raise CallRefused(400, "the body is no JSON object")
+        raise CallRefused(400, "the body is not a JSON object")
     return body
 
 

@@ -38,7 +38,7 @@ from llamarl.run.memory import MachineMemory, described_machine, memory_lines
 from llamarl.run.placement import LocalPlacer, models_in_use
 from llamarl.run.prepare import check_parts, train_prompts
 
-EPILOG = "Settings that do nothing beside the others are refused, as by `llamarl train`."
+EPILOG = "Settings that have no effect together with the others are refused, as by `llamarl train`."
 SAMPLED = 256
 """Prompts that are read to know how long they are."""
 SIMULATED_STEPS = 40
@@ -50,16 +50,18 @@ _UNITS = {"_s": "seconds", "_bytes": "bytes", "_tokens": "tokens", "steps": "opt
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
-    parser = command_parser("explain", "Each setting of a run, where it comes from, and what follows from all.", EPILOG)
+    parser = command_parser(
+        "explain", "Show each setting of a run, where it comes from, and what they result in.", EPILOG
+    )
     parser.add_argument("config", metavar="RUN.toml")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
-    parser.add_argument("--gpus", metavar="NxGB", help="of the machine that the run is for; left out: it is this one")
+    parser.add_argument("--gpus", metavar="NxGB", help="GPUs of the target machine (default: this machine)")
     parser.add_argument("--trust", action="store_true", help=TRUST)
     options, overrides = with_settings(parser, arguments)
     machine = None if options.gpus is None else described_machine(options.gpus)
     with nullcontext([]) if options.trust else nothing_run() as left_out:
         config = load_config(options.config, overrides)
-        with report_delays("explain"), nothing_fetched("`llamarl explain` asks the Hub for nothing"):
+        with report_delays("explain"), nothing_fetched("`llamarl explain` does not access the Hub"):
             found = explained(config, options.config, overrides, machine)
     if left_out:
         print(f"llamarl explain: not imported and not checked without --trust: {', '.join(left_out)}", file=sys.stderr)
@@ -90,13 +92,13 @@ def _pinned(config: RunConfig) -> RunConfig | None:
     except ConfigError as error:
         if not why_offline():
             raise
-        if _built_in(config):
+        if built_in_model(config):
             return None
         print(f"llamarl: memory and step time are not known: {error}", file=sys.stderr)
         return None
 
 
-def _built_in(config: RunConfig) -> DecoderShape | None:
+def built_in_model(config: RunConfig) -> DecoderShape | None:
     """The built-in shape of the run's model. None means that there is none, or that other models count too."""
     return None if any(one.path for one in models_in_use(config).values()) else built_in(config.model.path)
 
@@ -134,7 +136,7 @@ def consequences(config: RunConfig, machine: MachineMemory | None = None) -> dic
     if config.cluster.kind == "hosts":
         hosting, gpus = part("hosts", "imagined")(config)
         each = f"with {gpus} GPUs each" if gpus else "without GPUs"
-        table = [f"on hosts {each}; `llamarl doctor --hosts` says it of those that call", *hosting.table()]
+        table = [f"on hosts {each}; `llamarl doctor --hosts` checks those that connect", *hosting.table()]
     else:
         placer = LocalPlacer(config, len(machine.gpus) if machine else None)
         table = placer.table()
@@ -143,10 +145,12 @@ def consequences(config: RunConfig, machine: MachineMemory | None = None) -> dic
     rollout, sync = config.rollout, config.weight_sync
     limit = rollout.staleness_limit
     folder = RunFolder(Path(config.output, config.name))
-    how = "what is measured to be fastest at the start" if sync.transport == "auto" else sync.transport
+    how = (
+        "the transport that is measured to be the fastest at the start" if sync.transport == "auto" else sync.transport
+    )
     found = {"executors": table, "files": [f"{path}  {meaning}" for path, meaning in folder.files.items()]}
-    found["staleness"] = [f"tokens are at most {limit} optimizer steps old when they are learnt from"]
-    found["weights"] = [f"travel by {how}{', changes only' if sync.delta else ''}"]
+    found["staleness"] = [f"tokens are at most {limit} optimizer steps old when they are trained on"]
+    found["weights"] = [f"sent by {how}{', changes only' if sync.delta else ''}"]
     is_here = Path(config.model.path).exists() or not config.model.warm_start  # which makes it on first use
     if is_here and (pinned := _pinned(config)):
         if of_hub := [_of_hub(one.name) for one in named(pinned) if one.kind == "model" and one.name]:
@@ -158,7 +162,7 @@ def consequences(config: RunConfig, machine: MachineMemory | None = None) -> dic
         if machine is None and config.cluster.kind != "hosts":  # whose trainers write to disks of their own
             found["disk"] = disk_need(config, shape).lines()
         found["step time"] = [_step_time(config, shape.max_position_embeddings, _pool(config, machine, placer))]
-    elif is_here and not Path(config.model.path).exists() and (known := _built_in(config)):
+    elif is_here and not Path(config.model.path).exists() and (known := built_in_model(config)):
         found |= _of_built_in(config, known, _pool(config, machine, placer), machine)
     return found
 
@@ -166,7 +170,7 @@ def consequences(config: RunConfig, machine: MachineMemory | None = None) -> dic
 def _of_built_in(config: RunConfig, shape: DecoderShape, pool: tuple[int, str], machine: MachineMemory | None) -> Any:
     """Lines by topic on a model that is not here, by its built-in shape. Raises ConfigError."""
     return {
-        "models": [f"{config.model.path} is not here; its built-in shape counts"],
+        "models": [f"{config.model.path} is not on this machine; its built-in shape is used"],
         "memory": memory_lines(config, shape, machine),
         "step time": [_step_time(config, shape.max_position_embeddings, pool)],
     }
@@ -180,7 +184,7 @@ def _of_hub(name: HubName) -> str:
         weights = sum(files[path] for path in hub.model_files(files) if path.endswith(".safetensors"))
     except ConfigError as error:
         return f"{name}: {error}"
-    where = "in the cache" if hub.cached(name) else "which a run fetches"
+    where = "in the cache" if hub.cached(name) else "which a run downloads"
     return f"{name}: {weights / 1e6:,.1f} MB of weights, {where}"
 
 
@@ -232,7 +236,7 @@ def _mean_prompt(config: RunConfig, context: int, kind: str) -> int:
     try:
         prompts = train_prompts(config, context, most=SAMPLED).prompts
     except ConfigError:
-        if why_offline() and _built_in(config):
+        if why_offline() and built_in_model(config):
             return max(1, min(config.data.max_prompt_tokens, context - config.rollout.max_new_tokens))
         raise
     if kind == CPU:  # where trainer and generators share what prompts begin with
@@ -265,6 +269,6 @@ def _step_time(config: RunConfig, context: int, pool: tuple[int, str]) -> str:
     except ConfigError as error:
         return f"not known: {error}"
     work = f"prompts of {mean} and responses of {request.lengths.mean_tokens:.0f} tokens on {count} x {kind}"
-    seconds = f"{found.step_s:.3g} s, if every group teaches," if found else "no layout"
-    source = f"by {profile}" if profile.exists() else "by the tables of `llamarl plan`, not measured here"
+    seconds = f"{found.step_s:.3g} s, if every group has a gradient," if found else "no layout"
+    source = f"by {profile}" if profile.exists() else "estimated from the tables of `llamarl plan`"
     return f"{seconds} for {work}, {source}"

@@ -13,7 +13,7 @@ import tomli_w
 
 from llamarl.cli.options import MODEL_HELP, add_settings, command_parser, write_output
 from llamarl.config import ConfigError, RunConfig, read_json, settled, validated
-from llamarl.config.hub import hub_name, open_hub
+from llamarl.config.hub import hub_name, missing_folder, open_hub
 from llamarl.models.fit import taken
 from llamarl.observability.metrics import duration
 from llamarl.parts.forecast.columns import FoundData, found_data
@@ -26,8 +26,8 @@ from llamarl.parts.forecast.run_file import LISTEN
 from llamarl.parts.forecast.shapes import DecoderShape, built_in, config_only, find_model
 from llamarl.run.prepare import check_parts
 
-EPILOG = """Nothing is fetched of a model whose shape is built in, config.json of another; of the data the README and,
-unless it is large, one file.
+EPILOG = """Of a model, config.json is downloaded, unless its shape is built in; of the data, the README and one
+file, unless that is large.
   llamarl init --model Qwen/Qwen3-0.6B --data openai/gsm8k --gpus 1 --gpu rtx4090-24g
   llamarl init --model Qwen/Qwen3-8B --data openai/gsm8k --gpus 8 --adapters never --output run.toml"""
 BASE: dict[str, Any] = {
@@ -56,13 +56,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser("init", "Write the run file of a first run: layouts, types and limits that fit.", EPILOG)
     add = parser.add_argument
     add("--model", required=True, metavar="NAME", help=MODEL_HELP)
-    add("--data", required=True, metavar="NAME", help="a data set of the Hub, owner/name, or a file: .jsonl, .csv, ...")
+    add("--data", required=True, metavar="NAME", help="a dataset on the Hub (owner/name), or a file: .jsonl, .csv, ...")
     add("--gpus", type=int, required=True, metavar="N", help="GPUs to use; 0: the cores of this machine")
     add("--gpu", metavar="KIND", help=f"{', '.join(name for name in GPUS if name != CPU)} (h100-80g)")
-    add("--question", default="", metavar="COLUMN", help="column of the question (by its name)")
-    add("--answer", default="", metavar="COLUMN", help="column of the right answer (by its name)")
+    add("--question", default="", metavar="COLUMN", help="column of the question (found by its name)")
+    add("--answer", default="", metavar="COLUMN", help="column of the right answer (found by its name)")
     add("--adapters", choices=("auto", "always", "never"), default="auto",
-        help="train low-rank adapters: where all weights do not fit, always, or never (auto)")  # fmt: skip
+        help="train low-rank adapters: if all weights do not fit (auto), always, or never")  # fmt: skip
     add("--profile", metavar="FILE", help="measured constants of your machine, JSON, for what the plan expects")
     add("--output", default="run.toml", metavar="RUN.toml", help="where to write it (run.toml)")
     add("--force", action="store_true", help="replace that file")
@@ -75,11 +75,11 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     path = Path(options.output)
     if path.exists() and not options.force:
-        raise ConfigError(f"{path} is there already; give another --output, or --force to replace it")
+        raise ConfigError(f"{path} already exists; give another --output, or --force to replace it")
     if options.gpus < 0 or (options.gpus == 0 and options.gpu) or options.gpu == CPU:
         kind = f" with --gpu {options.gpu}" if options.gpu else ""
         raise ConfigError(
-            f"--gpus {options.gpus}{kind}: give 1 or more, or --gpus 0 alone for the cores of this machine"
+            f"--gpus {options.gpus}{kind}: give 1 or more, or --gpus 0 without --gpu for the cores of this machine"
         )
     shape = _model(options.model)
     data = found_data(options.data, options.question, options.answer)
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
     check_parts(found.config)
     text = _text(found, data)
     write_output(path, text)
-    print("\n".join(_summary(found, options)) + f"\nwrote {path}; check it, and begin:\n"
+    print("\n".join(_summary(found, options)) + f"\nwrote {path}; check it, then start:\n"
           f"  llamarl train {path} --dry-run\n  llamarl train {path}")  # fmt: skip
     return 0
 
@@ -109,6 +109,8 @@ def _model(name: str) -> DecoderShape:
         return find_model(name)
     try:
         folder = open_hub().fetched(of_hub, choose=config_only).folder if of_hub else Path(name)
+        if not folder.is_dir():
+            raise ConfigError(missing_folder(name))
         config = read_json(folder / "config.json", "give a Hugging Face folder, or a name of the Hub")
         return DecoderShape.from_hf(config, name)
     except ConfigError as error:
@@ -144,7 +146,7 @@ def _summary(found: FirstRun, options: argparse.Namespace) -> Iterator[str]:
     plan, config = found.plan, found.config
     lora = f"adapters of rank {config.trainer.lora.rank}" if config.trainer.lora else "all weights"
     yield f"trains      {lora}" + (f", as for all weights {found.because}" if found.because else "")
-    roles = "share them in turn" if config.cluster.placement == "colocated" else "have their own"
+    roles = "share them and take turns" if config.cluster.placement == "colocated" else "have their own"
     layout, generator = config.trainer.parallelism, config.generator
     where = "threads" if options.gpus == 0 else "GPUs"
     counts = layout.num_ranks, generator.replicas * generator.tensor_parallel
@@ -154,7 +156,7 @@ def _summary(found: FirstRun, options: argparse.Namespace) -> Iterator[str]:
     for one in found.held[:2]:
         yield f"{one.executor:<12}takes {taken(one.parts)} per {'process' if options.gpus == 0 else 'GPU'}"
     whole_s = plan.step_s * config.steps
-    source = options.profile or "the tables of `llamarl plan`, not measured here"
+    source = options.profile or "the tables of `llamarl plan`, not a measurement"
     yield f"time        about {duration(plan.step_s)} a step, {duration(whole_s)} for {config.steps} steps, by {source}"
     if options.gpus and plan.dollars_per_hour:
         dollars = whole_s / 3600 * plan.dollars_per_hour
@@ -194,13 +196,13 @@ def _reasons(found: FirstRun, data: FoundData) -> dict[str, list[str]]:
     reasons = {
         "": [
             f"Written by `llamarl init` for {plan.request.model.name} on {where}.",
-            f"Expected, by tables and not measured: {step} a step, {whole} in all.",
+            f"Estimated from tables, not measured: {step} a step, {whole} in all.",
         ],
         "data": data.why,
         "reward": [f"{data.reward!r}: responses end with {ENDS[data.reward]}; data.system may tell a chat model so"],
         "rollout": [f"prompts may have {config.data.max_prompt_tokens} tokens, responses {rollout.max_new_tokens}",
                     f"staleness {rollout.max_staleness}: the smallest within 10 % of the fastest"
-                    if rollout.max_staleness else "staleness 0: roles work in turn, on the same devices"],
+                    if rollout.max_staleness else "staleness 0: trainer and generators take turns on the same devices"],
         "generator": [f"takes {held['generator-0']} {each}"],
         "trainer": [f"takes {held['trainer']} {each}"],
         "trainer.lora": [found.because or "adapters, as --adapters always asks for"],

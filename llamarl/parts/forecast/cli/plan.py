@@ -22,8 +22,8 @@ from llamarl.parts.forecast.request import PlanRequest, uncounted
 from llamarl.parts.forecast.run_file import run_toml
 from llamarl.parts.forecast.shapes import MODELS, DecoderShape, find_model, model_of_run
 
-EXAMPLE = """Staleness 0, the synchronous plan, is always part of the answer.
-Without --mean-response-tokens or --rollouts, responses are 30 % of the longest on average.
+EXAMPLE = """The synchronous plan, staleness 0, is always shown too.
+Without --mean-response-tokens or --rollouts, the mean response is 30 % of the longest.
 A profile is a JSON file {"constants": {...}, "gpu": {...}} whose numbers replace the built-in ones.
   llamarl plan --model qwen3-8b --gpus 8
   llamarl plan --model qwen3-1.7b --gpus 1 --gpu rtx4090-24g --trainer.lora '{rank = 16}'"""
@@ -113,7 +113,7 @@ def asked(options: argparse.Namespace, base: RunConfig | None) -> PlanRequest:
     for kind, count, price in kinds:
         gpu = profile.device(find_gpu(kind))
         if price is not None and not 0 <= price < float("inf"):
-            raise ConfigError(f"{price} US dollars per GPU-hour is no price; use 0 or more")
+            raise ConfigError(f"{price} US dollars per GPU-hour is not a price; use 0 or more")
         pools.append(Pool(gpu=gpu if price is None else replace(gpu, price=price), count=count))
     config = settled(BASE | (base.model_dump(include=OF_RUN) if base else {}), options.overrides)
     request = PlanRequest.of_run(
@@ -140,5 +140,5 @@ def _lengths(options: argparse.Namespace, limit: int) -> Lengths:
     if options.rollouts:
         return Lengths.from_rollouts(options.rollouts)
     if not 0 <= options.response_sigma < 10:
-        raise ConfigError(f"`--response-sigma {options.response_sigma}` is no log-deviation; use 0 to 3")
+        raise ConfigError(f"`--response-sigma {options.response_sigma}` is not a log-deviation; use 0 to 3")
     return Lengths.lognormal(mean_tokens=options.mean_response_tokens, sigma=options.response_sigma, limit_tokens=limit)

@@ -15,10 +15,10 @@ from llamarl.parts.forecast.flame import record
 from llamarl.parts.forecast.profile import make_profile
 from llamarl.parts.forecast.recorded import read_run
 
-EPILOG = """The profile holds for the model, the threads and the machine of the run. It answers for other settings:
+EPILOG = """The profile is valid for the model, threads and machine of the run. It predicts other settings:
   llamarl simulate RUN.toml --costs RUN/profile.json --rollout.group_size 4
   llamarl plan --config RUN.toml --gpus 2 --gpu cpu-core --profile RUN/profile.json
-Of a run that is under way, --flame draws where its processes on this machine spend their time (llamarl[flame])."""
+--flame shows where the processes of a running run on this machine spend their time (llamarl[flame])."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -32,9 +32,9 @@ def main(arguments: Sequence[str]) -> int:
         metavar="FILE",
         help="where to write the profile (RUN/profile.json), or the flame graph (RUN/flame.svg)",
     )
-    parser.add_argument("--flame", action="store_true", help="draw a flame graph of a run that is under way instead")
-    parser.add_argument("--seconds", type=float, metavar="N", help="of a flame graph (15)")
-    parser.add_argument("--gpu", metavar="KIND", help="the device of a run on GPUs, as in `llamarl plan`")
+    parser.add_argument("--flame", action="store_true", help="draw a flame graph of a running run instead")
+    parser.add_argument("--seconds", type=float, metavar="N", help="with --flame: seconds to sample (15)")
+    parser.add_argument("--gpu", metavar="KIND", help="kind of GPU of the run, as in `llamarl plan`")
     parser.add_argument(
         "--cores", type=float, metavar="N", help="cores that the executors shared (those of this machine)"
     )
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("--seconds is for --flame; leave it out, or add --flame")
     cores = os.cpu_count() or 1 if options.cores is None else options.cores
     if not 0 < cores < float("inf"):
-        raise ConfigError(f"`--cores {cores:g}` is no machine; give a number above 0")
+        raise ConfigError(f"`--cores {cores:g}` must be above 0")
     run = read_run(options.run)
     profile = make_profile(run, cores=cores, gpu=options.gpu)
     path = check_output(options.output or run.path / "profile.json")
@@ -57,13 +57,13 @@ def main(arguments: Sequence[str]) -> int:
 def _flame(options: argparse.Namespace) -> int:
     for name in ("gpu", "cores"):
         if getattr(options, name) is not None:
-            raise ConfigError(f"--{name} is of a profile, not of a flame graph; leave it or --flame out")
+            raise ConfigError(f"--{name} is for a profile, not for a flame graph; leave it or --flame out")
     seconds = 15.0 if options.seconds is None else options.seconds
     if not 1 <= seconds <= 3600:
-        raise ConfigError(f"--seconds {seconds:g} is no time to look; give a number from 1 to 3600")
+        raise ConfigError(f"--seconds {seconds:g} must be from 1 to 3600")
     path = check_output(options.output or Path(options.run, "flame.svg"))
     record(Path(options.run), seconds, path)
-    print(f"wrote {path}; a browser shows it")
+    print(f"wrote {path}; open it in a browser")
     return 0
 
 

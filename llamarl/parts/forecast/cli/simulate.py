@@ -28,7 +28,7 @@ from llamarl.run.folder import prepare_run_folder
 
 EPILOG = """Runs the real controller under a virtual clock over simulated executors; needs neither GPUs nor torch.
 Costs come from --costs (a JSON file), or from the planner: for --model on --gpu, or for the run's own model on its kind
-of device. If that model is not here, they are those of a 70B model on H100s.
+of device. If that model is not on this machine, costs of a 70B model on H100s are used.
 Every setting of the run file can be overridden: --rollout.max_staleness 2 --cluster.on_failure.generator respawn.
 llamarl report shows its folder. Exit codes: 0 all steps done, 1 the simulated run failed, 2 a setting cannot work."""
 DEFAULT_GPU = "h100-80g"
@@ -45,8 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpus", type=int, metavar="N", help="GPUs of the cluster (twice those of the run's generators)")
     add("--trainer-gpus", type=int, metavar="N", help="GPUs of the trainer (the split with the shortest step)")
     add("--faults", default="", metavar="LIST", help=HELP)
-    add("--costs", metavar="FILE", help="how long things take, a JSON file")
-    add("--model", metavar="NAME", help="let the planner say how long things take for this model, e.g. llama3-405b")
+    add("--costs", metavar="FILE", help="JSON file of costs, such as RUN/profile.json")
+    add("--model", metavar="NAME", help="use the planner's costs for this model, e.g. llama3-405b")
     add("--gpu", metavar="KIND", help="with --model: the kind of GPU (h100-80g)")
     return parser
 
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.gpu and not options.model:
         raise ConfigError("--gpu chooses the kind of GPU for the planner; give --model NAME, or --gpus N for a number")
     if options.model and options.costs:
-        raise ConfigError("--model and --costs both say how long things take; give one")
+        raise ConfigError("--model and --costs both give the costs; give one")
     costs = Costs.load(options.costs) if options.costs else Costs()
     model = _model(options, config)
     if model:
@@ -114,7 +114,7 @@ def _planned(options: argparse.Namespace, config: RunConfig, model: DecoderShape
     """The planner's costs for the model, and its number of rollouts that a generator decodes at once. Raises
     ConfigError."""
     if options.gpus is None and options.model:
-        raise ConfigError("--model asks the planner, which needs the size of the cluster; give --gpus N")
+        raise ConfigError("--model uses the planner, which needs the size of the cluster; give --gpus N")
     rollout, gpu = config.rollout, find_gpu(_kind(options, config))
     count, constants, prompt = options.gpus, Constants(), config.data.max_prompt_tokens
     if count is None:

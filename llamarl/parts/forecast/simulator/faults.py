@@ -78,7 +78,7 @@ def _read(text: str) -> dict[str, list[tuple[float, ...]]]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = part.partition("=")
         if name not in _FORMS:
-            raise ConfigError(f"--faults: `{name}` is no fault; {did_you_mean(name, _FORMS)} Write {HELP}")
+            raise ConfigError(f"--faults: `{name}` is not a fault; {did_you_mean(name, _FORMS)} Write {HELP}")
         found = re.fullmatch(_FORMS[name][0], value)
         if not found:
             raise ConfigError(f"--faults: `{part}` cannot be read; write {_FORMS[name][1]}")

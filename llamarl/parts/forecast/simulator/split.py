@@ -68,7 +68,7 @@ def choose_split(config: RunConfig, costs: Costs, gpus: int | None, trainer_gpus
     each, replicas = costs.generator_gpus, config.generator.replicas
     for name, value in (("gpus", gpus), ("trainer-gpus", trainer_gpus)):
         if value is not None and value < 1:
-            raise ConfigError(f"`--{name} {value}` is no cluster; give 1 or more")
+            raise ConfigError(f"`--{name} {value}` is not a cluster; give 1 or more")
     trainer_gpus = trainer_gpus or costs.trainer_gpus or None
     if gpus is None:
         return Split(trainer_gpus=trainer_gpus or replicas * each, replicas=replicas, generator_gpus=each)

@@ -13,17 +13,19 @@ from llamarl.net.reasons import plain
 from llamarl.parts.hosts.certificates import AUTHORITY_DAYS, CONTROLLER, RESERVED, check_member, make_certificates
 from llamarl.parts.hosts.home import address_towards
 
-EPILOG = """The first call makes the folder and its authority; later calls add hosts, or renew those named again.
-Each host needs ca.crt and its own .crt and .key, the controller's machine controller.crt and .key; ca.key makes new
-certificates and stays in DIR."""
+EPILOG = """The first call creates DIR and a certificate authority; later calls add hosts, or renew named ones.
+Each host needs ca.crt and its own .crt and .key, and the controller's machine controller.crt and controller.key.
+ca.key signs certificates and stays in DIR."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
-    parser = command_parser("certs", "Make the certificates by which the hosts of a run know each other.", EPILOG)
-    parser.add_argument("folder", metavar="DIR", help="becomes readable for you alone")
+    parser = command_parser("certs", "Create the TLS certificates of the hosts of a run.", EPILOG)
+    parser.add_argument("folder", metavar="DIR", help="folder of the certificates, readable by you only")
     parser.add_argument("--hosts", default="", metavar="NAME=ADDRESS,...", help="IP addresses or DNS names")
-    parser.add_argument("--controller", metavar="NAME=ADDRESS", help="by default this machine, as the hosts see it")
+    parser.add_argument(
+        "--controller", metavar="NAME=ADDRESS", help="default: this machine, with the address that the hosts see"
+    )
     parser.add_argument("--days", type=int, default=365, help="validity (365)")
     options = parser.parse_args(arguments)
     if not 1 <= options.days <= AUTHORITY_DAYS:
@@ -51,7 +53,7 @@ def _hosts(text: str) -> dict[str, str]:
         name, address = _pair("--hosts", part)
         check_member(name, address)
         if name in hosts or name in RESERVED:
-            why = "named twice" if name in hosts else "the name of a file of another's"
+            why = "named twice" if name in hosts else "the name of a file of another host"
             raise ConfigError(f"--hosts {part}: {name!r} is {why}; give every host a name of its own")
         hosts[name] = address
     return hosts

@@ -22,9 +22,9 @@ from llamarl.parts.hosts.agent import DRAIN, HostAgent
 from llamarl.parts.hosts.certificates import check_member
 from llamarl.parts.hosts.home import address_towards
 
-EPILOG = """It calls until a run answers, and again when that run has ended. Executors inherit its environment.
-Ctrl-C or SIGTERM: what runs here goes on elsewhere, then it ends; a second one ends it at once.
-Exit codes: 0 let go, 1 nobody to ask, 2 refused, with the reason."""
+EPILOG = """It connects to the run, and again after that run has ended. Executors inherit its environment.
+Ctrl-C or SIGTERM: its work moves to other hosts, then it ends; a second signal ends it at once.
+Exit codes: 0 released, 1 no controller answers, 2 refused, with the reason."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,13 +34,15 @@ def main(arguments: Sequence[str]) -> int:
     for place in controllers:
         host, _, port = place.rpartition(":")
         if not host or not (port.isascii() and port.isdigit()) or int(port) > MAX_PORT:
-            raise ConfigError(f"ADDRESS {place!r} is no address:port; give the run's cluster.listen")
+            raise ConfigError(f"ADDRESS {place!r} is not address:port; give the run's cluster.listen")
     if options.drain:
         return _drain(controllers, options.name)
     address = options.address or _own_address(controllers[0])
     check_member(options.name, address)
     if ":" in address:
-        raise ConfigError(f"--address {address}: hosts meet at IPv4 addresses or names alone; give one of this machine")
+        raise ConfigError(
+            f"--address {address}: hosts are reached by IPv4 addresses or names only; give one of this machine"
+        )
     for option, given in (("--address", options.address), ("--weights-address", options.weights_address)):
         if given and not _is_here(given):
             raise ConfigError(f"{option} {given}: this machine has no such IPv4 address; give one of `ip -4 address`")
@@ -55,20 +57,20 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> ArgumentParser:
-    parser = command_parser("host", "Lend this machine to a run with cluster.kind = 'hosts'.", EPILOG)
+    parser = command_parser("host", "Make this machine available to a run with cluster.kind = 'hosts'.", EPILOG)
     parser.add_argument(
         "controller",
         metavar="ADDRESS",
-        help="where the run listens: its cluster.listen, or several with commas between",
+        help="cluster.listen of the run, or several, separated by commas",
     )
     parser.add_argument("--pki", default="pki", help="folder with ca.crt, NAME.crt and NAME.key; default: pki")
     parser.add_argument("--name", default=socket.gethostname().split(".")[0], help="default: the name of this machine")
     parser.add_argument(
-        "--address", default="", help="where the others reach this host; default: as it reaches ADDRESS"
+        "--address", default="", help="address of this host for the others; default: the one that reaches ADDRESS"
     )
-    parser.add_argument("--weights-address", default="", help="address here that weights take; default: as --address")
-    parser.add_argument("--once", action="store_true", help="end with the first run that it took part in")
-    parser.add_argument("--drain", action="store_true", help="let the host of this name, which runs already, leave")
+    parser.add_argument("--weights-address", default="", help="address of this host for weights; default: --address")
+    parser.add_argument("--once", action="store_true", help="end after the first run")
+    parser.add_argument("--drain", action="store_true", help="ask the running `llamarl host` of this name to leave")
     return parser
 
 

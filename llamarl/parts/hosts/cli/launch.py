@@ -12,13 +12,13 @@ from llamarl.config import ConfigError
 EPILOG = """The run is that of `llamarl train RUN.toml` with the same overrides, on cluster.num_hosts machines;
 cluster.kind, cluster.listen and cluster.pki are set for you. Options of sbatch by their long names:
 --launch.slurm.partition gpu --launch.slurm.time 24:00:00; of Kubernetes: --launch.kubernetes.image IMAGE
---launch.kubernetes.claim CLAIM. What is submitted is kept in <output>/<name>.launch; docs/hosts.md tells more."""
+--launch.kubernetes.claim CLAIM. What is submitted is kept in <output>/<name>.launch; see docs/hosts.md."""
 SUBMIT_S = 120.0
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
-    parser = command_parser("launch", "Hand a run on several machines to a scheduler.", EPILOG)
+    parser = command_parser("launch", "Submit a run on several hosts to a scheduler.", EPILOG)
     parser.add_argument("scheduler", choices=("slurm", "kubernetes"))
     parser.add_argument("config", metavar="RUN.toml")
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and stop")
@@ -50,5 +50,5 @@ def _submitted(command: list[str], text: str) -> int:
     try:
         done = subprocess.run(command, check=False, input=text, text=True, timeout=SUBMIT_S)
     except (FileNotFoundError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{error}; submit where `{command[0]}` works, or look with --dry-run") from None
+        raise ConfigError(f"{error}; submit where `{command[0]}` works, or use --dry-run") from None
     return FAILURE if done.returncode else 0

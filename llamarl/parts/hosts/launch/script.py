@@ -57,7 +57,7 @@ def kubernetes_manifest(config: RunConfig, secrets: Mapping[str, Mapping[str, st
         raise ConfigError(f"launch.kubernetes.{option} is missing; give it with --launch.kubernetes.{option} VALUE")
     if not DNS_LABEL.fullmatch(name):
         rule = "small letters, digits and dashes, at most 45, the first a letter"
-        raise ConfigError(f"name = {name!r} is no name for Kubernetes; give --name of {rule}")
+        raise ConfigError(f"name = {name!r} is not a name for Kubernetes; give --name of {rule}")
     if config.model.warm_start:
         raise ConfigError(
             f"model.warm_start = {config.model.warm_start!r} is a file of this machine, which no pod sees; run llamarl "

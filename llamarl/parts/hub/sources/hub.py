@@ -43,7 +43,7 @@ class Hub(Table):
 
     def _located(self) -> Iterator[tuple[str, PlacedRow]]:
         if (given := HubName.of(self.path)) is None:
-            raise ConfigError(f"path = {self.path!r} is no name of the Hub; give it as in 'openai/gsm8k'")
+            raise ConfigError(f"path = {self.path!r} is not a name of the Hub; give it as in 'openai/gsm8k'")
         try:
             name, readme, found = with_data(given.at(self.revision or given.revision))
             config, files = chosen(found, self.config, self.split, readme)

@@ -8,18 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llamarl.cli.options import check_output, command_parser, report_delays, write_into_run, write_output
-from llamarl.config import ConfigError, read_text
+from llamarl.config import read_text
+from llamarl.config.section import not_a_run
 from llamarl.parts.page.document import document, whole
 from llamarl.parts.page.rollouts import Decode
 from llamarl.parts.page.run_data import RunData
 
 PAGE = "report.html"
-EPILOG = "The page needs no network. Of a running, failed or torn run it shows what is there, and says so."
+OF_PAGES = ("config.toml", "forecast.json")
+"""Files of which a folder that is shown has at least one: a run's, or a forecast's."""
+EPILOG = "The page needs no network. Running, failed and incomplete runs are shown as far as they are recorded."
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
-    parser = command_parser("report", "One HTML file that shows runs or forecasts, several beside each other.", EPILOG)
+    parser = command_parser("report", "Write one HTML file about runs or forecasts, several side by side.", EPILOG)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, such as runs/demo, or of a forecast")
     parser.add_argument("--output", metavar="FILE", help="where to write it (RUN/report.html)")
     options = parser.parse_args(arguments)
@@ -42,8 +45,8 @@ def main(arguments: Sequence[str]) -> int:
 def shown_folders(names: Sequence[str]) -> list[Path]:
     """The folders that a command is asked to show. Raises ConfigError: one is neither a run's nor a forecast's."""
     for folder in (folders := [Path(name) for name in names]):
-        if not any((folder / file).exists() for file in ("config.toml", "forecast.json")):
-            raise ConfigError(f"{folder} is no folder of a run; it has no config.toml")
+        if not any((folder / file).exists() for file in OF_PAGES):
+            raise not_a_run(folder, OF_PAGES)
     return folders
 
 
@@ -64,6 +67,7 @@ def decoder(folder: Path) -> Decode | None:
         return lambda token: tokenizer.decode([anchor, token], skip_special=False).removeprefix(before)
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         print(
-            f"llamarl: {folder}: tokens are shown by their numbers, as no tokenizer was read: {error}", file=sys.stderr
+            f"llamarl: {folder}: tokens are shown as numbers because the tokenizer cannot be read: {error}",
+            file=sys.stderr,
         )
         return None

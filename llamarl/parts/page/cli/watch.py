@@ -16,8 +16,8 @@ from llamarl.cluster.start_up import dependent
 from llamarl.parts.page.cli.report import decoder, shown_folders
 from llamarl.parts.page.live import Watched, build_app
 
-EPILOG = """It only reads the folders, of a run that goes on, has ended, or is on another machine whose disk is mounted
-here. Who knows the address, with the random part in it, may look. Ctrl-C ends it."""
+EPILOG = """It only reads the folders of runs, which may be running, finished, or on a mounted disk of another machine.
+Everybody who knows the address with its random part can see the page. Ctrl-C ends it."""
 START_S, END_S = 20.0, 5.0
 """Longest waits for what a run has begun and ends."""
 NICENESS = 19
@@ -26,10 +26,10 @@ NICENESS = 19
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
-    parser = command_parser("watch", "The page of `llamarl report`, live.", EPILOG)
+    parser = command_parser("watch", "Show the page of `llamarl report`, live.", EPILOG)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, such as runs/demo")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=0, help="port to listen at; 0: any that is free (0)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes any free one (0)")
     options = parser.parse_args(arguments)
     folders, token = shown_folders(options.runs), secrets.token_urlsafe(18)
     app = build_app([Watched(folder, decoder(folder)) for folder in folders], token)
@@ -55,7 +55,7 @@ def watching(folder: Path) -> Iterator[str]:
             assert process.stdout is not None
             has_said, _, _ = select.select([process.stdout], [], [], START_S)
             said = process.stdout.readline().strip() if has_said else ""
-            yield said or f"--watch does not answer, and the run goes on without; try llamarl watch {folder}"
+            yield said or f"--watch does not answer; the run continues without it, try llamarl watch {folder}"
         finally:
             process.terminate()
             with suppress(subprocess.TimeoutExpired):

@@ -45,7 +45,7 @@ class Tracker(ABC):
 def tracker_class(name: str) -> type[Tracker]:
     """Raises ConfigError: there is none of this name, or its package is not installed."""
     if name not in (known := members(FAMILY)):
-        raise ConfigError(f"metrics.sinks: {name!r} is none; known: jsonl, {', '.join(known)}")
+        raise ConfigError(f"metrics.sinks: {name!r} is not a sink; known: jsonl, {', '.join(known)}")
     found: type[Tracker] = getattr(importlib.import_module(f"{FAMILY}.{name}"), name.capitalize())
     if importlib.util.find_spec(found.PACKAGE) is None:
         raise ConfigError(f"metrics.sinks: {name!r} needs a package: pip install 'llamarl[{name}]'; or leave it out")
@@ -78,7 +78,7 @@ class TrackerThread:
                 tracker.log(int(row["step"] or 0), numbers(row))
             tracker.close()
         except Exception as error:  # of somebody else's package: the run matters more
-            self._tell(f"failed and is left out from here on: {type(error).__name__}: {error}".split("\n", 1)[0])
+            self._tell(f"failed and gets no more rows: {type(error).__name__}: {error}".split("\n", 1)[0])
         finally:
             self._is_over.set()
 

@@ -23,6 +23,7 @@ from llamarl.cli.options import TRUST, command_parser, report_delays, with_setti
 from llamarl.cluster.api import ExecutorError
 from llamarl.cluster.fork_server import fork_server
 from llamarl.config import ConfigError, RunConfig, load_recorded
+from llamarl.config.section import not_a_run
 from llamarl.observability.metrics import counted
 from llamarl.parts.replay.against import first_divergence
 from llamarl.parts.replay.recorded import Diverged, Recorded, other_code
@@ -33,37 +34,39 @@ from llamarl.run.hub_pins import resolved
 from llamarl.run.prepare import prepare
 from llamarl.run.trust import check_trust, with_trusted
 
-EPILOG = """Weights after each step, tokens, log-probabilities and rewards are compared with what RUN has on record.
-With --trainer.key or --shaping.key and values, others learn from what is on record: a folder beside RUN, for `report`.
-Exit codes: 0 all equal, 1 something differs, which is named, or a process died, 2 it cannot be replayed."""
+EPILOG = """It compares the weights after each step, tokens, log-probabilities and rewards with the record of RUN.
+With --trainer.key or --shaping.key it trains on the recorded rollouts with other settings, in a new run folder.
+Exit codes: 0 all equal, 1 a difference, which is named, or a process died, 2 the run cannot be replayed."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
-    parser = command_parser("replay", "Repeats a run from its record, and says where it differs.", EPILOG)
+    parser = command_parser("replay", "Repeat a run from its record and name the first difference.", EPILOG)
     parser.add_argument("run", metavar="RUN", help="folder of a run, such as runs/demo")
-    parser.add_argument("--steps", metavar="A:B", default="", help="the first and the last step (all)")
-    parser.add_argument("--only", choices=PARTS, help="one part of it (all three)")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes, each with a part of the steps (1)")
-    parser.add_argument("--against", metavar="OTHER", help="where this run and another one part; nothing is computed")
-    parser.add_argument("--name", help="folder of what others learn (RUN-replay)")
-    parser.add_argument("--overwrite", action="store_true", help="replace that folder")
+    parser.add_argument("--steps", metavar="A:B", default="", help="first and last step (all)")
+    parser.add_argument("--only", choices=PARTS, help="replay one part only (all three)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that share the steps (1)")
+    parser.add_argument(
+        "--against", metavar="OTHER", help="name the first difference between RUN and OTHER; nothing is computed"
+    )
+    parser.add_argument("--name", help="name of the new run (RUN-replay)")
+    parser.add_argument("--overwrite", action="store_true", help="replace its folder")
     parser.add_argument("--trust", action="store_true", help=TRUST)
     options, overrides = with_settings(parser, arguments)
     if options.jobs < 1:
-        raise ConfigError(f"--jobs {options.jobs}: nothing would be replayed; give at least 1")
+        raise ConfigError(f"--jobs {options.jobs}: give at least 1")
     if overrides and (options.against or options.only or options.jobs > 1):
-        raise ConfigError(f"{overrides[0]}: not with --against, --only or --jobs; leave them, or it, out")
+        raise ConfigError(f"{overrides[0]}: cannot be combined with --against, --only or --jobs; leave one of them out")
     if options.against and (options.only or options.steps):
-        raise ConfigError("--against compares all that both have on record; leave --only and --steps out")
+        raise ConfigError("--against compares everything that both runs recorded; leave --only and --steps out")
     if not overrides and (options.name or options.overwrite):
-        raise ConfigError("--name and --overwrite are of what others learn; say how: --trainer.learning_rate VALUE")
+        raise ConfigError("--name and --overwrite need another setting, such as --trainer.learning_rate VALUE")
     try:
         if options.against:
             steps, found = first_divergence(_folder(options.run), _folder(options.against))
             num, gap = len(steps), f", from step {steps[0]} on," if steps and steps[0] > 1 else ""
             said = f"{counted(num, 'step')}{gap} {'is' if num == 1 else 'are'} equal"
-            print(said + (f"; the runs part at {found}" if found else ""))
+            print(said + (f"; the first difference: {found}" if found else ""))
             return FAILURE if found else 0
         _settings(options)  # before anything of it is executed
         first, last = _range(options.steps, _folder(options.run).done_steps())
@@ -75,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _folder(path: str) -> RunFolder:
     if not (folder := RunFolder(Path(path))).config.exists():
-        raise ConfigError(f"{path} has no config.toml; give the folder of a run, such as runs/demo")
+        raise not_a_run(path)
     if not folder.journal.exists() and not folder.trace.exists():
         raise ConfigError(f"{path} has no journal, as runs of `llamarl sft`; give one of `llamarl train`")
     return folder

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -15,10 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from llamarl.cli.main import FAILURE, INTERRUPTED
 from llamarl.cli.options import TRUST, command_parser, report_delays, with_settings
 from llamarl.config import ConfigError, RunConfig, SftConfig, load_sft
-from llamarl.observability.metrics import ABSENT
+from llamarl.observability.metrics import ABSENT, duration, remaining_s
 
-EPILOG = """RUN.toml, as of `llamarl train`: fine-tunes model.path on data.train, by the field data.solution, with the
-settings of trainer, checkpoint and cluster; a step learns rollout.prompts_per_step documents. `llamarl export` writes
+EPILOG = """RUN.toml, as for `llamarl train`: trains model.path on the field data.solution of data.train, with the
+settings of trainer, checkpoint and cluster; a step takes rollout.prompts_per_step documents. `llamarl export` writes
 the model.
 SFT.toml, without a section `model`: makes a small base model from scratch, tokenizer included.
 Every setting of the file can be overridden: --steps 500 --trainer.learning_rate 1e-5."""
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command; the exit code."""
     parser = command_parser("sft", "Supervised training on worked solutions.", EPILOG)
     parser.add_argument("config", metavar="TOML")
-    parser.add_argument("--resume", action="store_true", help="go on from the run's newest valid checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the run's newest valid checkpoint")
     parser.add_argument("--trust", action="store_true", help=f"with --resume: {TRUST}")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing run folder")
     parser.add_argument(
@@ -46,7 +46,9 @@ def main(arguments: Sequence[str]) -> int:
         config = trusted(config, options.trust, resume=options.resume, keep=True)
         return _fine_tune(config, options)
     if options.resume or options.overwrite or options.trust:
-        raise ConfigError("--resume, --trust and --overwrite are for runs, with a section `model`; leave them out")
+        raise ConfigError(
+            "--resume, --trust and --overwrite are for run files, which have a section `model`; leave them out"
+        )
     if options.dry_run:
         print(f"start:\n  {config.steps:,} steps make a base model in {config.output}")
         return 0
@@ -80,7 +82,7 @@ def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
             check_run_folder(config, resume=options.resume, overwrite=options.overwrite)
         except FolderTaken as error:
             taken = str(error)
-        data = f"not known before the start has made {config.model.path}"
+        data = f"not known until the start has made {config.model.path}"
         if has_base_model(config):
             run = Path(config.output, config.name) if options.resume else None
             pinned = resolved(config, weights=False, run=run, command="llamarl sft")
@@ -139,7 +141,7 @@ def _train(config: RunConfig, options: argparse.Namespace) -> int:
                 warn=warn,
             ).run()  # fmt: skip
     except Interrupted as error:
-        warn(f"{error}; go on with --resume. Files: {folder.path}")
+        warn(f"{error}; continue with --resume. Files: {folder.path}")
         return INTERRUPTED
     except (ExecutorError, FolderLost, NonFiniteStep, NotSaved) as error:
         warn(f"{type(error).__name__}: {error}; {folder.way_on()}")
@@ -153,7 +155,7 @@ def _train(config: RunConfig, options: argparse.Namespace) -> int:
 def _bar(name: str, steps: int) -> Iterator[Show]:
     """Progress, drawn on a terminal; elsewhere, as in a notebook or a log, a line for each tenth of the steps."""
     if not sys.stdout.isatty():
-        yield partial(_line, name, steps)
+        yield StepLines(name, steps)
         return
     columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"))
     with Progress(*columns, TimeRemainingColumn()) as bar:
@@ -165,6 +167,18 @@ def _bar(name: str, steps: int) -> Iterator[Show]:
         yield show
 
 
-def _line(name: str, steps: int, step: int, metrics: Mapping[str, float]) -> None:
-    if step == steps or step % max(1, steps // 10) == 0:
-        print(f"{name}: {step} of {steps} steps, loss {metrics['loss']:.3f}", flush=True)
+class StepLines:
+    """Prints a line for each tenth of the steps, with the time left as the steps so far tell it."""
+
+    def __init__(self, name: str, steps: int) -> None:
+        self._name, self._steps = name, steps
+        self._first: tuple[int, float] | None = None
+        """The first step that was reported, and when: a start, or a resumed run's steps, have another speed."""
+
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        now_s, steps = time.monotonic(), self._steps
+        first, first_s = self._first = self._first or (step, now_s)
+        if step == steps or step % max(1, steps // 10) == 0:
+            left_s = remaining_s(steps - step, (now_s - first_s) / (step - first)) if step > first else None
+            left = f", about {duration(left_s)} left" if left_s else ""
+            print(f"{self._name}: {step} of {steps} steps, loss {metrics['loss']:.3f}{left}", flush=True)

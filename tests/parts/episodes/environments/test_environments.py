@@ -55,7 +55,7 @@ def test_what_a_worker_answers() -> None:
     assert reply(item | {"turns": [["messages", None, []]]}) == {"messages": [{"role": "user", "content": "and now?"}]}
     with pytest.raises(ValueError, match="an observation of 2,097,152 characters"):
         reply(item | {"turns": [["flood", None, []]]})
-    with pytest.raises(TypeError, match="it replied 7, which is no text"):
+    with pytest.raises(TypeError, match="it replied 7"):
         reply(item | {"turns": [["number", None, []]]})
 
 
@@ -63,7 +63,7 @@ def test_what_a_worker_answers() -> None:
     ("ref", "sentence"),
     [
         (Ref(name="calculater"), "calculator"),
-        (Ref(name="llamarl.rewards.exact:Exact"), "is no environment; derive it from"),
+        (Ref(name="llamarl.rewards.exact:Exact"), "is not an environment; derive it from"),
         (Ref.model_validate({"name": "calculator", "max_turns": 0}), "max_turns"),
         (Ref.model_validate({"name": "calculator", "turns": 3}), "turns"),
     ],

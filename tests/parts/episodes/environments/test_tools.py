@@ -102,8 +102,8 @@ def test_every_call_is_answered(call: ToolCall, content: str, is_error: bool) ->
     [
         ("shout", "not of the form `package.module:function`"),
         (f"{__name__}:nothing", "cannot be imported"),
-        (f"{__name__}:TASK", "no plain function"),
-        (f"{__name__}:later", "no plain function"),
+        (f"{__name__}:TASK", "not a plain function"),
+        (f"{__name__}:later", "not a plain function"),
         (f"{__name__}:nameless", "has arguments without a name"),
     ],
 )

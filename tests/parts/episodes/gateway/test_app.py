@@ -282,7 +282,7 @@ def test_silent_connections_keep_nobody_from_an_answer(
 ) -> None:
     """Of those that have sent no request the oldest goes for the newest; who is refused is hung up on."""
     _, endpoint, session = scripted("one")
-    monkeypatch.setattr(entrance, "num_unproved", lambda: MAX_UNPROVED)
+    monkeypatch.setattr(entrance, "max_unauthenticated", lambda: MAX_UNPROVED)
 
     def session_of(key: str) -> tuple[Endpoint, Session]:
         if key != "right":

@@ -97,11 +97,11 @@ def test_a_runs_own_model_is_what_is_priced(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--gpus", "0"], "`--gpus 0` is no cluster; give 1 or more"),
+        (["--gpus", "0"], "`--gpus 0` is not a cluster; give 1 or more"),
         (["--gpus", "8"], "`--gpus 8` is too few by 1: .* give --gpus 9 or more"),
         (["--gpus", "16", "--trainer-gpus", "10"], "leaves 6 of 16 GPUs, .* give --trainer-gpus 8 or less"),
         (["--gpus", "4", "--trainer-gpus", "2"], "leaves 2 of 4 GPUs, .* give --gpus 9 or more"),
-        (["--faults", "slw=1x2"], "`slw` is no fault; did you mean `slow`.*slow=SHARExFACTOR"),
+        (["--faults", "slw=1x2"], "`slw` is not a fault; did you mean `slow`.*slow=SHARExFACTOR"),
         (["--faults", "slow=1"], "`slow=1` cannot be read; write slow=0.01x4"),
         (["--faults", "slow=2x2"], "give at most 1"),
         (["--faults", "slow=0.5x0.5"], "0.5 times slower; give at least 1"),

@@ -249,9 +249,9 @@ def test_pods_train_what_was_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["--name", "My_Run", *POD], "name = 'My_Run' is no name for Kubernetes"),
-        (["--name", "a" * 46, *POD], "no name for Kubernetes"),
-        (["--name", "1a", *POD], "no name for Kubernetes"),
+        (["--name", "My_Run", *POD], "name = 'My_Run' is not a name for Kubernetes"),
+        (["--name", "a" * 46, *POD], "not a name for Kubernetes"),
+        (["--name", "1a", *POD], "not a name for Kubernetes"),
         (POD[:2], "launch.kubernetes.claim is missing"),
         (POD[2:], "launch.kubernetes.image is missing"),
         (POD[:4], "model.warm_start"),

@@ -93,7 +93,7 @@ def test_a_job_is_queued_again_and_goes_on(slurm: SlurmCluster, tmp_path: Path, 
     slurm.ask(*end, job.number)
     job.ends("COMPLETED")
     if end is NEAR_THE_TIME_LIMIT:
-        assert "go on with --resume" in job.log
+        assert "continue with --resume" in job.log
     assert job.steps == list(range(1, 301))
     slurm.until_idle()
 

@@ -42,8 +42,8 @@ print(connection.recv(100).decode(), time.perf_counter() - start)
 """
 STREAM = """
 import sys, time
-from llamarl.distributed.rendezvous import Rendezvous, RendezvousStore
-from llamarl.distributed.streams import is_farther, keep_pace, receive, send
+from llamarl.distributed.links import Rendezvous, RendezvousStore
+from llamarl.distributed.links import has_slowed, keep_pace, receive, send
 SIZE = 2_500_000
 
 def serve(connection, _):
@@ -65,10 +65,10 @@ streams = []
 for _ in range(2):
     streams.append(Rendezvous(sys.argv[1], "own").connect("bytes", 20))
     times = [fetch(streams[-1]) for _ in range(6)]
-    print(is_farther(streams[-1]), flush=True)
+    print(has_slowed(streams[-1]), flush=True)
     input()
     fetch(streams[-1])
-    print(is_farther(streams[-1]), times[-1], flush=True)
+    print(has_slowed(streams[-1]), times[-1], flush=True)
 """
 
 
@@ -173,12 +173,12 @@ def test_a_stream_is_known_to_be_of_a_way_that_was_shorter(hosts: Namespaces) ->
     reader = hosts.popen("host-a", [sys.executable, "-c", STREAM, server.stdout.readline().strip()], **pipes)
     assert reader.stdout.readline() == "False\n"
     hosts.limit("host-c", delay_ms=50)
-    for is_farther in ("True", "False"):
+    for has_slowed in ("True", "False"):
         reader.stdin.write("\n")
         reader.stdin.flush()
         found, took_s = reader.stdout.readline().split()
-        assert found == is_farther
-        if is_farther == "True":
+        assert found == has_slowed
+        if has_slowed == "True":
             assert reader.stdout.readline() == "False\n"
     assert float(took_s) > 0.1
     hosts.limit("host-c")

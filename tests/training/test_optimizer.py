@@ -14,22 +14,22 @@ from llamarl.config.roles import TrainerConfig
 from llamarl.distributed.mesh import ALONE
 from llamarl.executors.trainer import OptimizingExecutor
 from llamarl.sharding.box import Box
-from llamarl.training import light
-from llamarl.training.light import (
+from llamarl.training import optimizer as optimizers
+from llamarl.training.optimizer import (
     BLOCK,
     MOMENTS,
     SCALE,
     Dice,
     LightAdamW,
+    build_optimizer,
     decoded,
     encoded,
-    placed,
+    in_place,
     read_state,
-    rounded,
     state_spec,
+    stochastically_rounded,
     table,
 )
-from llamarl.training.optimizer import build_optimizer
 from llamarl.weight_sync.layout import TensorSpec
 from tests.training.layouts import QWEN3, new_trainer
 
@@ -93,7 +93,7 @@ def test_moments_in_memory_of_their_own_are_put_back(monkeypatch: pytest.MonkeyP
     """As those of a GPU's host are, of which the device has copies."""
     beside, moment = trained(moments=moments), LightAdamW._moment
     monkeypatch.setattr(LightAdamW, "_moment", lambda *arguments: moment(*arguments).clone())
-    monkeypatch.setattr(light, "TILE", 2 * COLUMNS)
+    monkeypatch.setattr(optimizers, "TILE", 2 * COLUMNS)
     away = trained(moments=moments, moments_on="host")
     assert torch.equal(beside[0], away[0]) and torch.equal(beside[1], away[1])
 
@@ -135,7 +135,7 @@ def test_bits_do_not_depend_on_tiles_or_on_who_holds_the_rows(monkeypatch: pytes
     upper, _, _ = trained(moments="8bit", rows=slice(0, 3))
     lower, _, _ = trained(moments="8bit", rows=slice(3, None))
     assert torch.equal(torch.cat([upper, lower]), whole)
-    monkeypatch.setattr(light, "TILE", 2 * COLUMNS + 1)
+    monkeypatch.setattr(optimizers, "TILE", 2 * COLUMNS + 1)
     assert torch.equal(trained(moments="8bit")[0], whole)
 
 
@@ -177,7 +177,7 @@ def test_state_of_one_setting_is_read_by_the_other(before: str, now: str, shape:
         own = torch.zeros(part.shape, requires_grad=True)
         new = build_optimizer([own], TrainerConfig(learning_rate=1e-2, moments=now))
         found = read_state([*state], spec, read, new)
-        new.state[own] = {name: placed(value, own, name, new) for name, value in found.items()}
+        new.state[own] = {name: in_place(value, own, name, new) for name, value in found.items()}
         exact = {
             name: decoded(name, state[name], state[name + SCALE]) if before == "8bit" else state[name]
             for name in MOMENTS
@@ -242,7 +242,7 @@ def test_rounding_is_by_chance_in_proportion_and_exact_where_nothing_is_between(
     for share in (0.0, 0.1, 0.75):
         for sign in (1.0, -1.0):
             exact = torch.full((64, 512), sign * (1.0 + share / 128))
-            up = (rounded(exact, noise).float().abs() > 1.0).float().mean()
+            up = (stochastically_rounded(exact, noise).float().abs() > 1.0).float().mean()
             assert float(up) == pytest.approx(share, abs=0.01) and (share or up == 0)
     another = Dice("2:w", place_of((64, 512)))
     for which, step in ((another, 7.0), (dice, 8.0)):
@@ -254,7 +254,7 @@ def test_rounding_is_by_chance_in_proportion_and_exact_where_nothing_is_between(
 def test_what_is_no_number_stays_none() -> None:
     """In each of its forms; a GPU's is all ones."""
     bits = torch.tensor([0x7FFFFFFF, 0x7FC00000, -1, 0x7F800000, -0x800000], dtype=torch.int32)
-    found = rounded(bits.view(torch.float32), torch.full((5,), 0xFFFF, dtype=torch.int32))
+    found = stochastically_rounded(bits.view(torch.float32), torch.full((5,), 0xFFFF, dtype=torch.int32))
     assert found[:3].isnan().all() and found[3:].tolist() == [float("inf"), float("-inf")]
 
 
@@ -282,7 +282,7 @@ def test_bits_of_roundings_do_not_depend_on_tiles_or_layouts(monkeypatch: pytest
     whole = rounding(1e-3, 5)[1]
     parts = [rounding(1e-3, 5, rows)[1] for rows in (slice(0, 3), slice(3, ROWS))]
     assert torch.equal(torch.cat(parts), whole)
-    monkeypatch.setattr(light, "TILE", 2 * COLUMNS + 1)
+    monkeypatch.setattr(optimizers, "TILE", 2 * COLUMNS + 1)
     assert torch.equal(rounding(1e-3, 5)[1], whole)
     assert torch.equal(rounding(1e-3, 5, moments_on="host")[1], whole)
     cut = TensorSpec(name="w", global_shape=(64, 600), box=Box((8, 256), (20, 600)), dtype="bfloat16")
@@ -311,7 +311,7 @@ def test_a_mirror_s_room_is_asked_for_as_each_setting_takes_it(make_groups, conf
     asked = list[int]()
 
     class Asked:
-        check_room = staticmethod(asked.append)
+        check_space = staticmethod(asked.append)
 
     executor = OptimizingExecutor.__new__(OptimizingExecutor)
     executor._mirror = Asked()  # type: ignore[assignment]

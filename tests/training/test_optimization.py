@@ -11,7 +11,7 @@ import torch
 
 from llamarl.algorithms.losses._base import Positions, TokenLosses
 from llamarl.algorithms.losses.aipo import Aipo
-from llamarl.training.health import MAX_NAMED_GROUPS, find_cause
+from llamarl.training.optimization import MAX_NAMED_GROUPS, Totals, find_cause
 from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.result import NonFiniteStep
 from llamarl.types import RolloutGroup, SampleGroup
@@ -115,7 +115,7 @@ class TestCause:
     def test_a_reward_out_of_all_proportion(self, make_trainer, make_groups) -> None:
         groups = make_groups(((3, 4), (5, 6)), reward=lambda index: 1e300 if index == 1 else 0.5)
         said = self.cause(make_trainer(), groups)
-        assert said.endswith(": the reward of group 0 rollout 1 is 1e+300; bound what the reward gives")
+        assert ": the reward of group 0 rollout 1 is 1e+300" in said and "learning_rate" not in said
 
     @pytest.mark.parametrize("name", ["model.layers.0.mlp.down_proj.weight", "model.embed_tokens.weight"])
     def test_a_weight_with_a_flipped_bit(self, make_trainer, make_groups, name: str) -> None:
@@ -124,8 +124,8 @@ class TestCause:
         assert trainer.outsized(groups) == ""
         with torch.no_grad():
             dict(trainer.model.named_parameters())[name].view(torch.int32)[3, 5] ^= 1 << 30
-        expected = rf"{name} holds [\d.]+e\+3\d, as of damaged memory; go on from an earlier checkpoint"
-        assert re.fullmatch(expected, trainer.outsized())
+        expected = rf"{name} holds [\d.]+e\+3\d"
+        assert re.match(expected, trainer.outsized())
         groups[0].rollouts[2].behavior_logprobs_T[4] = NAN
         said = self.cause(trainer, groups)
         assert re.search(expected, said) and "learning_rate" not in said
@@ -157,7 +157,7 @@ class TestCause:
         groups = make_groups(((3, 4), (3, 4)), reward=float)
         said = self.cause(trainer, groups)
         assert "loss inf" in said
-        assert "every group, which points at weights or loss" in said
+        assert "every group" in said
 
     def test_a_gradient_alone(self, make_trainer, make_groups) -> None:
         trainer, groups = make_trainer(), make_groups(((3, 4), (3, 4, 3)))
@@ -172,7 +172,7 @@ class TestCause:
             trainer.model.model.norm.weight[0] = NAN
         assert ": model.norm.weight holds nan" in self.cause(trainer, make_groups())
         trainer.outsized = lambda groups: ""
-        assert "every group, which points at weights or loss" in self.cause(trainer, make_groups())
+        assert "every group" in self.cause(trainer, make_groups())
 
     def test_looking_for_it_leaves_nothing(self, make_trainer, make_groups) -> None:
         trainer = make_trainer()
@@ -200,7 +200,7 @@ class TestCause:
     def test_nobody_alone(self, make_groups) -> None:
         groups = make_groups()
         computed = [to_sample_group(group, np.ones(len(group.rollouts))) for group in groups]
-        assert find_cause(groups, computed, lambda _: ({"loss": 1.0}, 1.0)).startswith("no group by itself")
+        assert find_cause(groups, computed, lambda _: ({"loss": 1.0}, 1.0)).startswith("no single group")
 
 
 class TestSkips:
@@ -220,3 +220,13 @@ class TestSkips:
         ):
             trainer.step(self.poisoned(make_groups))
         assert trainer.policy_version == 5
+
+
+def test_counts_that_float32_does_not_have_stay_exact() -> None:
+    """They are read together with numbers in float32."""
+    totals, count = Totals(), (1 << 24) + 1
+    for loss in (1.0, 0.25):
+        totals.add({"loss": torch.tensor(loss), "tokens": torch.tensor(count)}, {"length": torch.tensor(count)})
+    logged, losses = totals.read()
+    assert logged.sums == {"loss": 1.25, "tokens": 2.0 * count} and losses == [1.0, 0.25]
+    assert logged.maxima == {"length": float(count)}
