@@ -85,7 +85,7 @@ ELSEWHERE: dict[str, tuple[str, ...] | str] = {
     **dict.fromkeys(("reward_funcs", "reward_fn", "reward_function", "custom_reward_function", "rubric"), _REWARD),
     "reward_weights": ("reward.weights",),
     **dict.fromkeys(("entropy_coeff", "entropy_coef", "ent_coef"), "no loss here has an entropy bonus; leave it out"),
-    "dpo": "there is no DPO here, which learns from pairs of answers without sampling any",
+    "dpo": "llamarl has no DPO, which learns from pairs of answers without sampling any",
     # devices
     **dict.fromkeys(("peft_config", "lora_config", "use_peft"), ("trainer.lora",)),
     **dict.fromkeys(("lora_rank", "lora_r"), ("trainer.lora.rank",)),

@@ -292,7 +292,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} appears twice")
     return found
 
 

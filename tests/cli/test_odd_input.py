@@ -132,7 +132,7 @@ ROW = {"question": "1 + 1?", "answer": "2"}
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ('{"question": "a", "answer": "1", "answer": "2"}', "'answer' is there twice"),
+        ('{"question": "a", "answer": "1", "answer": "2"}', "'answer' appears twice"),
         ('{"question": "a", "answer": ' + DIGITS + "}", "cannot be read"),
         ('{"question": "a", "answer": "1", "x": ' + "[" * 100_000, "cannot be read"),
         ('{"question": "a", "answer": NaN}', "NaN is not a number"),
@@ -198,7 +198,7 @@ def header_with(**values: object) -> Callable[[Path], object]:
         (config_with(num_attention_heads=-1), "num_attention_heads"),
         (config_with(head_dim=0.5), "head_dim"),
         (config_with(intermediate_size="a" * 5000), "intermediate_size"),
-        (rewritten("config.json", '{"model_type": "llama", "model_type": "qwen2"}'), "'model_type' is there twice"),
+        (rewritten("config.json", '{"model_type": "llama", "model_type": "qwen2"}'), "'model_type' appears twice"),
         (rewritten("generation_config.json", '{"eos_token_id": 400}'), "eos_token_id"),
         (rewritten("generation_config.json", '{"eos_token_id": -1}'), "eos_token_id"),
         (two_of_one_id, "two tokens the same id"),
