@@ -208,9 +208,7 @@ def test_a_microbatch_that_does_not_fit_into_memory_is_refused(
 ) -> None:
     config = settings(model, max_new_tokens=100)
     monkeypatch.setattr(meter, "free_memory_bytes", lambda _: 30 << 20)
-    with pytest.raises(
-        ConfigError, match=r"the trainer needs 0\.1\d GiB \(head .* of cpu, but 3\d\.\d+ MiB are available"
-    ):
+    with pytest.raises(ConfigError, match=r"the trainer needs 0\.1\d GiB \(head .* of cpu, but 3\d\.\d+ MiB"):
         TrainerExecutor(config, str(tmp_path), resume=False)
     monkeypatch.setattr(meter, "free_memory_bytes", lambda _: 8 << 30)
     TrainerExecutor(config, str(tmp_path), resume=False)
