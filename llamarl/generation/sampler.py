@@ -263,7 +263,7 @@ def score(
 
 def _scored_pack(model: EngineModel, pack: list[np.ndarray], candidates: CandidateSets | None) -> list[np.ndarray]:
     """Scores sequences in one forward. Computes a common beginning of all sequences once."""
-    shared = _num_shared_rows(pack, candidates)
+    shared = _num_shared_rows(pack, candidates) if model.device.type == "cpu" else 0  # others compute it as fast
     ends = [len(ids_T) - 1 for ids_T in pack]
     if not sum(ends):
         return [np.empty((3, 0) if candidates else 0, np.float32) for _ in pack]

@@ -99,5 +99,5 @@ def test_nothing_to_normalize(groups: list[GroupRewards]) -> None:
 
 
 def test_an_impossible_option() -> None:
-    with pytest.raises(ConfigError, match=r"lam = 1.5 must lie between 0 and 1"):
+    with pytest.raises(ConfigError, match=r"lam = 1.5 must be between 0 and 1"):
         build(Ref(name="gae", lam=1.5), "llamarl.algorithms.advantages", "trainer.advantage")

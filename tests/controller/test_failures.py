@@ -238,7 +238,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
 def test_a_full_disk_costs_a_warning_and_at_the_end_the_run(tmp_path: Path) -> None:
     disk = Trainer(write_s=0.3, disk_size=2)
     run = Run(config(tmp_path, steps=9, checkpoint={"every_steps": 2}), tmp_path, trainer=disk)
-    with pytest.raises(NotSaved, match=r"no checkpoint at step 9: \[Errno 28\] No space left on device; make room"):
+    with pytest.raises(NotSaved, match=r"no checkpoint at step 9: \[Errno 28\] No space left on device; free space"):
         run.train()
     assert [version for version, _ in disk.saved] == [2, 4]
     cause = "[Errno 28] No space left on device; free space on the disk, the run continues"

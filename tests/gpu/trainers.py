@@ -112,9 +112,10 @@ def head() -> Head:
         gradient_apart=float((found_grad - exact_grad).norm() / exact_grad.norm()),
     )
 
-    def look(hidden_O_D: Tensor, head_V_D: Tensor, *given: Any) -> Tensor:
+    def look(hidden_O_D: Tensor, head_V_D: Tensor, *arguments: Any, rounds: bool) -> Tensor:
+        assert not rounds, "only CPUs round inside of the product"
         found.factors.add(f"{hidden_O_D.dtype} {head_V_D.dtype}")
-        return target_logprobs(hidden_O_D, head_V_D, *given)
+        return target_logprobs(hidden_O_D, head_V_D, *arguments)
 
     shape = ModelShape(**SIZES, family="llama", tie_embeddings=True)
     trainer = _optimization("trainer", shape, TrainerConfig(dtype="bfloat16", microbatch_tokens=40), GPU)

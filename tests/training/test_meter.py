@@ -85,7 +85,7 @@ def test_8b_takes_so_many_bytes_a_weight(monkeypatch: pytest.MonkeyPatch, dtype:
             checked(dtype)
         else:
             said = (
-                r"the trainer takes \d+\.\d+ GiB \(moments 59\.83, weights 29\.92, gradients 29\.92, .* of cuda:0, and "
+                r"the trainer needs \d+\.\d+ GiB \(moments 59\.83, weights 29\.92, gradients 29\.92, .* of cuda:0, but "
             )
             with pytest.raises(ConfigError, match=said):
                 checked(dtype)

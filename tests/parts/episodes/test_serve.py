@@ -258,7 +258,7 @@ def test_a_seed_repeats_an_answer(model: Path) -> None:
 
 def test_mistakes_are_told(model: Path) -> None:
     for arguments, said in (
-        ([model, "--host", "0.0.0.0"], "give a key by --api-key"),
+        ([model, "--host", "0.0.0.0"], "--api-key"),
         ([model, "--port", "99999"], "port 99999"),
         ([model / "none"], "none"),
         ([model, "--max-running", "1"], "--max-running is now --generator.max_running"),

@@ -187,7 +187,7 @@ def test_progress_outside_of_a_terminal_says_how_long_it_takes(
 ) -> None:
     """From the first reported step on, which may be one of a resumed run."""
     times = iter([100.0, 100.5, 101.0, 102.0])
-    show = sft.StepLines("warm start", 20)
+    show = sft._StepLines("warm start", 20)
     with monkeypatch.context() as patched:
         patched.setattr(sft.time, "monotonic", lambda: next(times))
         for step in (11, 12, 13, 20):

@@ -155,7 +155,7 @@ def _train(config: RunConfig, options: argparse.Namespace) -> int:
 def _bar(name: str, steps: int) -> Iterator[Show]:
     """Progress, drawn on a terminal; elsewhere, as in a notebook or a log, a line for each tenth of the steps."""
     if not sys.stdout.isatty():
-        yield StepLines(name, steps)
+        yield _StepLines(name, steps)
         return
     columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"))
     with Progress(*columns, TimeRemainingColumn()) as bar:
@@ -167,7 +167,7 @@ def _bar(name: str, steps: int) -> Iterator[Show]:
         yield show
 
 
-class StepLines:
+class _StepLines:
     """Prints a line for each tenth of the steps, with the time left as the steps so far tell it."""
 
     def __init__(self, name: str, steps: int) -> None:
