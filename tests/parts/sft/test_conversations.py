@@ -326,8 +326,8 @@ def test_a_cut_reply_is_refused_where_what_asks_for_it_is_no_end_of_the_conversa
         (CHATML, "", "r: message 2, an assistant's, is empty"),
         (LLAMA, " \n", "r: message 2, an assistant's, is empty"),
         (CHATML, "one<|im_end|>", "r: the assistant says a token that ends its turn"),
-        (CHATML.replace("m.content }}", "m.content | upper }}"), "one", "does not write message 2, .* as it is"),
-        (CHATML.replace("m.content }}", "m.content | length }}"), "one", "does not write message 2, .* as it is"),
+        (CHATML.replace("m.content }}", "m.content | upper }}"), "one", "does not write message 2, .* verbatim"),
+        (CHATML.replace("m.content }}", "m.content | length }}"), "one", "does not write message 2, .* verbatim"),
         ("{% for m in messages %}{{ m.content }}|{{ m.content }}{% endfor %}", "one", "does not write message 2"),
     ],
 )
