@@ -43,7 +43,8 @@ class Rescorer:
 
     def left(self, rollouts: Sequence[Rollout], version: int) -> Sequence[Rollout]:
         """Returns finished rollouts, with the column if it was requested. The weights of `version` are in use."""
-        asked = [one for one in rollouts if one.index == 0 and one.group_id in self._asked]
+        if not (asked := [one for one in rollouts if one.index == 0 and one.group_id in self._asked]):
+            return rollouts
         columns = dict(zip([one.group_id for one in asked], self._filled(asked, version), strict=True))
         for one in asked:
             del self._asked[one.group_id]
