@@ -17,6 +17,7 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from llamarl.config.data import ONE, SEVERAL
+from llamarl.config.elsewhere import DROPPED
 from llamarl.config.errors import ConfigError, did_you_mean, known_hint, near_hint, one_of
 from llamarl.config.files import open_file
 from llamarl.config.ref import Ref, find
@@ -55,7 +56,10 @@ def load_config(
     """
     _check_once(settings)
     data = deepcopy(dict(path)) if isinstance(path, Mapping) else tables(path)
-    was = data.get("recipe") if recorded or is_record(path) else None
+    is_recorded = recorded or is_record(path)
+    was = data.get("recipe") if is_recorded else None
+    if is_recorded and (lost := _translate(data)):
+        raise ConfigError(f"the run was recorded with `{lost[0]}`, which llamarl no longer has; start a new run")
     data = _with(data, settings)
     config = validated(_overridden(data, overrides or ()), RunConfig, overrides is not None)
     if config.recipe and config.recipe != was:
@@ -75,8 +79,10 @@ def load_recorded(
     path: str | Path, overrides: Sequence[str] = (), settings: Mapping[str, Any] = MappingProxyType({})
 ) -> RunConfig:
     """Loads recorded settings of a run as they are. They are complete: no recipe is applied, and nothing that they name
-    is imported. Other arguments are as for `load_config`. Raises ConfigError."""
-    data = _with(_parsed(path, ()), settings)
+    is imported. Settings that llamarl no longer has are left out. Other arguments are as for `load_config`. Raises
+    ConfigError."""
+    _translate(data := _parsed(path, ()))
+    data = _with(data, settings)
     try:
         return validated(_overridden(data, overrides), RunConfig)
     except ConfigError as error:
@@ -91,6 +97,25 @@ def is_record(path: str | Path | Mapping[str, Any]) -> bool:
     if isinstance(path, Mapping) or Path(path).name != RECORD:
         return False
     return any(Path(from_home(path)).with_name(name).exists() for name in (".lock", "journal", "metrics.jsonl"))
+
+
+def _translate(data: dict[str, Any]) -> list[str]:
+    """Removes dropped settings from recorded tables, or gives their values to the settings that replace them. Returns
+    `name = value` of those whose value today's code cannot follow."""
+    lost = []
+    for name, dropped in DROPPED.items():
+        section, _, last = name.rpartition(".")
+        table: Any = data
+        for part in filter(None, section.split(".")):
+            table = table.get(part) if isinstance(table, dict) else None
+        if not isinstance(table, dict) or last not in table:
+            continue
+        value = table.pop(last)
+        if dropped.successor:
+            _set(data, dropped.successor, dropped.values.get(str(value), value))
+        elif value != dropped.default:
+            lost.append(f"{name} = {value!r}")
+    return lost
 
 
 def tables(path: str | Path) -> dict[str, Any]:
@@ -373,6 +398,8 @@ def _explain(error: ValidationError, schema: type[Section], has_options: bool = 
     first = error.errors()[0]
     place = tuple(part for part in first["loc"] if part not in (ONE, SEVERAL))
     where = ".".join(map(str, place))
+    if first["type"] == "extra_forbidden" and where in DROPPED:
+        return f"`{where}` is not a setting any more; {DROPPED[where].fix}"
     if first["type"] == "extra_forbidden":
         known, name = list(_section_at(schema, place[:-1]).model_fields), str(place[-1])
         names, below = last_names(schema), _below(first["input"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from llamarl import config
-from llamarl.config import ConfigError, build, dump_toml, load_config, load_sft_config
+from llamarl.config import ConfigError, build, dump_toml, load_config, load_recorded, load_sft_config
+from llamarl.config.elsewhere import DROPPED
+from llamarl.config.load import RECORD, flat_settings, last_names, tables
 from llamarl.config.schema import GeneratorConfig, RunConfig
 from llamarl.config.section import Section
 from tests.config.conftest import MINIMAL, Write
@@ -240,6 +243,56 @@ def test_what_graphs_capture_is_said_of_cut_models_too() -> None:
     """`Engine` captures whatever model is made for generation, by how many ranks ever."""
     said = GeneratorConfig.model_fields["cuda_graphs"].description
     assert said and "`tensor_parallel`" in said and "unless" not in said
+
+
+@pytest.mark.parametrize("name", DROPPED)
+@pytest.mark.parametrize("value", [False, "stop"])
+def test_a_dropped_setting_is_refused_by_its_name(minimal: Path, write: Write, name: str, value: object) -> None:
+    """From a file, the command line and Python, whatever its value is, with what to do."""
+    section, _, last = name.rpartition(".")
+    said = f"`{name}` is not a setting any more; {DROPPED[name].fix}"
+    text = str(value).lower() if isinstance(value, bool) else f'"{value}"'
+    assert _message(minimal, f"--{name}={text}") == said
+    with pytest.raises(ConfigError) as caught:
+        load_config(minimal, settings={name: value})
+    assert str(caught.value) == said
+    assert _message(write(f"{MINIMAL}\n[{section}]\n{last} = {text}\n")) == said
+
+
+def test_fixes_of_dropped_settings_name_settings_that_exist() -> None:
+    names = {name for names in last_names(RunConfig).values() for name in names}
+    for name, dropped in DROPPED.items():
+        assert name not in names
+        assert not dropped.successor or dropped.successor in names & set(re.findall(r"`([\w.]+)`", dropped.fix))
+
+
+def recorded(tmp_path: Path, text: str) -> Path:
+    """Returns a run's recorded settings."""
+    (tmp_path / "metrics.jsonl").touch()
+    (path := tmp_path / RECORD).write_text(f"{MINIMAL}\n{text}\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("[weight_sync]\npower_of_two_scales = false", "weight_sync.delta", False),
+        ("[record]\njournal = 'needed'", "record.kind", "resume"),
+        ("[record]\njournal = 'all'", "record.kind", "all"),
+        ("[cluster]\non_generator_failure = 'drop'", "cluster.on_failure.generator", "drop"),
+    ],
+)
+def test_a_record_may_have_dropped_settings(tmp_path: Path, text: str, name: str, value: object) -> None:
+    path = recorded(tmp_path, text)
+    for run in (load_recorded(path), load_config(path), load_config(tables(path), recorded=True)):
+        assert dict(flat_settings(run.model_dump()))[name] == value
+    assert "is not a setting any more" in _message(path, "--weight_sync.power_of_two_scales=false")
+
+
+def test_a_record_that_todays_code_cannot_follow_is_shown_and_not_resumed(tmp_path: Path) -> None:
+    path = recorded(tmp_path, "[weight_sync]\npower_of_two_scales = true\ndelta = true")
+    assert load_recorded(path).weight_sync.delta
+    assert "`weight_sync.power_of_two_scales = True`, which llamarl no longer has; start a new run" in _message(path)
 
 
 def test_later_override_wins(minimal: Path) -> None:
