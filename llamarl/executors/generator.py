@@ -275,7 +275,7 @@ def open_native(
         model, max_running=config.max_running, prefill_tokens=config.prefill_tokens, kv_bytes=kv_bytes,
         kv_on_update=config.kv_on_update, decode=Tokenizer(model_path).decode,
         graphs=False if config.cuda_graphs == "off" else None, records_routes=config.router_replay,
-          asleep=sleeps, beside_bytes=beside_bytes,
+        asleep=sleeps, beside_bytes=beside_bytes,
     )  # fmt: skip
     room = model.room if device.type == "cuda" else None
     adopter = Adopter(receiver.specs(), model.use, rank, delta=delta, hold=receiver.hold, room=room)
@@ -319,14 +319,15 @@ class GeneratorExecutor(Executor):
         beside_bytes: int = 0,
     ) -> None:
         """
-            Args:
-        rendezvous: meeting point of several ranks. None means one rank.
-        delta: weights may come as changes of the version in use.
-        backend: settings of the part that replaces the native engine. None means the native engine.
-        lora: settings of the adapters that come in the place of weights. None means that weights come.
-        choices: folder of the run with the choice of kernels. Empty means that choices are not kept.
-        sleeps: use memory only from an adoption until the next call of `sleep`.
-        beside_bytes: memory of the device that the trainer will use from its first step on, while this executor works.
+        Args:
+            rendezvous: meeting point of several ranks. None means one rank.
+            delta: weights may come as changes of the version in use.
+            backend: settings of the part that replaces the native engine. None means the native engine.
+            lora: settings of the adapters that come in the place of weights. None means that weights come.
+            choices: folder of the run with the choice of kernels. Empty means that choices are not kept.
+            sleeps: use memory only from an adoption until the next call of `sleep`.
+            beside_bytes: memory of the device that the trainer will use from its first step on, while this executor
+                works.
         """
         keep_choices_in(Path(choices) if choices else None)
         if backend:
