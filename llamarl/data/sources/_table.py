@@ -172,7 +172,7 @@ class _Fields(NamedTuple):
         reply = messages.pop() if messages and messages[-1]["role"] == "assistant" else None
         if not messages or messages[-1]["role"] in ("assistant", "system"):
             raise self.error(
-                "the conversation has nothing to answer; its last message is a user's, or has a reply after it"
+                "the conversation has nothing to answer; end it with a user's message, or with the reply to one"
             )
         return messages[-1]["content"], tuple(messages), reply
 
