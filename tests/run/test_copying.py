@@ -124,7 +124,7 @@ def test_a_run_whose_folder_is_gone_comes_back(config: RunConfig, capsys: pytest
     with pytest.raises(ConfigError, match=r"there/one holds checkpoints of a run; resume it \(--resume\)"):
         prepare_run_folder(config, resume=False, overwrite=False)
     other = config.model_copy(update={"seed": 1})
-    with pytest.raises(ConfigError, match="seed was 0 when the run began and is now 1"):
+    with pytest.raises(ConfigError, match="seed was 0 when the run began and is 1 now"):
         prepare_run_folder(other, resume=True, overwrite=False)
     with prepare_run_folder(config, resume=True, overwrite=False) as again:
         assert again.saved_steps() == [5]

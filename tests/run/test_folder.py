@@ -112,8 +112,8 @@ def test_overwrite_of_a_link_replaces_what_it_leads_to(config: RunConfig, tmp_pa
     ("changes", "said"),
     [
         ({"steps": 7}, "the run has done 8 steps and steps = 7; give --steps 8 or more"),
-        ({"seed": 1}, "seed was 0 when the run began and is now 1"),
-        ({"trainer": {"advantage": "gae"}}, "trainer.advantage was 'group_mean' when the run began and is now 'gae'"),
+        ({"seed": 1}, "seed was 0 when the run began and is 1 now"),
+        ({"trainer": {"advantage": "gae"}}, "trainer.advantage was 'group_mean' when the run began and is 'gae' now"),
     ],
 )
 def test_settings_that_do_not_fit_the_checkpoints(config: RunConfig, changes: dict[str, object], said: str) -> None:

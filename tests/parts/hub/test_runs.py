@@ -86,7 +86,7 @@ def test_another_commit_is_refused_at_resume(
     other = hub.add("tiny/model", files)
     refused = llamarl_here(*told, "--model.path", f"tiny/model@{other}", "--resume")
     assert refused.returncode == 2
-    assert f"model.path was 'tiny/model' when the run began and is now 'tiny/model@{other}'" in refused.stderr
+    assert f"model.path was 'tiny/model' when the run began and is 'tiny/model@{other}' now" in refused.stderr
     record = tmp_path / "tiny/weights.json"
     record.write_text(record.read_text().replace(commit, "1" * 40))
     assert "has no revision '1111" in llamarl_here(*told, "--resume").stderr, "the run's own commit is asked for"
