@@ -158,6 +158,24 @@ def test_an_export_answers_as_the_run_did(run: Path, export: Path, tmp_path: Pat
         assert gaps_T.max() < 0.2
 
 
+def test_another_family_with_a_large_vocabulary(qwen: Path, tmp_path: Path) -> None:
+    """Qwen2.5-Coder-0.5B trains, its weights arrive, and its export answers as the run does."""
+    light = ("--trainer.weights", "bfloat16", "--trainer.moments", "8bit")  # so that 16 GB are enough
+    steps = train(qwen, tmp_path, "--steps", 2, "--trainer.learning_rate", "1e-4", *light)
+    assert len(steps) == 2 and all(step["grad_norm"] > 0 for step in steps)
+    assert max(step.get("extra.mismatch_mean", 0.0) for step in steps) < 0.05
+    run, export = tmp_path / "svamp", tmp_path / "export"
+    assert llamarl("export", run, export).returncode == 0
+    found = []
+    for number, model in enumerate((run, export)):
+        output = tmp_path / f"{number}.jsonl"
+        options = ("--config", run / "config.toml", "--eval.max_prompts", 3, "--output", output)
+        done = llamarl("eval", model, *options, timeout_s=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append([(row["prompt_id"], row["response"]) for row in rows(output)])
+    assert found[0] == found[1] and len(found[0]) == 3
+
+
 @pytest.fixture
 def served(run: Path, tmp_path: Path) -> Iterator[OpenAI]:
     command = Command.start(tmp_path, "serve", run, "--port", 0)
