@@ -144,7 +144,7 @@ def test_adapters_of_a_mixture_are_beside_its_attention(tmp_path: Path, mixture:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--trainer.lora.rank", 2), "trainer.lora.targets has gate_proj, of which "),
+        (("--trainer.lora.rank", 2), "trainer.lora.targets has gate_proj, which "),
         ((*LORA, "--trainer.train_router", "false"), "trainer.train_router = false with trainer.lora"),
         (("--trainer.compile", "true"), "trainer.compile = true with "),
         (("--trainer.parallelism.ep", 2), "ep = 2 does not divide the 1 ranks of fsdp and cp"),
