@@ -114,7 +114,7 @@ def test_resume_and_replay(smollm2: Path, tmp_path: Path) -> None:
 def test_supervised_training(smollm2: Path, tmp_path: Path) -> None:
     rows_of_solutions = [
         {"question": row["question"], "answer": "", "solution": f"#### {row['answer']}"}
-        for row in rows(ROOT / "examples/real/svamp_train.jsonl")[:16]
+        for row in rows(ROOT / "examples/real/svamp_differences.jsonl")[:16]
     ]
     data = tmp_path / "solutions.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows_of_solutions))
