@@ -14,7 +14,7 @@ from llamarl.config.schema import TrainerConfig
 from llamarl.kernels.products import PRODUCTS, multiply
 from llamarl.models import fit, memory
 from llamarl.models.shape import ModelShape
-from llamarl.observability.usage import available_bytes
+from llamarl.observability.spans import available_bytes
 
 REPEATS = 5
 

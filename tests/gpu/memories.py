@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.config import RunConfig
-from llamarl.config.trainer import LoraConfig, TrainerConfig
+from llamarl.config.roles import LoraConfig, TrainerConfig
 from llamarl.distributed.mesh import ALONE, AXES, CPU, Axis, RankMesh
 from llamarl.generation.attention import KVCache
 from llamarl.generation.engine import Engine

@@ -23,7 +23,7 @@ from llamarl.checkpoint.mirror import Mirror
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config import ConfigError
 from llamarl.config.errors import RanksLost
-from llamarl.config.trainer import LoraConfig, TrainerConfig
+from llamarl.config.roles import LoraConfig, TrainerConfig
 from llamarl.distributed.links import Rendezvous
 from llamarl.distributed.mesh import ALONE, CPU, RankMesh
 from llamarl.models import hf

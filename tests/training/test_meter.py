@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llamarl.config import ConfigError, RunConfig
-from llamarl.config.trainer import TrainerConfig
+from llamarl.config.roles import TrainerConfig
 from llamarl.models.fit import holdings
 from llamarl.models.memory import total
 from llamarl.models.shape import ModelShape
