@@ -23,9 +23,9 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 PICTURES = EXAMPLES.parent / "docs" / "pictures"
 RUNS = ("own_reward", "judge", "code")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 280, 56, 16, 40, 40
-COLORS = ("#3b7dd8", "#e07b28")
+COLOR = "#3b7dd8"
 TITLES = {
-    "own_reward": "Held-out accuracy, and length compared with step 0",
+    "own_reward": "Held-out accuracy",
     "judge": "Held-out share of responses with 10 points",
     "code": "Held-out share of programs that pass all tests",
     "tools": "Share of sampled responses that are right, mean of 3 seeds",
@@ -57,32 +57,28 @@ def curve_of(run: Path) -> dict[str, Any]:
     }
 
 
-def curves() -> dict[str, list[tuple[str, list[tuple[float, float]]]]]:
-    """Returns the lines of each example's picture: a name, and points (step, share)."""
+def curves() -> dict[str, list[tuple[float, float]]]:
+    """Returns the points (step, share) of each example's picture."""
     newest = max(RESULTS.glob("gallery-*.json"))
-    found: dict[str, list[tuple[str, list[tuple[float, float]]]]] = {}
+    found = dict[str, list[tuple[float, float]]]()
     for name, run in json.loads(newest.read_text(encoding="utf-8"))["runs"].items():
-        found[name] = [("accuracy", list(zip(run["steps"], run["accuracy"], strict=True)))]
-        if name == "own_reward":
-            shares = [length / run["length"][0] for length in run["length"]]
-            found[name].append(("length", list(zip(run["steps"], shares, strict=True))))
+        found[name] = list(zip(run["steps"], run["accuracy"], strict=True))
     for name, (file, task) in LEARNED.items():
         runs = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))["runs"]
         rates = [run["solve_rate"] for run in runs if (run["task"], run["way"]) == (task, "S=1")]
         means = [statistics.fmean(values) for values in zip(*rates, strict=True)]
         each = STEPS_PER_POINT[name]
-        found[name] = [("solved", [(each * (i + 0.5), value) for i, value in enumerate(means)])]
+        found[name] = [(each * (i + 0.5), value) for i, value in enumerate(means)]
     return found
 
 
-def draw(title: str, lines: list[tuple[str, list[tuple[float, float]]]]) -> str:
+def draw(title: str, points: list[tuple[float, float]]) -> str:
     """Returns a picture as SVG."""
-    last = max(step for _, points in lines for step, _ in points)
-    most = max(1.0, *(value for _, points in lines for _, value in points))
+    last = max(step for step, _ in points)
 
     def place(step: float, value: float) -> tuple[float, float]:
         x = LEFT + (WIDTH - LEFT - RIGHT) * step / last
-        return round(x, 1), round(HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value / most, 1)
+        return round(x, 1), round(HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value, 1)
 
     box = f'viewBox="0 0 {WIDTH} {HEIGHT}"'
     parts = [
@@ -90,18 +86,14 @@ def draw(title: str, lines: list[tuple[str, list[tuple[float, float]]]]) -> str:
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
         f'<text x="{LEFT}" y="22" font-size="14" font-weight="600">{title}</text>',
     ]
-    for number in range(6):
-        value, step = most * number / 5, last * number / 5
-        (x, y), (end, _) = place(0, value), place(last, value)
+    for share in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
+        (x, y), (end, _) = place(0, share), place(last, share)
         parts.append(f'<line x1="{x}" y1="{y}" x2="{end}" y2="{y}" stroke="#e3e6ea"/>')
-        parts.append(f'<text x="{x - 8}" y="{y + 4}" text-anchor="end" fill="#555">{value:.0%}</text>')
-        middle, bottom = place(step, 0)[0], HEIGHT - 20
-        parts.append(f'<text x="{middle}" y="{bottom}" text-anchor="middle" fill="#555">{step:.0f}</text>')
-    for (name, points), color in zip(lines, COLORS, strict=False):
-        corners = " ".join(f"{x},{y}" for x, y in (place(*point) for point in points))
-        parts.append(f'<polyline points="{corners}" fill="none" stroke="{color}" stroke-width="2"/>')
-        x, y = place(*points[-1])
-        parts.append(f'<text x="{x - 4}" y="{y - 8}" text-anchor="end" fill="{color}">{name}</text>')
+        parts.append(f'<text x="{x - 8}" y="{y + 4}" text-anchor="end" fill="#555">{share:.0%}</text>')
+        middle = place(last * share, 0)[0]
+        parts.append(f'<text x="{middle}" y="{HEIGHT - 20}" text-anchor="middle" fill="#555">{last * share:.0f}</text>')
+    corners = " ".join(f"{x},{y}" for x, y in (place(*point) for point in points))
+    parts.append(f'<polyline points="{corners}" fill="none" stroke="{COLOR}" stroke-width="2"/>')
     parts.append(
         f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end" fill="#555">optimizer steps</text></svg>'
     )
@@ -119,10 +111,13 @@ def main() -> None:
         for name in options.only if options.runs is None else ():
             train(name, folder)
         runs = {name: curve_of(folder / name) for name in options.only}
-        notes = ["accuracy: greedy, on 256 held-out problems, by step; length: tokens of a response, their mean."]
+        notes = [
+            "accuracy: greedy, on 256 held-out problems, by step; length: tokens of a response, their mean.",
+            "2026-11-28: one process (cluster.kind = 'inline'), on a machine that was busy with other work.",
+        ]
         print(write_result("gallery", {"seed": 0}, {"runs": runs}, notes))
-    for name, lines in curves().items():
-        (PICTURES / f"example_{name}.svg").write_text(draw(TITLES[name], lines), encoding="utf-8")
+    for name, points in curves().items():
+        (PICTURES / f"example_{name}.svg").write_text(draw(TITLES[name], points), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -68,6 +68,9 @@ SENTENCES: dict[str, dict[str, str]] = {
         "{mismatch_mean_max:.3f} nats; a step is {speedup:.1f} times as fast as at commit 23758f0a, three pairs",
         "peers-real-2026-11-28": "first step of SmolLM2-135M on SVAMP: {ratio_vs_trl/samples_per_s:.0f} times TRL's "
         "samples per second, {ratio_vs_trl/peak_memory:.2f} of its memory, AVX-512",
+        "gallery-2026-11-28": "the gallery's examples, one seed, held-out accuracy after 60 steps: own reward "
+        "{runs/own_reward/accuracy/0:.1%} to {runs/own_reward/accuracy/6:.1%}, judge {runs/judge/accuracy/0:.1%} to "
+        "{runs/judge/accuracy/6:.1%}, code {runs/code/accuracy/0:.1%} to {runs/code/accuracy/6:.1%}",
         "start-2026-11-28": "start of the demo with executors forked from one process that has imported torch, "
         "compared with executors that import it each: {cpu_s/0:.1f} instead of {cpu_s/1:.1f} seconds of processor time "
         "per run of one step; all executors are ready {start_s_saved:.1f} s sooner ({start_s_saved_quartiles/0:.1f} to "

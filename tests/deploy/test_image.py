@@ -126,7 +126,9 @@ def test_the_image_trains_as_a_user(image: Path, tmp_path: Path) -> None:
     run = ("run", "--isolation", "chroot", "--volume", f"{work}:/work", container, "--")
     assert buildah(image, *run, "llamarl", "--version") == "llamarl 7.8.9"
     assert buildah(image, *run, "id", "-u") == "1000"
-    told = buildah(image, *run, "llamarl", "train", "tiny.toml", "--steps", "2", timeout_s=1800)
+    told = buildah(
+        image, *run, "llamarl", "train", "tiny.toml", "--steps", "2", "--cluster.start_timeout_s", "900", timeout_s=1800
+    )
     assert "finished 2 steps" in told
     assert (work / "runs" / "tiny" / "summary.json").stat().st_uid == 1000
     for program in ("openssl", "getent", "find", "g++"):
