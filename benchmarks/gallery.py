@@ -74,7 +74,7 @@ def curves() -> dict[str, list[tuple[float, float]]]:
 
 def draw(title: str, points: list[tuple[float, float]]) -> str:
     """Returns a picture as SVG."""
-    last = max(step for step, _ in points)
+    last = -(-max(step for step, _ in points) // 10) * 10
 
     def place(step: float, value: float) -> tuple[float, float]:
         x = LEFT + (WIDTH - LEFT - RIGHT) * step / last
