@@ -39,7 +39,7 @@ MOST = {
     "llamarl/parts/forecast": 49,
     "llamarl/parts/hosts": 32,
     "llamarl/parts/hub": 0,
-    "llamarl/parts/page": 48,
+    "llamarl/parts/page": 0,
     "llamarl/parts/replay": 16,
     "llamarl/parts/sft": 6,
     "llamarl/parts/vllm": 9,
