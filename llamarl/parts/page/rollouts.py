@@ -206,7 +206,7 @@ def _order(of_step: Mapping[int, Mapping[int, Any]]) -> Iterator[tuple[int, int]
 
 
 def _slim(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns rows without fields that the page does not use, with numbers rounded to what is displayed."""
+    """Returns rows without unused fields, with numbers rounded to the displayed precision."""
     found = list[dict[str, Any]]()
     for row in rows:
         short = {name: value for name, value in row.items() if name not in _DROPPED}
