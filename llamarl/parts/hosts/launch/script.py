@@ -1,4 +1,4 @@
-"""`slurm_script` and `kubernetes_manifest`: a run as a scheduler takes it."""
+"""`slurm_script` and `kubernetes_manifest`: a run as a scheduler job."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from llamarl.parts.hosts.hosting import NoRoom, imagined
 POD_PORT = 6700
 """Port of the controller in its pod."""
 POD_PKI, POD_PKI_DAYS = "/etc/llamarl/pki", 365
-"""Folder in which the pods see their certificates, and days of validity."""
+"""Folder of the certificates in a pod, and their validity in days."""
 DNS_LABEL = re.compile(r"[a-z]([a-z0-9-]{0,43}[a-z0-9])?")
-"""Name of a run that Kubernetes takes, with room for the pods' own endings."""
+"""Valid run name for Kubernetes. Pod suffixes must also fit."""
 
 
 def files_folder(config: RunConfig) -> Path:
-    """Folder beside the run's: what is submitted, its log and the certificates."""
+    """Returns the folder next to the run folder for the job script, its log and the certificates."""
     return Path(os.path.abspath(config.output)) / f"{config.name}.launch"
 
 
 def several_hosts(path: str, overrides: Sequence[str]) -> RunConfig:
-    """A run file's run on several hosts, wherever it was meant to run. Raises ConfigError."""
+    """Returns the settings of a run file, changed to several hosts. Raises ConfigError."""
     return load_config(path, [*overrides, "--cluster.kind", "hosts", "--cluster.listen", f"0.0.0.0:{POD_PORT}"])
 
 
 def slurm_script(config: RunConfig, path: str, overrides: Sequence[str]) -> str:
-    """Script for `sbatch`. Raises ConfigError."""
+    """Returns a script for `sbatch`. Raises ConfigError."""
     own = {name.replace("_", "-"): value for name, value in config.launch.slurm.items()}
     if fixed := own.keys() & {"nodes", "ntasks", "ntasks-per-node"}:
         raise ConfigError(
@@ -51,7 +51,7 @@ def slurm_script(config: RunConfig, path: str, overrides: Sequence[str]) -> str:
 
 
 def kubernetes_manifest(config: RunConfig, secrets: Mapping[str, Mapping[str, str]] | None = None) -> str:
-    """Manifest for `kubectl apply`, with the Secrets if their files are given. Raises ConfigError."""
+    """Returns a manifest for `kubectl apply`, including the Secrets if given. Raises ConfigError."""
     settings, name = config.launch.kubernetes, config.name
     for option in (option for option in ("image", "claim") if not getattr(settings, option)):
         raise ConfigError(f"launch.kubernetes.{option} is missing; give it with --launch.kubernetes.{option} VALUE")
@@ -76,7 +76,8 @@ def kubernetes_manifest(config: RunConfig, secrets: Mapping[str, Mapping[str, st
 
 
 def kubernetes_secrets(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Files of the hosts' Secret and the controller's, made in the folder of what is submitted. Raises ConfigError."""
+    """Returns the files of the hosts' Secret and the controller's, created next to the job script. Raises
+    ConfigError."""
     pki = files_folder(config) / "pki"
     names = [*_pods(config), CONTROLLER]
     make_certificates(pki, {name: (name, f"{name}.{config.name}") for name in names}, POD_PKI_DAYS)
@@ -88,7 +89,7 @@ def kubernetes_secrets(config: RunConfig) -> dict[str, dict[str, str]]:
 
 
 def _files_of(member: str) -> list[str]:
-    """Files with which a member proves who it is, and knows the others."""
+    """Returns the files by which a member authenticates itself and others."""
     return ["ca.crt", f"{member}.crt", f"{member}.key"]
 
 
@@ -97,7 +98,7 @@ def _pods(config: RunConfig) -> list[str]:
 
 
 def _gpus_per_host(config: RunConfig, option: str) -> int:
-    """The fewest with which every executor has a place. Raises ConfigError."""
+    """Returns the smallest number with which every executor has a place. Raises ConfigError."""
     try:
         return imagined(config, _pods(config))[1]
     except NoRoom as error:
@@ -106,7 +107,7 @@ def _gpus_per_host(config: RunConfig, option: str) -> int:
 
 
 def _directive(option: str, value: object) -> str:
-    """An option as sbatch reads it. Raises ConfigError."""
+    """Returns an option in the syntax of sbatch. Raises ConfigError."""
     text = str(value)
     if not re.fullmatch(r"[a-z-]+", option) or not text.isprintable() or '"' in text or "\\" in text:
         raise ConfigError(f"launch.slurm: `{option} = {text!r}` cannot be written as an option of sbatch; change it")
