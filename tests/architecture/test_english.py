@@ -35,7 +35,7 @@ MOST = {
     "llamarl/observability": 0,
     "llamarl/parts/answers": 0,
     "llamarl/parts/cuda": 0,
-    "llamarl/parts/episodes": 34,
+    "llamarl/parts/episodes": 0,
     "llamarl/parts/forecast": 49,
     "llamarl/parts/hosts": 0,
     "llamarl/parts/hub": 0,
