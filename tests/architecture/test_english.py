@@ -36,7 +36,7 @@ MOST = {
     "llamarl/parts/answers": 0,
     "llamarl/parts/cuda": 0,
     "llamarl/parts/episodes": 0,
-    "llamarl/parts/forecast": 49,
+    "llamarl/parts/forecast": 0,
     "llamarl/parts/hosts": 0,
     "llamarl/parts/hub": 0,
     "llamarl/parts/page": 0,

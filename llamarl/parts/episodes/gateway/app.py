@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 MAX_BODY_BYTES, MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN = 1 << 24, 1 << 20, 6 * CHARS_PER_TOKEN
-"""Limit of a request body in bytes: the maximum, or the minimum plus a number per token of the context, which covers any
-JSON encoding. A larger body is refused before it is read."""
+"""Limit of a request body in bytes: the maximum, or the minimum plus a number per token of the context, which covers
+any JSON encoding. A larger body is refused before it is read."""
 GONE = 499
 """Status of a call whose client has disconnected."""
 BODY_S = 60
