@@ -1,4 +1,4 @@
-"""`HostMachines`: the hosts of a run, from their calls to their leave."""
+"""`HostMachines`: the hosts of a run, from connecting to leaving."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from llamarl.parts.hosts.registry import Host, Registry
 
 
 def check(settings: ClusterConfig) -> None:
-    """Whether hosts can call here. Raises ConfigError."""
+    """Raises ConfigError if hosts cannot connect here."""
     address, _, port = settings.listen.rpartition(":")
     try:
         family, _, _, _, place = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)[0]
@@ -37,10 +37,10 @@ def check(settings: ClusterConfig) -> None:
 
 
 def open_registry(settings: ClusterConfig, log_folder: Path | None, tell: Callable[[str], None]) -> Registry:
-    """Registry that the hosts of a run will call; it does not listen yet.
+    """Returns a registry for the hosts of a run. It does not listen yet.
 
     Args:
-        tell: gets a sentence for people: who came, was refused, left.
+        tell: called with sentences about hosts that joined, were refused, or left.
 
     Raises:
         ConfigError: the controller has no certificate, or this machine does not have the address.
@@ -55,7 +55,7 @@ def open_registry(settings: ClusterConfig, log_folder: Path | None, tell: Callab
 
 
 class HostMachines:
-    """Machines that call the controller, of one run."""
+    """The machines of one run."""
 
     hosts_may_join = True
 
@@ -93,7 +93,7 @@ class HostMachines:
 
 
 def let_leave(registry: Registry, handle: ExecutorHandle, supervisor: Supervisor) -> None:
-    """Hosts go when they ask for it; if one computes here, the run ends with a checkpoint."""
+    """Releases hosts that ask to leave. If one of them has executors, ends the run with a checkpoint."""
 
     def leaves(host: Host) -> None:
         if host.name in handle.hosts:

@@ -18,7 +18,7 @@ SUBMIT_S = 120.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; the exit code."""
+    """Runs the command. Returns the exit code."""
     parser = command_parser("launch", "Submit a run on several hosts to a scheduler.", EPILOG)
     parser.add_argument("scheduler", choices=("slurm", "kubernetes"))
     parser.add_argument("config", metavar="RUN.toml")
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _submitted(command: list[str], text: str) -> int:
-    """The exit code. Raises ConfigError: there is no scheduler, or no answer."""
+    """Submits a job. Returns the exit code. Raises ConfigError if there is no scheduler or no answer."""
     try:
         done = subprocess.run(command, check=False, input=text, text=True, timeout=SUBMIT_S)
     except (FileNotFoundError, subprocess.TimeoutExpired) as error:

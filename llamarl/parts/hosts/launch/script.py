@@ -1,4 +1,4 @@
-"""`slurm_script` and `kubernetes_manifest`: a run as a scheduler takes it."""
+"""`slurm_script` and `kubernetes_manifest`: a run as a scheduler job."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ MANIFEST = "run.yaml"
 CONTROLLER_RESOURCES = {"requests": {"cpu": 1, "memory": "4Gi"}, "limits": {"memory": "32Gi"}}
 """Of the controller's pod, which holds the rollouts in flight and no model."""
 DNS_LABEL = re.compile(r"[a-z]([a-z0-9-]{0,43}[a-z0-9])?")
-"""Name of a run that Kubernetes takes, with room for the pods' own endings."""
+"""Valid run name for Kubernetes. Pod suffixes must also fit."""
 
 
 def files_folder(config: RunConfig) -> Path:
-    """Folder beside the run's: what is submitted, its log and the certificates."""
+    """Returns the folder next to the run folder for the job script, its log and the certificates."""
     return Path(os.path.abspath(config.output)) / f"{config.name}.launch"
 
 
 def several_hosts(path: str, overrides: Sequence[str]) -> RunConfig:
-    """A run file's run on several hosts, wherever it was meant to run. Raises ConfigError."""
+    """Returns the settings of a run file, changed to several hosts. Raises ConfigError."""
     return load_config(path, [*overrides, "--cluster.kind", "hosts", "--cluster.listen", f"0.0.0.0:{POD_PORT}"])
 
 
@@ -182,7 +182,7 @@ def write_kustomization(config: RunConfig, folder: Path) -> None:
 
 
 def _files_of(member: str) -> list[str]:
-    """Files with which a member proves who it is, and knows the others."""
+    """Returns the files by which a member authenticates itself and others."""
     return ["ca.crt", f"{member}.crt", f"{member}.key"]
 
 
@@ -191,7 +191,7 @@ def _hosts(config: RunConfig) -> list[str]:
 
 
 def _gpus_per_host(config: RunConfig, option: str) -> int:
-    """The fewest with which every executor has a place. Raises ConfigError."""
+    """Returns the smallest number with which every executor has a place. Raises ConfigError."""
     try:
         return imagined(config, _hosts(config))[1]
     except NoRoom as error:
@@ -200,7 +200,7 @@ def _gpus_per_host(config: RunConfig, option: str) -> int:
 
 
 def _directive(option: str, value: object) -> str:
-    """An option as sbatch reads it. Raises ConfigError."""
+    """Returns an option in the syntax of sbatch. Raises ConfigError."""
     text = str(value)
     if (
         isinstance(value, list | dict)
