@@ -28,6 +28,9 @@ WIDTHS: dict[str, int] = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
 TILE_LOGITS = 1 << 23
 """Logits in memory at once in training, in elements: 32 MiB of float32. Larger tiles are no faster
 (`benchmarks/training.py`)."""
+GPU_TILE_COLUMNS, GPU_TILE_LOGITS = 1 << 14, 1 << 26
+"""Columns of a tile on a GPU, as long as the tile has at most this number of logits, 256 MiB of float32. A tile costs
+five launches, and an addition to the gradient of the hidden states."""
 BLOCK_COLUMNS = 256
 """Columns of a row of an 8-bit moment that share a scale."""
 MOMENTS_BYTES = {"float32": 8.0, "8bit": 2 + 8 / BLOCK_COLUMNS}
@@ -53,6 +56,7 @@ class TrainerLoad:
     half: bool
     """Whether it computes in bfloat16."""
     checkpointing: bool
+    """Whether layers are computed again for backward."""
     flash: bool
     """Whether attention is on a GPU in bfloat16, without context ranks."""
     on_gpu: bool
@@ -73,6 +77,8 @@ class TrainerLoad:
     moments: float = MOMENTS_BYTES["float32"]
     """Bytes per trained weight of both moments."""
     lora: LoraConfig | None = None
+    selective: bool = False
+    """Whether fused norms and activations are computed again for backward, and products are not."""
 
 
 def trainer_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
@@ -163,14 +169,24 @@ def _peak(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
 def _logits(sizes: DecoderSizes, load: TrainerLoad) -> Number:
     """Returns bytes of tiles of logits.
 
-    On GPUs a tile has at least as many columns as hidden states. The peak is a tile with its gradient and the gradient
+    The peak is a tile with its gradient and the gradient
     of the hidden states, which is summed in float32, with its addend; or a tile with its gradient and the next tile.
     """
     if not load.on_gpu:
         return 3 * 4 * TILE_LOGITS
     hidden, width = sizes.hidden_size * load.targets, 2 if load.half else 4
-    tile = np.maximum(TILE_LOGITS, hidden)
+    tile = gpu_tile_logits(load.targets, sizes.hidden_size)
     return np.maximum((4 + width) * tile + 8 * hidden, (8 + width) * tile + 4 * hidden)
+
+
+def gpu_tile_logits(num_rows: Number, width: int) -> Number:
+    """Returns the largest number of logits of a tile on a GPU.
+
+    A tile has at least as many columns as there are hidden channels: adding up their gradient then takes less time than
+    products, and as much memory as a tile.
+    """
+    columns = np.minimum(GPU_TILE_COLUMNS * num_rows, GPU_TILE_LOGITS)
+    return np.maximum(np.maximum(TILE_LOGITS, num_rows * width), columns)
 
 
 def _inner(sizes: DecoderSizes, load: TrainerLoad) -> int:
@@ -237,14 +253,16 @@ def activation_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Number:
     if load.fused:  # cast once
         targets = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"} if lora is None else {*lora.targets}
         blocks = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
-        gathered = 2 * hidden * sum(bool(block & targets) for block in blocks)
+        is_kept = not load.selective or np.asarray(load.tp) > 1  # rows of other ranks are gathered, not computed
+        gathered = 2 * hidden * sum(bool(block & targets) for block in blocks) * is_kept
     elif load.half:
         casts = 5 if lora is None else len({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"} & {*lora.targets})
         gathered = 2 * hidden * casts
     else:
         gathered = 4 * hidden * 2
     # In a mixture also the experts' rows.
-    heads = width * (_inner(sizes, load) * inner + hidden * sizes.rows_per_token * _uneven(load))
+    is_again = load.selective and load.fused and sizes.moe is None
+    heads = width * ((_inner(sizes, load) - is_again) * inner + hidden * sizes.rows_per_token * _uneven(load))
     # Queries, keys, values, outputs, and the logarithm of each query's sum. Without flash attention queries and outputs
     # twice, because attention needs them in another order.
     heads += width * (2 * query + 2 * kv) + 4 * sizes.num_heads if load.flash else width * 4 * query

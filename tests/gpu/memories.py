@@ -146,7 +146,8 @@ def trained(name: str, num_groups: int, config: dict[str, Any], tp: int = 1) -> 
             half.forget(trainer.copying)
     load = TrainerLoad(
         tokens=len(batch.token_ids_N), targets=len(batch.targets_R), keys=0, half=settings.dtype == "bfloat16",
-        checkpointing=settings.activation_checkpointing, flash=True, on_gpu=True, fused=True, lora=settings.lora, tp=tp,
+        checkpointing=settings.activation_checkpointing is True, flash=True, on_gpu=True, fused=True,
+        selective=settings.activation_checkpointing == "selective", lora=settings.lora, tp=tp,
         weight=memory.WIDTHS[settings.weights], moments=memory.MOMENTS_BYTES[settings.moments],
     )  # fmt: skip
     table = 8 * shape.head_dim * shape.max_position_embeddings  # of the rotation: made once, counted with a step

@@ -134,8 +134,79 @@ def fingerprint_error(fingerprint: ModuleType, device: torch.device) -> float:
     return float(share is None or copy.read([share]) != [copy.share_by_torch(sample, (9, 4001), (2, 70))])
 
 
+def sample_error(sample: ModuleType, device: torch.device) -> float:
+    """Largest difference to float64: log-probabilities of drawn tokens, and embeddings. 1 if a token is not the one at
+    its share of the sums."""
+    generator = torch.Generator().manual_seed(0)
+    logits_B_V, noise_B = torch.randn(4, 5000, generator=generator) * 3, torch.tensor([0.0, 0.3, 0.999, 0.5])
+    temperature_B = torch.tensor([1.0, 0.7, 1.3, 0.0])
+    fed_R = torch.zeros(4, dtype=torch.int32, device=device)
+    drawn = sample.draw(*(one.to(device) for one in (logits_B_V, noise_B, temperature_B)), fed_R).cpu()
+    scaled_B_V = logits_B_V.double() / temperature_B.where(temperature_B > 0, 1.0)[:, None]
+    ends_B_V = scaled_B_V.softmax(1).cumsum(1)
+    tokens_B = drawn[:, 0].long()
+    below_B, at_B = (ends_B_V.gather(1, (tokens_B - step).clamp(min=0)[:, None])[:, 0] for step in (1, 0))
+    is_right = (below_B.where(tokens_B > 0, 0) <= noise_B + 1e-6) & (noise_B - 1e-6 <= at_B)
+    is_right[3] = tokens_B[3] == logits_B_V[3].argmax()
+    exact_B = scaled_B_V.log_softmax(1).gather(1, tokens_B[:, None])[:, 0]
+    x_B_D, squares_Q_B = sample.embed(
+        torch.tensor([-2, 7, -1], dtype=torch.int32, device=device), fed_R, logits_B_V.t().contiguous().to(device), 2
+    )
+    rows = [int(fed_R[1]), 7, int(fed_R[0])]
+    apart = x_B_D.cpu() - logits_B_V.t()[rows], squares_Q_B.sum(0).cpu() - logits_B_V.t()[rows].square().sum(1)
+    differences = (
+        *apart,
+        (drawn[:, 1].contiguous().view(torch.float32) - exact_B),
+        (~is_right).float(),
+        fed_R.cpu() - tokens_B,
+    )
+    return max(one.abs().max().item() for one in differences)
+
+
+def products_error(products: ModuleType, device: torch.device) -> float:
+    """Largest difference to torch, relative: all kinds of products, with the weights of `device`'s tests of types."""
+    generator, apart = torch.Generator().manual_seed(0), list[float]()
+    half = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def compare(found: Tensor, exact: Tensor) -> None:
+        apart.append(((found.cpu().double() - exact).norm() / exact.norm()).item())
+
+    x_M_K, norm_K, weight_N_K, bias_N = (
+        drawn(5, 320),
+        drawn(320).to(half),
+        drawn(136, 320).to(half),
+        drawn(136).to(half),
+    )
+    squares_Q_M = torch.zeros(5, 5)
+    squares_Q_M[1] = x_M_K.square().sum(1)
+    rows_M_K = F.rms_norm(x_M_K.double(), (320,), norm_K.double(), 1e-6)
+    on_device = [one.to(device) for one in (x_M_K, squares_Q_M, norm_K)]
+    exact_M_N = rows_M_K @ weight_N_K.double().t()
+    compare(products.normed(*on_device, 1e-6, weight_N_K.to(device), bias_N.to(device)), exact_M_N + bias_N.double())
+    gate_M_N, up_M_N = exact_M_N.chunk(2, 1)
+    compare(products.gated(*on_device, 1e-6, weight_N_K.to(device)), F.silu(gate_M_N) * up_M_N)
+    a_M_K, long_N_K = drawn(5, 4096).to(half), (drawn(136, 4096) / 16).to(half)
+    stream_M_N, sums_Q_M = drawn(5, 136), torch.zeros(products.num_parts(136), 5, device=device)
+    exact_M_N, found = stream_M_N + a_M_K.double() @ long_N_K.double().t(), stream_M_N.to(device)
+    products.added(a_M_K.to(device), long_N_K.to(device), found, sums_Q_M)
+    compare(found, exact_M_N)
+    compare(sums_Q_M.sum(0), exact_M_N.square().sum(1))
+    for dtype in (torch.int8, torch.float8_e4m3fn) if device.type == "cuda" else (torch.int8,):
+        rows, values = ((drawn(size, 4096) * 20).round().clamp(-100, 100).to(dtype) for size in (5, 136))
+        scales = torch.rand(5, 1, generator=generator), torch.rand(136, generator=generator)
+        exact_M_N = rows.double() @ values.double().t() * scales[0] * scales[1] + bias_N.double()
+        given = (one.to(device) for one in (rows, scales[0], values, scales[1], bias_N))
+        compare(products.scaled(*given, half), exact_M_N)
+    return max(apart)
+
+
 TOGETHER: tuple[dict[str, Callable[[ModuleType, torch.device], float]], ...] = (
     {"decode": decode_error, "ops": ops_error},
+    {"sample": sample_error},
+    {"products": products_error},
     {"logprobs": logprobs_error, "train": train_error},
     {"fingerprint": fingerprint_error},
 )

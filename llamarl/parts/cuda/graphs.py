@@ -2,20 +2,26 @@
 
 A graph repeats kernels on the addresses with which it was captured. So a step's inputs lie in one fixed buffer, padded
 to a few numbers of rows, and attention reads lengths, and how wide the table is, on the device: one graph for each
-number of rows serves every context. All of them are captured when an engine starts. Logits and sampling come after the
-graph, so it does not matter how rows are sampled.
+number of rows serves every context. A graph ends with the tokens that it draws, which it keeps for the next step:
+so that one can be launched before the host has read them. Steps with truncated sampling have graphs that end with
+hidden states.
+
+Graphs are captured at first use. A step of fewer rows than the graphs at hand is padded to one of them, until there
+have been enough such steps to pay for a graph of their own.
 
 Weights are adopted by pointing the model elsewhere, to and fro between two buffers. There are graphs for both, and a
 step is replayed only by one that was captured with the addresses in use.
 
 Off GPUs nothing is captured, and a replay runs the same function on the same buffers again: this is how it is tested.
 
-Shape suffixes: B rows of a step, with padding; R rows of the largest; D model dim; W experts of a token in all layers.
+Shape suffixes: B rows of a step, with padding; R rows of the largest; D model dim; C numbers of a drawn token; W
+experts of a token in all layers.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -33,9 +39,15 @@ from llamarl.generation.attention import (
 )
 from llamarl.generation.model import GeneratorModel
 from llamarl.generation.rows import Rows
+from llamarl.generation.sampler import draw_on_device
+from llamarl.kernels.linear import few_rows
 
 _KEPT = 2
 """Sets of weights: in use, and about to be."""
+_PATIENCE = 32
+"""Steps of a size that are padded to a larger graph before the size gets its own. Capturing takes about as long."""
+_TIMED = 8
+"""Replays of each way to compute a step, of which the median decides."""
 
 
 class DecodeGraphs:
@@ -43,57 +55,118 @@ class DecodeGraphs:
 
     def __init__(self, model: GeneratorModel, cache: KVCache, spare_block: int, max_running: int) -> None:
         """`spare_block` is one that nobody reads: what padded rows write goes there. Tensor-parallel ranks capture at
-        the same time."""
+        the same time, as all of them see the same steps."""
         assert cache.library is None, "the C++ kernels are no part of a graph"
         self._model, self._cache, self._spare_block = model, cache, spare_block
         self.sizes = sizes(max_running)
+        self.num_captured = 0
         width = -(-model.shape.max_position_embeddings // BLOCK_SIZE) + 1  # a prefix may leave the rest of a block
         self._array = torch.zeros(
             num_inputs(max_running, max_running, width), dtype=torch.int32, device=cache.device
         )  # the one that all graphs read
         self._width = width
+        self._fed_R = torch.zeros(max_running, dtype=torch.int32, device=cache.device)
+        """Tokens that the rows of the last step drew."""
         self._routes_R_W = new_routes(model.shape, max_running, cache.device)
-        self._replays = dict[int, dict[int, Callable[[], Tensor]]]()
-        """Weights -> rows -> what gives their hidden states."""
+        self._replays = dict[int, dict[tuple[int, bool], Callable[[], Tensor]]]()
+        """Weights -> rows and whether tokens are drawn -> what gives their result."""
+        self._padded = Counter[tuple[int, bool]]()
+        """Steps of a size that a larger graph has computed."""
+        self._faster = dict[int, bool]()
+        """Rows -> whether the products of few rows are faster there."""
         self.routes_B_W: Tensor | None = None
         """Experts of the rows of the last step, until the next; None: the model is no mixture."""
         self._pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
-        self._capture(model)
-        if self._pool is not None:
-            other = copy.copy(model)
-            other.use(model.spare())
-            self._capture(other)
 
-    def __call__(self, rows: Rows, of_tokens: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
-        """Hidden states of the rows, until the next step, and how they are sampled; see `gather_inputs`."""
+    def __call__(
+        self, rows: Rows, of_tokens: Sequence[np.ndarray], draws: bool, ahead: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """See `StepGraphs`."""
         count = len(rows)
-        size = next(size for size in self.sizes if size >= count)
-        if self._model.weights_at not in self._replays:
-            self._capture(self._model)
-        host = gather_inputs(rows, of_tokens, self._cache.device, size, self._spare_block)
+        if (size := self._at_hand(count, draws)) is None:
+            size = self._size_of(count)
+            self._capture(size, draws)
+        if size != self._size_of(count):
+            self._padded[self._size_of(count), draws] += 1
+        host = gather_inputs(rows, of_tokens, self._cache.device, size, self._spare_block, ahead)
         self._array[: len(host)].copy_(host, non_blocking=True)
-        hidden_B_D = self._replays[self._model.weights_at][size]()
+        result = self._replays[self._model.weights_at][size, draws]()
         self.routes_B_W = None if self._routes_R_W is None else self._routes_R_W[:count]
-        return hidden_B_D[:count], self._inputs(size).settings_5_B[:, :count]
+        return result[:count], self._inputs(size).settings_5_B[:, :count]
+
+    def feed(self, drawn_B_C: Tensor) -> None:
+        """See `StepGraphs`."""
+        self._fed_R[: len(drawn_B_C)].copy_(drawn_B_C[:, 0])
+
+    def is_ready(self, num_rows: int, draws: bool) -> bool:
+        """See `StepGraphs`."""
+        return self._at_hand(num_rows, draws) is not None
+
+    def describe(self) -> str:
+        """Returns text for the log: which products serve at which numbers of rows, as far as that was measured."""
+        few = [str(size) for size, is_faster in sorted(self._faster.items()) if is_faster]
+        return f"products of few rows at {', '.join(few)} rows" if few else ""
+
+    def _size_of(self, count: int) -> int:
+        return next(size for size in self.sizes if size >= count)
+
+    def _at_hand(self, count: int, draws: bool) -> int | None:
+        """Returns the size of the graph for this number of rows; None means that one must be captured."""
+        captured, exact = self._replays.get(self._model.weights_at, {}), self._size_of(count)
+        if (exact, draws) in captured:
+            return exact
+        if self._padded[exact, draws] >= _PATIENCE:
+            return None
+        return next((size for size in self.sizes if size > exact and (size, draws) in captured), None)
 
     def _inputs(self, size: int) -> StepInputs:
         routes_B_W = None if self._routes_R_W is None else self._routes_R_W[:size]
         return StepInputs(self._array[: num_inputs(size, size, self._width)], size, size, routes_B_W)
 
-    def _capture(self, model: GeneratorModel) -> None:
-        """All sizes with one set of weights; the largest first, in whose memory the others find room."""
-        for weights in list(self._replays)[: 1 - _KEPT]:
-            del self._replays[weights]
-        model = copy.copy(model)  # bound to these weights, as a graph is
-        replays = {size: self._captured(model, size) for size in reversed(self.sizes)}
-        self._replays[model.weights_at] = replays
+    def _capture(self, size: int, draws: bool) -> None:
+        """One graph with the weights in use. It replaces the values of the fixed buffers."""
+        weights_at = self._model.weights_at
+        if weights_at not in self._replays:
+            for weights in list(self._replays)[: 1 - _KEPT]:
+                del self._replays[weights]
+            self._replays[weights_at] = {}
+        model, self.num_captured = (
+            copy.copy(self._model),
+            self.num_captured + 1,
+        )  # bound to these weights, as a graph is
+        if size not in self._faster:
+            self._faster[size] = self._measure(model, size, draws)
+        with few_rows(self._faster[size]):
+            self._replays[weights_at][size, draws] = self._captured(model, size, draws)
 
-    def _captured(self, model: GeneratorModel, size: int) -> Callable[[], Tensor]:
+    def _measure(self, model: GeneratorModel, size: int, draws: bool) -> bool:
+        """Returns whether the products of few rows are faster at this number of rows."""
+        if self._pool is None or not model.multiplies_few(size):
+            return False
+        times = list[float]()
+        for is_few in (False, True):
+            with few_rows(is_few):
+                replay = self._captured(model, size, draws)
+            started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            of_each = list[float]()
+            for _ in range(_TIMED):
+                started.record()
+                replay()
+                ended.record()
+                ended.synchronize()
+                of_each.append(started.elapsed_time(ended))
+            times.append(sorted(of_each)[_TIMED // 2])
+        return times[1] < times[0]
+
+    def _captured(self, model: GeneratorModel, size: int, draws: bool) -> Callable[[], Tensor]:
         inputs = self._inputs(size)
 
         def run() -> Tensor:
             attend = TorchAttention(self._cache, inputs)
-            return model(inputs.token_N, inputs.position_N, attend, inputs.routes_N_W)
+            hidden_B_D = model(inputs.token_N, inputs.position_N, attend, inputs.routes_N_W, fed_R=self._fed_R)
+            if not draws:
+                return hidden_B_D
+            return draw_on_device(model.logits(hidden_B_D), inputs.settings_5_B, False, True, self._fed_R)
 
         # What a step with nothing to do looks like: libraries set themselves up in it, which cannot be captured.
         self._array.zero_()
@@ -111,11 +184,11 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         # Meanwhile another thread may bring weights to the GPU, which must not end the capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            hidden_B_D = run()
+            result = run()
 
         def replay() -> Tensor:
             graph.replay()
-            return hidden_B_D
+            return result
 
         return replay
 
