@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from pydantic_core import CoreSchema
 
 PARTS = "llamarl.parts"
-MEMBERS_OF_PARTS = {"rewards.code": "episodes", "sources.hub": "hub", "transports.nixl": "cuda"}
+MEMBERS_OF_PARTS = {
+    "rewards.code": "episodes", "sources.hub": "hub", "transports.cuda_ipc": "cuda", "transports.nixl": "cuda",
+}  # fmt: skip
 """Parts that have a member of a family of the core, by folder and name: who asks for one without its part is told."""
 T = TypeVar("T", bound="DataclassInstance")
 

@@ -47,11 +47,12 @@ from llamarl.generation.rows import Rows
 from llamarl.generation.sampler import Drawn, Sampler, score, truncated
 from llamarl.generation.scheduler import BlockPool, Chunk, Group, Schedule, Scheduler, Sequence, StopStrings
 from llamarl.kernels import gpu
+from llamarl.models.memory import gpu_work_bytes
 from llamarl.models.transformer import Attend
 from llamarl.types import CandidateSets, FinishReason, GenerationRequest, Rollout
 
 _WORK_SHARE = 0.05
-"""Share of a GPU's memory that is left to activations, CUDA graphs and libraries."""
+"""Smallest share of a GPU's memory that is left to activations, CUDA graphs and libraries."""
 
 
 class Engine:
@@ -152,7 +153,9 @@ class Engine:
             kv_bytes = self._kv_bytes
             if kv_bytes is None:
                 beside = self._beside_bytes if self._sleeps else None
-                kv_bytes = kv_budget(model, scheduler.max_running, sleeps_beside=beside)
+                kv_bytes = kv_budget(
+                    model, scheduler.max_running, sleeps_beside=beside, prefill_tokens=scheduler.prefill_tokens
+                )
             scheduler.pool = BlockPool(kv_bytes // KVCache.block_bytes(model.shape, model.kv_dtype))
         num_blocks, graphs = scheduler.pool.num_blocks, self._has_graphs
         if graphs is None:
@@ -447,7 +450,13 @@ class Engine:
         return [sequence.rollout(reason, error) for sequence, (reason, error) in leaving.items()]
 
 
-def kv_budget(model: EngineModel, max_running: int, num_ranks: int = 1, sleeps_beside: int | None = None) -> int:
+def kv_budget(
+    model: EngineModel,
+    max_running: int,
+    num_ranks: int = 1,
+    sleeps_beside: int | None = None,
+    prefill_tokens: int = 0,
+) -> int:
     """Returns bytes for keys and values of this rank, if the configuration sets none.
 
     Tensor-parallel ranks agree on the least of theirs. On a CPU they share the memory that bounds it.
@@ -464,7 +473,8 @@ def kv_budget(model: EngineModel, max_running: int, num_ranks: int = 1, sleeps_b
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         weights = sum(spec.num_bytes for spec in model.specs()) if isinstance(model, GeneratorModel) else 0
-        reserved = int(_WORK_SHARE * total) + (int(1.1 * weights) if sleeps_beside is None else sleeps_beside)
+        work = max(_WORK_SHARE * total, float(gpu_work_bytes(shape, max_running, prefill_tokens, num_ranks)))
+        reserved = int(work) + (int(1.1 * weights) if sleeps_beside is None else sleeps_beside)
         if free <= reserved:
             raise ConfigError(
                 f"{free / 1e9:.3g} GB of {device} are free, but {reserved / 1e9:.3g} GB are needed for new weights and "

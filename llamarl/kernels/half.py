@@ -2,8 +2,9 @@
 
 Autocast would cast a weight in each forward, again for recomputed activations, and its gradient to float32 before it is
 added: 30 bytes per weight and microbatch. Here a weight is cast when it has changed, and the product for its gradient
-adds to the gradient. Each operation between products is one launch (`parts/cuda/train.py`). Torch serves without
-autocast on a GPU, for sharded weights, and inside of `torch.compile`.
+adds to the gradient. Each operation between products is one launch (`parts/cuda/train.py`). Weights that FSDP2 has
+gathered in bfloat16 are multiplied as they are, and FSDP2 sums their gradients. Torch serves without autocast on a GPU,
+and inside of `torch.compile`.
 
 With selective checkpointing products keep how their input was computed instead of the input, if that was a norm or a
 gated activation (`Again`): one more launch each in backward, and no product is computed twice.
@@ -58,9 +59,9 @@ class Product:
         self._copied_version: tuple[int, int] | None = None
 
     def __call__(self, x: Tensor, weight_O_I: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        is_whole = weight_O_I.dtype == torch.float32 and not hasattr(weight_O_I, "placements")  # not a DTensor
-        is_narrow = weight_O_I.dtype == torch.bfloat16 and weight_O_I.device.type == "cpu"
-        if not ((is_whole or is_narrow) and _is_autocast(x)):
+        is_narrow = weight_O_I.dtype == torch.bfloat16  # as FSDP2 gathers a layer's weights
+        is_known = is_narrow or weight_O_I.dtype == torch.float32
+        if not is_known or hasattr(weight_O_I, "placements") or not _is_autocast(x):  # a DTensor has placements
             return F.linear(x, weight_O_I, bias_O)
         x_M_I = x.to(torch.bfloat16).flatten(0, -2)
         half_O_I = weight_O_I if is_narrow else self._half(weight_O_I)
@@ -218,7 +219,7 @@ class _ProductFunction(torch.autograd.Function):
 
 def _add_weight_gradient(weight_O_I: Tensor, grad_M_O: Tensor, x_M_I: Tensor) -> Tensor | None:
     """Adds g^T x to the gradient of a float32 weight, without a copy. Returns it for a bfloat16 weight."""
-    if grad_M_O.is_cuda:
+    if grad_M_O.is_cuda and weight_O_I.dtype == torch.float32:
         if weight_O_I.grad is None:
             weight_O_I.grad = torch.mm(grad_M_O.t(), x_M_I, out_dtype=torch.float32)
         else:

@@ -58,7 +58,7 @@ class TrainerLoad:
     checkpointing: bool
     """Whether layers are computed again for backward."""
     flash: bool
-    """Whether attention is on a GPU in bfloat16, without context ranks."""
+    """Whether attention is on a GPU in bfloat16."""
     on_gpu: bool
     """Whether it computes on a GPU, where tiles of the head are wider."""
     fused: bool
@@ -138,7 +138,9 @@ def _peak(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
     # The embedding's is whole too. If it is also the head, both gradients and their sum exist at once.
     is_one = sizes.tie_embeddings and not load.is_critic
     ends_gradient = (3 if is_one else 1) * load.weight * sizes.vocab_size * hidden / load.tp * (load.lora is None)
-    logits = 0 if load.is_critic else _logits(sizes, load) + width * hidden * load.targets + gradient
+    # On a GPU in bfloat16 the gradient has 16 bits until all tiles are done.
+    by_tiles = _logits(sizes, load) + gradient * (0.5 if load.on_gpu and load.half and load.weight == 4 else 1)
+    logits = 0 if load.is_critic else np.maximum(by_tiles, gradient) + width * hidden * load.targets
     cast, one = _cast(sizes, load)
     after = cast if load.fused else np.where(load.checkpointing, one, cast)
     gathered, sent, outer = _gathered(sizes, load)
@@ -268,7 +270,9 @@ def activation_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Number:
     heads += width * (2 * query + 2 * kv) + 4 * sizes.num_heads if load.flash else width * 4 * query
     if sizes.qk_norm:
         heads += (2 if lora is None else 1) * 4 * (query + kv)
-    copied = 0 if load.flash else width * 2 * query * load.keys / (load.cp * load.tp)
+    # Flash attention keeps the keys and values of all context ranks.
+    gathered_kv = width * 2 * kv * (load.tokens - tokens) / load.tp
+    copied = gathered_kv if load.flash else width * 2 * query * load.keys / (load.cp * load.tp)
     return (residual / load.tp + gathered + heads / load.tp) * tokens + copied
 
 
@@ -343,6 +347,22 @@ def generator_bytes(sizes: DecoderSizes, load: GeneratorLoad) -> Parts:
     # Logits, their probabilities, and the running sum.
     parts["work"] = work + 3 * 4 * load.rows * sizes.vocab_size + 8 * sizes.head_dim * sizes.max_position_embeddings
     return parts
+
+
+_TRUNCATED = 44
+"""Bytes per logit while rows are sampled with truncation: logits over the temperature, probabilities, sorted ones with
+their ids, and sums of these."""
+_GRAPHS_BYTES, _NCCL_BYTES = 512 << 20, 1 << 30
+"""Of CUDA graphs and libraries' workspaces; and of the buffers of two communicators, if ranks share a model."""
+
+
+def gpu_work_bytes(sizes: DecoderSizes, rows: Number, prefill_tokens: Number, tp: Number = 1) -> Number:
+    """Returns bytes of a GPU that a generator rank needs next to weights, keys and values, with truncated sampling."""
+    load = GeneratorLoad(width=2, kv_width=0, kv_tokens=0, copies=0, prefill_tokens=prefill_tokens, tp=tp)
+    gathered = np.where(np.asarray(tp) > 1, 8, 0)  # logits of all ranks, and side by side
+    logits = (_TRUNCATED + gathered) * rows * sizes.vocab_size
+    shared = np.where(np.asarray(tp) > 1, _NCCL_BYTES, 0)
+    return (generator_bytes(sizes, load)["work"] + logits + _GRAPHS_BYTES + shared)[()]
 
 
 def total(parts: Mapping[str, Number]) -> Number:

@@ -136,8 +136,7 @@ class DecodeGraphs:
         )  # bound to these weights, as a graph is
         if size not in self._faster:
             self._faster[size] = self._measure(model, size, draws)
-        with few_rows(self._faster[size]):
-            self._replays[weights_at][size, draws] = self._captured(model, size, draws)
+        self._replays[weights_at][size, draws] = self._captured(model, size, draws, self._faster[size])
 
     def _measure(self, model: GeneratorModel, size: int, draws: bool) -> bool:
         """Returns whether the products of few rows are faster at this number of rows."""
@@ -145,8 +144,7 @@ class DecodeGraphs:
             return False
         times = list[float]()
         for is_few in (False, True):
-            with few_rows(is_few):
-                replay = self._captured(model, size, draws)
+            replay = self._captured(model, size, draws, is_few)
             started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             of_each = list[float]()
             for _ in range(_TIMED):
@@ -158,12 +156,13 @@ class DecodeGraphs:
             times.append(sorted(of_each)[_TIMED // 2])
         return times[1] < times[0]
 
-    def _captured(self, model: GeneratorModel, size: int, draws: bool) -> Callable[[], Tensor]:
+    def _captured(self, model: GeneratorModel, size: int, draws: bool, is_few: bool) -> Callable[[], Tensor]:
         inputs = self._inputs(size)
 
         def run() -> Tensor:
             attend = TorchAttention(self._cache, inputs)
-            hidden_B_D = model(inputs.token_N, inputs.position_N, attend, inputs.routes_N_W, fed_R=self._fed_R)
+            with few_rows(is_few):
+                hidden_B_D = model(inputs.token_N, inputs.position_N, attend, inputs.routes_N_W, fed_R=self._fed_R)
             if not draws:
                 return hidden_B_D
             return draw_on_device(model.logits(hidden_B_D), inputs.settings_5_B, False, True, self._fed_R)

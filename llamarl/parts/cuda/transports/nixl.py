@@ -16,38 +16,36 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from llamarl.config.errors import ConfigError
 from llamarl.distributed import links
-from llamarl.distributed.links import Rendezvous
 from llamarl.parts.cuda.joint import NIXL, NO_NIXL
+from llamarl.parts.cuda.transports._one_sided import (
+    OneSidedPublisher,
+    OneSidedSubscriber,
+    PublishedAt,
+    Writer,
+    check_allocator,
+    make_current,
+)
 from llamarl.weight_sync.base import (
-    POLL_S,
+    CPU,
     Bucket,
-    CopyingSubscriber,
     Exchange,
-    PackedPublisher,
-    Room,
     Slot,
-    Superseded,
-    TransferFailed,
     VersionRequest,
     WriterPlan,
-    into_buckets,
     packed,
     part_of,
     wanted,
 )
-from llamarl.weight_sync.layout import Address, TensorSpec
 
 PACKAGES = NIXL[::-1] if (torch.version.cuda or "").startswith("13") else NIXL
 """One for another CUDA than torch's finds no library of it, and then knows no GPU memory."""
@@ -62,23 +60,21 @@ class Broken(RuntimeError):
 BROKEN = (*links.BROKEN, Broken)
 
 
-class PublishedAt(NamedTuple):
-    """Place of a version in the memory of a trainer rank."""
+class Memory(NamedTuple):
+    """Packed parts of a trainer rank."""
 
     metadata: bytes
     """Metadata of the trainer rank's agent: what a reader must know of its memory."""
     base: int
     """Address of the packed parts."""
-    memory: tuple[str, int]
-    """Memory of the packed parts, as `memory_of` names it."""
-    proof: np.ndarray
-    """uint64 [2, tensors]"""
+    kind: tuple[str, int]
+    """As `memory_of` names it."""
 
 
-class NixlPublisher(PackedPublisher):
-    """A trainer rank. A thread per generator rank says where versions are, and one drives what they read."""
+class NixlPublisher(OneSidedPublisher):
+    """A trainer rank. Besides the threads that say where versions are, one drives what is read."""
 
-    TRANSPORT, ON_DEVICE, BUCKET_BYTES = "nixl", True, 256 << 20  # each piece costs launches and calls on both sides
+    TRANSPORT = "nixl"
 
     def __init__(
         self,
@@ -89,6 +85,8 @@ class NixlPublisher(PackedPublisher):
         host: str = "",
         **options: Any,
     ) -> None:
+        if options.get("device", CPU).type == "cuda":
+            check_allocator(self.TRANSPORT)
         self._agent = NixlEndpoint(host := host or links.weights_address())
         self._registered = dict[int, Any]()
         self._num_reading, self._changed = 0, threading.Condition()
@@ -106,27 +104,9 @@ class NixlPublisher(PackedPublisher):
         for flat in filter(Tensor.numel, slot.flats):
             self._agent.do("deregister_memory", self._registered.pop(flat.data_ptr()))
 
-    def _serve(self, connection: Connection, digest: str) -> None:
-        number = self._numbers[digest]
-        make_current(self._device)
-        connection.send(self._plan.parts[number])
-        while not self._closed:
-            if not connection.poll(POLL_S):
-                continue
-            version = connection.recv()
-            if (slot := self._slots.get(version)) is None:
-                connection.send(None)
-                continue
-            flat, proof = slot.flats[number], slot.proofs[number].copy()
-            connection.send(PublishedAt(self._agent.do("get_agent_metadata"), flat.data_ptr(), memory_of(flat), proof))
-            self._reads(1)
-            try:
-                while not self._closed and not connection.poll(POLL_S):
-                    pass
-                connection.recv()  # it has read
-            finally:
-                self._reads(-1)
-            connection.send(self._slots.get(version) is slot)
+    def _memory(self, slot: Slot, number: int) -> Memory:
+        flat = slot.flats[number]
+        return Memory(self._agent.do("get_agent_metadata"), flat.data_ptr(), memory_of(flat))
 
     def _reads(self, change: int) -> None:
         with self._changed:
@@ -149,79 +129,27 @@ class NixlPublisher(PackedPublisher):
         self._driver.join()
 
 
-@dataclass(slots=True)
-class _Writer:
-    """A trainer rank."""
+class NixlSubscriber(OneSidedSubscriber):
+    """A generator rank."""
 
-    connection: Connection
-    buckets: tuple[Bucket, ...]
-    agent: str = ""
-    """Its name, once something was read from it."""
+    PUBLISHER, BROKEN = NixlPublisher, BROKEN
 
-
-class NixlSubscriber(CopyingSubscriber):
-    """A generator rank: reads from all trainer ranks at once."""
-
-    def __init__(
-        self,
-        specs: Sequence[TensorSpec],
-        rank: int,
-        delta: bool = False,
-        room: Room | None = None,
-        timeout_s: float = 60.0,
-    ) -> None:
-        super().__init__(specs, rank, delta, room)
-        self._timeout_s = timeout_s
-        self._writers = list[_Writer]()
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._opened: NixlEndpoint | None = None
         self._registered = dict[int, Any]()
         """Registrations of memory that is read into, by the address of its first byte."""
         self._scratch = list[Tensor]()
 
-    def receive(self, request: VersionRequest, address: Address) -> tuple[np.ndarray, int]:
-        places = [Rendezvous(place, address.publisher) for place in self.place_in(address).split(",") if place]
-        is_used = bool(self._writers)
-        try:
-            return self._receive(request, places)
-        except BROKEN as error:
-            self._leave()
-            if is_used:  # broken since the last time
-                return self.receive(request, address)
-            what = f"version {request.version} from the trainer ranks at {', '.join(place.address for place in places)}"
-            raise TransferFailed(f"generator rank {self.rank} did not get {what}: {error}") from error
-
-    def _receive(self, request: VersionRequest, places: Sequence[Rendezvous]) -> tuple[np.ndarray, int]:
-        while len(self._writers) < len(places):
-            connection = places[len(self._writers)].connect(self.layout.digest, self._timeout_s)
-            self._opened = self._opened or NixlEndpoint(links.local_host(connection))
-            self._writers.append(
-                _Writer(connection, into_buckets(self.layout, connection.recv(), NixlPublisher.BUCKET_BYTES))
-            )
-        founds = self._ask(self._writers, request.version)
-        there = [(writer, found) for writer, found in zip(self._writers, founds, strict=True) if found]
-        num_bytes = self._read(request, there) if len(there) == len(founds) else 0
-        still = self._ask([writer for writer, _ in there], None)
-        if not all(still) or len(there) < len(founds):
-            raise Superseded(f"version {request.version} is no longer at all trainer ranks")
-        return np.stack([found.proof for _, found in there]), num_bytes
+    def _connected(self, connection: Connection) -> None:
+        self._opened = self._opened or NixlEndpoint(links.local_host(connection))
 
     @property
     def _agent(self) -> NixlEndpoint:
         assert self._opened is not None, "there is no writer yet"
         return self._opened
 
-    def _ask(self, writers: Sequence[_Writer], version: int | None) -> list[Any]:
-        """Asks all where a version is; None: whether it still was when it had been read."""
-        for writer in writers:
-            writer.connection.send(version)
-        answers, deadline_s = list[Any](), time.monotonic() + self._timeout_s
-        for writer in writers:
-            if not writer.connection.poll(max(0.0, deadline_s - time.monotonic())):
-                raise TimeoutError(f"no answer in {self._timeout_s:g} s")
-            answers.append(writer.connection.recv())
-        return answers
-
-    def _read(self, request: VersionRequest, there: Sequence[tuple[_Writer, PublishedAt]]) -> int:
+    def _read(self, request: VersionRequest, there: Sequence[tuple[Writer, PublishedAt]]) -> int:
         """Fills the tensors, some buckets at a time; how many bytes came."""
         under_way, num_bytes = deque[tuple[Any, _Read]](), 0
         reads = [self._reads(writer, found, request) for writer, found in there]
@@ -243,9 +171,10 @@ class NixlSubscriber(CopyingSubscriber):
                 self._scratch.append(read.scratch)
         return num_bytes
 
-    def _reads(self, writer: _Writer, found: PublishedAt, request: VersionRequest) -> Iterator[_Read]:
+    def _reads(self, writer: Writer, found: PublishedAt, request: VersionRequest) -> Iterator[_Read]:
         """A bucket each: straight into place where every part is one piece of memory there, else by way of scratch."""
-        writer.agent = self._agent.do("add_remote_agent", found.metadata)
+        memory: Memory = found.memory
+        writer.agent = self._agent.do("add_remote_agent", memory.metadata)
         self._register(request.tensors[self.layout.specs[0].key], self.layout.num_bytes)
         for bucket in wanted(writer.buckets, request.only):
             targets = [(part_of(self.layout, request.tensors, part), start) for part, start in bucket.parts]
@@ -253,9 +182,9 @@ class NixlSubscriber(CopyingSubscriber):
             if not all(target.is_contiguous() for target, _ in targets):
                 scratch = self._take_scratch(targets[0][0].device)
                 targets = [(scratch[: bucket.num_bytes], bucket.start)]
-            (kind, number), (far_kind, far_number) = memory_of(targets[0][0]), found.memory
+            (kind, number), (far_kind, far_number) = memory_of(targets[0][0]), memory.kind
             here = [(target.data_ptr(), target.nbytes, number) for target, _ in targets]
-            far = [(found.base + start, target.nbytes, far_number) for target, start in targets]
+            far = [(memory.base + start, target.nbytes, far_number) for target, start in targets]
             yield _Read(bucket, writer.agent, here, far, (kind, far_kind), scratch)
 
     def _begin(self, read: _Read) -> Any:
@@ -293,14 +222,13 @@ class NixlSubscriber(CopyingSubscriber):
 
     def _leave(self) -> None:
         for writer in self._writers:
-            writer.connection.close()
             if writer.agent:
                 with suppress(Broken):
                     self._agent.do("remove_remote_agent", writer.agent)
-        self._writers = []
+        super()._leave()
 
     def close(self) -> None:
-        self._leave()
+        super().close()
         for registered in self._registered.values():
             with suppress(Broken):
                 self._agent.do("deregister_memory", registered)
@@ -356,13 +284,6 @@ def register(agent: NixlEndpoint, first: Tensor, num_bytes: int) -> Any:
     """Lets the agent read or write so many bytes from where a tensor begins."""
     kind, number = memory_of(first)
     return agent.do("register_memory", [(first.data_ptr(), num_bytes, number, "")], kind)
-
-
-def make_current(device: torch.device) -> None:
-    """NIXL copies in the CUDA context of the thread that calls it, and a thread begins without one."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device.index or 0)
-        torch.cuda.current_stream().synchronize()
 
 
 def memory_of(tensor: Tensor) -> tuple[str, int]:
