@@ -50,7 +50,8 @@ class Launched:
         if len(order_B) == len(self.sequences) and (order_B[:-1] < order_B[1:]).all():
             return drawn, routes_N_W
         assert drawn is not None
-        drawn = Drawn(*(None if values_B is None else values_B[order_B] for values_B in drawn))
+        cutoffs_B = None if drawn.cutoffs_B is None else drawn.cutoffs_B[order_B]
+        drawn = Drawn(drawn.token_ids_B[order_B], drawn.logprobs_B[order_B], cutoffs_B)
         return drawn, None if routes_N_W is None else routes_N_W[order_B]
 
 

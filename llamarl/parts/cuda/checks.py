@@ -107,24 +107,48 @@ def logprobs_error(logprobs: ModuleType, device: torch.device) -> float:
 
 
 def decode_error(decode: ModuleType, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Largest difference to float64: 2 rows over a shared prefix, 6 heads over 2, and a table with wider rows."""
+    """Largest difference to float64: 2 rows over a shared prefix, 6 heads over 2, and a table with wider rows; of
+    attention alone, and of attention that rotates and writes the newest keys and values too."""
     num_heads, num_kv_heads, head_dim, prefix, width = 6, 2, 64, 300, 30
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 40, num_kv_heads, BLOCK_SIZE, head_dim, generator=generator).to(dtype)
     q = torch.randn(2, num_heads, head_dim, generator=generator).to(dtype)
-    table, own_B = torch.randperm(40, generator=generator)[:width].repeat(2, 1).int(), torch.tensor([1, 170])
-    integers = (table.flatten(), torch.tensor([width]), torch.tensor([prefix] * 2), own_B)
-    arguments = (x.to(device) for x in (q, keys.transpose(2, 3), values, *(x.int() for x in integers)))
-    out = decode.decode_attention(*arguments).double().cpu()
-    exact = torch.empty(out.shape, dtype=torch.float64)
+    row = torch.randperm(40, generator=generator)[:width]
+    own_B, table = torch.tensor([1, 170]), torch.stack((row, torch.cat((row[:-11], row[-11:].flip(0)))))
+    rows = [one.int().to(device) for one in (table.flatten(), torch.tensor([width]), torch.tensor([prefix] * 2), own_B)]
+    given = (one.to(device) for one in (q, keys.transpose(2, 3), values))
+    exact = _attended(q, keys, values, table, prefix, own_B)
+    apart = [(decode.decode_attention(*given, *rows).double().cpu() - exact).abs().max()]
+    k, v = torch.randn(2, 2, num_kv_heads, head_dim, generator=generator).to(dtype)
+    angles = torch.rand(2, 1, head_dim // 2, generator=generator).repeat(1, 1, 2)
+    rotation = angles.cos(), angles.sin() * torch.tensor([-1.0, 1.0]).repeat_interleave(head_dim // 2)
+    turned_q, turned_k = (_rotated(x.float(), *rotation).to(dtype) for x in (q, k))
+    caches = [one.to(device, copy=True) for one in (keys, values)]
+    on_device = [one.to(device) for one in (q, k, v, *rotation)]
+    cached = caches[0].transpose(2, 3), caches[1]
+    found = decode.attend_rotated(*on_device[:3], tuple(on_device[3:]), None, 0.0, cached, tuple(rows))
+    start = -(-prefix // BLOCK_SIZE) * BLOCK_SIZE
+    for place in range(2):
+        block, offset = divmod(start + int(own_B[place]) - 1, BLOCK_SIZE)
+        keys[table[place, block], :, offset], values[table[place, block], :, offset] = turned_k[place], v[place]
+    apart += [
+        (one.cpu().double() - other.double()).abs().max() for one, other in zip(caches, (keys, values), strict=True)
+    ]
+    exact = _attended(turned_q, keys, values, table, prefix, own_B)
+    return max(one.item() for one in (*apart, (found.double().cpu() - exact).abs().max()))
+
+
+def _attended(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, prefix: int, own_B: Tensor) -> Tensor:
+    """Attention in float64."""
+    exact, num_kv_heads = torch.empty(q.shape, dtype=torch.float64), keys.shape[1]
+    start = -(-prefix // BLOCK_SIZE) * BLOCK_SIZE
     for row, own in enumerate(own_B.tolist()):
-        start = -(-prefix // BLOCK_SIZE) * BLOCK_SIZE
         seen = [*range(prefix), *range(start, start + own)]
         key_J_N_K, value_J_N_K = (x[table[row]].transpose(0, 1).flatten(1, 2)[:, seen].double() for x in (keys, values))
         q_J_r_K = q[row].double().unflatten(0, (num_kv_heads, -1))
-        weights_J_r_N = torch.softmax(q_J_r_K @ key_J_N_K.transpose(1, 2) * head_dim**-0.5, -1)
+        weights_J_r_N = torch.softmax(q_J_r_K @ key_J_N_K.transpose(1, 2) * q.shape[-1] ** -0.5, -1)
         exact[row] = (weights_J_r_N @ value_J_N_K).flatten(0, 1)
-    return (out - exact).abs().max().item()
+    return exact
 
 
 def fingerprint_error(fingerprint: ModuleType, device: torch.device) -> float:

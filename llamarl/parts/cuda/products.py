@@ -39,7 +39,7 @@ _STAGES = 3
 
 def num_parts(width: int) -> int:
     """Returns Q, the number of tiles of a hidden state."""
-    return triton.cdiv(width, _OUTPUTS)
+    return -(-width // _OUTPUTS)
 
 
 def normed(x_M_K: Tensor, squares_Q_M: Tensor, norm_K: Tensor, eps: float, weight_N_K: Tensor, bias_N: Any) -> Tensor:
@@ -88,12 +88,12 @@ def _launch(
     assert num_rows <= MOST_ROWS
     assert weight.shape == (width * (1 + is_gated), depth)
     inputs = 128 if weight.dtype.itemsize == 1 else 64 if weight.dtype.itemsize == 2 else 32
-    tiles, steps = triton.cdiv(width, _OUTPUTS), triton.cdiv(depth, inputs)
+    tiles, steps = num_parts(width), -(-depth // inputs)
     assert tiles <= _MOST_TILES
     split = 1
     while not is_gated and tiles * split < _PROGRAMS and steps * inputs >= 2 * split * _LEAST_INPUTS:
         split *= 2
-    rows = max(16, triton.next_power_of_2(num_rows))
+    rows = max(16, 1 << (num_rows - 1).bit_length())
     # 32 bits hold the sums of both: 127 * 127 * 2 ** 17 of int8.
     kind = torch.int32 if weight.dtype == torch.int8 else torch.float32
     parts = torch.empty(tiles * split if split > 1 else 0, _OUTPUTS, rows, dtype=kind, device=x.device)

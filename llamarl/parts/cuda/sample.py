@@ -55,8 +55,8 @@ def draw(logits_B_V: Tensor, noise_B: Tensor, temperature_B: Tensor, fed_R: Tens
     assert logits_B_V.is_contiguous()
     assert logits_B_V.dtype == torch.float32
     num_rows, width = logits_B_V.shape
-    chunk = min(_CHUNK, triton.next_power_of_2(width))
-    chunks = triton.cdiv(width, chunk)
+    chunk = min(_CHUNK, 1 << (width - 1).bit_length())
+    chunks = -(-width // chunk)
     most_B_C, sums_B_C = torch.empty(2, num_rows, chunks, dtype=torch.float32, device=logits_B_V.device)
     drawn_B_2 = torch.empty(num_rows, 2, dtype=torch.int32, device=logits_B_V.device)
     with torch.cuda.device_of(logits_B_V):

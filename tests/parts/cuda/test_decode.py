@@ -5,6 +5,8 @@ Not covered without a GPU: speed. That Triton compiles the kernels says `test_co
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -188,5 +190,9 @@ def test_what_a_gpu_checks_at_start() -> None:
     assert checks.decode_error(decode, DEVICE) < 1e-2
     assert checks.decode_error(decode, DEVICE, torch.float32) < 1e-5
     assert not gpu.kernel("decode", torch.device("cpu"))
-    wrong = type("wrong", (), {"decode_attention": lambda q, *rest: q})
-    assert checks.decode_error(wrong, DEVICE) > 0.1
+    rotated, alone = decode.attend_rotated, decode.decode_attention
+    for wrong in (
+        {"decode_attention": lambda q, *rest: q, "attend_rotated": rotated},
+        {"decode_attention": alone, "attend_rotated": lambda q, *rest: q},
+    ):
+        assert checks.decode_error(SimpleNamespace(**wrong), DEVICE) > 0.1
