@@ -27,8 +27,9 @@ import torch
 from _record import write_result
 from safetensors.torch import save_file
 
-from llamarl.checkpoint.folder import describe, sync
+from llamarl.checkpoint.folder import describe
 from llamarl.checkpoint.store import CheckpointStore
+from llamarl.observability.files import sync
 from llamarl.weight_sync.layout import TensorSpec
 
 SIDE = 1024

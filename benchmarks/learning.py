@@ -15,8 +15,9 @@ like more of it (Mitliagkas et al., "Asynchrony begets Momentum", arXiv 1605.097
 helped. It was not fixed in advance.
 
 `--early` compares on the way instead of on the plateau, fixed before its first run: the demo for 30 steps, judged on
-4,096 fresh problems, ten seeds with staleness 0, 1 and 2. `--curves RESULT` compares the whole training curves of a
-result's runs.
+4,096 fresh problems, ten seeds with staleness 0, 1 and 2; and the real model (`examples/real/svamp.toml`; make it with
+`examples/real/make_model.py`) for 40 steps, judged on 200 held-out problems, three seeds with staleness 0 and 1.
+`--curves RESULT` compares the whole training curves of a result's runs.
 
 The result is written after each run, so a stopped one goes on with `--more` of its own file. By time: the share of
 sampled responses that are right, a mean of five steps, beside the seconds since the first step began.
@@ -42,6 +43,7 @@ from _learning_picture import PICTURE, draw
 from _record import write_result
 
 ROOT = Path(__file__).parents[1]
+REAL = ROOT / "examples/real/svamp.toml"
 FRESH = "{{name = 'running_total', count = {count}, first = 91000{more}}}"
 AT = {f"S={staleness}": ["--rollout.max_staleness", str(staleness)] for staleness in (0, 1, 2, 4)}
 WAYS = AT | {
@@ -67,14 +69,15 @@ PLAN = [
 ]  # fmt: skip
 """Task, ways that take turns, seeds."""
 LOOKED_INTO = [("half demo", tuple(WHY), 3), ("demo", ("S=4 beta1 0",), 10)]
-EARLY = [("early demo", ("S=0", "S=1", "S=2"), 10)]
-TASKS = {
+EARLY = [("early demo", ("S=0", "S=1", "S=2"), 10), ("early real", ("S=0", "S=1"), 3)]
+TASKS: dict[str, tuple[int, int, str | None]] = {
     "demo": (60, 4096, ""),
     "half demo": (30, 512, ""),
     "early demo": (30, 4096, ""),
+    "early real": (40, 200, None),
     "calculator": (200, 1024, ", largest_gain = 99"),
 }
-"""Steps, fresh problems, and what these are beside."""
+"""Steps, fresh problems, and what these are beside; None if the run file's own held-out problems serve."""
 BAR_POINTS = 2.0
 NOTES = [
     "accuracy: greedy, of the final weights, on fresh problems; points: percent of them.",
@@ -96,11 +99,12 @@ def planned(plan: list[tuple[str, tuple[str, ...], int]], only: list[str]) -> It
 def run(task: str, way: str, seed: int, output: Path) -> dict[str, Any]:
     """One run's accuracy on fresh problems, and its course."""
     (steps, count, more), name = TASKS[task], f"{task}-{way}-{seed}".replace(" ", "-").replace("=", "")
-    config = ROOT / f"configs/{task.rsplit(maxsplit=1)[-1]}.toml"
+    config = REAL if task == "early real" else ROOT / f"configs/{task.rsplit(maxsplit=1)[-1]}.toml"
+    fresh = [] if more is None else ["--data.eval", FRESH.format(count=count, more=more)]
     command = [
         sys.executable, "-m", "llamarl", "train", str(config), "--name", name, "--output", str(output), "--seed",
-        str(seed), "--steps", str(steps), "--eval.every_steps", "0", "--eval.max_prompts", str(count), "--data.eval",
-        FRESH.format(count=count, more=more), "--checkpoint.every_steps", "0", "--screen.kind", "lines",
+        str(seed), "--steps", str(steps), "--eval.every_steps", "0", "--eval.max_prompts", str(count), *fresh,
+        "--checkpoint.every_steps", "0", "--screen.kind", "lines",
         *(WAYS | WHY)[way],
     ]  # fmt: skip
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=3600)

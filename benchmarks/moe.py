@@ -30,7 +30,7 @@ from torch import Tensor
 
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
-from llamarl.config.trainer import TrainerConfig
+from llamarl.config.roles import TrainerConfig
 from llamarl.generation.model import GeneratorModel, Precision
 from llamarl.generation.network import ExpertMixture, route_kernel
 from llamarl.kernels import ops, paths

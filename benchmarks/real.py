@@ -1,6 +1,6 @@
 """A real model learns a real task on two cores: SmolLM2-135M on SVAMP, by seed and by precision.
 
-    python benchmarks/real.py [--ways bfloat16 float32 stochastic] [--seeds 3] [--more RESULT]
+    python benchmarks/real.py [--ways bfloat16 float32 stochastic] [--seeds 3] [--steps 50] [--more RESULT]
     python benchmarks/real.py --more RESULT --against CHECKOUT --pairs 3    # seconds of a step, paired
 
 Runs `examples/real/svamp.toml` as `make demo-real` does (`examples/real/make_model.py` makes the model). The result is
@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +62,10 @@ def tens(steps: list[dict[str, Any]], key: str) -> list[float]:
     return [round(statistics.mean(part), 4) for part in parts if part]
 
 
-def run(way: str, seed: int, output: Path) -> dict[str, Any]:
-    """Returns the row of one run."""
+def run(way: str, seed: int, output: Path, only: list[str]) -> dict[str, Any]:
+    """Returns the row of one run. `only` are options that make it shorter."""
     start_s, name = time.monotonic(), f"{way}-{seed}"
-    rows = train(ROOT, name, ["--seed", str(seed), *WAYS[way]], output)
+    rows = train(ROOT, name, ["--seed", str(seed), *WAYS[way], *only], output)
     steps = [row for row in rows if row["kind"] == "step"]
     accuracy = {row["step"]: row["accuracy"] for row in rows if row["kind"] == "eval"}
     last = max(accuracy)
@@ -106,6 +108,23 @@ def export_equals_run(name: str, output: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def forecast(name: str, output: Path) -> dict[str, float]:
+    """Returns the seconds of a step by the dry run, and measured. Only groups with a gradient are trained on, and the
+    dry run counts all, so the measured ones are those of the line through the run's steps at its full number."""
+    command = [sys.executable, "-m", "llamarl", "train", CONFIG, "--dry-run"]
+    said = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
+    found = re.search(r"([\d.]+) s, if every group has a gradient", said)
+    assert found, "the dry run forecasts no step"
+    rows = [json.loads(line) for line in (output / name / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["kind"] == "step"][1:]
+    per_step = tomllib.loads((ROOT / CONFIG).read_text())["rollout"]["prompts_per_step"]
+    trained = [per_step - row["extra.flat_groups"] for row in steps]
+    line = statistics.linear_regression(trained, [row["extra.train_s"] for row in steps])
+    measured_s = line.intercept + line.slope * per_step
+    forecast_s = float(found[1])
+    return {"dry_run_step_s": forecast_s, "full_step_s": measured_s, "dry_run_ratio": forecast_s / measured_s}
+
+
 def paired(against: Path, pairs: int, output: Path) -> list[dict[str, float]]:
     """Returns the median seconds of a step here and in another checkout, in turns."""
     options = ["--steps", "8", "--eval.every_steps", "0", "--eval.max_prompts", "1", "--checkpoint.every_steps", "0",
@@ -133,6 +152,11 @@ def figures(runs: list[dict[str, Any]], others: dict[str, Any]) -> dict[str, Any
         if way == "bfloat16":
             found |= of_way
         found.setdefault("precision", {})[way] = of_way
+    # Shorter runs have the same schedule of the learning rate, so they are compared at the last step that all have.
+    common = str(min(max(map(int, row["accuracy"])) for row in runs))
+    for way, of_way in found["precision"].items():
+        own = [row for row in runs if row["way"] == way]
+        of_way["accuracy_at"] = {common: statistics.median(row["accuracy"][common] for row in own)}
     if others.get("speed_pairs"):
         found["speedup"] = statistics.median(row["ratio"] for row in others["speed_pairs"])
     return found | others | {"runs": runs}
@@ -142,6 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["bfloat16"])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="end runs earlier, on the same schedule of the learning rate")
     parser.add_argument("--more", type=Path, help="a result whose runs are taken over")
     parser.add_argument("--against", type=Path, help="another checkout, to compare the seconds of a step with, only")
     parser.add_argument("--pairs", type=int, default=3)
@@ -150,7 +175,16 @@ def main() -> None:
     options = parser.parse_args()
     before = json.loads(options.more.read_text()) if options.more else {}
     runs: list[dict[str, Any]] = before.get("runs", [])
-    kept = ("speed_pairs", "export_equals_run", "accuracy_of_run", "accuracy_of_export", "ratio_vs_trl")
+    kept = (
+        "dry_run_step_s",
+        "full_step_s",
+        "dry_run_ratio",
+        "speed_pairs",
+        "export_equals_run",
+        "accuracy_of_run",
+        "accuracy_of_export",
+        "ratio_vs_trl",
+    )
     others = {key: before[key] for key in kept if key in before}
     settings = {"config": CONFIG, "ways": WAYS}
     if options.picture:
@@ -164,12 +198,13 @@ def main() -> None:
         for way in options.ways:
             if any((row["way"], row["seed"]) == (way, seed) for row in runs):
                 continue
-            runs.append(run(way, seed, options.output))
+            runs.append(run(way, seed, options.output, ["--steps", str(options.steps)] if options.steps else []))
             print(
                 json.dumps({key: runs[-1][key] for key in ("way", "seed", "accuracy", "minutes", "step_s")}), flush=True
             )
             if (way, seed) == ("bfloat16", 0):
                 others |= export_equals_run("bfloat16-0", options.output)
+                others |= forecast("bfloat16-0", options.output)
             write_result("real", settings, figures(runs, others), NOTES)
     print(write_result("real", settings, figures(runs, others), NOTES))
 

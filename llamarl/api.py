@@ -25,14 +25,13 @@ from llamarl.cluster.fork_server import fork_server
 from llamarl.config import ConfigError, RunConfig, from_home, load_config, tables
 from llamarl.config.errors import told_in_python
 from llamarl.config.load import is_record
-from llamarl.config.path import checked_path
 from llamarl.config.ref import part
+from llamarl.config.section import checked_path
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.screen import print_to
-from llamarl.observability.spans import now_s
-from llamarl.observability.stages import told_of_delay
-from llamarl.run.given import Rewards, Rows, reward_settings, sources_of
-from llamarl.run.record import RunRecord
+from llamarl.observability.spans import now_s, report_delays
+from llamarl.run.python_inputs import Rewards, Rows, reward_settings, sources_of
+from llamarl.run.rollouts import RunRecord
 
 HALF = re.compile("[\ud800-\udfff]")
 """Half of a character, which no tokenizer takes."""
@@ -103,13 +102,13 @@ def _trained(
 ) -> RunRecord:
     """Trains, and raises as `train` does."""
     from llamarl.controller.supervision import Interrupted
-    from llamarl.run.begin import begin
+    from llamarl.run.prepare import begin
     from llamarl.run.train import run
 
     try:
         begun = begin(
             settled, resume=resume, overwrite=overwrite, command="llamarl", tell=_tell, trust=trust,
-            delays=lambda: told_of_delay(""),
+            delays=lambda: report_delays(""),
         )  # fmt: skip
     except KeyboardInterrupt:
         again = " with resume=True" * resume

@@ -37,10 +37,10 @@ USUAL = ("asynchronous", "synchronous")
 
 def pack(folder: Path) -> None:
     """Downloads the model's GGUF file and cuts it into numbered folders of one piece each."""
-    from examples.real.make_model import download
+    from examples.real.make_model import SOURCES, download
 
     with tempfile.TemporaryDirectory() as scratch:
-        content = download(Path(scratch)).read_bytes()
+        content = download(SOURCES["smollm2"], Path(scratch)).read_bytes()
     for number, start in enumerate(range(0, len(content), PIECE_BYTES)):
         (folder / str(number)).mkdir(parents=True, exist_ok=True)
         (folder / str(number) / "piece").write_bytes(content[start : start + PIECE_BYTES])

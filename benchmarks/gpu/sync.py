@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from shapes import MODELS, RandomWeights, copy_bytes_per_s, requests, say, settings
 
-from llamarl.executors.adoption import Adopter
+from llamarl.executors.generator import Adopter
 from llamarl.generation.engine import Engine
 from llamarl.generation.model import GeneratorModel
 from llamarl.weight_sync.base import plan_writers

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
-from llamarl.config.trainer import TrainerConfig
+from llamarl.config.roles import TrainerConfig
 from llamarl.generation.model import part_reader
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer

@@ -19,7 +19,7 @@ from train import sample_group
 
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
-from llamarl.config.trainer import TrainerConfig
+from llamarl.config.roles import TrainerConfig
 from llamarl.generation.engine import Engine
 from llamarl.generation.model import GeneratorModel, part_reader
 from llamarl.models.memory import kv_token_bytes

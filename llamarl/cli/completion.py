@@ -18,15 +18,15 @@ fish: llamarl completion fish > ~/.config/fish/completions/llamarl.fish"""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completed:
-    """Words that a shell offers after the name of a command."""
+    """Words that a shell offers for a command."""
 
     options: tuple[str, ...]
     names: tuple[str, ...]
-    """Words besides files in the place of an argument."""
+    """Values of arguments, other than files."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; the exit code."""
+    """Runs the command. Returns the exit code."""
     parser = command_parser("completion", "Print the script with which a shell completes commands and options.", EPILOG)
     parser.add_argument("shell", choices=[*SHELLS])
     shell = parser.parse_args(arguments).shell
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def completed(command: str) -> Completed:
-    """Options and names of a command. A command whose part is not installed has none."""
+    """Returns options and names of a command. A command whose part is not installed has none."""
     try:
         module = command_module(command)
     except ConfigError:
@@ -59,7 +59,7 @@ def completed(command: str) -> Completed:
 
 
 def _files(command: str) -> list[str]:
-    """Names of packaged files that a command takes. Those of warm starts are for `sft` only."""
+    """Returns names of packaged files that a command accepts. Files of warm starts are for `sft` only."""
     return [name for name in packaged_names() if command == "sft" or not name.endswith("_sft")]
 
 

@@ -12,15 +12,15 @@ from llamarl.cli.options import command_parser, with_settings
 
 MONARCH = "torchmonarch"
 LITTLE_BYTES = 5e9
-"""Less free disk does not hold the checkpoints of a small run."""
+"""Least free disk space for the checkpoints of a small run."""
 PACKAGES = (
     "torch", MONARCH, "numpy", "pydantic", "tokenizers", "safetensors", "huggingface_hub", "math-verify",
 )  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command: details first, one sentence of verdict last. The exit code is 1 if something that every run
-    needs is missing."""
+    """Runs the command, which prints details, then one sentence with the verdict. The exit code is 1 if something that
+    every run needs is missing."""
     parser = command_parser("doctor", "Check that this machine, or the hosts of a run, can run llamarl.")
     parser.add_argument(
         "--hosts",
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _verdict(gpus: Sequence[str], lacks: Sequence[str]) -> str:
-    """One sentence: what this machine can run, and what it lacks."""
+    """Returns one sentence on whether this machine can run llamarl, and on missing packages."""
     if gpus:
         where = f"on {len(gpus)} GPU{'s' * (len(gpus) > 1)} ({', '.join(dict.fromkeys(gpus))})"
     else:
@@ -82,7 +82,7 @@ def _verdict(gpus: Sequence[str], lacks: Sequence[str]) -> str:
 
 
 def _hosts(path: str, overrides: Sequence[str]) -> int:
-    """Who would be where, and how they reach each other. Raises ConfigError."""
+    """Checks which executors would run on which hosts, and how hosts reach each other. Raises ConfigError."""
     from llamarl.config import ConfigError, load_config
     from llamarl.config.ref import part
 

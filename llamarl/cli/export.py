@@ -10,21 +10,21 @@ from pathlib import Path
 from llamarl.cli.options import check_output, command_parser, write_into_run, write_output
 from llamarl.config import ConfigError, RunConfig, load_recorded
 from llamarl.config.hub import HubName, open_hub
-from llamarl.config.path import not_a_run
 from llamarl.config.ref import nothing_run
+from llamarl.config.section import not_a_run
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; the exit code."""
+    """Runs the command. Returns the exit code."""
     parser = command_parser(
         "export",
-        "Write a run's newest valid checkpoint as a Hugging Face folder, or a LoRA run's adapters as PEFT's.",
+        "Write a run's newest valid checkpoint as a Hugging Face folder, or a LoRA run's adapters in PEFT format.",
     )
     parser.add_argument("run", metavar="RUN", help="run folder, for example runs/demo")
     parser.add_argument(
         "folder", metavar="FOLDER", nargs="?", help="where to write (RUN/export; RUN/merged with --merge)"
     )
-    parser.add_argument("--merge", action="store_true", help="merge a LoRA run's adapters: write a whole model")
+    parser.add_argument("--merge", action="store_true", help="merge a LoRA run's adapters into a whole model")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="type of the weights (trainer.dtype; float32 for adapters)"
     )
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    """Writes what the options ask for; the exit code. Raises ConfigError."""
+    """Exports what the options name. Returns the exit code. Raises ConfigError."""
     run, name = Path(options.run), _name(options)
     if not (run / "config.toml").exists():
         raise not_a_run(run)
@@ -71,7 +71,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _name(options: argparse.Namespace) -> HubName | None:
-    """Repository for --push; None: nothing is pushed. Raises ConfigError."""
+    """Returns the repository for --push. None means no upload. Raises ConfigError."""
     if options.push is None:
         if options.public:
             raise ConfigError("--public is for --push; leave it out, or add --push OWNER/NAME")

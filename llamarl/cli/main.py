@@ -1,4 +1,4 @@
-"""`llamarl COMMAND ...`: one module per command, imported when it is used."""
+"""`llamarl COMMAND ...`: one module per command, imported when the command runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from llamarl import __version__
 from llamarl.config import ConfigError, did_you_mean
 from llamarl.config.ref import part_module
-from llamarl.observability.usage import MIN_FILES
+from llamarl.observability.spans import MIN_FILES
 
 COMMANDS = {
     "init": "write the TOML file of a first run, for a model, data and GPUs",
@@ -50,21 +50,21 @@ PARTS_OF = {
     "replay": "replay",
     "sft": "sft",
 }
-"""Commands that a part has."""
+"""Part of each command that belongs to a part."""
 
 MAX_FILES = 1 << 16
-"""Open at once, where the system allows it; executors inherit the limit."""
+"""Most open files, where the system allows it. Executors inherit the limit."""
 _OUTSIDE = {
     errno.ENOSPC: " while writing the output; free space on that disk",
     errno.EMFILE: "; raise the limit (ulimit -n)",
     errno.EIO: ": the terminal was closed",
 }
-"""Ends of sentences about what may go wrong outside of a command, by error number."""
+"""Ends of messages on errors outside of a command, by error number."""
 _PATHS = (
     errno.EACCES, errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT,
     errno.ENOTDIR, errno.EPERM, errno.EROFS,
 )  # fmt: skip
-"""Error numbers of what may be wrong with a path that a user gave."""
+"""Error numbers for wrong paths of the user."""
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 """Exit codes: a setting that cannot work; a run that failed; ended by Ctrl-C or SIGTERM."""
 
@@ -72,8 +72,8 @@ USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 def script() -> None:
     """Entry point of the `llamarl` script.
 
-    The process ends where Python would begin to take itself apart: threads of native code that are still about would
-    then be ended in the middle of it, which can abort the process after all is done.
+    The process exits before Python's own shutdown, which would end native threads abruptly and could abort the process
+    after all work is done.
     """
     codes = [FAILURE]
 
@@ -93,7 +93,7 @@ def script() -> None:
 
 
 def main() -> None:
-    """Runs the command that the process's arguments name; ends with SystemExit."""
+    """Runs the command that the process's arguments name. Ends with SystemExit."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
         _print_help()
@@ -105,7 +105,7 @@ def main() -> None:
         print(f"llamarl: unknown command `{name}`; {did_you_mean(name, COMMANDS)}", file=sys.stderr)
         sys.exit(USER_ERROR)
     for number in (signal.SIGTERM, signal.SIGHUP):  # end any command as Ctrl-C does, children included
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` asks for
+        if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` ignores it
             signal.signal(number, _interrupt)
     try:
         _check_surroundings()
@@ -113,11 +113,11 @@ def main() -> None:
         sys.stdout.flush()
         sys.exit(code)
     except ConfigError as error:
-        text = str(error)  # what a user wrote is in it, which may have any length
+        text = str(error)  # contains the user's text, of any length
         text = text if len(text) <= 1200 else f"{text[:800]}...{text[-400:]}"
         print(f"llamarl {name}: {text}", file=sys.stderr)
         sys.exit(USER_ERROR)
-    except BrokenPipeError:  # whoever read the output has gone (`| head`); Python must not flush to it again
+    except BrokenPipeError:  # the reader is gone (`| head`); Python must not flush to it again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILURE)
     except OSError as error:
@@ -128,7 +128,7 @@ def main() -> None:
 
 
 def command_module(name: str) -> Any:
-    """Returns the module of a command. Raises ConfigError: its part is not installed."""
+    """Returns the module of a command. Raises ConfigError if its part is not installed."""
     own = PARTS_OF.get(name)
     return part_module(own, f"cli.{name}") if own else importlib.import_module(f"llamarl.cli.{name}")
 
@@ -138,7 +138,7 @@ def _interrupt(number: int, _: FrameType | None) -> None:
 
 
 def _end_for(name: str, error: OSError) -> NoReturn:
-    """Ends the command with a sentence, where the error is the user's or the system's; raises it again otherwise."""
+    """Ends the command with a message if the user or the system caused the error. Raises it again otherwise."""
     if error.errno in _PATHS and error.filename is not None:
         cause = f"cannot use {error.filename!s:.800}: {error.strerror}"
         print(f"llamarl {name}: {cause}; give another path, or fix this one", file=sys.stderr)
@@ -151,17 +151,17 @@ def _end_for(name: str, error: OSError) -> NoReturn:
 
 
 def _check_surroundings() -> None:
-    """Checks and prepares what the system gives a command to work with. Raises ConfigError."""
+    """Checks and prepares standard streams, import path and limits. Raises ConfigError."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:  # closed by whoever started this, which holds for all that this starts
-            null = os.open(os.devnull, os.O_RDWR)  # it may have the number itself, as the lowest that is free
+        if getattr(sys, name) is None:  # closed by the parent, for this process and its children
+            null = os.open(os.devnull, os.O_RDWR)  # may get this number itself, the lowest free one
             os.dup2(null, number)
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
         elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # an ASCII terminal gets what it can show
+            stream.reconfigure(errors="backslashreplace")  # an ASCII terminal shows what it can
     try:
-        sys.path.append(os.getcwd())  # for parts of the user's own; last, so that they hide nothing
+        sys.path.append(os.getcwd())  # for the user's components; last, so that they hide nothing
     except FileNotFoundError:
         raise ConfigError("the working folder has been deleted; change to one that exists") from None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

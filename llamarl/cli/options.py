@@ -1,4 +1,4 @@
-"""Helpers that commands share: their parsers, checks of options, files that they write."""
+"""Helpers of commands: parsers, checks of options, and output files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from llamarl.cli.main import USER_ERROR
 from llamarl.config import ConfigError, RunConfig, from_home, settled
 from llamarl.config.errors import known_hint, near_hint
 from llamarl.config.load import last_names
-from llamarl.config.path import FilePath
 from llamarl.config.ref import Ref
 from llamarl.config.schema import GeneratorConfig
-from llamarl.config.section import Section
+from llamarl.config.section import FilePath, Section
 from llamarl.observability.files import write_atomically
-from llamarl.observability.stages import told_of_delay
+from llamarl.observability.spans import report_delays
 
 RENAMED = {
     "data.max_prompt_tokens": "prompt-tokens",
@@ -29,19 +28,19 @@ RENAMED = {
     "rollout.max_new_tokens": "response-tokens",
     "rollout.stop_strings": "stop",
 }
-"""Options of before that were not called as the setting is."""
+"""Former names of options that differ from the setting's name."""
 MODEL_HELP = "Hugging Face folder, or a model on the Hub: owner/name or owner/name@revision"
 ASKED_HELP = f"run folder (its newest checkpoint), export, or {MODEL_HELP}"
 ENGINE = tuple(f"generator.{name}" for name in GeneratorConfig.model_fields if name not in ("backend", "vllm"))
-"""Settings of an engine alone, without a run around it."""
-__all__ = ["told_of_delay"]  # which all commands have from here, with the others of this file
+"""Settings of a generator's engine without a run."""
+__all__ = ["report_delays"]  # which commands import from here, with the rest of this file
 MOST_LETTERS = 80
-"""Longer words are no misspelled options."""
+"""Longer words are not misspelled options."""
 TRUST = "run the code that the settings name, even if it does not come with llamarl"
 
 
 class ParserAsked(Exception):
-    """Raised in place of reading the arguments, by the parser of a command that is asked for."""
+    """Raised by the parser of a command inside of `asking_for_parser`, instead of reading the arguments."""
 
     def __init__(self, parser: argparse.ArgumentParser, *, takes_settings: bool) -> None:
         super().__init__(parser.prog)
@@ -53,7 +52,7 @@ _is_asked = ContextVar("_is_asked", default=False)
 
 @contextmanager
 def asking_for_parser() -> Iterator[None]:
-    """Until the end of the block, a command that is called raises ParserAsked as soon as it has its parser."""
+    """Context in which a command raises ParserAsked as soon as it has created its parser."""
     token = _is_asked.set(True)
     try:
         yield
@@ -62,7 +61,7 @@ def asking_for_parser() -> Iterator[None]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A mistake is one line; an unknown option gets the names that are near."""
+    """Prints errors as one line, with similar names for an unknown option."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if _is_asked.get():
@@ -78,7 +77,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _near_option(parser: argparse.ArgumentParser, word: str, schema: type[Section] | None = None) -> str:
-    """End of a sentence about an unknown option: those of the parser, and settings of `schema`, that it may mean."""
+    """Returns the end of a message on an unknown option, with similar options and settings. Empty means none."""
     known = {name: [f"--{one}" for one in dotted] for name, dotted in last_names(schema).items()} if schema else {}
     for action in parser._actions:
         for option in action.option_strings if action.help != argparse.SUPPRESS else ():
@@ -90,8 +89,8 @@ def _near_option(parser: argparse.ArgumentParser, word: str, schema: type[Sectio
 def with_settings(
     parser: argparse.ArgumentParser, arguments: Sequence[str], *others: type[Section]
 ) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the command's own options, and the other words, which override settings of a run, or of one of `others`.
-    Raises ConfigError: a word is neither an option nor a setting."""
+    """Returns the command's options, and the other words, which override settings of a run or of `others`. Raises
+    ConfigError for a word that is neither."""
     if _is_asked.get():
         raise ParserAsked(parser, takes_settings=True)
     known = {name for schema in (RunConfig, *others) for name in schema.model_fields}
@@ -115,8 +114,8 @@ def setting_options() -> list[str]:
 
 
 def command_parser(command: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
-    """The parser of one command. An epilog of several lines keeps them. An argument without a type may begin with `~`,
-    as paths do: a shell leaves that as it is in quotes and behind `=`."""
+    """Returns the parser of a command. An epilog with several lines keeps them. Arguments without a type are paths.
+    They may begin with `~`, which shells do not expand in quotes and after `=`."""
     keeps_lines = argparse.RawDescriptionHelpFormatter if "\n" in epilog else argparse.HelpFormatter
     parser = _Parser(
         prog=f"llamarl {command}",
@@ -130,14 +129,14 @@ def command_parser(command: str, description: str, epilog: str = "") -> argparse
 
 
 class _Renamed(argparse.Action):
-    """An option of before; its `dest` is the setting that it is now."""
+    """A former option. `dest` is the name of today's setting."""
 
     def __call__(self, parser: object, namespace: object, values: object, option: str | None = None) -> None:
         raise ConfigError(f"{option} is now --{self.dest}")
 
 
 KINDS = {bool: "BOOL", int: "INT", float: "FLOAT", str: "TEXT"}
-"""Types in help texts, by those of Python."""
+"""Type names in help texts, by Python type."""
 
 
 def kind_of(annotation: Any) -> str:
@@ -157,12 +156,11 @@ def kind_of(annotation: Any) -> str:
 
 
 def add_settings(parser: argparse.ArgumentParser, base: Mapping[str, Any], *names: str) -> None:
-    """Adds `--section.key TYPE` for these settings of a run. Those that are given are in `overrides`, as `settled`
-    takes them.
+    """Adds `--section.key TYPE` for settings of a run. Given ones are appended to `overrides`, as `settled` expects.
 
     Args:
-        base: settings of the command itself, as parsed TOML.
-        names: dotted.
+        base: settings of the command, as parsed TOML.
+        names: dotted names.
     """
     config, group = settled(base), parser.add_argument_group("settings, named as in a run file")
     for name in names:
@@ -180,8 +178,8 @@ def add_settings(parser: argparse.ArgumentParser, base: Mapping[str, Any], *name
 
 
 def check_output(path: str | Path, *read: str | None, option: str = "--output") -> Path:
-    """The file of an option that names one to write, before anything takes time. Raises ConfigError: it cannot be made,
-    or it would take the place of what the command reads, or of what no command can make again."""
+    """Returns the file that an output option names, before any work starts. Raises ConfigError if it cannot be written,
+    or if it would replace a file that the command reads, or a run's record."""
     from llamarl.run.folder import run_of_record
 
     path = Path(path)
@@ -195,8 +193,8 @@ def check_output(path: str | Path, *read: str | None, option: str = "--output") 
 
 
 def write_into_run(path: Path, text: str | Iterable[str]) -> None:
-    """Writes a file in a run's folder, whole or not at all. It takes the place of what is there, and writes through no
-    link or pipe, as somebody else may have made the folder. Raises ConfigError."""
+    """Writes a file in a run's folder atomically. Replaces an existing file, but writes through no link or pipe,
+    because another user may have created the folder. Raises ConfigError."""
     try:
         write_atomically(path, text)
     except OSError as error:
@@ -204,7 +202,7 @@ def write_into_run(path: Path, text: str | Iterable[str]) -> None:
 
 
 def write_output(path: Path, text: str | Iterable[str], option: str = "--output") -> None:
-    """The file of an option, whole or not at all, from a text or pieces of it. Raises ConfigError."""
+    """Writes the file of an option atomically, from a text or its parts. Raises ConfigError."""
     try:
         if path.exists() and not path.is_file():  # a pipe or a device
             with path.open("w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""`llamarl train --restarts N`: the command in a process of its own, which is followed by another when it dies."""
+"""`llamarl train --restarts N`: runs the command in a child process, and starts it again when it dies."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from llamarl.cli.main import FAILURE, INTERRUPTED, USER_ERROR
 from llamarl.config import ConfigError
 
 WOULD_FAIL_AGAIN = 3
-"""Exit code that says so, of a command that somebody would start again."""
+"""Exit code of a command that would fail again after a restart."""
 PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
-"""Before the next start: the executors of a dead controller end meanwhile. It doubles while starts are refused."""
+"""Shortest and longest pause before a restart, in seconds, in which executors of the dead controller end. It doubles
+while starts are refused."""
 _PR_SET_PDEATHSIG = 1
 
 
 def run_with_restarts(arguments: Sequence[str], restarts: int, folder: Path) -> int:
-    """Runs `llamarl train` with these arguments, and goes on with `--resume` after deaths and failures that another
-    start can mend, so many times at most; the last exit code. Signals go to whoever runs.
+    """Runs `llamarl train` with these arguments, and restarts it with `--resume` after deaths and failures that a
+    restart can fix. Returns the last exit code. Signals go to the child.
 
     Args:
+        restarts: most restarts.
         folder: of the run.
 
     Raises:
-        ConfigError: there is no such number.
+        ConfigError: `restarts` is negative.
     """
     if restarts < 0:
         raise ConfigError(f"--restarts {restarts}: give 0 or more")
@@ -49,10 +51,10 @@ def run_with_restarts(arguments: Sequence[str], restarts: int, folder: Path) -> 
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, pass_on)
     for number in range(restarts + 1):
-        # A group of its own: Ctrl-C reaches it once, by way of this process.
+        # In its own process group, the child gets Ctrl-C once, from this process.
         running = subprocess.Popen(command, process_group=0, preexec_fn=_end_with_parent)  # noqa: PLW1509, no threads
         code = running.wait()
-        # What is refused after it has begun once is no mistake of the user's: a full disk, a folder that is gone.
+        # After a successful start, a refusal is not a user's mistake: the disk is full, or a folder is gone.
         is_over = code in (0, INTERRUPTED, WOULD_FAIL_AGAIN) or (code == USER_ERROR and command is first)
         if asked or is_over or number == restarts:
             break
@@ -71,7 +73,7 @@ def _end_with_parent() -> None:
 
 
 def _has_begun(folder: Path, pid: int) -> bool:
-    """Whether this process has taken the folder: what was there before is no longer."""
+    """Returns whether a process has locked the folder, so that its old contents are gone."""
     with suppress(OSError):
         return (folder / ".lock").read_text(encoding="utf-8").split()[:1] == [str(pid)]
     return False

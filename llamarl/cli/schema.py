@@ -15,7 +15,7 @@ KINDS = {"run": RunConfig, "sft": SftConfig}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; the exit code."""
+    """Runs the command. Returns the exit code."""
     parser = command_parser("schema", "Print the JSON schema of a run file, for editors.", EPILOG)
     parser.add_argument(
         "kind", nargs="?", choices=[*KINDS], default="run", help="schema of run files or of warm starts (run)"

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
-from llamarl.cli.options import TRUST, command_parser, told_of_delay, with_settings
+from llamarl.cli.options import TRUST, command_parser, report_delays, with_settings
 from llamarl.cli.restarts import WOULD_FAIL_AGAIN, run_with_restarts
 from llamarl.config import ConfigError, RunConfig, dump_toml, load_config
 from llamarl.config.hub import NotFetched, nothing_fetched
 from llamarl.config.ref import part
 from llamarl.observability.screen import print_to
-from llamarl.observability.spans import now_s
-from llamarl.observability.stages import stage
+from llamarl.observability.spans import now_s, stage
 
 if TYPE_CHECKING:
     from llamarl.run.memory import MachineMemory
@@ -31,7 +30,7 @@ Exit codes: 0 all steps done, 1 the run failed, 2 a setting cannot work, 130 end
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; the exit code."""
+    """Runs the command. Returns the exit code."""
     started_s = now_s()
     parser = command_parser("train", "Asynchronous reinforcement learning from a TOML file.", EPILOG)
     parser.add_argument("config", metavar="RUN.toml")
@@ -67,22 +66,21 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(config: RunConfig, options: argparse.Namespace, started_s: float) -> int:
-    """Runs the training in this process; the exit code."""
+    """Runs the training in this process. Returns the exit code."""
     from llamarl.cluster.api import ExecutorError, MeshFailed
     from llamarl.controller.admission import TooManyInvalid
     from llamarl.controller.supervision import Interrupted, Stalled
     from llamarl.controller.train_loop import NotSaved
     from llamarl.controller.weights import WeightsWrong
     from llamarl.observability.report import render_summary
-    from llamarl.run.begin import begin
-    from llamarl.run.folder import FolderLost
-    from llamarl.run.next_steps import next_commands
+    from llamarl.run.folder import FolderLost, next_commands
+    from llamarl.run.prepare import begin
     from llamarl.run.train import run
     from llamarl.training.result import NonFiniteStep
 
     begun = begin(
         config, resume=options.resume, overwrite=options.overwrite, command="llamarl train", trust=options.trust,
-        tell=lambda text: print_to(sys.stdout, text), delays=lambda: told_of_delay("train"),
+        tell=lambda text: print_to(sys.stdout, text), delays=lambda: report_delays("train"),
     )  # fmt: skip
     folder = begun.folder
     try:
@@ -111,7 +109,7 @@ def _run(config: RunConfig, options: argparse.Namespace, started_s: float) -> in
 
 
 def _say_last(text: str, instead: str) -> None:
-    """Prints a run's last text; how the run ended does not depend on whether this can be printed."""
+    """Prints a run's last text. A failure to print does not change the exit code."""
     try:
         print(text, flush=True)
     except OSError as error:
@@ -120,13 +118,13 @@ def _say_last(text: str, instead: str) -> None:
 
 
 def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Prints what follows from the settings and what the run would begin with, with --settings as comments behind all
-    settings; the exit code. Raises ConfigError: the run cannot start."""
+    """Prints what follows from the settings and how the run would start. With --settings, all settings come first, and
+    the rest as comments. Returns the exit code. Raises ConfigError if the run cannot start."""
     from llamarl.run.memory import described_machine
-    from llamarl.run.start_model import with_start_model
+    from llamarl.run.models import with_start_model
 
     machine = None if options.gpus is None else described_machine(options.gpus)
-    with told_of_delay("train"), ExitStack() as opened:
+    with report_delays("train"), ExitStack() as opened:
         start = with_start_model(config, command="llamarl train", writes=False)
         try:
             taken, beginning = _beginning(start, options, machine)  # fetches what it needs, and the forecast finds it
@@ -139,7 +137,7 @@ def _dry_run(config: RunConfig, options: argparse.Namespace, overrides: Sequence
         except ConfigError as error:
             if options.json:
                 raise
-            found: dict[str, Any] = {"consequences": {"forecast": [f"not known: {error}"]}}
+            found: dict[str, Any] = {"consequences": {"forecast": [f"unknown: {error}"]}}
         else:
             found = explained(start, options.config, overrides, machine)
         found["consequences"] |= beginning | {"start": _start_lines(start, options, taken)}
@@ -169,7 +167,7 @@ def _check_built_in(config: RunConfig, machine: MachineMemory | None, error: Not
 
 
 def _start_lines(config: RunConfig, options: argparse.Namespace, taken: str) -> list[str]:
-    """The last lines of a dry run: what the run does, and whether it can start now."""
+    """Returns the last lines of a dry run: what the run does, and whether it can start now."""
     rollout = config.rollout
     num = rollout.prompts_per_step * rollout.group_size
     work = f"{config.name}: {config.steps:,} steps of {num:,} rollouts ({rollout.prompts_per_step} prompts x "
@@ -182,14 +180,19 @@ def _start_lines(config: RunConfig, options: argparse.Namespace, taken: str) -> 
 def _beginning(
     config: RunConfig, options: argparse.Namespace, machine: MachineMemory | None
 ) -> tuple[str, dict[str, list[str]]]:
-    """Returns why the run cannot start yet (empty: it can), because of its folder or the disk, and first prompt and
-    answers of each source, as lines by topic. Raises ConfigError: the run cannot start."""
-    from llamarl.run.begin import check_before_folder, has_base_model, looked_ahead, trusted
+    """Returns why the folder or the disk prevent a start (empty means nothing), and lines by topic with first prompt
+    and answers of each source. Raises ConfigError if the run cannot start."""
     from llamarl.run.disk import disk_need
     from llamarl.run.folder import FolderTaken, check_run_folder
-    from llamarl.run.prepare import each_source
+    from llamarl.run.prepare import (
+        check_before_folder,
+        each_source,
+        errors_name_source,
+        has_base_model,
+        looked_ahead,
+        trusted,
+    )
     from llamarl.run.preview import answers, first_prompt
-    from llamarl.run.sources import of_source
 
     config = trusted(config, options.trust, resume=options.resume, keep=False)
     check_before_folder(config, is_here=machine is None)
@@ -206,7 +209,7 @@ def _beginning(
         taken = taken or disk_need(pinned, prepared.shape).lack
     found = dict[str, list[str]]()
     for label, one, own in each_source(pinned, prepared.problems.train):
-        with of_source(label):
+        with errors_name_source(label):
             whose = f" of source {label!r}" if label else ""
             with stage("scoring the answers of the first rows"):
                 found |= {f"first prompt{whose}": first_prompt(own[0]), f"answers{whose}": [*answers(one, own)]}

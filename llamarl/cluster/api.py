@@ -28,8 +28,7 @@ from types import SimpleNamespace, TracebackType
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, cast
 
 from llamarl.config.errors import RanksLost
-from llamarl.observability.spans import Span
-from llamarl.observability.usage import NOTHING, Usage
+from llamarl.observability.spans import NOTHING, Span, Usage
 
 MAX_PAYLOAD_BYTES = 256 << 20
 """Largest pickled arguments, and largest pickled result, of one call. Weights do not pass through calls."""

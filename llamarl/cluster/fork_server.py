@@ -119,11 +119,13 @@ class ForkServer:
 
     def close(self) -> None:
         """Ends the server. Forked ranks continue."""
+        is_importing = not self.is_ready("")  # then it does not look at its socket
         self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
-        kill_group(self._process.pid)  # a server that still imports does not look at its socket
+        if not is_importing:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
+        kill_group(self._process.pid)
         self._process.wait()
         os.close(self._lifeline)
         os.close(self._news)

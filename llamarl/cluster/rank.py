@@ -19,9 +19,7 @@ from typing import Any
 from llamarl.cluster import start_up
 from llamarl.cluster.api import Deal, Executor, ExecutorSpec, HostStatus, Reply, error_reply, parts, pickled
 from llamarl.observability.notes import keep_notes_in
-from llamarl.observability.spans import Span, SpanLog, now_s
-from llamarl.observability.stages import stage, stage_of
-from llamarl.observability.usage import usage
+from llamarl.observability.spans import Span, SpanLog, now_s, stage, stage_of, usage
 
 READY = "@ready"
 """Answered once the executor is built, with `Executor.SHARES_CALLS`."""

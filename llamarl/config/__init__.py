@@ -21,9 +21,9 @@ if TYPE_CHECKING:
         tables,
         validated,
     )
-    from llamarl.config.path import FilePath, from_home
     from llamarl.config.ref import Ref, build, make_record
     from llamarl.config.schema import RunConfig
+    from llamarl.config.section import FilePath, from_home
     from llamarl.config.sft import SftConfig
 
 __all__ = [
@@ -53,7 +53,7 @@ __all__ = [
 _HOMES = {
     "errors": ("ConfigError", "did_you_mean"),
     "files": ("open_file", "open_own"),
-    "path": ("FilePath", "from_home"),
+    "section": ("FilePath", "from_home"),
     "ref": ("Ref", "build", "make_record"),
     "schema": ("RunConfig",),
     "sft": ("SftConfig",),

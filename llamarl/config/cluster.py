@@ -1,4 +1,4 @@
-"""Section `cluster`: where executors run, and what follows when they die."""
+"""Section `cluster`: where executors run, and what happens when they die."""
 
 from __future__ import annotations
 
@@ -8,36 +8,35 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, GetJsonSchemaHandler, model_validator
 
-from llamarl.config.path import FilePath
-from llamarl.config.section import Section
+from llamarl.config.section import FilePath, Section
 
 if TYPE_CHECKING:
     from pydantic_core import CoreSchema
 
 OF_HOSTS = ("kind", "listen", "pki", "num_hosts", "min_hosts", "host_timeout_s", "place")
-"""Settings of several hosts."""
+"""Settings that need several hosts."""
 MAX_PORT = 65_535
 MONARCH = ("0.7", "0.8")
-"""First version of Monarch that runs this, and the first that may not."""
+"""The first supported version of Monarch, and the first unsupported one."""
 
 
 def lack_of_monarch() -> str:
-    """Text: why Monarch cannot be used here, and what mends it; empty: it can. Imports nothing of it."""
+    """Returns why Monarch cannot be used here, with a fix. Empty means that it can. Does not import Monarch."""
     cause = "is not installed"
     if util.find_spec("monarch") is not None:
         try:
             found = metadata.version("torchmonarch")
-        except metadata.PackageNotFoundError:  # built by somebody, who knows
+        except metadata.PackageNotFoundError:  # a build without metadata is accepted
             return ""
         first, end = (tuple(map(int, one.split("."))) for one in MONARCH)
         if first <= tuple(map(int, re.findall(r"\d+", found)[:2])) < end:
             return ""
-        cause = f"is here in version {found}, and {MONARCH[0]} is needed"
+        cause = f"has version {found}, and {MONARCH[0]} is needed"
     return f"Monarch {cause}: pip install 'llamarl[monarch]'"
 
 
 def use_processes() -> str:
-    """Text of how executors get processes of their own."""
+    """Returns text on how to give executors their own processes."""
     lack = lack_of_monarch()
     return "use cluster.kind = 'monarch'" + f" ({lack})" * bool(lack)
 
@@ -47,53 +46,54 @@ def _settled(kind: str) -> str:
 
 
 Kind = Annotated[Literal["auto", "monarch", "hosts", "inline"], AfterValidator(_settled)]
-"""Kind of cluster; `auto` becomes what this installation has, so that records say what was used."""
+"""Kind of cluster. `auto` becomes the kind that this installation supports, so that records say what was used."""
 
 
 class PlaceConfig(Section):
-    """Names of hosts for each role, or patterns such as `node-*`; none: any host."""
+    """Names of hosts for each role, or patterns such as `node-*`. Empty means any host."""
 
     trainer: list[str] = Field(default_factory=list)
-    """Default: the first host by name, or as many as its devices need; all that are named share the
-    ranks where it computes on the CPU."""
+    """Default: the first host by name, or as many hosts as its devices need. On the CPU, all named hosts share the
+    ranks."""
     critic: list[str] = Field(default_factory=list)
     """Default: the trainer's."""
     generator: list[str] = Field(default_factory=list)
-    """Default: those without trainer and critic first, and CPUs of the others only if there are none; replicas are
-    dealt in turn."""
+    """Default: hosts without trainer and critic first. CPUs of hosts that have them are used only if there are no other
+    hosts. Replicas are dealt in turn."""
     reward: list[str] = Field(default_factory=list)
     """Default: the trainer's first host."""
     reward_model: list[str] = Field(default_factory=list)
-    """Default: as `reward`, or wherever a device is free."""
+    """Default: as `reward`, or any host with a free device."""
     environment: list[str] = Field(default_factory=list)
     """Default: as `reward`."""
     reference: list[str] = Field(default_factory=list)
-    """Default: as `reward`, or wherever a device is free."""
+    """Default: as `reward`, or any host with a free device."""
 
 
 class OnFailureConfig(Section):
-    """Policy by role for when the processes of an executor die, or do not answer within `call_timeout_s`. One word for
-    all: `on_failure = "stop"` ends the run, `"restart"` is the default."""
+    """Policy by role for executors whose processes die, or do not answer within `call_timeout_s`. A single word applies
+    to all roles: `on_failure = "stop"` ends the run, `"restart"` is the default."""
 
     generator: Literal["stop", "drop", "respawn"] = "respawn"
-    """`drop`: the others go on without it, from what it had decoded; `respawn`: so they do, and a new one comes."""
+    """`drop`: other generators continue its rollouts; `respawn`: they do, and a new generator replaces it."""
     reward: Literal["stop", "respawn"] = "respawn"
-    """`respawn`: a new one is asked again what was not answered."""
+    """`respawn`: a new executor gets the unanswered calls."""
     reward_model: Literal["stop", "respawn"] = "respawn"
-    """`respawn`: a new reward model is asked again what was not answered."""
+    """`respawn`: a new reward model gets the unanswered calls."""
     reference: Literal["stop", "respawn"] = "respawn"
-    """`respawn`: a new reference is asked again what was not answered."""
+    """`respawn`: a new reference model gets the unanswered calls."""
     environment: Literal["stop", "respawn"] = "respawn"
-    """`respawn`: a new one is asked again what was not answered: a reply is a function of the turns before it."""
+    """`respawn`: a new environment gets the unanswered calls. A reply depends only on the turns before it."""
     critic: Literal["stop", "restart"] = "restart"
-    """`restart`: a new one goes on from the newest checkpoint, or from `checkpoint.mirror`, and learns again what was
-    learnt since then."""
+    """`restart`: a new critic resumes from the newest checkpoint, or from `checkpoint.mirror`, and repeats later
+    steps."""
     trainer: Literal["stop", "restart"] = "restart"
-    """`restart`: a new one goes on as the critic does. Generators go on meanwhile; no rollout is generated again."""
+    """`restart`: a new trainer resumes as the critic does. Generators keep running, and no rollout is generated
+    again."""
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """A policy alone is that of all executors."""
+        """A single policy applies to all roles."""
         return {"anyOf": [{"enum": ["stop", "respawn", "restart"]}, handler.resolve_ref_schema(handler(core))]}
 
     @model_validator(mode="before")
@@ -113,53 +113,44 @@ class OnFailureConfig(Section):
 
 class ClusterConfig(Section):
     kind: Kind = Field(default="auto", validate_default=True)
-    """Place of executors: `monarch`, processes on this machine; `hosts`, processes on those that call; `inline`, all in
-    this process; `auto`: `monarch` where it is installed, else `inline`."""
+    """Place of executors. `monarch`: processes on this machine; `hosts`: processes on hosts that connect; `inline`:
+    all in this process; `auto`: `monarch` if it is installed, else `inline`."""
     listen: str = ""
-    """Address, `address:port`, of this machine that `llamarl host` calls on the others; only with `hosts`."""
+    """Address of this machine, `address:port`, to which `llamarl host` connects; only with `hosts`."""
     pki: FilePath = "pki"
-    """Folder of the certificates that `llamarl certs` makes; only with `hosts`."""
+    """Folder of the certificates that `llamarl certs` creates; only with `hosts`."""
     num_hosts: int = Field(default=1, ge=1)
-    """Hosts that must have called before the run starts; only with `hosts`."""
+    """Hosts that must connect before the run starts; only with `hosts`."""
     min_hosts: int = Field(default=0, ge=0)
-    """Hosts with which the run goes on when it has lost those of trainer or critic, and with which `--resume` begins;
-    0: `num_hosts`; only with `hosts`."""
+    """Fewest hosts with which the run continues after it loses hosts of trainer or critic, and with which `--resume`
+    starts; 0 means `num_hosts`; only with `hosts`."""
     host_timeout_s: float = Field(default=300, gt=0)
-    """Longest wait for the hosts to call, in seconds; only with `hosts`."""
+    """Longest wait for hosts to connect, in seconds; only with `hosts`."""
     place: PlaceConfig = PlaceConfig()
-    """Hosts that each role may run on; only with `hosts`."""
+    """Hosts that each role may use; only with `hosts`."""
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
-    """Own devices per executor, or (the baseline to beat) the same devices for all, phases in turn."""
+    """Separate devices per executor, or (the baseline to beat) the same devices for all executors in turn."""
     on_failure: OnFailureConfig = OnFailureConfig()
-    """Policy for when an executor dies, by its role; one word for all: `"stop"` or `"restart"`."""
+    """Policy by role for executors that die. A single word applies to all roles: `"stop"` or `"restart"`."""
     max_restarts: int = Field(default=5, ge=0)
-    """Deaths of one role, of a generator's replicas each, within `restart_window_s`; one more ends the run. Lost hosts
-    do not count."""
+    """Deaths of one role (per replica for generators) that a run survives within `restart_window_s`. Lost hosts do not
+    count."""
     restart_window_s: float = Field(default=600, gt=0)
-    """Deaths that are longer ago are forgiven."""
+    """Window in seconds. Older deaths do not count."""
     start_timeout_s: float = Field(default=120, gt=0)
-    """Longest wait for an executor to start and load its model."""
+    """Longest wait for an executor to start and to load its model, in seconds."""
     call_timeout_s: float = Field(default=600, gt=0)
-    """Longest wait for one call to an executor, for example a train step."""
+    """Longest wait for a call to an executor, for example a train step, in seconds."""
     stall_timeout_s: float = Field(default=300, gt=0)
-    """No rollout, reward or train step finished for so long: the run says who waits for whom, and ends."""
+    """The run fails, and reports who waits for whom, if no rollout, reward or step finishes for this long, in
+    seconds."""
     shutdown_timeout_s: float = Field(default=8, gt=0)
-    """Longest wait for executors to end by themselves; then they are killed."""
+    """Longest wait for executors to end by themselves, in seconds. Then they are killed."""
 
     @property
     def fewest_hosts(self) -> int:
-        """Hosts without which the run does not go on."""
+        """Fewest hosts with which the run continues."""
         return self.min_hosts or self.num_hosts
-
-    @model_validator(mode="before")
-    @classmethod
-    def _successors(cls, value: object) -> object:
-        if isinstance(value, dict) and "on_generator_failure" in value:
-            raise ValueError(
-                "cluster.on_generator_failure is cluster.on_failure.generator now; write "
-                f"cluster.on_failure.generator = {value['on_generator_failure']!r}"
-            )
-        return value
 
     @model_validator(mode="after")
     def _hosts(self) -> ClusterConfig:
@@ -179,7 +170,7 @@ class ClusterConfig(Section):
             if self.min_hosts > self.num_hosts:
                 raise ValueError(
                     f"cluster.min_hosts = {self.min_hosts} is more than cluster.num_hosts = {self.num_hosts}, with "
-                    "which the run begins; lower it"
+                    "which the run starts; lower it"
                 )
             if self.placement == "colocated":
                 raise ValueError(

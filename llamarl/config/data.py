@@ -1,4 +1,4 @@
-"""Sections `data` and `eval`: where problems come from, one source or several, and how their rows become prompts."""
+"""Sections `data` and `eval`: one or several sources of problems, and how their rows become prompts."""
 
 from __future__ import annotations
 
@@ -11,34 +11,33 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, GetJsonSchemaHandler, Tag, model_validator
 
-from llamarl.config.path import FilePath
 from llamarl.config.ref import Ref
 from llamarl.config.roles import RewardParts
-from llamarl.config.section import Section
+from llamarl.config.section import FilePath, Section
 
 if TYPE_CHECKING:
     from pydantic_core import CoreSchema
 
 ONE, SEVERAL = "(one)", "(several)"
-"""Tags of what stands for sources, a `Ref` or a list; no part of an option's name."""
+"""Tags of a `Ref` and of a list of sources. They are not part of an option's name."""
 MIN_TEMPERATURE = 1e-3
-"""Lowest temperature of sampling; logits divided by less are beyond float32. 0 is greedy."""
+"""Lowest positive temperature for sampling. Logits divided by less exceed float32. 0 is greedy."""
 OF_EVAL = "eval/"
-"""Begins `Prompt.source` of a set of held-out problems; no label has a slash."""
+"""Prefix of `Prompt.source` for a set of held-out problems. Labels contain no slash."""
 _LABEL = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 MAX_RATIO = 1e9
-"""Largest ratio of two weights; less than that share of the whole is lost to rounding, or never drawn."""
+"""Largest ratio of two weights. A smaller share would be lost to rounding, or never drawn."""
 
 
 def _day(value: object) -> object:
-    """Text of a day, which TOML knows without quotes too."""
+    """Returns the text of a date, which TOML also has without quotes."""
     if isinstance(value, str) and value and date.fromisoformat(value).isoformat() != value:
         raise ValueError(f"{value!r} is not a day as in 2026-07-26")
     return value.isoformat() if type(value) is date else value
 
 
 def _parts(value: Any) -> Any:
-    """`"gsm8k"`, `{name = "judge"}` and `["gsm8k", "format"]` for `{parts = ...}`."""
+    """Returns `{parts = ...}` for `"gsm8k"`, `{name = "judge"}` and `["gsm8k", "format"]`."""
     if isinstance(value, list):
         return {"parts": value}
     is_part = isinstance(value, str | Ref) or (isinstance(value, dict) and "parts" not in value)
@@ -46,14 +45,14 @@ def _parts(value: Any) -> Any:
 
 
 def with_tools(values: Any, section: str = "") -> Any:
-    """Settings in which `tools` have become the environment that they are. Raises ValueError."""
+    """Returns settings in which `tools` are replaced by the environment that runs them. Raises ValueError."""
     if not isinstance(values, dict) or not values.get("tools"):
         return values
     environment = Ref.model_validate(values.get("environment") or "tools")
     if environment.name != "tools":
         raise ValueError(
-            f"{section}tools with {section}environment = {environment.name!r}: tools are an environment; leave one "
-            "of them out"
+            f"{section}tools with {section}environment = {environment.name!r}: tools are an environment themselves; "
+            "leave one of them out"
         )
     return values | {"environment": {"name": "tools", **environment.options, "functions": values["tools"]}}
 
@@ -65,16 +64,16 @@ def _sampled(value: float | None) -> float | None:
 
 
 class FilterConfig(Section):
-    """Prompts that are kept by how often a model has solved them."""
+    """Selects prompts by the pass rate of a model."""
 
     path: FilePath
-    """Pass rates that `llamarl eval --rates FILE` has written."""
+    """Pass rates written by `llamarl eval --rates FILE`."""
     min: float = Field(default=0.05, ge=0, le=1)
-    """Smallest pass rate that is kept; a prompt that nobody solves teaches nothing."""
+    """Lowest pass rate to keep. A prompt that is never solved teaches nothing."""
     max: float = Field(default=0.95, ge=0, le=1)
-    """Largest pass rate that is kept; nor does one that everybody solves."""
+    """Highest pass rate to keep. A prompt that is always solved teaches nothing."""
     unmeasured: Literal["refuse", "keep", "skip"] = "refuse"
-    """Prompts that the file does not have: refuse to start, keep them, or skip and count them."""
+    """Prompts that are missing in the file: refuse to start, keep them, or skip and count them."""
 
     @model_validator(mode="after")
     def _order(self) -> FilterConfig:
@@ -84,16 +83,16 @@ class FilterConfig(Section):
 
 
 class SourceConfig(Section):
-    """One source of several. What it leaves out is the run's.
+    """One source of several. Settings that it leaves out are the run's.
 
-    An entry may be flat: what is none of these settings are the source's name and options, as in
-    `{name = "hub", path = "openai/gsm8k", template = "{question}"}`.
+    An entry may be flat. Keys that are not settings below are then the source's name and options, as in `{name = "hub",
+    path = "openai/gsm8k", template = "{question}"}`.
     """
 
     source: Ref
     """Prompt source, for example `{name = "jsonl", path = "train.jsonl"}`."""
     label: str = Field(default="", pattern=_LABEL)
-    """Name of the source in metrics, files and pictures; left out: that of its data set or file, or of its kind."""
+    """Name of the source in metrics, files and plots. Default: the name of its data set, file or kind."""
     template: str | None = None
     """`data.template` of this source."""
     system: str | None = None
@@ -109,7 +108,7 @@ class SourceConfig(Section):
     max_new_tokens: int | None = Field(default=None, ge=1)
     """`rollout.max_new_tokens` of this source, shorter or longer."""
     reward: Annotated[RewardParts | None, BeforeValidator(_parts, json_schema_input_type=Any)] = None
-    """`reward.parts` of this source: a name, a part with its options, a list, or `{parts = [...], weights = [...]}`."""
+    """`reward.parts` of this source: a name, a part with options, a list, or `{parts = [...], weights = [...]}`."""
     environment: Ref | None = None
     """`rollout.environment` of this source."""
     tools: list[str] = Field(default_factory=list)
@@ -117,7 +116,7 @@ class SourceConfig(Section):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """An entry may be flat, or a name alone."""
+        """An entry may be flat, or a plain name."""
         table = handler.resolve_ref_schema(handler(core)) | {"additionalProperties": True}
         table["required"] = [name for name in table.get("required", ()) if name != "source"]
         return {"anyOf": [{"type": "string"}, table]}
@@ -132,44 +131,44 @@ class SourceConfig(Section):
         own = dict(value)
         if "source" in own and "name" in own:
             raise ValueError(
-                "`name` stands beside `source`: an entry is flat, or has name and options of its source in `source`"
+                "`name` next to `source`: an entry is flat, or has the name and options of its source in `source`"
             )
         if "source" not in own:
             options = {name: own.pop(name) for name in value if name not in cls.model_fields}
             if "name" not in options:
                 raise ValueError(f"a source needs its `name`, such as 'hub' or 'jsonl'; this has {', '.join(value)}")
             own["source"] = options
-        if not isinstance(own["source"], str | Ref | Mapping):  # which is refused as what it is
+        if not isinstance(own["source"], str | Ref | Mapping):  # validation refuses it
             return own
         return with_tools({"label": _label(own["source"])} | own)
 
 
 class TrainSource(SourceConfig):
-    """One source of a mixture that is trained on."""
+    """One training source of a mixture."""
 
     weight: float = Field(default=1.0, gt=0, le=1e9)
-    """Share of the prompts that come from it, relative to the other weights; the size of the source plays no part."""
+    """Share of the prompts from this source, relative to the other weights. The size of the source does not matter."""
     filter: FilterConfig | None = None
     """`data.filter` of this source."""
 
 
 MAX_SAMPLES = 4096
-"""Most responses per held-out prompt. All are in memory until the last one is judged."""
+"""Most responses per held-out prompt. All are in memory until the last one is scored."""
 
 
 class EvalConfig(Section):
     every_steps: int = Field(default=0, ge=0)
-    """Evaluate during training each so many steps, beside it; 0: only before and after."""
+    """Evaluate every N steps, in parallel with training. 0 means only before and after training."""
     max_prompts: int = Field(default=256, ge=1)
-    """Held-out prompts taken, from the front."""
+    """Number of held-out prompts, the first of the source."""
     samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
-    """Responses per prompt; with more than one, pass@k is reported too."""
+    """Responses per prompt. With more than one, pass@k is reported as well."""
     temperature: Annotated[float, AfterValidator(_sampled)] = Field(default=0.0, ge=0, le=100)
     """0 is greedy."""
 
 
 class EvalSet(SourceConfig):
-    """One set of held-out problems of several, each with a curve of its own; `label` is its name."""
+    """One of several sets of held-out problems, with its own curve. `label` is its name."""
 
     every_steps: int | None = Field(default=None, ge=0)
     """`eval.every_steps` of this set."""
@@ -178,21 +177,21 @@ class EvalSet(SourceConfig):
     samples: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
     """`eval.samples` of this set."""
     temperature: Annotated[float | None, AfterValidator(_sampled)] = Field(default=None, ge=0, le=100)
-    """`eval.temperature` of this set; left out, and 0 there, several samples are drawn at 1."""
+    """`eval.temperature` of this set. Default: the run's; if that is 0, several samples are drawn at 1."""
 
     @property
     def key(self) -> str:
-        """`Prompt.source` of its prompts: no label of a source that is trained on."""
+        """`Prompt.source` of its prompts. It differs from the labels of all training sources."""
         return OF_EVAL + self.label
 
     def settled(self, run: EvalConfig, option: str) -> EvalConfig:
-        """Section `eval` of a run with this set alone. Raises ValueError: all samples would be the same."""
+        """Returns section `eval` of a run with only this set. Raises ValueError if all samples would be equal."""
         own = {name: one for name in EvalConfig.model_fields if (one := getattr(self, name)) is not None}
         samples = self.samples or run.samples
         if samples > 1 and self.temperature == 0:
             raise ValueError(
-                f"{option}.temperature = 0 with samples = {samples}: greedy responses are all the same; leave it out "
-                "for 1, or take one sample"
+                f"{option}.temperature = 0 with samples = {samples}: greedy responses are equal; leave it out "
+                "to sample at 1, or take one sample"
             )
         return run.model_copy(update={"temperature": run.temperature or float(samples > 1)} | own)
 
@@ -208,30 +207,30 @@ Sources = Annotated[
     Annotated[Ref, Tag(ONE)] | Annotated[list[S], Field(min_length=1, max_length=1 << 10), Tag(SEVERAL)],
     Discriminator(_which),
 ]
-"""One source, or a list of sources with settings of their own."""
+"""One source, or a list of sources with their own settings."""
 
 
 class DataConfig(Section):
     train: Sources[TrainSource]
-    """Prompt source, for example `{name = "jsonl", path = "train.jsonl"}`; or a list of them, which are mixed."""
+    """Prompt source, for example `{name = "jsonl", path = "train.jsonl"}`, or a list of sources to mix."""
     eval: Sources[EvalSet] | None = None
-    """Held-out prompt source, or a list of them, which are sets with names; without it there is no evaluation."""
+    """Held-out prompt source, or a list of named sets. Without it there is no evaluation."""
     filter: FilterConfig | None = None
-    """Keeps prompts of `train` by a measured pass rate: `{path = "rates.jsonl", min = 0.05, max = 0.95}`."""
+    """Keeps prompts of `train` by measured pass rate: `{path = "rates.jsonl", min = 0.05, max = 0.95}`."""
     template: str = "auto"
-    """Prompt text with `{field}` places, or `chat` for the tokenizer's own chat template; `auto`: that where there is
-    one, else `{question}` and a line break."""
+    """Prompt text with `{field}` placeholders, or `chat` for the tokenizer's chat template. `auto` means `chat` if
+    there is a chat template, else `{question}` and a line break."""
     system: str = ""
-    """Message of the role `system` that begins each conversation of a chat template."""
+    """Message of the role `system` at the start of each conversation of a chat template."""
     examples: list[dict[str, str]] = Field(default_factory=list)
-    """Problems with answers that stand in each prompt before its own: `[{question = "1+1?", answer = "2"}]`."""
+    """Solved problems in each prompt before its own: `[{question = "1+1?", answer = "2"}]`."""
     template_arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, for example `{enable_thinking = false}`."""
     date: Annotated[str, BeforeValidator(_day)] = ""
-    """Day that chat templates take for today, such as `2026-07-26`; empty: when the run begins, which is then kept."""
+    """Today's date for chat templates, such as `2026-07-26`. Empty means the day on which the run starts."""
     solution: str = "solution"
-    """Field of a row that `llamarl sft` learns as the response; `answer` where that shows the way to it. Of rows that
-    are conversations it learns what the assistant says."""
+    """Field with the response that `llamarl sft` trains on; use `answer` if it contains the full solution. In rows that
+    are conversations, it trains on the assistant's messages."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Longest prompt, in tokens."""
     overlong_prompts: Literal["skip", "refuse"] = "skip"
@@ -251,22 +250,22 @@ class DataConfig(Section):
 
     @property
     def sources(self) -> Sequence[TrainSource]:
-        """The sources of a mixture; none where `train` is a single source."""
+        """The sources of a mixture. Empty if `train` is a single source."""
         return self.train if isinstance(self.train, list) else ()
 
     @property
     def eval_sets(self) -> Sequence[EvalSet]:
-        """The sets of held-out problems; none where `eval` is a single source."""
+        """The sets of held-out problems. Empty if `eval` is a single source."""
         return self.eval if isinstance(self.eval, list) else ()
 
     @property
     def by_key(self) -> dict[str, SourceConfig]:
-        """The sources of a mixture and the sets of held-out problems, by `Prompt.source`."""
+        """Sources of a mixture and sets of held-out problems, by `Prompt.source`."""
         sources: dict[str, SourceConfig] = {one.label: one for one in self.sources}
         return sources | {one.key: one for one in self.eval_sets}
 
     def of(self, source: SourceConfig) -> DataConfig:
-        """The settings as if the source were the only one."""
+        """Returns the settings with `source` as the only source."""
         own = {
             name: value
             for name in (
@@ -281,19 +280,19 @@ class DataConfig(Section):
             if (value := getattr(source, name, None)) is not None
         }
         if own.get("template", self.template) not in ("auto", "chat"):
-            own["date"] = ""  # which the chat templates of other sources write
+            own["date"] = ""  # only chat templates of other sources contain it
         return self.model_copy(update={"eval" if isinstance(source, EvalSet) else "train": source.source} | own)
 
 
 def check_labels(sources: Sequence[SourceConfig], option: str) -> None:
-    """Raises ValueError: two sources have one label."""
+    """Raises ValueError if two sources have the same label."""
     label, times = Counter(source.label for source in sources).most_common(1)[0] if sources else ("", 0)
     if times > 1:
-        raise ValueError(f"{option}: {times} sources have the label {label!r}; give each a `label` of its own")
+        raise ValueError(f"{option}: {times} sources have the label {label!r}; give each a different `label`")
 
 
 def _label(source: Any) -> str:
-    """Name of a source that nobody has named: of its data set, else of its first file, else of its kind."""
+    """Returns the default name of a source: the name of its data set, else of its first file, else its kind."""
     options = {"name": source} if isinstance(source, str) else dict(source) if isinstance(source, dict | Ref) else {}
     path = options.get("path")
     path = path[0] if isinstance(path, list | tuple) and path else path

@@ -1,9 +1,14 @@
-"""What settings of TRL, verl, prime-rl, OpenRLHF and vLLM are called here: one table, by the last part of their names.
+"""Names of settings that llamarl does not have: those of TRL, verl, prime-rl, OpenRLHF and vLLM, by the last part of
+their names, and those of earlier versions of llamarl.
 
 `docs/coming_from.md` shows the common ones side by side.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 _CLIP = (
     "the bounds of clipping are options of the loss: `trainer.loss.clip` of `grpo`, `ppo_clip` and `decoupled_ppo`, "
@@ -85,7 +90,7 @@ ELSEWHERE: dict[str, tuple[str, ...] | str] = {
     **dict.fromkeys(("reward_funcs", "reward_fn", "reward_function", "custom_reward_function", "rubric"), _REWARD),
     "reward_weights": ("reward.weights",),
     **dict.fromkeys(("entropy_coeff", "entropy_coef", "ent_coef"), "no loss here has an entropy bonus; leave it out"),
-    "dpo": "there is no DPO here, which learns from pairs of answers without sampling any",
+    "dpo": "llamarl has no DPO, which learns from pairs of answers without sampling any",
     # devices
     **dict.fromkeys(("peft_config", "lora_config", "use_peft"), ("trainer.lora",)),
     **dict.fromkeys(("lora_rank", "lora_r"), ("trainer.lora.rank",)),
@@ -106,3 +111,30 @@ PARTS = {
     "reinforce++": "reinforce_plus_plus",
 }  # fmt: skip
 """Losses and advantages by the names that they have elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dropped:
+    """A setting of earlier versions. A run file and the command line may not have it. Records of older runs may."""
+
+    fix: str
+    """What the user does instead: the end of the message."""
+    default: Any = None
+    """Recorded value that today's code still follows. A run that was recorded with another value cannot resume."""
+    successor: str = ""
+    """Setting that replaces it. Empty if none does."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the successor by recorded value. Other values stay as they are."""
+
+
+DROPPED = {
+    "weight_sync.power_of_two_scales": Dropped(fix="leave it out", default=False),
+    "record.journal": Dropped(
+        fix="set `record.kind` to 'resume' in place of 'needed', or leave it out for 'all'",
+        successor="record.kind", values={"needed": "resume"},
+    ),
+    "cluster.on_generator_failure": Dropped(
+        fix="set `cluster.on_failure.generator`, which has the same values", successor="cluster.on_failure.generator"
+    ),
+}  # fmt: skip
+"""Dropped settings by dotted name. A recorded run is shown and exported whatever their values are."""

@@ -1,4 +1,4 @@
-"""Files that somebody else may have put where they are: opened without a wait, and written through no link."""
+"""Opens files that another user may have placed: without blocking on pipes, and without writing through links."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import IO, Any
 
 
 def open_file(path: str | Path) -> IO[bytes]:
-    """Opens a file to read. Raises OSError, for what may never end or never begin, too: a pipe, a device."""
+    """Opens a file for reading. Raises OSError, also for pipes and devices, which may block or never end."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -19,8 +19,8 @@ def open_file(path: str | Path) -> IO[bytes]:
 
 
 def open_own(path: str | Path, mode: str, buffering: int = -1) -> IO[Any]:
-    """Opens a file of a run's folder to write, which is made if it is not there. Who can write to that folder could
-    have put a link or a pipe in its place, and what is written would go where that leads. Raises OSError."""
+    """Opens a file in a run's folder for writing, and creates it if needed. Raises OSError for links and pipes: another
+    user with write access to the folder could use them to redirect the output."""
 
     def opener(name: str, flags: int) -> int:
         try:
@@ -28,7 +28,7 @@ def open_own(path: str | Path, mode: str, buffering: int = -1) -> IO[Any]:
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
-            raise OSError(errno.ELOOP, "it is a link, and nothing is written through it", name) from None
+            raise OSError(errno.ELOOP, "it is a link, and llamarl does not write through links", name) from None
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise OSError(errno.EINVAL, "it is not a regular file", name)

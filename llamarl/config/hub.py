@@ -1,7 +1,5 @@
-"""Names of the Hub in settings, and where this machine keeps what was fetched. No network, and no client of the Hub.
-
-What asks the Hub is the part `hub`: `open_hub` opens it.
-"""
+"""Names on the Hub in settings, and the cache of fetched files. Uses no network; `open_hub` opens the part `hub`, which
+does."""
 
 from __future__ import annotations
 
@@ -15,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from llamarl.config.errors import ConfigError, one_of
-from llamarl.config.path import near_path
 from llamarl.config.ref import part_module
+from llamarl.config.section import near_path
 
 if TYPE_CHECKING:
     from llamarl.config.schema import RunConfig
 
 Kind = Literal["model", "dataset"]
 Choose = Callable[[Mapping[str, int]], Sequence[str]]
-"""choose(bytes by path): the paths that are wanted. Raises ConfigError: there are none."""
+"""choose(bytes by path): returns the wanted paths. Raises ConfigError if there are none."""
 _PART = r"[A-Za-z0-9](?:[\w.-]*\w)?"
 _NAME = re.compile(rf"(?!.*(?:--|\.\.))({_PART}/{_PART})(?:@([\w./-]+))?", re.ASCII)
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -39,26 +37,26 @@ class NotFetched(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A repository of the Hub, at a revision."""
+    """A repository on the Hub at a revision."""
 
     repo: str
     """`owner/name`."""
     revision: str = ""
-    """A branch, a tag or a commit; empty: the branch `main`."""
+    """A branch, a tag or a commit. Empty means the branch `main`."""
 
     @classmethod
     def of(cls, text: str) -> HubName | None:
-        """The name that a text is: `owner/name` or `owner/name@revision`; None: it is none."""
+        """Parses `owner/name` or `owner/name@revision`. Returns None for any other text."""
         found = _NAME.fullmatch(text)
         return cls(found[1], found[2] or "") if found else None
 
     @property
     def is_pinned(self) -> bool:
-        """The revision is a commit, which means the same files for ever."""
+        """Returns whether the revision is a commit, whose files never change."""
         return _COMMIT.fullmatch(self.revision) is not None
 
     def at(self, revision: str) -> HubName:
-        """The same repository at another revision."""
+        """Returns the same repository at another revision."""
         return HubName(self.repo, revision)
 
     def __str__(self) -> str:
@@ -67,16 +65,16 @@ class HubName:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """Files of a repository at one commit, in the cache of this machine."""
+    """Files of a repository at one commit, in this machine's cache."""
 
     name: HubName
     """Pinned to the commit."""
     folder: Path
-    """Holds the files, below the paths that they have in the repository."""
+    """Contains the files at their paths in the repository."""
     files: Mapping[str, int]
-    """Bytes of the chosen files, by path."""
+    """Bytes of the chosen files by path."""
     note: str = ""
-    """Sentence for the user, such as that the Hub refused and the cache was used."""
+    """Sentence for the user, for example that the Hub refused and the cache was used."""
 
     @property
     def commit(self) -> str:
@@ -84,62 +82,64 @@ class Snapshot:
 
 
 class HubAccess(Protocol):
-    """The `joint` of the part `hub`: files by name, from the cache of this machine or the network, and to the Hub. All
-    but `cached` and the choices raise ConfigError, with cause and fix: there is no such thing, nobody may see it, or
-    there is no answer."""
+    """The `joint` of the part `hub`: fetches files from the Hub or the cache, and pushes models. All methods but
+    `cached` and the choices raise ConfigError if a repository does not exist, is not accessible, or the Hub does not
+    answer."""
 
     def model_files(self, files: Mapping[str, int]) -> list[str]:
-        """A choice: the files of a whole model. Raises ConfigError: it is none."""
+        """Choice: all files of a model. Raises ConfigError if they are not a model."""
         ...
 
     def small_files(self, files: Mapping[str, int]) -> list[str]:
-        """A choice: files of a model besides its weights. Raises ConfigError: it is none."""
+        """Choice: files of a model without its weights. Raises ConfigError if they are not a model."""
         ...
 
     def listing(self, name: HubName, kind: Kind = "model") -> tuple[str, dict[str, int]]:
-        """The commit that the name means now, and the bytes of all its files by path."""
+        """Returns the name's current commit, and the bytes of all its files by path."""
         ...
 
     def cached(self, name: HubName, kind: Kind = "model", choose: Choose = ...) -> Snapshot | None:
-        """Files that are here, as the name was understood last; None: not all are. Asks nobody."""
+        """Returns files in the cache, at the commit that the name last resolved to. None means that some are missing.
+        Uses no network."""
         ...
 
     def fetched(self, name: HubName, kind: Kind = "model", choose: Choose = ...) -> Snapshot:
-        """The chosen files of what the name means now, of a model those of a whole one, on this machine."""
+        """Fetches the chosen files of the name's current commit; by default all files of a model."""
         ...
 
     def with_data(self, name: HubName) -> tuple[HubName, str, Mapping[str, dict[str, list[str]]]]:
-        """The commit of a data set that has files which can be read, its README, and those files by configuration and
+        """Returns the commit of a data set with readable files, its README, and those files by configuration and
         split."""
         ...
 
     def push_model(
         self, run: Path, config: RunConfig, folder: Path, step: int, name: HubName, *, adapters: bool, private: bool
     ) -> str:
-        """Puts the model in `folder`, written at a step of a run, there with its card; text on where it is.
+        """Pushes the model in `folder`, written at a step of a run, with its card. Returns text with its address.
 
         Args:
-            adapters: of a LoRA run, rather than a whole model.
-            private: of a repository that is made by this.
+            adapters: push the adapters of a LoRA run, not a whole model.
+            private: make a new repository private.
         """
         ...
 
 
 def open_hub() -> HubAccess:
-    """Raises ConfigError: this installation lacks the part."""
+    """Opens the part `hub`. Raises ConfigError if it is not installed."""
     joint: Any = part_module("hub", "joint")
     return joint
 
 
 def hub_name(path: str | Path) -> HubName | None:
-    """Returns the name of the Hub that a path means. None means that it is a path: a folder has that name, or it begins
-    with the name of a local folder, or with `runs/`, and names no revision. Raises ConfigError: it can be neither."""
+    """Returns the name on the Hub that a path means. None means that it is a path: a folder has that name, or it begins
+    with the name of a local folder, or with `runs/`, and names no revision. Raises ConfigError if the path cannot be
+    examined."""
     try:
         if Path(path).is_dir() or (name := HubName.of(str(path))) is None:
             return None
         return None if not name.revision and _begins_here(name.repo) else name
     except OSError as error:
-        raise ConfigError(f"{str(path)!r:.200} cannot be looked at ({error.strerror}); name a model's folder") from None
+        raise ConfigError(f"{str(path)!r:.200} cannot be read ({error.strerror}); name a model's folder") from None
 
 
 def _begins_here(path: str) -> bool:
@@ -165,10 +165,11 @@ def missing_folder(path: str | Path, option: str = "") -> str:
 
 
 def folder_of(path: str | Path) -> Path:
-    """The folder of a model: a path as it is; `owner/name@commit` in the cache of this machine. Fetches nothing.
+    """Returns the folder of a model: the path itself, or for `owner/name@commit` its folder in the cache. Fetches
+    nothing.
 
     Raises:
-        ConfigError: a name that no commit belongs to, or one that was not fetched here.
+        ConfigError: the name has no commit, or its files were not fetched here.
     """
     name = hub_name(path)
     if name is None:
@@ -188,12 +189,12 @@ def folder_of(path: str | Path) -> Path:
 
 
 def snapshots_of(repo: str, kind: Kind = "model") -> Path:
-    """The folder of a repository's commits, a folder of files each, in the cache of this machine."""
+    """Returns the cache folder with one subfolder per fetched commit of a repository."""
     return cache_folder() / f"{kind}s--{repo.replace('/', '--')}" / "snapshots"
 
 
 def cache_folder() -> Path:
-    """The cache of the Hub's client: HF_HUB_CACHE, else below HF_HOME, else below XDG_CACHE_HOME or ~/.cache."""
+    """Returns the cache of the Hub's client: HF_HUB_CACHE, else below HF_HOME, else XDG_CACHE_HOME or ~/.cache."""
     home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     found = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
     return Path(os.path.expandvars(found)).expanduser().absolute()
@@ -204,7 +205,7 @@ _ASKS_NOBODY = ContextVar("asks_nobody", default="")
 
 @contextmanager
 def nothing_fetched(why: str) -> Iterator[None]:
-    """Within it the cache is all that there is. `why` begins the sentence about what it lacks."""
+    """Context in which only the cache is used. `why` begins the message about missing files."""
     token = _ASKS_NOBODY.set(why)
     try:
         yield
@@ -213,7 +214,7 @@ def nothing_fetched(why: str) -> Iterator[None]:
 
 
 def why_offline() -> str:
-    """Why the Hub is not asked: by `nothing_fetched`, or as the user forbids it (HF_HUB_OFFLINE); empty: it is."""
+    """Returns why the Hub is not asked: `nothing_fetched`, or HF_HUB_OFFLINE. Empty means that it is."""
     said = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
     is_forbidden = said.upper() in ("1", "ON", "YES", "TRUE")
     return _ASKS_NOBODY.get() or ("HF_HUB_OFFLINE is set, so the Hub is not asked" if is_forbidden else "")

@@ -1,4 +1,4 @@
-"""TOML + overrides -> a validated config, and back. Every failure is one sentence that names the option and the fix."""
+"""Loads and writes settings: TOML + overrides -> a validated config. Every error names the option and the fix."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 
 from llamarl.config.data import ONE, SEVERAL
+from llamarl.config.elsewhere import DROPPED
 from llamarl.config.errors import ConfigError, did_you_mean, known_hint, near_hint, one_of
 from llamarl.config.files import open_file
-from llamarl.config.path import NO_TEXT, checked_path, from_home, near_path
 from llamarl.config.ref import Ref, find
 from llamarl.config.schema import RunConfig
-from llamarl.config.section import Section
+from llamarl.config.section import NO_TEXT, Section, checked_path, from_home, near_path
 from llamarl.config.sft import SftConfig
 
 S = TypeVar("S", bound=Section)
 MAX_ROW_BYTES = 1 << 20
-"""Longest line of a data file, in bytes: a prompt that long fits no context, and rows travel in messages."""
+"""Longest line of a data file, in bytes. A longer prompt fits no context, and rows travel in messages."""
 RECORD = "config.toml"
-"""Name of the file in a run's folder that holds the resolved settings."""
+"""Name of the file in a run's folder with the resolved settings."""
 MOST_LEVELS = 4
-"""Most sections within each other, in any settings."""
+"""Maximum depth of nested sections."""
 PACKAGED = Path(__file__).parents[1] / "configs"
-"""Files of runs that come with the package, each of which `llamarl train` takes by its name: `demo`."""
+"""Run files that come with the package. `llamarl train` accepts them by name: `demo`."""
 
 
 def load_config(
@@ -43,20 +43,23 @@ def load_config(
     *,
     recorded: bool = False,
 ) -> RunConfig:
-    """The run that a file describes, with overrides such as `["--trainer.learning_rate", "1e-5", "--steps=10"]`.
+    """Loads a run's settings, with overrides such as `["--trainer.learning_rate", "1e-5", "--steps=10"]`.
 
     Args:
-        path: of a TOML file, the name of one that comes with the package, or what such a file holds.
-        overrides: None: who calls takes none, and no sentence tells of them.
-        settings: win over the file; a section is a table, or its names stand behind dots.
-        recorded: the tables are those of a file that `is_record`. The recipe that such a file names is not applied.
+        path: a TOML file, the name of a packaged one, or the tables of such a file.
+        overrides: None means that the caller takes no overrides, so messages do not mention them.
+        settings: override the file. A section is a table, or its settings have dotted names.
+        recorded: True if the tables come from a file for which `is_record` is true. Its recipe is not applied again.
 
     Raises:
-        ConfigError: file, key, type or combination is wrong.
+        ConfigError: a file, key, type or combination is wrong.
     """
     _check_once(settings)
     data = deepcopy(dict(path)) if isinstance(path, Mapping) else tables(path)
-    was = data.get("recipe") if recorded or is_record(path) else None
+    is_recorded = recorded or is_record(path)
+    was = data.get("recipe") if is_recorded else None
+    if is_recorded and (lost := _translate(data)):
+        raise ConfigError(f"the run was recorded with `{lost[0]}`, which llamarl no longer has; start a new run")
     data = _with(data, settings)
     config = validated(_overridden(data, overrides or ()), RunConfig, overrides is not None)
     if config.recipe and config.recipe != was:
@@ -65,7 +68,7 @@ def load_config(
             config = recipe(config)
         except ValidationError as error:
             raise ConfigError(f"recipe = {config.recipe!r}: {_explain(error, RunConfig)}") from None
-    if config.model.warm_start:  # written relative to the TOML that names it
+    if config.model.warm_start:  # relative to the TOML file that names it
         folder = Path() if isinstance(path, Mapping) else _place(path).parent
         warm_start = str((folder / config.model.warm_start).resolve())
         config = config.model_copy(update={"model": config.model.model_copy(update={"warm_start": warm_start})})
@@ -75,9 +78,11 @@ def load_config(
 def load_recorded(
     path: str | Path, overrides: Sequence[str] = (), settings: Mapping[str, Any] = MappingProxyType({})
 ) -> RunConfig:
-    """The settings that a run has on record in a file, as they stand there: they are complete, so no recipe is applied
-    to them, and nothing that they name is imported. Other arguments as for `load_config`. Raises ConfigError."""
-    data = _with(_parsed(path, ()), settings)
+    """Loads recorded settings of a run as they are. They are complete: no recipe is applied, and nothing that they name
+    is imported. Settings that llamarl no longer has are left out. Other arguments are as for `load_config`. Raises
+    ConfigError."""
+    _translate(data := _parsed(path, ()))
+    data = _with(data, settings)
     try:
         return validated(_overridden(data, overrides), RunConfig)
     except ConfigError as error:
@@ -88,14 +93,33 @@ def load_recorded(
 
 
 def is_record(path: str | Path | Mapping[str, Any]) -> bool:
-    """Whether a file is the resolved configuration of a run, in that run's folder."""
+    """Returns whether a file is the recorded configuration in a run's folder."""
     if isinstance(path, Mapping) or Path(path).name != RECORD:
         return False
     return any(Path(from_home(path)).with_name(name).exists() for name in (".lock", "journal", "metrics.jsonl"))
 
 
+def _translate(data: dict[str, Any]) -> list[str]:
+    """Removes dropped settings from recorded tables, or gives their values to the settings that replace them. Returns
+    `name = value` of those whose value today's code cannot follow."""
+    lost = []
+    for name, dropped in DROPPED.items():
+        section, _, last = name.rpartition(".")
+        table: Any = data
+        for part in filter(None, section.split(".")):
+            table = table.get(part) if isinstance(table, dict) else None
+        if not isinstance(table, dict) or last not in table:
+            continue
+        value = table.pop(last)
+        if dropped.successor:
+            _set(data, dropped.successor, dropped.values.get(str(value), value))
+        elif value != dropped.default:
+            lost.append(f"{name} = {value!r}")
+    return lost
+
+
 def tables(path: str | Path) -> dict[str, Any]:
-    """Tables of the file of a run; its warm start is found from any folder. Raises ConfigError."""
+    """Returns the tables of a run file, with an absolute path of the warm start. Raises ConfigError."""
     path = _place(path)
     data = _parsed(path, ())
     model = data.get("model")
@@ -105,7 +129,7 @@ def tables(path: str | Path) -> dict[str, Any]:
 
 
 def _check_once(settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError: the same setting stands in a table and behind dots."""
+    """Raises ConfigError if a setting is given both in a table and by a dotted name."""
     seen = dict[str, str]()
     try:
         given = [(name, place) for name, value in settings.items() for place, _ in flat_settings({str(name): value})]
@@ -118,19 +142,19 @@ def _check_once(settings: Mapping[str, Any]) -> None:
 
 
 def _with(data: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`data` with other settings, tables within tables. The name of a part is set before its options, in whatever order
-    they are given. Raises ConfigError."""
+    """Merges settings into `data`, table by table. The name of a component is set before its options, in any order of
+    `settings`. Raises ConfigError."""
     for name, value in sorted(_by_part(settings), key=lambda one: one[0].count(".")):
         first, _, rest = name.partition(".")
         if rest or (isinstance(value, Mapping) and "name" not in value):
             below, given = data.get(first) or {}, {rest: value} if rest else value
-            if isinstance(below, list):  # entries have numbers, as on the command line
+            if isinstance(below, list):  # entries are addressed by number, as on the command line
                 numbers = [_place_in(below, str(one).partition(".")[0], name) for one in given]
                 entries = _with({str(number): below[int(number)] for number in numbers}, given)
                 data[first] = [entries.get(str(number), one) for number, one in enumerate(below)]
                 continue
             data[first] = _with(below if isinstance(below, dict) else {"name": below}, given)
-        else:  # a part that is named brings its own options
+        else:  # a named component replaces the options, too
             data[first] = os.fspath(value) if isinstance(value, os.PathLike) else value
     return data
 
@@ -145,12 +169,12 @@ def _by_part(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def settled(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """A run of a command that needs no file: parsed TOML, with overrides as for `load_config`. Raises ConfigError."""
+    """Returns the settings of a command that needs no file, from parsed TOML and overrides. Raises ConfigError."""
     return validated(_overridden(deepcopy(dict(data)), overrides), RunConfig)
 
 
 def given(path: str | Path, overrides: Sequence[str] = ()) -> tuple[set[str], set[str]]:
-    """Dotted names of what stands in the file, and on the command line. Raises ConfigError."""
+    """Returns the dotted names that are set in the file, and on the command line. Raises ConfigError."""
 
     def names(data: dict[str, Any], where: str = "") -> Iterator[str]:
         for name, value in data.items():
@@ -160,30 +184,30 @@ def given(path: str | Path, overrides: Sequence[str] = ()) -> tuple[set[str], se
 
 
 def load_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> SftConfig:
-    """The warm start that `path` describes. Raises ConfigError."""
+    """Loads the settings of a warm start. Raises ConfigError."""
     return validated(_parsed(path, overrides), SftConfig)
 
 
 def load_sft(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig | SftConfig:
-    """Loads what `path` describes: a run, which has a section `model`, or a warm start. Raises ConfigError."""
+    """Loads a run, which has a section `model`, or a warm start. Raises ConfigError."""
     is_run = "model" in _parsed(path, overrides)
     return load_config(path, overrides) if is_run else load_sft_config(path, overrides)
 
 
 def _place(path: str | Path) -> Path:
-    """The file that a command is given, or the one of that name that comes with the package."""
+    """Returns the file at a path, or the packaged file of that name."""
     own = PACKAGED / f"{path}.toml"
     given = checked_path(path, "the run file")
     return own if "/" not in str(path) and not given.is_file() and own.is_file() else given
 
 
 def packaged_names() -> list[str]:
-    """Returns the names of the files that come with the package, sorted."""
+    """Returns the names of the packaged run files, sorted."""
     return sorted(one.stem for one in PACKAGED.glob("*.toml"))
 
 
 def file_of_run(path: str | Path) -> Path:
-    """The file that a command reads when it is given a path, or the name of a file that comes with the package."""
+    """Returns the absolute path of a run file, which may be named by path or by the name of a packaged file."""
     return _place(path).absolute()
 
 
@@ -222,7 +246,7 @@ def _overridden(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any
 
 
 def _check_values(data: dict[str, Any] | list[Any], where: str = "") -> None:
-    """Raises ConfigError for what no setting can be, wherever it stands."""
+    """Raises ConfigError for a value that no setting can have."""
     for name, value in data.items() if isinstance(data, dict) else enumerate(data):
         place = f"{where}{name}" if isinstance(name, str) else where.removesuffix(".")
         if isinstance(value, dict | list):
@@ -230,11 +254,11 @@ def _check_values(data: dict[str, Any] | list[Any], where: str = "") -> None:
         elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise ConfigError(f"`{place}` is a number of {value.bit_length()} bits; give one of at most 63")
         elif isinstance(value, str) and NO_TEXT.search(value):
-            raise ConfigError(f"`{place} = {value!r}` holds NUL or half of a character; remove it")
+            raise ConfigError(f"`{place} = {value!r}` contains NUL or a lone surrogate; remove it")
 
 
 def validated(data: dict[str, Any], schema: type[S], has_options: bool = True) -> S:
-    """The settings in parsed TOML, which options may complete. Raises ConfigError."""
+    """Returns validated settings from parsed TOML. Raises ConfigError."""
     try:
         return schema.model_validate(data)
     except ValidationError as error:
@@ -242,7 +266,7 @@ def validated(data: dict[str, Any], schema: type[S], has_options: bool = True) -
 
 
 def read_text(path: str | Path, fix: str) -> str:
-    """A file of text. Raises ConfigError, which ends with the `fix`."""
+    """Reads a text file. Raises ConfigError with `fix` at its end."""
     try:
         with open_file(path) as file:
             return file.read().decode("utf-8-sig").replace("\r\n", "\n")
@@ -253,7 +277,7 @@ def read_text(path: str | Path, fix: str) -> str:
 
 
 def read_json(path: str | Path, fix: str) -> dict[str, Any]:
-    """The JSON object in a file. Raises ConfigError, which ends with the `fix`."""
+    """Reads the JSON object in a file. Raises ConfigError with `fix` at its end."""
     try:
         data = json.loads(read_text(path, fix), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
@@ -266,8 +290,8 @@ def read_json(path: str | Path, fix: str) -> dict[str, Any]:
 
 
 def read_rows(path: str | Path, fix: str, most_bytes: int = MAX_ROW_BYTES) -> Iterator[tuple[str, dict[str, Any]]]:
-    """`file:line` and object of each line of a JSON Lines file that is not blank, of so many bytes at most. Raises
-    ConfigError."""
+    """Yields `file:line` and the object of each non-blank line of a JSON Lines file. Raises ConfigError, also for lines
+    longer than `most_bytes`."""
     is_empty = True
     try:
         with open_file(path) as raw, gzip.open(raw) if Path(path).suffix == ".gz" else nullcontext(raw) as file:
@@ -285,7 +309,7 @@ def read_rows(path: str | Path, fix: str, most_bytes: int = MAX_ROW_BYTES) -> It
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text that is JSON to the letter: no NaN, no key twice. Raises ValueError, RecursionError."""
+    """Parses strict JSON: no NaN, and no duplicate keys. Raises ValueError or RecursionError."""
     return json.loads(text, parse_constant=_no_number, object_pairs_hook=_object)
 
 
@@ -293,7 +317,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} appears twice")
     return found
 
 
@@ -308,7 +332,7 @@ def _parse_row(line: bytes, place: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{place}: is not UTF-8 (byte {error.start} of the line); save the file as UTF-8") from None
     except UnicodeEncodeError:
-        raise ConfigError(f"{place}: holds half of a character (a lone surrogate such as \\ud800); remove it") from None
+        raise ConfigError(f"{place}: contains a lone surrogate such as \\ud800; remove it") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{place}: malformed JSON ({error.msg}, column {error.colno}); one object per line") from None
     except (ValueError, RecursionError) as error:
@@ -321,8 +345,8 @@ def _parse_row(line: bytes, place: str) -> dict[str, Any]:
 
 
 def _pairs(overrides: Sequence[str]) -> list[tuple[str, Any]]:
-    """`--a.b 1` and `--a.b=1` -> [("a.b", 1)]. Values are TOML, or else strings. The name of a part comes before
-    its options, which it would replace."""
+    """Returns [("a.b", 1)] for `--a.b 1` and `--a.b=1`. Values are TOML; a value that is not TOML is a string. The name
+    of a component precedes its options, because it would replace them."""
     pairs, rest = [], list(overrides)
     while rest:
         word = rest.pop(0)
@@ -342,7 +366,7 @@ def _parse_value(text: str) -> Any:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         return text
-    return parsed["value"] if len(parsed) == 1 else text  # text of several lines can hold further keys
+    return parsed["value"] if len(parsed) == 1 else text  # text of several lines may contain other keys
 
 
 def _set(data: dict[str, Any], key: str, value: Any) -> None:
@@ -354,7 +378,7 @@ def _set(data: dict[str, Any], key: str, value: Any) -> None:
             here[place] = value  # type: ignore[index]  # names of a table, numbers of a list
             return
         child = here.setdefault(name, {}) if isinstance(here, dict) else here[place]  # type: ignore[index]
-        if isinstance(child, str):  # a Ref written by its name alone: `loss = "aipo"` and `--trainer.loss.rho 8`
+        if isinstance(child, str):  # a Ref given by name: `loss = "aipo"` and `--trainer.loss.rho 8`
             child = here[place] = {"name": child}  # type: ignore[index]
         if not isinstance(child, dict | list):
             raise ConfigError(f"`--{key}`: `{name}` is a value, not a section")
@@ -362,11 +386,11 @@ def _set(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _place_in(here: dict[str, Any] | list[Any], name: str, key: str) -> str | int:
-    """Key of `name` in a table, or its number in a list."""
+    """Returns the key of `name` in a table, or its index in a list."""
     if isinstance(here, dict):
         return name
     if not (name.isascii() and name.isdecimal()) or int(name) >= len(here):
-        raise ConfigError(f"`--{key}`: the list has no entry {name!r}; it has {len(here)}, which are counted from 0")
+        raise ConfigError(f"`--{key}`: the list has no entry {name!r}; it has {len(here)}, counted from 0")
     return int(name)
 
 
@@ -374,13 +398,16 @@ def _explain(error: ValidationError, schema: type[Section], has_options: bool = 
     first = error.errors()[0]
     place = tuple(part for part in first["loc"] if part not in (ONE, SEVERAL))
     where = ".".join(map(str, place))
+    if first["type"] == "extra_forbidden" and where in DROPPED:
+        return f"`{where}` is not a setting any more; {DROPPED[where].fix}"
     if first["type"] == "extra_forbidden":
         known, name = list(_section_at(schema, place[:-1]).model_fields), str(place[-1])
         names, below = last_names(schema), _below(first["input"])
         listed = known_hint(below, names) or near_hint(name, names) or f"known here: {', '.join(known)}"
         return f"unknown option `{where}`; {known_hint(name, names) or did_you_mean(name, known, listed)}"
     if first["type"] == "missing":
-        for section in _sections(schema.model_fields[where].annotation) if len(place) == 1 else ():  # no option sets it
+        # No option sets a section, so the message names its first setting.
+        for section in _sections(schema.model_fields[where].annotation) if len(place) == 1 else ():
             where += f".{next(iter(section.model_fields))}"
         return f"`{where}` is missing; set it" + f" in the file or with --{where} VALUE" * has_options
     if first["type"] == "value_error":
@@ -389,7 +416,7 @@ def _explain(error: ValidationError, schema: type[Section], has_options: bool = 
     if first["type"] == "model_type":
         return f"`{where} = {first['input']!r:.100}` {_no_table(first, place, schema)}"
     if first["type"] == "string_pattern_mismatch" and "A-Za-z0-9._-" in first["ctx"]["pattern"]:
-        fix = "begin with a letter of a to z or a digit, and take these, `.`, `_` and `-` alone"
+        fix = "begin with a letter (a to z) or a digit, and use only letters, digits, `.`, `_` and `-`"
         return f"`{where} = {first['input']!r}`: it names files and curves; {fix}"
     hint = "; put quotes around it" if first["type"] == "string_type" and not isinstance(first["input"], dict) else ""
     return f"`{where} = {first['input']!r}`: {first['msg'][0].lower()}{first['msg'][1:]}{hint}"
@@ -405,7 +432,7 @@ def _below(value: Any) -> str:
 
 
 def last_names(schema: type[Section]) -> dict[str, list[str]]:
-    """Returns dotted names of all settings by their last part. Settings in lists are left out, as they have numbers."""
+    """Returns the dotted names of all settings by their last part, without settings in lists, which have numbers."""
     found = dict[str, list[str]]()
 
     def add(section: type[Section], prefix: str, depth: int) -> None:
@@ -422,26 +449,26 @@ def last_names(schema: type[Section]) -> dict[str, list[str]]:
 
 
 def _no_table(error: Any, place: tuple[int | str, ...], schema: type[Section]) -> str:
-    """End of the sentence about a value that stands where a section, or a part with its options, does."""
+    """Returns the end of the message about a value in the place of a section or of a component with options."""
     if error["ctx"]["class_name"] == Ref.__name__:
-        return "names no part; give its name as text, or a table with its `name` and options"
+        return "does not name a component; give its name as text, or a table with its `name` and options"
     value, where = error["input"], ".".join(map(str, place))
     name, field = next(iter(_section_at(schema, place).model_fields.items()))
     kind = field.annotation if field.annotation in (int, float) else str
     fits = isinstance(value, kind) and get_origin(field.annotation) not in (list, dict)
     example = json.dumps(value) if fits else "..."
     of_python = f', in Python {where} = {{"{name}": {example}}}' * (len(place) == 1)
-    return f"is a section and no value; set what is in it, as {where}.{name} = {example}{of_python}"
+    return f"is a section, not a value; set its settings, as {where}.{name} = {example}{of_python}"
 
 
 def _section_at(schema: type[Section], location: tuple[int | str, ...]) -> type[Section]:
-    for part in (part for part in location if isinstance(part, str)):  # a list's entries are all of one kind
+    for part in (part for part in location if isinstance(part, str)):  # all entries of a list have one type
         schema = next(_sections(schema.model_fields[part].annotation))
     return schema
 
 
 def _sections(annotation: Any) -> Iterator[type[Section]]:
-    """Sections in the annotation of a setting, in a list or a union too."""
+    """Yields the sections in the annotation of a setting, also in lists and unions."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
     for inner in get_args(annotation):
@@ -449,14 +476,14 @@ def _sections(annotation: Any) -> Iterator[type[Section]]:
 
 
 def dump_toml(config: Section) -> str:
-    """The fully resolved config as TOML that loads to the same config."""
-    import tomli_w  # vLLM's environment, which reads settings and writes none, does without
+    """Returns the resolved settings as TOML that loads to the same settings."""
+    import tomli_w  # not installed in vLLM's environment, which only reads settings
 
     return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted name and plain value of each."""
+    """Yields the dotted name and the plain value of each setting."""
     for name, value in settings.items():
         if isinstance(value, dict) and value:
             yield from flat_settings(value, f"{prefix}{name}.")

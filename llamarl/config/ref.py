@@ -1,7 +1,7 @@
-"""`Ref`: a part named in TOML. The file name is the name; a part outside this package is `package.module:Class`.
+"""`Ref`: a component named in TOML, such as a loss or a reward.
 
-Each family is a folder. Its member `some_name` is the class `SomeName` in `some_name.py`, a dataclass whose fields are
-its options. Adding a member means adding a file; there is no registry.
+A family is a folder. Its member `some_name` is the class `SomeName` in `some_name.py`, a dataclass whose fields are its
+options. A new member is a new file; there is no registry. A component outside this package is `package.module:Class`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, TypeAdapter, ValidationError, model_validator
 
 from llamarl.config.errors import ConfigError, did_you_mean
-from llamarl.config.path import OPTIONS, settled_path
+from llamarl.config.section import OPTIONS, settled_path
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -31,12 +31,13 @@ PARTS = "llamarl.parts"
 MEMBERS_OF_PARTS = {
     "rewards.code": "episodes", "sources.hub": "hub", "transports.cuda_ipc": "cuda", "transports.nixl": "cuda",
 }  # fmt: skip
-"""Parts that have a member of a family of the core, by folder and name: who asks for one without its part is told."""
+"""Members of core families that live in a part, by folder and name. A user who names one without its part gets a
+hint."""
 T = TypeVar("T", bound="DataclassInstance")
 
 
 class NotRun(ConfigError):
-    """Settings name code that does not come with the package, in a command that runs none."""
+    """Settings name code outside the package, in a command that runs no such code."""
 
 
 _NOT_RUN = ContextVar[list[str] | None]("not_run", default=None)
@@ -44,7 +45,7 @@ _NOT_RUN = ContextVar[list[str] | None]("not_run", default=None)
 
 @contextmanager
 def nothing_run() -> Iterator[list[str]]:
-    """Within it `may_run` refuses all code that settings name. Yields the list of what was refused, which grows."""
+    """Context in which `may_run` refuses all code that settings name. Yields the growing list of refused settings."""
     token = _NOT_RUN.set(refused := list[str]())
     try:
         yield refused
@@ -53,14 +54,14 @@ def nothing_run() -> Iterator[list[str]]:
 
 
 def may_run(option: str, name: str) -> None:
-    """Called before anything is imported or executed that settings name and this package lacks. Raises NotRun, within
+    """Call this before importing or executing code from outside the package that settings name. Raises NotRun inside of
     `nothing_run`."""
     if (refused := _NOT_RUN.get()) is not None:
         if (said := f"{option} = {name!r}") not in refused:
             refused.append(said)
         raise NotRun(
-            f"`{option} = {name!r}` is code that does not come with llamarl, and this command runs none; add --trust "
-            "if you trust who wrote it"
+            f"`{option} = {name!r}` is code that does not come with llamarl, and this command runs no such code; "
+            "add --trust if you trust its author"
         )
 
 
@@ -81,7 +82,7 @@ class Ref(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """A name alone is a member without options."""
+        """A plain name is a member without options."""
         table = handler.resolve_ref_schema(handler(core))
         return {"description": table.pop("description", ""), "anyOf": [{"type": "string"}, table]}
 
@@ -91,14 +92,14 @@ class Ref(BaseModel):
 
 
 def members(family: str) -> list[str]:
-    """Names that `family` (for example `llamarl.rewards`) offers, read from its folder."""
+    """Returns the names of the members of `family`, for example `llamarl.rewards`, read from its folder."""
     return sorted(modules(family))
 
 
 def modules(family: str) -> dict[str, str]:
-    """Modules by name: of the family's folder, and of the folders of that name in parts."""
+    """Returns the modules of a family by name, from its own folder and from folders of the same name in parts."""
     folder, found = family.rpartition(".")[2], [family]
-    with suppress(ModuleNotFoundError):  # the core does without
+    with suppress(ModuleNotFoundError):  # the core works without parts
         roots = importlib.import_module(PARTS).__path__
         names = sorted(path.parent.name for root in roots for path in Path(root).glob(f"*/{folder}"))
         found += [one for name in names if importlib.util.find_spec(one := f"{PARTS}.{name}.{folder}")]
@@ -107,7 +108,7 @@ def modules(family: str) -> dict[str, str]:
 
 
 def check_part(name: str, family: str, option: str) -> None:
-    """Raises ConfigError: that member of the family is in a part that this installation lacks."""
+    """Raises ConfigError if the member belongs to a part that is not installed."""
     if owner := MEMBERS_OF_PARTS.get(f"{family.rpartition('.')[2]}.{name}"):
         try:
             part_module(owner, "joint")
@@ -116,37 +117,37 @@ def check_part(name: str, family: str, option: str) -> None:
 
 
 def part(name: str, offer: str) -> Any:
-    """The object that a part, a folder of `llamarl/parts/` that the core does without, offers in its `joint.py`.
+    """Returns an object from the `joint.py` of a part, a folder of `llamarl/parts/` that the core works without.
 
     Raises:
-        ConfigError: this installation lacks the part, or a package that it needs.
+        ConfigError: the part, or a package that it needs, is not installed.
     """
     return getattr(part_module(name, "joint"), offer)
 
 
 def part_module(name: str, module: str) -> ModuleType:
-    """One of a part's, as its commands are. Raises what `part` does."""
+    """Imports a module of a part, for example a command. Raises ConfigError as `part` does."""
     whole = f"{PARTS}.{name}.{module}"
     try:
         return importlib.import_module(whole)
     except ModuleNotFoundError as error:
         missing = str(error.name)
         if f"{whole}.".startswith(f"{missing}."):
-            cause = f"this installation lacks the part `{name}`, which is asked for; install all of llamarl"
+            cause = f"this installation lacks the part `{name}`; install all of llamarl"
             raise ConfigError(cause) from None
         if missing.startswith("llamarl"):
             raise
-        cause = f"the part `{name}` needs the package `{missing}`, which this installation lacks; install that"
+        cause = f"the part `{name}` needs the package `{missing}`, which is not installed; install it"
         raise ConfigError(cause) from None
 
 
 def build(ref: Ref, family: str, option: str) -> Any:
-    """The object that `ref` names, with its options set and checked.
+    """Creates the object that `ref` names, with its options set and checked.
 
     Args:
         ref: name and options.
         family: dotted name of the folder, for example `llamarl.rewards`.
-        option: where the user wrote it, for the error message, for example `reward`.
+    option: where the user wrote it, for error messages, for example `reward`.
 
     Raises:
         ConfigError: unknown name, unknown option, or an option of the wrong type.
@@ -158,19 +159,19 @@ def build(ref: Ref, family: str, option: str) -> Any:
 
 
 def class_of(ref: Ref, family: str, option: str) -> Any:
-    """The class that `ref` names. Raises ConfigError."""
+    """Returns the class that `ref` names. Raises ConfigError."""
     return find(ref.name, family, option, "".join(part.capitalize() for part in ref.name.split("_")))
 
 
 def make_record(cls: type[T], values: Mapping[str, Any], where: str, owner: str) -> T:
-    """A dataclass from values that a user wrote, checked against its annotations.
+    """Creates a dataclass from values that a user wrote, checked against its annotations.
 
     Args:
-        where: what the values are, for the error message, for example `reward`.
-        owner: who has these options: a part's name, or the file.
+        where: what the values are, for error messages, for example `reward`.
+        owner: who has these options: a component's name, or the file.
 
     Raises:
-        ConfigError: a field is unknown, missing, of the wrong type or out of its range.
+        ConfigError: a field is unknown, missing, of the wrong type or out of range.
     """
     settable = sorted(field.name for field in dataclasses.fields(cls) if field.init)
     for name in sorted(set(values) - set(settable)):
@@ -180,29 +181,26 @@ def make_record(cls: type[T], values: Mapping[str, Any], where: str, owner: str)
         return TypeAdapter(cls).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
-        # Of a union, or a setting that is changed before it is looked at, pydantic names its own functions, too.
+        # For unions and values with validators, pydantic adds names of internal functions.
         place = ".".join(str(part) for part in (where, *first["loc"]) if not re.search(r"[\[(]", str(part)))
         if first["type"] == "missing":
             raise ConfigError(f"`{place}` is missing; `{owner}` needs it") from None
-        if first["type"] == "value_error":  # raised by the part itself
+        if first["type"] == "value_error":  # raised by the component itself
             if isinstance(first["ctx"]["error"], NotRun):
                 raise first["ctx"]["error"] from None
             raise ConfigError(f"`{place} = {owner!r}`: {first['ctx']['error']}") from None
         raise ConfigError(f"`{place} = {first['input']!r}` of `{owner}`: {first['msg']}") from None
     except TypeError as error:  # an abstract class
-        raise ConfigError(f"`{where} = {owner!r}` cannot be made: {error}") from None
-    except (Exception, SystemExit) as error:  # the user's class may do anything
+        raise ConfigError(f"`{where} = {owner!r}` cannot be created: {error}") from None
+    except (Exception, SystemExit) as error:  # the user's class may raise anything
         if isinstance(error, ConfigError) or cls.__module__.partition(".")[0] == "llamarl":
             raise
-        raise ConfigError(f"`{where} = {owner!r}` cannot be made: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"`{where} = {owner!r}` cannot be created: {type(error).__name__}: {error}") from error
 
 
 def find(name: str, family: str, option: str, attribute: str) -> Any:
-    """The object that `name` stands for: `attribute` of that file of the family, or what `package.module:attribute`
-    says.
-
-    Raises ConfigError.
-    """
+    """Returns the object that `name` refers to: `attribute` in the family's file `name`, or the object at
+    `package.module:attribute`. Raises ConfigError."""
     if ":" in name:
         module_name, _, class_name = name.partition(":")
         if not all(part.isidentifier() for part in (*module_name.split("."), class_name)):
@@ -210,7 +208,7 @@ def find(name: str, family: str, option: str, attribute: str) -> Any:
         may_run(option, name)
         try:
             return getattr(importlib.import_module(module_name), class_name)
-        except (Exception, SystemExit) as error:  # the user's module may do anything
+        except (Exception, SystemExit) as error:  # the user's module may raise anything
             cause = "" if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: "
             raise ConfigError(f"`{option} = {name!r}` cannot be imported: {cause}{error}") from error
     known = modules(family)

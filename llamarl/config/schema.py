@@ -2,69 +2,111 @@
 
 from __future__ import annotations
 
+from datetime import time
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from llamarl.config.cluster import ClusterConfig, use_processes
 from llamarl.config.data import MIN_TEMPERATURE, DataConfig, EvalConfig, EvalSet, SourceConfig, with_tools
-from llamarl.config.device import Device
-from llamarl.config.launch import LaunchConfig
-from llamarl.config.metrics import MetricsConfig, RecordConfig
-from llamarl.config.path import FilePath
 from llamarl.config.ref import Ref
-from llamarl.config.roles import AgentConfig, CriticConfig, ReferenceConfig, RewardModelConfig, RewardParts
-from llamarl.config.section import Section
-from llamarl.config.trainer import TrainerConfig
+from llamarl.config.roles import (
+    AgentConfig,
+    CriticConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+    RewardParts,
+    TrainerConfig,
+)
+from llamarl.config.section import Device, FilePath, Section
+
+
+class KubernetesConfig(Section):
+    image: str = ""
+    """Container image with llamarl. Required."""
+    claim: str = Field(default="", pattern=r"^(|[a-z0-9]([a-z0-9.-]*[a-z0-9])?)$")
+    """PersistentVolumeClaim that all pods can write to (ReadWriteMany), with the model, the data and the runs."""
+    mount: str = Field(default="/work", pattern=r"^/[^\s:]*$")
+    """Path where pods mount `claim`. Relative paths of the run begin there."""
+    namespace: str = Field(default="default", pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
+    """Kubernetes namespace of all created objects."""
+    gpus: int | None = Field(default=None, ge=0)
+    """GPUs of each host. Default: the fewest with which every executor has a place."""
+    cpu: int | str = ""
+    """CPUs of each host, for example `16`. Empty means the cluster's default."""
+    memory: int | str = ""
+    """Memory of each host, for example `128Gi`. Empty means the cluster's default."""
+
+
+class LaunchConfig(Section):
+    slurm: dict[str, bool | int | str | time] = Field(default_factory=dict)
+    """Options of `sbatch` by long name, for example `partition`, `account`, `time`, `gpus_per_node`."""
+    kubernetes: KubernetesConfig = KubernetesConfig()
+    """Settings of `llamarl launch kubernetes`."""
+
+
+class MetricsConfig(Section):
+    sinks: list[str] = Field(default_factory=lambda: ["jsonl"])
+    """Sinks of metrics: always `metrics.jsonl`, and any of `tensorboard`, `wandb`, `mlflow`, `prometheus`."""
+    port: int = Field(default=9464, ge=1, lt=1 << 16)
+    """Local port of `prometheus`. Each run on a machine needs a different port."""
+
+
+class RecordConfig(Section):
+    max_bytes: int = Field(default=1 << 28, ge=1 << 16)
+    """Size at which `metrics.jsonl` and `events.jsonl` continue in a new piece, `metrics-00001.jsonl.gz`. All are
+    kept."""
+    kind: Literal["resume", "all"] = "all"
+    """`all` keeps all rollouts and trained steps, for display, export, and `llamarl replay` from any checkpoint (16
+    bytes per token, compressed). `resume` keeps only rollouts that a kept checkpoint needs to resume."""
 
 
 class ModelConfig(Section):
     path: FilePath
-    """Hugging Face folder (`config.json`, `model.safetensors`, `tokenizer.json`), a name of the Hub: `owner/name`,
-    `owner/name@revision`, or a run folder: its newest checkpoint."""
+    """Hugging Face folder (`config.json`, `model.safetensors`, `tokenizer.json`), a name on the Hub (`owner/name`,
+    `owner/name@revision`), or a run folder, which means its newest checkpoint."""
     warm_start: FilePath = ""
-    """An SFT TOML that makes `path` when it is missing (relative to this file); empty: `path` must exist."""
+    """SFT TOML that makes `path` if it is missing (relative to this file). Empty means that `path` must exist."""
     adapter: FilePath = ""
-    """Folder of a LoRA adapter in PEFT's format, merged into `path` before the run starts; empty: none."""
+    """Folder of a LoRA adapter in PEFT format, merged into `path` before the run starts. Empty means none."""
 
 
 def staleness_limit(max_staleness: int, prompts_per_step: int, window: int) -> int:
-    """L = S + ceil((W - 1) / P): optimizer steps between a token and the step that learns from it, at most.
+    """Returns L = S + ceil((W - 1) / P), the most optimizer steps between sampling a token and training on it.
 
-    `docs/staleness.md` has the proof. 0 for S = 0, as a step then takes all groups that are active.
+    `docs/staleness.md` has the proof. L = 0 for S = 0, because a step then takes all active groups.
     """
     return max_staleness + -(-(window - 1) // prompts_per_step) if max_staleness else 0
 
 
 class RolloutConfig(Section):
     prompts_per_step: int = Field(default=16, ge=1, le=1 << 20)
-    """P: groups that one optimizer step consumes."""
+    """P: groups per optimizer step."""
     group_size: int = Field(default=8, ge=1, le=1 << 16)
-    """G: attempts per prompt."""
+    """G: rollouts per prompt."""
     max_staleness: int = Field(default=1, ge=0)
     """S, in optimizer steps: at most (S + 1) * P groups are active. 0 is exactly synchronous."""
     window: int = Field(default=1, ge=1)
-    """W, in groups: up to W - 1 younger groups may pass a slow one; staleness is then at most S + ceil((W - 1) / P)."""
+    """W, in groups: up to W - 1 younger groups may overtake a slow one. Staleness is at most S + ceil((W - 1) / P)."""
     max_active: int = Field(default=0, ge=0)
-    """Groups in flight at once; 0: (S + 1) * P. Up to (L + 1) * P - (W - 1), L being the bound of staleness, more keep
-    generators busier, and make tokens older on average but never older than the bound."""
+    """Groups in flight. 0 means (S + 1) * P. More, up to (L + 1) * P - (W - 1) with L the bound of staleness, keep
+    generators busier. Tokens get older on average, and never older than the bound."""
     max_attempts: int = Field(default=1, ge=1)
-    """Groups generated per group that is trained on, at most: one whose rewards are all equal teaches nothing and is
-    replaced by another prompt (dynamic sampling, DAPO). A step that has tried this many takes what is there; 1: no
-    replacements."""
+    """Most groups generated per group that is trained on. A group with equal rewards teaches nothing and is replaced by
+    another prompt (dynamic sampling, DAPO). After that many, a step takes what it has. 1 means no replacement."""
     max_new_tokens: int = Field(default=256, ge=1)
     """Longest response, in tokens, over all its segments."""
     segment_tokens: int = Field(default=0, ge=0)
-    """A response is parked after so many new tokens and goes on wherever most is free; 0: never. Short segments balance
-    the generators and lose less with one that dies; each costs a prefill of what came before."""
+    """A response is parked after this many new tokens, and continues on the least busy generator. 0 means never. Short
+    segments balance generators and lose less when one dies. Each costs a prefill of the tokens before it."""
     stop_strings: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
-    """A response also ends with the token that completes one of these in its text."""
+    """A response also ends when its text contains one of these strings."""
     environment: Ref | None = None
-    """Environment that answers the policy between its turns: a file in `environments/`, or `package.module:Class`;
-    none: a response is one turn. Observed tokens count towards `max_new_tokens`, and nobody learns to write them."""
+    """Environment that replies between turns of the policy: a file in `environments/`, or `package.module:Class`. None
+    means that a response is one turn. Observed tokens count towards `max_new_tokens` and are not trained on."""
     tools: list[str] = Field(default_factory=list)
-    """Python functions that the policy may call, `package.module:function` each: they are an environment, and the chat
-    template tells the policy of them."""
+    """Python functions that the policy may call, each `package.module:function`. They form an environment, and the chat
+    template describes them to the policy."""
     agent: Annotated[
         AgentConfig | None,
         BeforeValidator(
@@ -72,16 +114,16 @@ class RolloutConfig(Section):
             json_schema_input_type=AgentConfig | str | None,
         ),
     ] = None
-    """A program that has the policy work over OpenAI's protocol and says what its work is worth: `package.module:run`;
-    `max_new_tokens` then bounds what an episode samples, and each of its sequences after the first prompt."""
+    """Program that has the policy work over OpenAI's protocol and returns the reward: `package.module:run`.
+    `max_new_tokens` bounds the sampled tokens of an episode, and each of its sequences after the first prompt."""
     temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE, le=100)
-    """Divides the logits when sampling; the trainer uses the same."""
+    """Temperature of sampling. The trainer uses the same."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling; 1 is off, which keeps importance ratios exact."""
+    """Nucleus sampling. 1 means off, which keeps importance ratios exact."""
     top_k: int = Field(default=0, ge=0)
-    """Keep the k most likely tokens; 0 is off."""
+    """Keep the k most likely tokens. 0 means off."""
     min_p: float = Field(default=0.0, ge=0, le=1)
-    """Drop tokens below this share of the most likely one; 0 is off."""
+    """Drop tokens below this share of the most likely one. 0 means off."""
 
     @model_validator(mode="before")
     @classmethod
@@ -113,127 +155,120 @@ class RolloutConfig(Section):
 
     @property
     def staleness_limit(self) -> int:
-        """Oldest that a token may be when it is learnt from, in optimizer steps."""
+        """Most optimizer steps between sampling a token and training on it."""
         return staleness_limit(self.max_staleness, self.prompts_per_step, self.window)
 
 
 class VllmConfig(Section):
     python: FilePath = ""
-    """Interpreter of an environment with vLLM 0.32, numpy and xxhash; `make vllm` builds one for CPUs."""
+    """Python interpreter of an environment with vLLM 0.32, numpy and xxhash. `make vllm` builds one for CPUs."""
     arguments: list[str] = Field(default_factory=list)
     """More arguments for `vllm serve`, for example `["--gpu-memory-utilization", "0.4"]`."""
 
 
 class GeneratorConfig(Section):
     backend: Literal["native", "vllm"] = "native"
-    """Engine that generates: this package's, or one vLLM server per replica, which cannot repeat its rollouts."""
+    """Engine: this package's, or one vLLM server per replica, whose rollouts cannot be replayed."""
     vllm: VllmConfig = VllmConfig()
     """Settings of vLLM, with `backend = "vllm"`."""
     replicas: Annotated[
         int,
         BeforeValidator(lambda value: 0 if value == "auto" else value, json_schema_input_type=int | Literal["auto"]),
     ] = Field(default=1, ge=0, le=1 << 14)
-    """Independent generators, each with its own process and weights; 'auto' or 0 with `cluster.kind = "hosts"`: as many
-    as the hosts have room for, those that come later included."""
+    """Independent generators, each with its own process and weights. 'auto' or 0 with `cluster.kind = "hosts"` means as
+    many as fit on the hosts, including hosts that connect later."""
     max_running: int = Field(default=128, ge=1, le=1 << 16)
-    """Rollouts that one replica decodes at once; the rest wait in its queue."""
+    """Rollouts that each replica decodes at once. Further rollouts wait in its queue."""
     prefill_tokens: int = Field(default=2048, ge=1)
-    """Prompt tokens that join one engine step at most; longer prompts are prefilled in chunks."""
+    """Most prompt tokens per engine step. Longer prompts are prefilled in chunks."""
     threads: int = Field(default=1, ge=1, le=1024)
-    """CPU threads per replica; trainer and generators together should not exceed the cores."""
+    """CPU threads per replica. Trainer and generators together should not exceed the cores."""
     dtype: Literal["float32", "bfloat16", "int8", "fp8"] = "float32"
-    """Weights; with 8 bits the KV cache and everything else is bfloat16, or float32 where that is faster."""
+    """Type of the weights. With 8 bits, everything else is bfloat16, or float32 where that is faster."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Processes, and devices, that share the weights of one replica."""
+    """Processes, with a device each, that share the weights of one replica."""
     kv_on_update: Literal["keep", "recompute"] = "keep"
-    """Keys and values of running rollouts when weights change: keeping them costs nothing, recomputing them makes what
-    follows exactly the new policy's."""
+    """Keys and values of running rollouts when weights change. Keeping them costs nothing. Recomputing them makes later
+    tokens follow the new policy exactly."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """Memory for keys and values per process; none: what `max_running` full contexts take, within what is free."""
+    """Memory for keys and values per process. None means `max_running` full contexts, as far as memory is free."""
     kv_dtype: Literal["auto", "bfloat16", "fp8"] = "auto"
-    """Keys and values in the cache; `auto`: float32 for float32 weights, else bfloat16. fp8 (e4m3) takes half of the
-    memory, so twice the rollouts or tokens fit."""
+    """Type of keys and values in the cache. `auto` means float32 for float32 weights, else bfloat16. fp8 (e4m3) takes
+    half the memory, so twice the rollouts or tokens fit."""
     device: Device = "cpu"
     """`cpu`, `cuda` (the next free GPUs, one for each rank), or `cuda:0,2-3` to name them."""
     router_replay: bool = True
-    """A mixture's rollouts tell which experts computed each token, and the trainer computes it with the same: without
-    that, tokens for which the two choose otherwise make most of what they differ in."""
+    """Rollouts of a mixture record the experts of each token, and the trainer uses the same experts. Different choices
+    would otherwise cause most of the difference between trainer and generators."""
     cuda_graphs: Literal["auto", "off"] = "auto"
-    """Decode steps are captured on GPUs, collectives of `tensor_parallel` too; they then start without the host."""
+    """Captures decode steps on GPUs, with the collectives of `tensor_parallel`. Steps then start without the host."""
 
 
 class WeightSyncConfig(Section):
     transport: str = "auto"
-    """Transport that carries the weights; `auto` measures at the start what is possible here and takes the fastest."""
+    """Transport of weights. `auto` measures the possible ones at the start and uses the fastest."""
     delta: bool = False
-    """Send only what changed since the last version, where that is less: for slow links and low learning rates."""
+    """Sends only the weights that changed, if that is less. For slow links and low learning rates."""
     patience_s: float = Field(default=10.0, gt=0)
-    """A generator that has not adopted a version after so long, or four times as long as half of the others and 4 s, is
-    left behind: the run goes on without it, and it gets no new requests until it has caught up."""
+    """A generator that has not adopted a version after this time, or after four times the median of the others plus 4
+    s, is left behind. The run continues without it, and it gets no new requests until it has caught up."""
     on_mismatch: Literal["stop", "resync"] = "stop"
-    """Weights that arrive otherwise than they were sent end the run, or are sent again (and counted)."""
+    """If weights do not arrive as they were sent, ends the run, or sends them again and counts it."""
     probe_every_steps: int = Field(default=4, ge=0)
-    """After the first step since the trainer began, and each so many, trainer and generators compute log-probabilities
-    of a few sequences, of 1,024 tokens at most; about one step in 16, one of these, tells causes; 0: never."""
+    """Every N steps, and after the trainer's first, trainer and generators compare log-probabilities of a few sequences
+    of at most 1,024 tokens. About one step in 16 also analyzes causes of differences. 0 means never."""
     max_mismatch: float = Field(default=0.5, gt=0)
-    """Mean absolute difference of these log-probabilities, in nats, from which the run stops: the weights are wrong.
-    Rounding gives 0.001 (bfloat16) to 0.1 (8 bits)."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_power_of_two_scales(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or "power_of_two_scales" not in values:
-            return values
-        if values["power_of_two_scales"]:
-            raise ValueError("weight_sync.power_of_two_scales = true is not a setting any more; leave it out")
-        return {name: value for name, value in values.items() if name != "power_of_two_scales"}  # of an older run
+    """Mean absolute difference of these log-probabilities, in nats, at which the run stops because weights are wrong.
+    Rounding causes 0.001 (bfloat16) to 0.1 (8 bits)."""
 
 
 class RewardConfig(RewardParts):
     parts: list[Ref] = Field(default_factory=lambda: [Ref(name="gsm8k")], min_length=1)
-    """Files in `rewards`; with several, the reward is their weighted sum and the first alone decides what is right."""
+    """Files in `rewards`. With several, the reward is their weighted sum, and only the first part decides
+    correctness."""
     model: RewardModelConfig | None = None
-    """A model that scores responses, in an executor of its own; what is right stays with the first part."""
+    """Model that scores responses, in its own executor. The first part still decides correctness."""
     max_invalid_share: float = Field(default=0.5, gt=0, le=1)
     """A step with a larger share of invalid rewards stops the run: the grader is broken, not the policy."""
 
 
 class ShapingConfig(Section):
-    """Changes that training makes to the rewards; evaluations and the metrics of rewards have none of them."""
+    """Changes of rewards in training. Evaluations and reward metrics do not include them."""
 
     length_penalty: float = Field(default=0.0, ge=0)
-    """Taken off the reward of a response of `rollout.max_new_tokens`, and in proportion off shorter ones; 0: none."""
+    """Subtracted from the reward of a response of `rollout.max_new_tokens`, and in proportion from shorter ones. 0
+    means none."""
     overlong_penalty: float = Field(default=0.0, ge=0)
-    """Taken off the reward of a response of `rollout.max_new_tokens`, and in proportion off those that end within
-    `overlong_share` of it (soft overlong punishment of DAPO, which uses 1); 0: none."""
+    """Subtracted from the reward of a response of `rollout.max_new_tokens`, and in proportion from responses that end
+    within the last `overlong_share` of it (soft overlong punishment of DAPO, which uses 1). 0 means none."""
     overlong_share: float = Field(default=0.2, gt=0, le=1)
-    """Last part of `rollout.max_new_tokens`, where `overlong_penalty` grows; DAPO uses a fifth."""
+    """Last share of `rollout.max_new_tokens`, in which `overlong_penalty` grows. DAPO uses a fifth."""
     mask_truncated: bool = False
-    """Leave responses that ended by length out of loss and baselines, as if they had not been judged."""
+    """Excludes responses that reached the length limit from loss and baselines, as if they had no reward."""
 
 
 class CheckpointConfig(Section):
     every_steps: int = Field(default=50, ge=0)
-    """Save each so many steps, and always at the end; 0: only at the end."""
+    """Save every N steps, and always at the end. 0 means only at the end."""
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints kept."""
     mirror: bool = False
-    """Trainer and critic copy their state into this host's memory (/dev/shm, two copies) after each step, beside the
-    next one: when their processes die, new ones go on from there. With `cluster.min_hosts` below `num_hosts` also into
-    another host's."""
+    """Trainer and critic copy their state into this host's memory (/dev/shm, two copies) after each step, in parallel
+    with the next one. If their processes die, new ones resume from it. With `cluster.min_hosts` below `num_hosts`,
+    another host gets a copy, too."""
     keep_every: int = Field(default=0, ge=0)
-    """The checkpoint of every multiple of so many steps is never removed, or the first after it where none is due
-    then; 0: only the newest are kept."""
+    """Keeps the checkpoint of every multiple of N steps forever, or the first one after it. 0 means that only the
+    newest are kept."""
     copy_to: FilePath = ""
-    """A mounted folder, or `scheme://bucket/path` that fsspec opens: what is saved is copied to `<copy_to>/<name>`
-    beside the run, kept there by the same rules, and brought back by `--resume` where none is here; empty: nowhere."""
+    """Mounted folder, or `scheme://bucket/path` for fsspec. Checkpoints are also copied to `<copy_to>/<name>`, kept
+    there by the same rules, and restored by `--resume` if they are missing here. Empty means no copy."""
 
 
 class ScreenConfig(Section):
     kind: Literal["auto", "live", "lines", "none"] = "auto"
-    """`live` draws, `lines` prints one line per step; `auto` is live on a terminal."""
+    """`live` draws, `lines` prints one line per step, and `auto` is live on a terminal."""
     completions: int = Field(default=2, ge=0)
-    """Completions shown at a time, with reward and advantage."""
+    """Completions to show at a time, with reward and advantage."""
 
 
 class RunConfig(Section):
@@ -246,7 +281,7 @@ class RunConfig(Section):
     steps: int = Field(default=100, ge=1)
     """Optimizer steps."""
     recipe: str = ""
-    """Function in `recipes`, for example `grpo`: it settles what this file and the command line leave open."""
+    """Function in `recipes`, for example `grpo`. It sets what this file and the command line leave open."""
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
@@ -267,7 +302,7 @@ class RunConfig(Section):
 
     @property
     def generators_sleep(self) -> bool:
-        """Generators give their memory up while trainer and critic work."""
+        """Returns whether generators release their memory while trainer and critic work."""
         return self.cluster.placement == "colocated" and self.generator.backend == "native"
 
     @model_validator(mode="after")
@@ -280,8 +315,8 @@ class RunConfig(Section):
             )
         if self.checkpoint.mirror and self.cluster.kind == "inline":
             raise ValueError(
-                "checkpoint.mirror = true with cluster.kind = 'inline': all executors die with the one process, and no "
-                f"copy in memory helps; {use_processes()}, or leave it out"
+                "checkpoint.mirror = true with cluster.kind = 'inline': all executors share one process, so a copy in "
+                f"memory dies with them; {use_processes()}, or leave it out"
             )
         reference = self.reference
         if reference.kl_coefficient and reference.kl_in == "loss" and reference.kl_estimator == "k1":
@@ -292,8 +327,8 @@ class RunConfig(Section):
         is_truncated = rollout.top_p < 1 or rollout.top_k or rollout.min_p
         if reference.kl_coefficient and is_truncated:
             raise ValueError(
-                "reference.kl_coefficient compares with what was sampled, and rollout.top_p, top_k or min_p leave "
-                "tokens out that the reference counts; leave them out, or leave reference.kl_coefficient out"
+                "reference.kl_coefficient compares with the sampled distribution, and rollout.top_p, top_k or min_p "
+                "leave tokens out that the reference counts; leave them out, or leave reference.kl_coefficient out"
             )
         if reference.dtype == "fp8" and reference.device == "cpu":
             raise ValueError("reference.dtype = 'fp8' needs a GPU; with reference.device = 'cpu' use 'int8'")
@@ -314,7 +349,7 @@ class RunConfig(Section):
             world = source.environment
             if world and ":" in world.name and not source.reward and "reward" not in self.model_fields_set:
                 raise ValueError(
-                    f"{place}: {world.name} without a reward, which judges episodes that it does not: set "
+                    f"{place}: {world.name} without a reward, which scores episodes that the environment does not: set "
                     "`reward` there, or reward.parts"
                 )
             if isinstance(source, EvalSet):
@@ -322,7 +357,7 @@ class RunConfig(Section):
         return self
 
     def of(self, source: SourceConfig) -> RunConfig:
-        """The run as if this source were its only one: with its data, limits, environment and rewards."""
+        """Returns the settings with this source as the only one: with its data, limits, environment and rewards."""
         rollout, reward = self.rollout, self.reward
         if source.max_new_tokens is not None:
             rollout = rollout.model_copy(update={"max_new_tokens": source.max_new_tokens})
@@ -336,19 +371,20 @@ class RunConfig(Section):
 
     @property
     def by_eval_set(self) -> dict[str | None, RunConfig]:
-        """The run as if each set of held-out problems were its only one, by name; None where `data.eval` is no list."""
+        """Settings for each set of held-out problems as the only one, by name. The name is None if `data.eval` is not a
+        list."""
         sets: dict[str | None, RunConfig] = {one.label: self.of(one) for one in self.data.eval_sets}
         return sets or ({None: self} if self.data.eval else {})
 
     @property
     def by_source(self) -> dict[str, RunConfig]:
-        """The run as if each source were its only one, by `Prompt.source`: sources that are trained on, and sets of
-        held-out problems; under the empty one the run itself, for prompts without a label."""
+        """Settings for each source as the only one, by `Prompt.source`: training sources and sets of held-out problems.
+        The empty name has the run's settings, for prompts without a label."""
         return {"": self} | {key: self.of(source) for key, source in self.data.by_key.items()}
 
     @property
     def has_episodes(self) -> bool:
-        """Some rollouts are of several turns."""
+        """Returns whether some rollouts have several turns."""
         rollouts = (one.rollout for one in self.by_source.values())
         return self.rollout.agent is not None or any(one.environment for one in rollouts)
 
@@ -356,7 +392,9 @@ class RunConfig(Section):
     def _judged(self) -> RunConfig:
         own = self.rollout.agent or self.rollout.environment
         if own and ":" in own.name and "reward" not in self.model_fields_set:
-            raise ValueError(f"{own.name} without [reward], which judges episodes that it does not: set reward.parts")
+            raise ValueError(
+                f"{own.name} without [reward], which scores episodes that the environment does not: set reward.parts"
+            )
         return self
 
     @model_validator(mode="after")
@@ -370,7 +408,7 @@ class RunConfig(Section):
         if trainer.decay != "constant" and trainer.decay_steps <= trainer.warmup_steps:
             raise ValueError(
                 f"trainer.decay = {trainer.decay!r} with trainer.decay_steps = {trainer.decay_steps} ends before it "
-                f"begins, after trainer.warmup_steps = {trainer.warmup_steps}; set decay_steps, as to `steps`"
+                f"begins, after trainer.warmup_steps = {trainer.warmup_steps}; set decay_steps, for example to `steps`"
             )
         return self
 
@@ -381,7 +419,7 @@ class RunConfig(Section):
             transport in ("shared_memory", "cuda_ipc", "nixl") or self.cluster.kind == "inline"
         ):
             raise ValueError(
-                "weight_sync.delta = true saves nothing where generators serve or read what lies in the trainer's "
+                "weight_sync.delta = true saves nothing if generators serve or read weights in the trainer's "
                 f"memory; leave it out, or with weight_sync.transport = 'p2p' {use_processes()}"
             )
         if transport == "in_place" and not self.generators_sleep:
@@ -407,7 +445,7 @@ class RunConfig(Section):
                 )
             if transport not in ("auto", "in_place", "shared_memory", "file"):
                 raise ValueError(
-                    f"weight_sync.transport = {transport!r} goes from process to process, and cluster.kind = 'inline' "
+                    f"weight_sync.transport = {transport!r} connects processes, and cluster.kind = 'inline' "
                     f"has only one; use 'auto', or {use_processes()}"
                 )
         return self
@@ -416,7 +454,7 @@ class RunConfig(Section):
     def _replicas(self) -> RunConfig:
         if not self.generator.replicas and self.cluster.kind != "hosts":
             raise ValueError(
-                "generator.replicas = 'auto' counts what several hosts have room for; give a number, or use "
+                "generator.replicas = 'auto' counts what fits on several hosts; give a number, or use "
                 "cluster.kind = 'hosts'"
             )
         return self
@@ -426,22 +464,22 @@ class RunConfig(Section):
         generator, chosen = self.generator, "generator.backend = 'vllm'"
         if generator.backend == "native":
             if generator.vllm != VllmConfig():
-                raise ValueError(f"generator.vllm is set and not used; set {chosen}, or leave it out")
+                raise ValueError(f"generator.vllm is set but not used; set {chosen}, or leave it out")
             return self
         if not generator.vllm.python:
             raise ValueError(f"{chosen} needs generator.vllm.python, the interpreter of an environment that has vLLM")
         if generator.dtype in ("int8", "fp8"):
             raise ValueError(
-                f"generator.dtype = {generator.dtype!r} is not sent to vLLM; with {chosen} use 'bfloat16' or 'float32'"
+                f"generator.dtype = {generator.dtype!r} fails with vLLM; with {chosen} use 'bfloat16' or 'float32'"
             )
         if generator.tensor_parallel > 1:
             raise ValueError(
-                f"generator.tensor_parallel = {generator.tensor_parallel} cuts the native engine; with {chosen} use "
+                f"generator.tensor_parallel = {generator.tensor_parallel} shards the native engine; with {chosen} use "
                 f"generator.vllm.arguments = ['--tensor-parallel-size', '{generator.tensor_parallel}']"
             )
         if generator.cuda_graphs == "off":
             raise ValueError(
-                f"generator.cuda_graphs = 'off' is the native engine's; with {chosen} use "
+                f"generator.cuda_graphs = 'off' is for the native engine; with {chosen} use "
                 "generator.vllm.arguments = ['--enforce-eager']"
             )
         if self.trainer.lora:
@@ -450,5 +488,5 @@ class RunConfig(Section):
                 "generator.backend = 'native'"
             )
         if self.cluster.kind == "inline":
-            raise ValueError(f"{chosen} runs processes of its own; {use_processes()} instead of 'inline'")
+            raise ValueError(f"{chosen} starts its own processes; {use_processes()} instead of 'inline'")
         return self

@@ -39,7 +39,7 @@ from llamarl.data.sampler import MixtureSampler, PromptOrder, PromptSampler, fin
 from llamarl.executors.replies import ControllerState
 from llamarl.journal.records import Key
 from llamarl.journal.writer import Journal
-from llamarl.observability.events import Flow
+from llamarl.observability.sinks import Flow
 from llamarl.training.packing import is_flat
 from llamarl.types import RAISED, GenerationRequest, Outcome, Prompt, Rollout, RolloutGroup, SamplingParams
 

@@ -12,8 +12,7 @@ import numpy as np
 from llamarl.config.data import EvalConfig
 from llamarl.controller.flight import FIRST_EVAL_ID, FIRST_GREEDY_ID
 from llamarl.controller.telemetry import Telemetry
-from llamarl.observability.intervals import chances, effective_num, pass_at_k, wilson
-from llamarl.observability.metrics import EvalMetrics
+from llamarl.observability.metrics import EvalMetrics, chances, effective_num, pass_at_k, wilson
 from llamarl.types import FinishReason, GenerationRequest, Outcome, Prompt, RolloutGroup, SamplingParams
 
 IDS_PER_SET = 1 << 30

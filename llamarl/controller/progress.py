@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from llamarl.executors.probes import Mismatch
-from llamarl.executors.replies import Adoption
+from llamarl.executors.replies import Adoption, Mismatch
 
 NO_VERSION = -1
 """Older than every version of the weights."""

@@ -21,7 +21,7 @@ from llamarl.controller.ports import Executors
 from llamarl.controller.progress import NO_VERSION
 from llamarl.controller.restart import RestartBudget, TooManyRestarts
 from llamarl.controller.services import Services
-from llamarl.observability.formats import counted
+from llamarl.observability.metrics import counted
 
 SILENT_S = 10.0
 """Age of its last status from which on a generator counts as frozen. Its host answers even while it computes."""

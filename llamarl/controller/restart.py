@@ -25,7 +25,7 @@ from llamarl.config.cluster import ClusterConfig
 from llamarl.config.errors import ConfigError
 from llamarl.controller.ports import Executors, SpawnAgain
 from llamarl.controller.supervision import Signal, Supervisor
-from llamarl.observability.accounting import role_of
+from llamarl.observability.report import role_of
 from llamarl.observability.spans import AWAY, Span, now_s
 
 T = TypeVar("T")

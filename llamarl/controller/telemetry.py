@@ -18,14 +18,11 @@ from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, Host
 from llamarl.config import RunConfig
 from llamarl.controller.progress import Progress, SyncReport
 from llamarl.executors.replies import GeneratorStats, Replied
-from llamarl.observability.accounting import Accounts, account, verdict
-from llamarl.observability.events import EventLog, Flow
 from llamarl.observability.metrics import SOURCES, EvalMetrics, StepMetrics
-from llamarl.observability.screen import Screen
-from llamarl.observability.sinks import MetricsLog
-from llamarl.observability.spans import Span, SpanTable, now_s
-from llamarl.observability.usage import MAX_IN_METRICS, by_kind
-from llamarl.observability.view import CompletionView, ExecutorView, RunView
+from llamarl.observability.report import Accounts, account, verdict
+from llamarl.observability.screen import CompletionView, ExecutorView, RunView, Screen
+from llamarl.observability.sinks import EventLog, Flow, MetricsLog
+from llamarl.observability.spans import MAX_IN_METRICS, Span, SpanTable, by_kind, now_s
 from llamarl.training.packing import is_flat
 from llamarl.training.result import PolicyStepResult
 from llamarl.types import RAISED, FinishReason, Outcome, Rollout, RolloutGroup

@@ -29,8 +29,7 @@ from llamarl.controller.progress import NO_VERSION, SyncReport
 from llamarl.controller.restart import Restarted
 from llamarl.controller.services import Services
 from llamarl.controller.supervision import Signal
-from llamarl.executors.probes import Mismatch, Probe
-from llamarl.executors.replies import Adoption, Published
+from llamarl.executors.replies import Adoption, Mismatch, Probe, Published
 from llamarl.training.probe import CauseProbe
 from llamarl.training.result import NonFiniteStep
 from llamarl.weight_sync.layout import TensorSpec

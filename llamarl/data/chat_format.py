@@ -1,4 +1,4 @@
-"""The prompt format of a run as a chat template in Jinja, so that other programs ask the model as the run did."""
+"""A run's prompt format as a Jinja chat template, so that other programs prompt the model as the run did."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from llamarl.data.tokenizer import Tokenizer
 FORMAT = ("template", "system", "examples", "template_arguments", "date")
 """Settings of the section `data` that decide how a question becomes a prompt."""
 SAMPLE = "2 + 2 = ?"
-"""Question with which a command shows a format when it has no prompt yet."""
+"""Question for showing a format if there is no prompt yet."""
 _SHOWN = 400
-"""Characters of a prompt that are shown of a longer one."""
+"""Most characters of a prompt to show."""
 
 
 def chat_template_of(data: DataConfig, tokenizer: Tokenizer) -> str | None:
-    """The chat template that writes the prompts of `settled` settings. None means that the tokenizer's own does.
+    """Returns the chat template that writes the prompts of `settled` settings. None means the tokenizer's template.
 
     Raises:
-        ConfigError: the text template has fields besides `{question}`, which no chat has.
+        ConfigError: the text template has fields other than `{question}`, which a chat does not have.
     """
     if data.template == CHAT:
         head = _arguments(data) + _head(data)
@@ -34,28 +34,28 @@ def chat_template_of(data: DataConfig, tokenizer: Tokenizer) -> str | None:
 
 
 def with_chat(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer, with the plain text format as its chat template if it has none."""
+    """Returns a tokenizer with a chat template: its template, or the plain text format if it has none."""
     if tokenizer.has_chat_template:
         return tokenizer
     return tokenizer.with_template(text_chat_template(PLAIN, start=_first_text(tokenizer)))
 
 
 def text_chat_template(template: str, head: str = "", start: str = "") -> str:
-    """A text template as a chat template: the text stands for each message of a user, and an assistant's message
-    follows as the answers of examples do.
+    """Returns a text template as a chat template. The text renders each user message, and an assistant message follows
+    as answers of examples do.
 
     Args:
         head: text in front of the first question.
         start: text in front of everything, such as BOS.
 
     Raises:
-        ConfigError: the template has fields besides `{question}`.
+        ConfigError: the template has fields other than `{question}`.
     """
     pieces = list[str]()
     for text, field, _, _ in Formatter().parse(template):
         if field not in (None, "question"):
             raise ConfigError(
-                f"data.template = {template!r} has the field {field!r}, and a chat has the question only, so it cannot "
+                f"data.template = {template!r} has the field {field!r}, but a chat has only the question, so it cannot "
                 "be written as a chat template"
             )
         pieces += [_jinja(text)] if text else []
@@ -75,7 +75,7 @@ def text_chat_template(template: str, head: str = "", start: str = "") -> str:
 
 
 def sample_prompt(data: DataConfig, tokenizer: Tokenizer) -> str:
-    """Sentence that shows how a question is asked, by `settled` settings. Empty: the template needs other fields."""
+    """Returns a sentence that shows the prompt of a question. Empty means that the template needs other fields."""
     row = ProblemRow(problem_id="sample", question=SAMPLE, answer="")
     try:
         text = render(row, data, tokenizer)
@@ -86,7 +86,8 @@ def sample_prompt(data: DataConfig, tokenizer: Tokenizer) -> str:
 
 
 def sample_chat(tokenizer: Tokenizer) -> str:
-    """Sentence that shows how a user's message is asked by the tokenizer's chat template, or why it is refused."""
+    """Returns a sentence that shows a user's message in the tokenizer's chat template, or why the template refuses
+    it."""
     try:
         text = tokenizer.apply_chat_template([{"role": "user", "content": SAMPLE}])
     except ConfigError as error:
@@ -96,13 +97,13 @@ def sample_chat(tokenizer: Tokenizer) -> str:
 
 
 def shortened(text: str) -> str:
-    """A text without its middle if it is long."""
+    """Returns a text without its middle if it is long."""
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN * 2 // 3]} ... {text[-_SHOWN // 3 :]}"
 
 
 def of_run(data: DataConfig, *, for_agent: bool) -> dict[str, Any]:
-    """The format of a run's prompts as settings of the section `data`. Sources of a mixture that agree on one decide;
-    otherwise the run's own settings do. The calls of an agent are chats, whatever its task is written with."""
+    """Returns the format of a run's prompts as settings of the section `data`. If all sources of a mixture agree,
+    theirs is used, and otherwise the run's. Calls of an agent are chats."""
     formats = [data.of(one) for one in data.sources] or [data]
     chosen = formats[0] if all(_same(one, formats[0]) for one in formats) else data
     found = {name: getattr(chosen, name) for name in FORMAT}
@@ -110,7 +111,7 @@ def of_run(data: DataConfig, *, for_agent: bool) -> dict[str, Any]:
 
 
 def settled_format(data: DataConfig, tokenizer: Tokenizer) -> DataConfig:
-    """`settled`, without a date where the template writes none."""
+    """Returns `settled` settings, without a date if the template does not use it."""
     found = settled(data, tokenizer)
     return found if tokenizer.tells_date else found.model_copy(update={"date": ""})
 
@@ -120,12 +121,12 @@ def _same(one: DataConfig, other: DataConfig) -> bool:
 
 
 def _first_text(tokenizer: Tokenizer) -> str:
-    """Text of the tokens, such as BOS, that stand in front of every prompt; a chat template writes them itself."""
+    """Returns the text of tokens in front of every prompt, such as BOS. Chat templates write it themselves."""
     return tokenizer.decode(tokenizer.first_ids, skip_special=False)
 
 
 def _head(data: DataConfig) -> str:
-    """Jinja that puts the run's system message and examples in front of a conversation which lacks them."""
+    """Returns Jinja that adds the run's system message and examples to conversations without them."""
     nothing = ProblemRow(problem_id="", question="", answer="")
     head, _ = conversation(nothing, data)
     system = [one for one in head if one["role"] == "system"]
@@ -148,7 +149,7 @@ def _head(data: DataConfig) -> str:
 
 
 def _arguments(data: DataConfig) -> str:
-    """Jinja that gives a chat template the run's arguments, which a caller may replace."""
+    """Returns Jinja with defaults for the template's arguments, which a caller can override."""
     return "".join(
         "{%- if " + name + " is not defined -%}{%- set " + name + " = " + _jinja(value) + " -%}{%- endif %}"
         for name, value in data.template_arguments.items()
@@ -156,7 +157,7 @@ def _arguments(data: DataConfig) -> str:
 
 
 def _jinja(value: Any) -> str:
-    """A value as an expression of Jinja."""
+    """Returns a value as a Jinja expression."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Rows of files by their suffix: JSON Lines, JSON, CSV and Parquet; those of text may be compressed by gzip."""
+"""Reads rows from JSON Lines, JSON, CSV and Parquet files, by suffix. Text files may be compressed by gzip."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from llamarl.config import ConfigError, read_rows
 from llamarl.config.load import MAX_ROW_BYTES, open_file, parse_json
 
 PlacedRow = tuple[str, dict[str, Any]]
-"""`file:line`, or `file:row` where there are no lines, and the values by column."""
+"""`file:line`, or `file:row` for files without lines, and the values by column."""
 GIVEN = ".given"
-"""Name of folders of rows that came from Python; a file's name is a digest."""
+"""Name of folders with rows from Python. File names there are digests."""
 _FIX = "give the path of a data file"
 
 
 def read_jsonl(path: Path) -> Iterator[PlacedRow]:
-    """An object per line. Raises ConfigError."""
+    """Yields an object per line. Raises ConfigError."""
     return read_rows(path, "give the path of a JSON Lines file")
 
 
 def read_json(path: Path) -> Iterator[PlacedRow]:
-    """A list of objects, or JSON Lines in spite of the suffix. Raises ConfigError."""
+    """Yields a list of objects, or JSON Lines in spite of the suffix. Raises ConfigError."""
     with _opened(path) as file:
         data = file.read()
     if not data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
@@ -52,14 +52,14 @@ def read_json(path: Path) -> Iterator[PlacedRow]:
 
 
 def read_csv(path: Path, delimiter: str = ",") -> Iterator[PlacedRow]:
-    """Values are texts; the first line names the columns. Raises ConfigError."""
-    csv.field_size_limit(MAX_ROW_BYTES)  # of the process; the default is less than a long prompt
+    """Yields rows of text values. The first line names the columns. Raises ConfigError."""
+    csv.field_size_limit(MAX_ROW_BYTES)  # of the process; the default is too small for a long prompt
     with _opened(path) as raw:
         reader = csv.reader(io.TextIOWrapper(raw, encoding="utf-8-sig", newline=""), delimiter=delimiter, strict=True)
         try:
             names = next(reader, [])
             if twice := [name for name in names if names.count(name) > 1]:
-                raise ConfigError(f"{path}:1: the column {twice[0]!r} stands there twice; rename one")
+                raise ConfigError(f"{path}:1: the column {twice[0]!r} appears twice; rename one")
             for values in reader:
                 if len(values) == len(names):
                     yield f"{path}:{reader.line_num}", dict(zip(names, values, strict=True))
@@ -69,23 +69,23 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[PlacedRow]:
                         "around values with commas or line breaks"
                     )
         except csv.Error as error:
-            raise ConfigError(f"{path}:{reader.line_num}: malformed CSV ({error}); save it as CSV anew") from None
+            raise ConfigError(f"{path}:{reader.line_num}: malformed CSV ({error}); save it as CSV again") from None
 
 
 def read_tsv(path: Path) -> Iterator[PlacedRow]:
-    """CSV with tabs. Raises ConfigError."""
+    """Yields rows of CSV with tabs. Raises ConfigError."""
     return read_csv(path, "\t")
 
 
 def read_parquet(path: Path) -> Iterator[PlacedRow]:
-    """Values are what Python has for the columns' types, which need not be JSON. Raises ConfigError."""
+    """Yields rows with Python values of the columns' types, which may not exist in JSON. Raises ConfigError."""
     parquet = _parquet()
     try:
         with open_file(path) as file:
             table, number = parquet.ParquetFile(file), 0
             names = table.schema_arrow.names
             if twice := [name for name in names if names.count(name) > 1]:
-                raise ConfigError(f"{path}: the column {twice[0]!r} stands there twice; rename one")
+                raise ConfigError(f"{path}: the column {twice[0]!r} appears twice; rename one")
             for batch in table.iter_batches(1024):
                 for row in _rows_of(batch, path):
                     number += 1
@@ -99,7 +99,7 @@ def read_parquet(path: Path) -> Iterator[PlacedRow]:
 
 
 def _rows_of(batch: Any, path: Path) -> list[dict[str, Any]]:
-    """Raises ConfigError: a value is out of the range that Python has, as a date of the year 300,000 is."""
+    """Returns rows of a batch. Raises ConfigError for values outside of Python's range, such as the year 300,000."""
     try:
         return batch.to_pylist()
     except ArithmeticError as error:
@@ -120,27 +120,27 @@ READERS: dict[str, Callable[[Path], Iterator[PlacedRow]]] = {
 
 
 def stem(path: str | Path) -> str:
-    """`train` of `data/train.jsonl.gz`."""
+    """Returns `train` for `data/train.jsonl.gz`."""
     return Path(Path(path).name.removesuffix(".gz")).stem
 
 
 def suffix(path: str | Path) -> str:
-    """Suffix that says how a file is read; empty: none of those known."""
+    """Returns the suffix that decides how to read a file. Empty means that it is unknown."""
     name = Path(path).name.lower()
     found = Path(name.removesuffix(".gz")).suffix
     return found if found in READERS and not name.endswith(".parquet.gz") else ""
 
 
 def read_file(path: str | Path) -> Iterator[PlacedRow]:
-    """Rows of a file, by its suffix.
+    """Yields the rows of a file, by its suffix.
 
     Raises:
-        ConfigError: the suffix is unknown, or the file is missing, empty or damaged, or a package is.
+        ConfigError: the suffix is unknown, the file is missing, empty or damaged, or a package is missing.
     """
     if not (found := suffix(path)):
         raise ConfigError(
-            f"{path}: what is in it is not known by its name; give a file whose name ends in {', '.join(READERS)}, of "
-            "which those of text may be followed by .gz"
+            f"{path}: the file name does not tell its type; give a file whose name ends in {', '.join(READERS)}; "
+            "text files may add .gz"
         )
     place = ""
     for place, row in READERS[found](Path(path)):
@@ -150,17 +150,17 @@ def read_file(path: str | Path) -> Iterator[PlacedRow]:
 
 
 def check_size(place: str, row: dict[str, Any]) -> None:
-    """Raises ConfigError when a row is too long for a message, or holds what is no text."""
+    """Raises ConfigError if a row is too long for a message, or contains invalid text."""
     try:
         size = len(json.dumps(row, ensure_ascii=False).encode())
     except UnicodeEncodeError:
-        raise ConfigError(f"{place}: holds half of a character (a lone surrogate such as \\ud800); remove it") from None
+        raise ConfigError(f"{place}: contains a lone surrogate such as \\ud800; remove it") from None
     if size > MAX_ROW_BYTES:
         raise ConfigError(f"{place}: is too long: a row may have {MAX_ROW_BYTES:,} bytes; shorten it")
 
 
 def no_json(value: Any) -> str:
-    """Type of what JSON does not have in a value; empty: it has all of it."""
+    """Returns the type of the first value that JSON cannot represent. Empty means that JSON can represent all."""
     if value is None or isinstance(value, str | int):
         return ""
     if isinstance(value, float):

@@ -22,42 +22,42 @@ from llamarl.data.sources import ProblemRow, ProblemSource
 from llamarl.data.sources._base import ROW
 from llamarl.data.sources._table import Table
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.observability.stages import stage
+from llamarl.observability.spans import stage
 from llamarl.types import Prompt
 
 SOURCES = "llamarl.data.sources"
 AUTO, CHAT, PLAIN = "auto", "chat", "{question}\n"
 _SHOWN = 300
-"""Characters of a prompt that are shown of a longer one."""
+"""Most characters of a prompt to show."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSet:
-    """The prompts of one source, in its order."""
+    """Prompts of one source, in order."""
 
     prompts: tuple[Prompt, ...]
-    """Prompts of the set, at least one."""
+    """At least one prompt."""
     rows: tuple[ProblemRow, ...]
     """Row of each prompt."""
     warnings: tuple[str, ...]
-    """Sentences about rows and columns that are left out."""
+    """Sentences about dropped rows and columns."""
     first_prompt: str
-    """Sentence that shows the first prompt as the model sees it, and who wrote it."""
+    """Sentence that shows the first prompt as the model sees it, and the template."""
     note: str = ""
-    """Sentence on what `data.filter` leaves out; empty: nothing."""
+    """Sentence on what `data.filter` drops. Empty means nothing."""
 
 
 @stage("reading the tokenizer")
 def open_tokenizer(path: str, config: DataConfig) -> Tokenizer:
-    """The tokenizer of a folder, whose chat template gets what the settings give it. Raises ConfigError."""
+    """Opens the tokenizer of a folder, with the settings' arguments for its chat template. Raises ConfigError."""
     return Tokenizer(path, config.template_arguments, config.date)
 
 
 def settled(
     config: DataConfig, tokenizer: Tokenizer, before: DataConfig | None = None, *, for_agent: bool = False
 ) -> DataConfig:
-    """Settings that make the same prompts on another day, too: those of `before`, where a run goes on. An agent writes
-    chats itself, so `auto` gives it the question alone."""
+    """Returns settings with a fixed template and date, which make the same prompts on any day. A resumed run takes them
+    from `before`. An agent writes chats itself, so for it `auto` is the plain question."""
     template, day = config.template, config.date
     if template == AUTO:
         template = before.template if before else AUTO
@@ -87,30 +87,30 @@ def load_prompts(
     for_agent: bool = False,
     label: str = "",
 ) -> PromptSet:
-    """Prompts of `config.train`, which is a single source, or of `config.eval`.
+    """Loads the prompts of `config.train`, which is a single source, or of `config.eval`.
 
     Args:
         config: source, template and length policy.
         tokenizer: of the policy model.
-        context_tokens: the model's longest sequence; a prompt leaves room for at least one more token.
+        context_tokens: the model's longest sequence. A prompt leaves space for at least one more token.
         which: the source to load.
-        tools: JSON schemas of what the policy may call, for the chat template.
-        most: rows that are read, the first; None: all.
-        for_agent: prompts are what an agent is told, who then writes chats.
-        label: of the source in a mixture, which then stands before the names of its rows.
+        tools: JSON schemas of functions that the policy may call, for the chat template.
+        most: number of rows to read. None means all.
+        for_agent: True if prompts are tasks of an agent, which writes chats itself.
+        label: of the source in a mixture. It prefixes the names of its rows.
 
     Raises:
         ConfigError: source, template or filter is wrong, a prompt is overlong under `refuse`, or no prompt is left.
     """
     ref = config.train if which == "train" else config.eval
-    assert isinstance(ref, Ref), "each source of a mixture is loaded by itself: `DataConfig.of`; none if there is none"
+    assert isinstance(ref, Ref), "`DataConfig.of` gives each source of a mixture; without a source nothing is loaded"
     source: ProblemSource = build(ref, SOURCES, f"data.{which}")
     rows = _read(source, most, f"data.{which}")
     given, config = config.template, settled(config, tokenizer, for_agent=for_agent)
     check_template(config, tokenizer, tools, for_agent=for_agent)
     texts = [render(row, config, tokenizer, tools) for row in rows]
     if texts and config.system.strip() not in texts[0]:
-        raise ConfigError("data.system is not in the prompts: the chat template drops it; say it in the question")
+        raise ConfigError("data.system is not in the prompts: the chat template drops it; put it into the question")
     token_ids = tokenizer.encode_prompts(texts, is_chat=config.template == CHAT)
     limit = min(config.max_prompt_tokens, context_tokens - 1)
     fitting, prompts = list[ProblemRow](), list[Prompt]()
@@ -138,8 +138,8 @@ def load_prompts(
 
 
 def header_warning(data: DataConfig, tokenizer: Tokenizer) -> str:
-    """Sentence about a chat template that ignores `add_generation_prompt`, although it writes a header in front of the
-    assistant's turns: the policy then has to write that header itself. Empty: the template opens the turn."""
+    """Returns a warning about a chat template that ignores `add_generation_prompt` but writes a header in front of
+    assistant turns, which the policy must then write itself. Empty means that the template opens the turn."""
     if data.template != CHAT or not tokenizer.has_chat_template:
         return ""
     asked, mark = [{"role": "user", "content": "."}], "\ufdd0reply\ufdd0"
@@ -155,13 +155,13 @@ def header_warning(data: DataConfig, tokenizer: Tokenizer) -> str:
         return ""
     return (
         f"the chat template of {tokenizer.folder} ignores add_generation_prompt: prompts end without {header!r}, which "
-        "it writes in front of the assistant's turns, so the policy has to learn to write it; add it to the template, "
-        "behind {% if add_generation_prompt %}"
+        "it writes in front of assistant turns, so the policy has to learn to write it; add it to the template, "
+        "after {% if add_generation_prompt %}"
     )
 
 
 def _read(source: ProblemSource, most: int | None, option: str) -> list[ProblemRow]:
-    """Raises ConfigError."""
+    """Reads the rows of a source. Raises ConfigError."""
     try:
         return [source[i] for i in range(len(source))[:most]]
     except ConfigError as error:
@@ -171,7 +171,7 @@ def _read(source: ProblemSource, most: int | None, option: str) -> list[ProblemR
 
 
 def _fits(row: ProblemRow, token_ids_T: np.ndarray, limit: int, config: DataConfig, option: str) -> bool:
-    """Whether a prompt is short enough. Raises ConfigError: it is not under `refuse`, or has no tokens."""
+    """Returns whether a prompt is short enough. Raises ConfigError if it is not under `refuse`, or is empty."""
     if len(token_ids_T) == 0:
         raise ConfigError(f"{option}: the prompt of {row.name} has no tokens; check data.template")
     if len(token_ids_T) > limit and config.overlong_prompts == "refuse":
@@ -183,7 +183,7 @@ def _fits(row: ProblemRow, token_ids_T: np.ndarray, limit: int, config: DataConf
 
 
 def left_out(source: ProblemSource, option: str) -> list[str]:
-    """Sentences about columns that no row has."""
+    """Returns sentences about columns that were dropped."""
     if not isinstance(source, Table) or not source.left_out:
         return []
     names = ", ".join(f"`{name}` ({kind})" for name, kind in source.left_out.items())
@@ -191,7 +191,7 @@ def left_out(source: ProblemSource, option: str) -> list[str]:
 
 
 def shown_prompt(given: str, template: str, text: str) -> str:
-    """Sentence on a prompt and the template that has made it: the given one, or the one that `auto` is."""
+    """Returns a sentence on a prompt and its template: the given one, or the one that `auto` chose."""
     if len(text) > _SHOWN:
         text = f"{text[: _SHOWN * 2 // 3]} ... {text[-_SHOWN // 3 :]}"
     found = f"data.template = {given!r}" + (f" is {template!r}" if given == AUTO else "")
@@ -201,7 +201,7 @@ def shown_prompt(given: str, template: str, text: str) -> str:
 def check_template(
     config: DataConfig, tokenizer: Tokenizer, tools: Sequence[object] = (), *, for_agent: bool = False
 ) -> None:
-    """Raises ConfigError when settings or tools are meant for another kind of template."""
+    """Raises ConfigError if settings or tools do not fit the kind of template."""
     of_chats = ("system",) if for_agent else ("system", "template_arguments", "date")
     for name in of_chats if config.template != CHAT else ():
         if value := getattr(config, name):
@@ -210,13 +210,13 @@ def check_template(
                 "'chat', or leave it out"
             )
     if config.date and not tokenizer.tells_date:
-        cause = f"the chat template of {tokenizer.folder} writes no date"
+        cause = f"the chat template of {tokenizer.folder} does not use a date"
         raise ConfigError(f"data.date = {config.date!r}: {cause}; leave it out")
     if tools and config.template != CHAT:
-        raise ConfigError(f"data.template = {config.template!r} cannot tell the policy of its tools; use 'chat'")
+        raise ConfigError(f"data.template = {config.template!r} cannot describe tools to the policy; use 'chat'")
     if tools and not tokenizer.tool_format:
         raise ConfigError(
-            f"the chat template of {tokenizer.folder} writes tools neither as Qwen's nor as Llama's; use such a model"
+            f"the chat template of {tokenizer.folder} writes tools neither as Qwen nor as Llama; use such a model"
         )
     for number, example in enumerate(config.examples):
         if not {"question", "answer"} <= example.keys():
@@ -224,7 +224,7 @@ def check_template(
 
 
 def render(row: ProblemRow, config: DataConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The prompt text of `row`, of settings that are `settled`. Raises ConfigError."""
+    """Returns the prompt text of `row` for `settled` settings. Raises ConfigError."""
     if config.template == CHAT:
         head, own = conversation(row, config)
         return tokenizer.apply_chat_template(head + own, tools=tools)
@@ -232,7 +232,7 @@ def render(row: ProblemRow, config: DataConfig, tokenizer: Tokenizer, tools: Seq
 
 
 def examples_text(config: DataConfig) -> str:
-    """Text of `data.examples` in front of a question, of a text template. Raises ConfigError."""
+    """Returns the text of `data.examples` for a text template. Raises ConfigError."""
     before = ""
     for one in config.examples:
         shown = ProblemRow(
@@ -243,7 +243,7 @@ def examples_text(config: DataConfig) -> str:
 
 
 def render_text(row: ProblemRow, template: str) -> str:
-    """`fill_template`, of a row that is one question. Raises ConfigError."""
+    """Fills the template from a row with one question. Raises ConfigError for conversations."""
     if len(row.messages) > 1:
         raise ConfigError(
             f"{row.name} is a conversation of {len(row.messages)} messages, and data.template = "
@@ -253,13 +253,13 @@ def render_text(row: ProblemRow, template: str) -> str:
 
 
 def conversation(row: ProblemRow, config: DataConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Messages of a row's prompt: those that stand before it, of the system and of examples, and its own. Raises
+    """Returns the messages of a row's prompt: system message and examples, then the row's messages. Raises
     ConfigError."""
     messages = list(row.messages) or [{"role": "user", "content": row.question}]
     head = [{"role": "system", "content": config.system}] if config.system else []
     if messages[0]["role"] == "system":
         if head:
-            raise ConfigError(f"{row.name} has a message of role system of its own; leave data.system out")
+            raise ConfigError(f"{row.name} has its own message of role system; leave data.system out")
         head = [messages.pop(0)]
     for example in config.examples:
         head.append({"role": "user", "content": example["question"]})
@@ -268,10 +268,10 @@ def conversation(row: ProblemRow, config: DataConfig) -> tuple[list[dict[str, An
 
 
 def fill_template(row: ProblemRow, template: str) -> str:
-    """`template` with its `{field}` places filled in from `row`.
+    """Returns `template` with its `{field}` placeholders filled from `row`.
 
     Raises:
-        ConfigError: the template is malformed, names no field, or names one that the row lacks.
+        ConfigError: the template is malformed, has no field, or has a field that the row lacks.
     """
     try:
         places = [place for place in Formatter().parse(template) if place[1] is not None]
@@ -279,12 +279,12 @@ def fill_template(row: ProblemRow, template: str) -> str:
         raise ConfigError(f"data.template = {template!r} is malformed: {error}; write {{{{ for a plain brace") from None
     if not places:
         raise ConfigError(
-            f"data.template = {template!r} has no {{field}}, so all prompts would be alike; use {{question}}"
+            f"data.template = {template!r} has no {{field}}, so all prompts would be equal; use {{question}}"
         )
     for _, name, spec, conversion in places:
         if spec or conversion or name not in row.fields:
             raise ConfigError(
-                f"data.template = {template!r}: {row.name} has no field {name!r} for it; "
+                f"data.template = {template!r}: {row.name} has no field {name!r}; "
                 f"known: {', '.join(sorted(row.fields))}"
             )
     return template.format_map(row.fields)

@@ -1,7 +1,7 @@
-"""Pass rates: how often a model has solved problems, which `llamarl eval --rates` writes and `data.filter` reads.
+"""Pass rates of problems, which `llamarl eval --rates` writes and `data.filter` reads.
 
-A file is JSON Lines: what was measured how, then a row for each problem. A problem is known by a digest of its question
-and answer, so that rates serve any mixture, order or part of the data, with any template.
+A file is JSON Lines: a header on the measurement, then a row per problem. A problem is identified by a digest of its
+question and answer, so that rates apply to any mixture, order or subset of the data, and to any template.
 """
 
 from __future__ import annotations
@@ -19,36 +19,35 @@ from llamarl.config.load import read_rows
 from llamarl.data.sources import ProblemRow
 
 KIND = "pass rates"
-"""First row's `kind`."""
+"""`kind` of the first row."""
 
 
 def digest(row: ProblemRow) -> str:
-    """Fingerprint of question, or conversation, and answer, in hexadecimal digits."""
+    """Returns the fingerprint of question (or conversation) and answer, in hexadecimal digits."""
     said = json.dumps([row.question, row.messages, row.answer], sort_keys=True, default=str)
     return xxhash.xxh3_64_hexdigest(said.encode(errors="surrogatepass"))
 
 
 def rate_rows(header: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Lines of a file of rates: `rows` have `id`, `source`, `right`, `samples` that were judged, and `problem`, the
-    digest."""
+    """Yields the lines of a file of rates. Rows have `id`, `source`, `right`, the number of scored `samples`, and the
+    digest `problem`."""
     for row in ({"kind": KIND, **header}, *rows):
         yield json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def read_rates(path: str) -> dict[str, float]:
-    """Pass rate by digest, 0 to 1; a problem that was measured twice has the rate of both together. Raises
-    ConfigError."""
+    """Returns the pass rate by digest, 0 to 1. Several measurements of a problem are added up. Raises ConfigError."""
     fix = "write one with `llamarl eval --rates FILE`"
     rows = read_rows(path, fix)
     place, first = next(rows)
     if first.get("kind") != KIND:
-        raise ConfigError(f"{place}: the file holds no pass rates; {fix}")
+        raise ConfigError(f"{place}: the file does not contain pass rates; {fix}")
     right, samples = Counter[str](), Counter[str]()
     for place, row in rows:
         try:
             problem, num_right, num_samples = str(row["problem"]), int(row["right"]), int(row["samples"])
         except (KeyError, TypeError, ValueError):
-            raise ConfigError(f"{place}: a row has `problem`, `right` and `samples`; {fix}") from None
+            raise ConfigError(f"{place}: a row needs `problem`, `right` and `samples`; {fix}") from None
         if not 0 <= num_right <= num_samples:
             raise ConfigError(f"{place}: {num_right} right of {num_samples} samples; {fix}")
         right[problem] += num_right
@@ -57,10 +56,10 @@ def read_rates(path: str) -> dict[str, float]:
 
 
 def kept(rows: Sequence[ProblemRow], config: FilterConfig) -> tuple[list[bool], str]:
-    """Whether each row has a pass rate within the bounds, and a sentence that counts what is left out.
+    """Returns whether each row has a pass rate within the bounds, and a sentence that counts dropped rows.
 
     Raises:
-        ConfigError: the file is none, a row was not measured under `refuse`, or nothing is left.
+        ConfigError: the file is invalid, a row was not measured under `refuse`, or no row is left.
     """
     rates = read_rates(config.path)
     found = [rates.get(digest(row)) for row in rows]

@@ -1,4 +1,4 @@
-"""The order in which prompts are drawn: endless, shuffled anew each epoch, and resumable at any point."""
+"""Order of prompts: endless, reshuffled each epoch, and resumable at any point."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class PromptOrder(Protocol):
 
 
 class PromptSampler:
-    """Draws each of `num_prompts` indices once per epoch. The order depends on (seed, epoch) alone, and on the label of
-    a source: two views of one data set come in two orders."""
+    """Draws each of `num_prompts` indices once per epoch. The order depends only on seed, epoch and a source's label,
+    so that two sources with the same data have different orders."""
 
     def __init__(self, num_prompts: int, seed: int, fingerprint: int = 0, label: str = "") -> None:
         """
         Args:
-            fingerprint: of what the indices stand for.
+            fingerprint: of the prompts and answers behind the indices.
             label: of the source in a mixture.
         """
         if num_prompts < 1:
@@ -47,7 +47,7 @@ class PromptSampler:
         self._order = self._shuffle()
 
     def next(self) -> int:
-        """Index of the next prompt, 0 to num_prompts - 1."""
+        """Returns the index of the next prompt, 0 to num_prompts - 1."""
         if self._position == self._num_prompts:
             self._epoch, self._position = self._epoch + 1, 0
             self._order = self._shuffle()
@@ -57,11 +57,11 @@ class PromptSampler:
 
     @property
     def num_drawn(self) -> int:
-        """Prompts drawn so far, of all epochs."""
+        """Prompts drawn so far, over all epochs."""
         return self._epoch * self._num_prompts + self._position
 
     def state(self) -> SamplerState:
-        """The sampler's position, as plain JSON for `restore`."""
+        """Returns the position as plain JSON for `restore`."""
         return {
             "num_prompts": self._num_prompts,
             "seed": self._seed,
@@ -71,26 +71,26 @@ class PromptSampler:
         }
 
     def restore(self, state: SamplerState) -> None:
-        """Goes on exactly where `state()` was taken.
+        """Continues exactly where `state()` was taken.
 
         Raises:
-            ConfigError: the state is that of other data or another seed, so its order would not be this one.
+            ConfigError: the state belongs to other data or another seed, so its order would differ.
         """
         if "sources" in state:
             raise ConfigError(
                 f"the checkpoint drew from the mixture of {', '.join(state['sources'])}, and data.train is a single "
-                "source now; resume with the data it began with"
+                "source; resume with the original data"
             )
         for name, own in (("num_prompts", self._num_prompts), ("seed", self._seed)):
             if state[name] != own:
                 raise ConfigError(
                     f"the checkpoint drew prompts with {name} = {state[name]} and this run has {own}; "
-                    "resume with the data and seed it began with"
+                    "resume with the original data and seed"
                 )
         if state.get("fingerprint", self._fingerprint) != self._fingerprint:
             raise ConfigError(
                 f"the checkpoint drew from {self._num_prompts} other prompts, or answers, than data.train has now; "
-                "resume with the data it began with, or start another run with another --name"
+                "resume with the original data, or start another run with another --name"
             )
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._shuffle()
@@ -100,13 +100,13 @@ class PromptSampler:
 
 
 class MixtureSampler:
-    """Draws from several samplers in the shares of their weights, exactly: after n draws each source has given its
-    share of n, rounded up or down.
+    """Draws from several samplers in the exact ratio of their weights: after n draws, each source has given its share
+    of n, rounded up or down.
 
-    Which source is next follows from how much each has given, by the quota method of Balinski and Young (1975): of the
-    sources that have given less than their share of the n + 1 prompts then drawn, the one whose next prompt is due
-    first. Drawing sources at random would give the same shares in the long run, with a noise in each step that one
-    would pay for in the variance of its gradient; and there is nothing to keep but the positions of the samplers.
+    The next source follows from the numbers drawn so far, by the quota method of Balinski and Young (1975): of the
+    sources below their share of n + 1 prompts, the one whose next prompt is due first. Random draws would have the same
+    shares in the long run, but noise in each step, which adds variance to gradients. The only state is the position of
+    each sampler.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class MixtureSampler:
         """
         Args:
             samplers: of the sources, by label.
-            weights: of the same, above 0; only their ratios count.
-            sizes: prompts of each; the indices of a source come after those of the sources before it.
+            weights: by label, above 0. Only their ratios matter.
+            sizes: number of prompts by label. Indices of a source start after those of the sources before it.
         """
-        fractions = {label: Fraction(weights[label]) for label in samplers}  # floats are fractions: nothing is rounded
+        fractions = {label: Fraction(weights[label]) for label in samplers}  # exact: floats are fractions
         scale = lcm(*(one.denominator for one in fractions.values()))
         self._samplers, self._weights = dict(samplers), dict(weights)
         self._due = {label: int(one * scale) for label, one in fractions.items()}
@@ -128,7 +128,7 @@ class MixtureSampler:
             self._first[label], before = before, before + sizes[label]
 
     def next(self) -> int:
-        """Index of the next prompt, 0 to the sum of all sizes - 1."""
+        """Returns the index of the next prompt, 0 to the sum of all sizes - 1."""
         given = {label: one.num_drawn for label, one in self._samplers.items()}
         drawn = sum(given.values()) + 1
         behind = [label for label in given if given[label] * self._total < drawn * self._due[label]]
@@ -136,33 +136,33 @@ class MixtureSampler:
         return self._first[label] + self._samplers[label].next()
 
     def state(self) -> SamplerState:
-        """The samplers' positions and what the mixture is, as plain JSON for `restore`."""
+        """Returns the samplers' positions and the mixture as plain JSON for `restore`."""
         return {
             "sources": {label: one.state() | {"weight": self._weights[label]} for label, one in self._samplers.items()}
         }
 
     def restore(self, state: SamplerState) -> None:
-        """Goes on exactly where `state()` was taken.
+        """Continues exactly where `state()` was taken.
 
         Raises:
-            ConfigError: the state is that of another mixture, of other data, or of another seed.
+            ConfigError: the state belongs to another mixture, other data or another seed.
         """
         if "sources" not in state:
             raise ConfigError(
-                f"the checkpoint drew from a single source, and data.train mixes {', '.join(self._samplers)} now; "
-                "resume with the data it began with"
+                f"the checkpoint drew from a single source, and data.train now mixes {', '.join(self._samplers)}; "
+                "resume with the original data"
             )
         before = state["sources"]
         if list(before) != list(self._samplers):
             raise ConfigError(
-                f"the checkpoint drew from the sources {', '.join(before)}, and data.train has "
-                f"{', '.join(self._samplers)} now; resume with the sources it began with"
+                f"the checkpoint drew from the sources {', '.join(before)}, and data.train now has "
+                f"{', '.join(self._samplers)}; resume with the original sources"
             )
         for label, one in self._samplers.items():
             if before[label]["weight"] != self._weights[label]:
                 raise ConfigError(
-                    f"the checkpoint drew from source {label!r} with weight = {before[label]['weight']:g}, and it has "
-                    f"{self._weights[label]:g} now; resume with the weights it began with"
+                    f"the checkpoint drew from source {label!r} with weight = {before[label]['weight']:g}, now it has "
+                    f"{self._weights[label]:g}; resume with the original weights"
                 )
             try:
                 one.restore(before[label])
@@ -171,7 +171,7 @@ class MixtureSampler:
 
 
 def fingerprint(rows: Iterable[tuple[str, np.ndarray]]) -> int:
-    """Fingerprint of text and tokens per row, in order."""
+    """Returns a fingerprint of text and tokens of all rows, in order."""
     digest = xxhash.xxh3_64()
     for text, token_ids_T in rows:
         for part in (text.encode(errors="surrogatepass"), np.asarray(token_ids_T, np.int64).tobytes()):

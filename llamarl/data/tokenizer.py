@@ -1,4 +1,4 @@
-"""Text to tokens and back, from the files of a Hugging Face folder; chat templates; small tokenizers from scratch.
+"""Tokenizers and chat templates of Hugging Face folders: text to tokens and back.
 
 Shape suffix: T tokens of one text.
 """
@@ -35,10 +35,10 @@ TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _Dicts = Sequence[Mapping[str, Any]]
 SENTINEL = "\ufdd0turn\ufdd0"
-"""Stands for what the policy wrote; no model's text holds it."""
+"""Placeholder for text of the policy. It appears in no model's text."""
 _MOST_RENDER_S = 5.0
 _LONGEST_S = 1e8
-"""Longest time that an alarm can have, three years."""
+"""Longest possible time of an alarm, three years."""
 ToolFormat = Literal["qwen", "llama"]
 PYTHON_TAG = "<|python_tag|>"
 _LAST_TAG = re.compile(r"(<[^<>]+>|\[[^][]+])(\s*)$")
@@ -46,35 +46,35 @@ _FIX = "give a complete Hugging Face folder"
 
 
 def tool_format(template: str) -> ToolFormat | None:
-    """Format in which a chat template has tools called; None: in neither."""
+    """Returns the format of tool calls in a chat template. None means that it is neither format."""
     if "<tool_call>" in template:
         return "qwen"
     return "llama" if PYTHON_TAG in template or '"parameters"' in template else None
 
 
 class WrittenTurn(NamedTuple):
-    """A turn of the assistant in a conversation, as a chat template writes it."""
+    """An assistant turn of a conversation, as the chat template writes it."""
 
     given: str
-    """Text since the turn before, which asks for this one."""
+    """Text since the previous turn, which is the prompt of this turn."""
     said: str
     """Text of the turn."""
     end_id: int
-    """Token that ends it: the template's, or `eos_token_id`, where the text has none there."""
+    """Token that ends the turn: the template's, or `eos_token_id` if the text has none there."""
     after: int
     """Index in the conversation's text after that token."""
 
 
 class Tokenizer:
-    """The tokenizer of one Hugging Face folder. Thread-safe; texts never change it."""
+    """The tokenizer of a Hugging Face folder. Thread-safe; encoding does not change it."""
 
     def __init__(self, folder: str | Path, arguments: Mapping[str, Any] | None = None, today: str = "") -> None:
-        """Reads `tokenizer.json`, `tokenizer_config.json` and, where present, `generation_config.json`.
+        """Reads `tokenizer.json`, `tokenizer_config.json` and, if present, `generation_config.json`.
 
         Args:
-            folder: of Hugging Face.
+            folder: Hugging Face folder.
             arguments: of the chat template, as `data.template_arguments`.
-            today: date that the chat template takes for it, `2026-07-26`; empty: what it is.
+            today: date for the chat template, such as `2026-07-26`. Empty means the current date.
 
         Raises:
             ConfigError: a file is missing or damaged, or no end-of-text token is named.
@@ -89,29 +89,30 @@ class Tokenizer:
             )
         self._arguments, self._today = dict(arguments or {}), today
         if "model" not in read_json(self.folder / TOKENIZER_FILE, _FIX):
-            raise ConfigError(f"{self.folder / TOKENIZER_FILE} holds no tokenizer `model`; save the tokenizer anew")
+            raise ConfigError(f"{self.folder / TOKENIZER_FILE} has no tokenizer `model`; save the tokenizer again")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(self.folder / TOKENIZER_FILE))
-        except Exception as error:  # that library raises no other
+        except Exception as error:  # the library raises nothing more specific
             raise ConfigError(f"{self.folder / TOKENIZER_FILE} cannot be read: {error}; {_FIX}") from None
         self._config = read_json(self.folder / CONFIG_FILE, _FIX)
-        self._template_text = self._read_template()  # now: `serve` removes the folder that it has exported
+        self._template_text = self._read_template()  # now: `serve` deletes the exported folder later
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> np.ndarray:
-        """Tokens of `text`, int32 [T]. `add_special_tokens` adds what the folder's post-processor adds, such as BOS."""
+        """Returns the tokens of `text`, int32 [T]. `add_special_tokens` adds the post-processor's tokens, such as
+        BOS."""
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[np.ndarray]:
-        """`encode` of each text, in parallel."""
-        # Of the library's ways this one alone lets other threads work meanwhile.
+        """Encodes each text, in parallel."""
+        # The only method of the library that releases the interpreter lock.
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def encode_prompts(self, texts: Sequence[str], *, is_chat: bool) -> list[np.ndarray]:
-        """Tokens of each prompt, int32 [T]. What the folder's post-processor puts in front, such as BOS, is there once,
-        whether the text has it already, as most chat templates write it, or not."""
+        """Returns the tokens of each prompt, int32 [T]. Tokens that the post-processor adds in front, such as BOS,
+        appear once, even if the text already has them, as in most chat templates."""
         first, rows_T = self.first_ids, self.encode_batch(texts, add_special_tokens=not is_chat)
         if not len(first):
             return rows_T
@@ -125,28 +126,28 @@ class Tokenizer:
 
     @cached_property
     def first_ids(self) -> np.ndarray:
-        """Tokens that the folder's post-processor puts in front of a text, such as BOS, int32 [T]."""
+        """Tokens that the folder's post-processor adds in front of a text, such as BOS, int32 [T]."""
         plain_T, whole_T = self.encode("a"), self.encode("a", add_special_tokens=True)
         where = next(at for at in range(len(whole_T)) if np.array_equal(whole_T[at : at + len(plain_T)], plain_T))
         return whole_T[:where]
 
     def decode(self, token_ids_T: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
-        """Text of tokens; bytes that are no UTF-8 (a character cut in half) become U+FFFD."""
+        """Returns the text of tokens. Bytes that are not UTF-8 (a part of a character) become U+FFFD."""
         ids = token_ids_T.tolist() if isinstance(token_ids_T, np.ndarray) else list(token_ids_T)
-        return self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special)[0]  # `decode` holds up all threads
+        return self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special)[0]  # `decode` blocks all threads
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest token id: the rows that an embedding needs. Raises ConfigError: two tokens have one
-        id."""
+        """One more than the largest token id: the rows that an embedding needs. Raises ConfigError if two tokens share
+        an id."""
         ids = list(self._tokenizer.get_vocab(with_added_tokens=True).values())
         if len(set(ids)) < len(ids):
-            raise ConfigError(f"{self.folder / TOKENIZER_FILE} gives two tokens one id; save the tokenizer anew")
+            raise ConfigError(f"{self.folder / TOKENIZER_FILE} gives two tokens the same id; save the tokenizer again")
         return max(ids) + 1
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a response: those of `generation_config.json` and the tokenizer's own `eos_token`.
+        """Tokens that end a response: those of `generation_config.json` and the tokenizer's `eos_token`.
 
         Raises:
             ConfigError: there is none, so no response would end before `max_new_tokens`.
@@ -169,22 +170,22 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int:
-        """Id of the token that ends a response to be learnt: the tokenizer's own, as chat templates write it, if it has
-        one. Raises ConfigError, as `eos_token_ids`."""
+        """Token that ends a response in training data: the tokenizer's `eos_token`, as chat templates write it, if it
+        has one. Raises ConfigError, as `eos_token_ids`."""
         ids, name = self.eos_token_ids, self._special_tokens.get("eos_token")
         own = self._tokenizer.token_to_id(name) if name else None
         return ids[0] if own is None else own
 
     def apply_chat_template(self, messages: _Dicts, add_generation_prompt: bool = True, tools: _Dicts = ()) -> str:
-        """The text of a conversation, as the folder's own template writes it.
+        """Renders a conversation with the folder's chat template.
 
         Args:
             messages: `{"role": ..., "content": ...}` each.
-            add_generation_prompt: end with the words that open the assistant's turn.
-            tools: that may be called, as JSON schemas: `{"type": "function", "function": {...}}` each.
+            add_generation_prompt: end with the text that opens the assistant's turn.
+            tools: available functions, as JSON schemas: `{"type": "function", "function": {...}}` each.
 
         Raises:
-            ConfigError: the folder has no template, or it fails on these messages.
+            ConfigError: the folder has no template, or the template fails on these messages.
         """
         try:
             with ended_after(_MOST_RENDER_S, TimeoutError(f"it took over {_MOST_RENDER_S:g} s")):
@@ -197,62 +198,62 @@ class Tokenizer:
                 )
         except ConfigError:
             raise
-        except Exception as error:  # the template is code of somebody else, in a sandbox
+        except Exception as error:  # the template is foreign code, in a sandbox
             cause = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             said = f"{self.folder}: the chat template refuses these messages: {cause}{error}"
             raise ConfigError(said + self._without_system(messages, add_generation_prompt, tools)) from None
 
     def _without_system(self, messages: _Dicts, *options: Any) -> str:
-        """Text that mends a refusal which is due to the role `system`; empty: something else is the cause."""
+        """Returns a fix for a template that refuses only the role `system`. Empty means that there is another cause."""
         if messages and messages[0].get("role") == "system":
             with suppress(ConfigError):
                 self.apply_chat_template(messages[1:], *options)
-                return "; it takes them without that of role 'system', which belongs into the question then"
+                return "; it accepts them without role 'system', so put that message into the question"
         return ""
 
     def after_turn(self, messages: _Dicts, *, without_stop: bool, tools: _Dicts = ()) -> str:
-        """Text that the chat template writes between a turn of the assistant and the next one, with `messages` in
+        """Returns the text that the chat template writes between an assistant turn and the next one, with `messages` in
         between.
 
         Args:
-            without_stop: the turn was ended by a stop token, which the template's text then does not repeat.
+            without_stop: the turn ended with a stop token, which is left out of the text.
 
         Raises:
-            ConfigError: as `apply_chat_template`, or the template does not write the turn as it is.
+            ConfigError: as `apply_chat_template`, or the template does not write the turn verbatim.
         """
         opening = [{"role": "user", "content": "."}, {"role": "assistant", "content": SENTINEL}]
         text = self.apply_chat_template([*opening, *messages], tools=tools)
         _, found, rest = text.rpartition(SENTINEL)
         if not found:
-            raise ConfigError(f"{self.folder}: the chat template does not write an assistant's turn as it is")
+            raise ConfigError(f"{self.folder}: the chat template does not write an assistant's turn verbatim")
         if without_stop:
             stop = next((one for one in map(self._text_of, self.eos_token_ids) if rest.startswith(one)), "")
             rest = rest.removeprefix(stop)
         return rest
 
     def turn(self, messages: _Dicts, number: int, whole: str, place: int = 0) -> WrittenTurn:
-        """The assistant's turn that is message `number`.
+        """Returns the assistant turn that is message `number`.
 
-        The reply that ends a conversation is whole: where the template drops its reasoning, as from earlier turns, its
-        content follows the text that asks for it.
+        The last reply of a conversation is complete: if the template drops its reasoning, as in earlier turns, its
+        content follows the prompt of the turn.
 
         Args:
             messages: the conversation.
             number: index of the message.
             whole: text of the conversation, as the template writes it.
-            place: index in `whole` after the turn before.
+            place: index in `whole` after the previous turn.
 
         Raises:
-            ConfigError: as `apply_chat_template`, or the template does not write the turn as it is.
+            ConfigError: as `apply_chat_template`, or the template does not write the turn verbatim.
         """
         asking, content = self.apply_chat_template(messages[:number]), messages[number]["content"]
         has_calls = bool(messages[number].get("tool_calls"))
-        if has_calls and not content:  # where there is content, some write a line break, too
+        if has_calls and not content:  # with content, some templates add a line break
             first = last = len(asking) if whole.startswith(asking) else -1
         else:
             marked = [{**one, "content": SENTINEL} if at == number else one for at, one in enumerate(messages)]
             head, found, tail = self.apply_chat_template(marked, add_generation_prompt=False).partition(SENTINEL)
-            # Some leave out of earlier turns what they write in front of the last one.
+            # Some templates leave the text before the last turn out of earlier turns.
             first = next((len(text) for text in (asking, head) if whole.startswith(text)), -1)
             last = len(whole) - len(tail) if found and whole.endswith(tail) else -1
             is_whole = number + 1 < len(messages) or _dense(content) in _dense(whole[first:last])
@@ -265,8 +266,8 @@ class Tokenizer:
         at = min(places, default=-1)
         if not place <= first <= last or (has_calls and at < 0):
             raise ConfigError(
-                f"{self.folder}: the chat template does not write message {number + 1}, an assistant's, as it is, so "
-                "what is to be learnt cannot be told from the rest; use another template"
+                f"{self.folder}: the chat template does not write message {number + 1}, an assistant's, verbatim, so "
+                "the text to train on cannot be found; use another template"
             )
         if at == last or has_calls:  # calls follow the content
             return WrittenTurn(whole[place:first], whole[first:at], stops[places[at]], at + len(places[at]))
@@ -280,7 +281,7 @@ class Tokenizer:
         tokens = {}
         for name in SPECIAL_TOKEN_NAMES:
             token = self._config.get(name)
-            if token is not None:  # written plainly or as a serialized AddedToken
+            if token is not None:  # plain text or a serialized AddedToken
                 tokens[name] = token["content"] if isinstance(token, dict) and "content" in token else token
                 if not isinstance(tokens[name], str):
                     raise ConfigError(f"{self.folder / CONFIG_FILE}: {name} = {token!r} is not text; {_FIX}")
@@ -288,7 +289,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """There is one in the folder."""
+        """Returns whether the folder has a chat template."""
         return bool(self._template_text)
 
     @property
@@ -297,7 +298,7 @@ class Tokenizer:
         return self._template_text
 
     def with_template(self, text: str) -> Tokenizer:
-        """The same tokenizer with another chat template, which takes no arguments."""
+        """Returns a copy with another chat template, without arguments."""
         other = copy(self)
         other.__dict__.pop("_chat_template", None)
         other._template_text, other._arguments = text, {}
@@ -305,12 +306,12 @@ class Tokenizer:
 
     @property
     def tells_date(self) -> bool:
-        """The chat template writes today's date, and so other prompts on another day."""
+        """Returns whether the chat template uses today's date, so that prompts depend on the day."""
         return "strftime_now" in (self._template_text or "")
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """Format in which the chat template has tools called; None: it knows of none, or there is no template."""
+        """Format of tool calls in the chat template. None means that it has no tools, or that there is no template."""
         return tool_format(self._template_text or "")
 
     def _read_template(self) -> str | None:
@@ -329,10 +330,10 @@ class Tokenizer:
             )
         for name in self._arguments:
             if name in {"messages", "tools", "documents", "add_generation_prompt", *SPECIAL_TOKEN_NAMES}:
-                raise ConfigError(f"data.template_arguments: {name!r} is given to each chat template; leave it out")
+                raise ConfigError(f"data.template_arguments: every chat template gets {name!r} anyway; leave it out")
             if not re.search(rf"\b{re.escape(name)}\b", self._template_text):
                 raise ConfigError(
-                    f"data.template_arguments: the chat template of {self.folder} does not know {name!r}; leave it out"
+                    f"data.template_arguments: the chat template of {self.folder} does not use {name!r}; leave it out"
                 )
         try:
             return _chat_environment(self._today).from_string(self._template_text)
@@ -343,7 +344,7 @@ class Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
-    """Raises ConfigError when the tokenizer has ids that the model has no embedding for."""
+    """Raises ConfigError if the tokenizer has ids without an embedding in the model."""
     if tokenizer.vocab_size > model_vocab_size:
         raise ConfigError(
             f"the tokenizer in {tokenizer.folder} has {tokenizer.vocab_size} tokens and the model's vocab_size is "
@@ -352,9 +353,9 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks assistant text in some templates; here it marks nothing."""
+    """`{% generation %} ... {% endgeneration %}` marks assistant text in some templates. Here it is ignored."""
 
-    tags: set[str] = {"generation"}  # noqa: RUF012 - declared so by jinja2
+    tags: set[str] = {"generation"}  # noqa: RUF012 - declared like this by jinja2
 
     def parse(self, parser: Parser) -> list[Node]:
         next(parser.stream)
@@ -362,11 +363,11 @@ class _Generation(Extension):
 
 
 def _chat_environment(today: str) -> ImmutableSandboxedEnvironment:
-    """The environment that Hugging Face chat templates are written for: templates are untrusted, hence the sandbox."""
+    """Returns the environment that Hugging Face chat templates expect, in a sandbox because templates are untrusted."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
-    # Jinja's own `tojson` escapes HTML, which chat templates do not want.
+    # Jinja's `tojson` escapes HTML, which chat templates do not expect.
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     now = date.fromisoformat(today).strftime if today else time.strftime
     helpers: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": now}
@@ -376,7 +377,7 @@ def _chat_environment(today: str) -> ImmutableSandboxedEnvironment:
 
 @contextmanager
 def ended_after(limit_s: float, error: Exception) -> Iterator[None]:
-    """Raises `error` in what takes longer; in the main thread alone, where a run is prepared."""
+    """Raises `error` in a block that takes longer. Only works in the main thread, where runs are prepared."""
 
     def end(*_: object) -> NoReturn:
         raise error
@@ -388,19 +389,19 @@ def ended_after(limit_s: float, error: Exception) -> Iterator[None]:
     outer_s, _ = signal.setitimer(signal.ITIMER_REAL, min(limit_s, _LONGEST_S))
     try:
         yield
-    finally:  # somebody around this may have a limit, too
+    finally:  # an outer block may have a limit, too
         left_s = max(outer_s - (time.monotonic() - start_s), 1e-3) if outer_s else 0.0
         signal.signal(signal.SIGALRM, before)
         signal.setitimer(signal.ITIMER_REAL, left_s)
 
 
 def _dense(text: str) -> str:
-    """Without white space, which templates change."""
+    """Returns text without white space, which templates change."""
     return "".join(text.split())
 
 
 def _unsaid(asking: str, content: str) -> str:
-    """Content without the tag that opens it, such as `<think>`, where the text that asks for it ends with that."""
+    """Returns content without its opening tag, such as `<think>`, if the prompt of the turn ends with that tag."""
     written = _LAST_TAG.search(asking)
     if written is None or not content.lstrip().startswith(written[1]):
         return content

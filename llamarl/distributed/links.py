@@ -28,8 +28,8 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any, Literal, NamedTuple
 
-from llamarl.config.device import ADDRESS, WEIGHTS_ADDRESS
 from llamarl.config.errors import RanksLost
+from llamarl.config.section import ADDRESS, WEIGHTS_ADDRESS
 from llamarl.net.entrance import PROOF_S, Entrance, Proved, listen
 
 BROKEN = (OSError, EOFError, AuthenticationError)

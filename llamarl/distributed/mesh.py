@@ -24,11 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from llamarl.config import ConfigError
-from llamarl.config.device import PLACED, named_devices
+from llamarl.config.section import PLACED, named_devices
 from llamarl.distributed.links import BROKEN, RankLinks, RanksLost, Rendezvous, interface_of, local_host, own_address
 from llamarl.distributed.store import TorchStore
 from llamarl.distributed.watch import Watch, drop_incoming, end_collectives, open_sockets
-from llamarl.observability.stages import stage
+from llamarl.observability.spans import stage
 
 CPU = torch.device("cpu")
 AXES = ("pp", "fsdp", "cp", "tp")

@@ -1,1 +1,1 @@
-"""Executors: one thin file for each role, which joins the parts below to the controller and holds no logic."""
+"""Executors: one thin file per role, which connects lower packages to the controller and holds no logic itself."""

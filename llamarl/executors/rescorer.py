@@ -1,4 +1,4 @@
-"""`Rescorer`: what the weights that sampled a token say of it when no cached keys and values are read.
+"""`Rescorer`: scores sampled tokens again with the same weights and without cached keys and values.
 
 Shape suffix: T tokens of one sequence.
 """
@@ -19,29 +19,30 @@ _NAME = "fresh_logprobs"
 
 
 class Rescorer:
-    """Fills `fresh_logprobs` of a few rollouts: as they leave, and each time before the weights go that sampled."""
+    """Fills `fresh_logprobs` of a few rollouts: when they finish, and before the weights that sampled them are
+    replaced."""
 
     def __init__(self, engine: GenerationBackend) -> None:
         self._engine = engine
         self._asked = dict[int, GenerationRequest]()
         """Requests whose first rollout is here, by group."""
         self._known = dict[int, np.ndarray]()
-        """The column of those that decode, as far as it is known."""
+        """Known part of the column of decoding rollouts."""
 
     def submitted(self, requests: Iterable[GenerationRequest]) -> None:
-        """These have been submitted."""
+        """Registers submitted requests."""
         asked = (one for one in requests if one.is_rescored and 0 in one.indices)
         self._asked.update((request.group_id, request) for request in asked)
 
     def update(self, version: int) -> None:
-        """Scores what the weights of `version` sampled. They are in use and about to be replaced."""
+        """Scores tokens that the weights of `version` sampled. They are in use and about to be replaced."""
         if not self._asked:
             return
         decoding = [one for one in self._engine.so_far([*self._asked]) if one.index == 0]
         self._known.update(zip([one.group_id for one in decoding], self._filled(decoding, version), strict=True))
 
     def left(self, rollouts: Sequence[Rollout], version: int) -> Sequence[Rollout]:
-        """Returns finished rollouts with the column of those that are asked. The weights of `version` are in use."""
+        """Returns finished rollouts, with the column if it was requested. The weights of `version` are in use."""
         if not (asked := [one for one in rollouts if one.index == 0 and one.group_id in self._asked]):
             return rollouts
         columns = dict(zip([one.group_id for one in asked], self._filled(asked, version), strict=True))
@@ -56,7 +57,7 @@ class Rescorer:
         ]
 
     def _filled(self, rollouts: Sequence[Rollout], version: int) -> list[np.ndarray]:
-        """Returns the column of each rollout, scored in one call: what prompts share at their beginning is computed
+        """Returns the column of each rollout. All are scored in one call, which computes common beginnings of prompts
         once."""
         found = [self._so_far(one) for one in rollouts]
         scored = [
@@ -72,7 +73,7 @@ class Rescorer:
         return found
 
     def _so_far(self, one: Rollout) -> np.ndarray:
-        """What is known of the column, NaN elsewhere, float32 [T]."""
+        """Returns the known part of the column, and NaN elsewhere, float32 [T]."""
         column_T = np.full(one.num_tokens, np.nan, np.float32)
         for part_T in (one.columns.get(_NAME), self._known.get(one.group_id)):
             if part_T is not None:
@@ -82,16 +83,16 @@ class Rescorer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Scored:
-    """A rollout whose new tokens are to be scored."""
+    """A rollout whose new tokens need scores."""
 
     ids_T: np.ndarray
     """Prompt and response."""
     cutoffs_T: np.ndarray
-    """Of all tokens but the first."""
+    """Cutoffs of all tokens but the first."""
     temperature: float
     prompt_tokens: int
     places: np.ndarray
-    """Response tokens that are new."""
+    """Indices of new response tokens."""
     column_T: np.ndarray
     """Receives the scores."""
 

@@ -1,4 +1,4 @@
-"""The reward executor: decodes responses and scores them."""
+"""The reward executor: decodes and scores responses."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _NONE: Mapping[str, RewardConfig] = MappingProxyType({})
 
 
 class RewardExecutor(Executor):
-    """Rule-based rewards on the CPU; graders that can hang run in workers of their own."""
+    """Rule-based rewards on the CPU. Graders that can hang run in separate workers."""
 
     SPANS: ClassVar[dict[str, str]] = {"score": "score"}
 
     def __init__(self, model_path: str, config: RewardConfig, of_sources: Mapping[str, RewardConfig] = _NONE) -> None:
-        """`of_sources`: settings of sources that have rewards of their own, by label."""
+        """`of_sources` has the settings of sources with their own rewards, by label."""
         self._tokenizer = Tokenizer(model_path)
-        with ExitStack() as made:  # one that cannot be built must not leave workers of another
+        with ExitStack() as made:  # if one reward cannot be built, workers of the others end
             self._reward, self._of_sources = build_reward(config), dict[str, Reward]()
             made.callback(self._reward.close)
             for label, own in of_sources.items():
@@ -35,7 +35,7 @@ class RewardExecutor(Executor):
             self._close = made.pop_all()
 
     def score(self, groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> list[list[ScoredResponse]]:
-        """One list per group, one entry per rollout."""
+        """Returns one list per group with one result per rollout."""
         responses = [[self._tokenizer.decode(rollout.token_ids_T) for rollout in rollouts] for _, rollouts in groups]
         items = dict[str, list[RewardItem]]()
         for (prompt, _), texts in zip(groups, responses, strict=True):
@@ -53,7 +53,8 @@ class RewardExecutor(Executor):
         ]
 
     def _key(self, prompt: Prompt) -> str:
-        """Label of a source that is judged by rewards of its own; sources without them are judged together."""
+        """Returns the label of a source with its own rewards. Sources without are scored together, by the empty
+        label."""
         return prompt.source if prompt.source in self._of_sources else ""
 
     def close(self) -> None:
@@ -61,7 +62,7 @@ class RewardExecutor(Executor):
 
 
 def checked(results: Sequence[Any], num_items: int) -> list[RewardResult]:
-    """Results that a reward answered; an answer that is none, as a user's own reward may give, judges nothing."""
+    """Returns a reward's results. If a user's reward returns something else, all responses are invalid."""
     if not isinstance(results, Sequence) or len(results) != num_items:
         number = f"{len(results)} results" if isinstance(results, Sequence) else f"a {type(results).__name__}"
         return [invalid(f"the reward gave {number} for {num_items} responses")] * num_items

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llamarl.config.device import ALONE
 from llamarl.config.errors import ConfigError
 from llamarl.config.ref import part
+from llamarl.config.section import ALONE
 from llamarl.generation.attention import (
     BLOCK_SIZE,
     KernelAttention,

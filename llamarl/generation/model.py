@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.config.errors import ConfigError
-from llamarl.config.trainer import LoraConfig
+from llamarl.config.roles import LoraConfig
 from llamarl.generation.attention import KernelAttention, TorchAttention
 from llamarl.generation.network import (
     ExpertMixture,
@@ -53,7 +53,7 @@ from llamarl.models.masking import UnusedIds
 from llamarl.models.quantize import QUANTIZED_DTYPES, quantize_rows
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Attend, Rope, Transformer
-from llamarl.observability.stages import stage
+from llamarl.observability.spans import stage
 from llamarl.sharding.box import Box
 from llamarl.sharding.tensor_parallel import (
     cuts_by_expert,

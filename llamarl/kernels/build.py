@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.config.errors import ConfigError
-from llamarl.observability.stages import stage
+from llamarl.observability.spans import stage
 
 VARIABLE, FORMER_VARIABLE = "LLAMARL_KERNELS", "LLAMARL_NO_KERNELS"
 _NEEDS = {

@@ -51,6 +51,8 @@ SWITCHES = (
     "DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_DEFAULT_FPMATH_MODE",
 )  # fmt: skip
 """Environment variables of the libraries that multiply."""
+_KEPT = 128
+"""Products of bfloat16 that oneDNN keeps."""
 _PRODUCT_US = 30e3
 """Microseconds of measuring a product, in 5 to 9 rounds."""
 
@@ -116,6 +118,17 @@ def chosen(num_outputs: int, num_inputs: int) -> ProductPaths:
 def even() -> int:
     """Returns the number of tokens of which a microbatch should be a multiple, by the choices made so far."""
     return EVEN if any(choice.paths != OWN.paths for choice in _choices.values()) else 1
+
+
+def bound_caches() -> None:
+    """Has oneDNN keep code and scratch memory for few sizes of bfloat16 products; without effect after the first one.
+
+    Each microbatch has another number of tokens. By default oneDNN, and torch's layer above it, keep 1024 products
+    each: gigabytes in a long run. The products of one microbatch fit into `_KEPT` many times, and code for a new size
+    takes a few milliseconds.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(_KEPT))
 
 
 def describe() -> str:

@@ -8,12 +8,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from llamarl.config import RunConfig
-from llamarl.config.roles import CriticConfig, ReferenceConfig, RewardModelConfig
-from llamarl.config.trainer import ATTENTION, ParallelismConfig
+from llamarl.config.roles import ATTENTION, CriticConfig, ParallelismConfig, ReferenceConfig, RewardModelConfig
 from llamarl.models import memory
 from llamarl.models.memory import WIDTHS, GeneratorLoad, Parts, TrainerLoad, total
 from llamarl.models.sizes import DecoderSizes, adapter_parameters, uneven_shares
-from llamarl.observability.accounting import role_of
+from llamarl.observability.report import role_of
 
 CACHE_BLOCK_TOKENS = 16
 """Tokens of a block of keys and values, for all kernels."""

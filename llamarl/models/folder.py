@@ -13,7 +13,7 @@ from llamarl.config import ConfigError, open_file, read_json
 from llamarl.config.hub import folder_of, missing_folder
 from llamarl.models.shape import ModelShape, stop_ids
 from llamarl.models.vocabulary import unused_ids
-from llamarl.observability.formats import megabytes
+from llamarl.observability.metrics import megabytes
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"

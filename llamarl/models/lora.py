@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from llamarl.config.hub import HubName, folder_of, hub_name
-from llamarl.config.trainer import LoraConfig
+from llamarl.config.roles import LoraConfig
 from llamarl.models.folder import BASE_RECORD, PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS, fingerprints
 from llamarl.models.hf import TOKENIZER_FILES, replaced_folder, small_files, write_json
 from llamarl.models.shape import ModelShape

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.config.trainer import LoraConfig
+from llamarl.config.roles import LoraConfig
 from llamarl.models.sizes import DecoderSizes, adapted, adapter_parameters
 from llamarl.sharding.tensor_parallel import cuts_by_expert, is_expert, is_quantizable, sharded_dim
 

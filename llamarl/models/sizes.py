@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from llamarl.config.errors import ConfigError
-from llamarl.config.trainer import ATTENTION, LoraConfig
+from llamarl.config.roles import ATTENTION, LoraConfig
 from llamarl.models.keys import refuse, same_value
 
 MAX_COUNT = 1 << 27

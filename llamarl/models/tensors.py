@@ -12,7 +12,7 @@ from llamarl.config.hub import folder_of, open_hub, why_offline
 from llamarl.models.folder import CONFIG, WEIGHTS_INDEX, load_shape, opened, read_model_file, weight_files
 from llamarl.models.shape import ModelShape
 from llamarl.models.sizes import num_scalars
-from llamarl.observability.stages import stage
+from llamarl.observability.spans import stage
 from llamarl.sharding.tensor_parallel import is_expert
 
 EMBEDDING, HEAD, LAST_NORM, SCORE = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", "score.weight"

@@ -1,4 +1,4 @@
-"""Whole files, or none: a reader never sees half of one. Files of rows in pieces, which look like one to a reader."""
+"""Atomic writes of whole files, and row files in several pieces that readers see as one file."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ import xxhash
 from llamarl.config import open_file, open_own, read_rows
 
 MAX_RUN_ROW_BYTES = 1 << 30
-"""A long rollout has many tokens, with two log-probabilities each."""
+"""Most bytes of a row: long rollouts have many tokens, with two log-probabilities each."""
 _BLOCK_BYTES = 1 << 14
 _PIECE_BYTES = 512
-"""Bytes of a compressed file that are read at a time: all before a damaged piece is read."""
+"""Bytes of a compressed file to read at a time, so that everything before a damaged part is read."""
 PIECE_NAME = r"(metrics|rollouts|events)-\d{5}\.jsonl(\.gz)?"
 """Regular expression of full pieces."""
 
 
 def write_atomically(path: Path, text: str | bytes | Iterable[str]) -> None:
-    """Replace `path` by `text`, or by pieces of it, once all of it is on disk.
+    """Replaces `path` by `text`, or by its joined parts, once everything is on disk.
 
     Raises:
-        OSError: it cannot be written; what `path` held before is untouched.
+        OSError: the disk refuses. The old content of `path` is unchanged.
     """
-    partial = path.with_name(f".{path.name}.{os.urandom(8).hex()}.partial")  # others may write the same, here too
+    partial = path.with_name(f".{path.name}.{os.urandom(8).hex()}.partial")  # several writers may write the same file
     try:
         is_binary = isinstance(text, bytes)
         with open_own(partial, "xb" if is_binary else "x") as file:
@@ -57,7 +57,7 @@ def remedy(error: OSError) -> str:
 
 
 def sync(path: Path) -> None:
-    """Brings a file, or the entries of a folder, to the disk. Raises OSError."""
+    """Flushes a file, or the entries of a folder, to the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -66,25 +66,25 @@ def sync(path: Path) -> None:
 
 
 def piece(path: Path, number: int) -> Path:
-    """Path of the piece that a full `path` becomes; compressed, it has `.gz` behind it."""
+    """Returns the path of a full piece of `path`. Compressed pieces end with `.gz`."""
     return path.with_name(f"{path.stem}-{number:05d}{path.suffix}")
 
 
 def pieces(path: Path) -> list[Path]:
-    """The files whose rows, one after the other, are those of `path`: full ones, and the one that is written."""
+    """Returns the files that together have the rows of `path`, in order: full pieces, then the current file."""
     full = path.parent.glob(f"{path.stem}-{'[0-9]' * 5}{path.suffix}*")
-    chosen = {file.name.removesuffix(".gz"): file for file in sorted(full, reverse=True)}  # of two, what is whole
+    chosen = {file.name.removesuffix(".gz"): file for file in sorted(full, reverse=True)}  # prefers the uncompressed
     return [*(chosen[name] for name in sorted(chosen)), path]
 
 
 def lines(path: Path) -> Iterator[bytes]:
-    """Lines of a piece. Raises OSError."""
+    """Yields the lines of a piece. Raises OSError."""
     with open_file(path) as raw, gzip.open(raw) if path.suffix == ".gz" else nullcontext(raw) as file:
         yield from file
 
 
 def last_lines(path: Path) -> Iterator[bytes]:
-    """The whole lines of a file that is not compressed, the last one first. Raises OSError."""
+    """Yields the complete lines of an uncompressed file, the last one first. Raises OSError."""
     with open_file(path) as file:
         end, rest, is_torn = file.seek(0, os.SEEK_END), b"", True
         while end:
@@ -98,7 +98,7 @@ def last_lines(path: Path) -> Iterator[bytes]:
 
 
 def read_run_rows(path: str | Path, fix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows of all pieces, each as `read_rows` gives it. Raises ConfigError."""
+    """Yields the rows of all pieces, as `read_rows` does. Raises ConfigError."""
     *full, last = pieces(Path(path))
     if not full or not last.exists() or last.stat().st_size:
         full.append(last)
@@ -107,8 +107,8 @@ def read_run_rows(path: str | Path, fix: str) -> Iterator[tuple[str, dict[str, A
 
 
 def compress(path: Path) -> None:
-    """Puts a compressed file that has been read again in the place of a full piece, unless the disk refuses: either can
-    be read."""
+    """Replaces a full piece by a compressed file, after reading it back. If the disk refuses, the piece stays
+    readable."""
     partial = path.with_name(f".{path.name}.gz.partial")
     with suppress(OSError, EOFError, zlib.error):
         with path.open("rb") as source, _new(partial) as raw, gzip.open(raw, "wb", compresslevel=1) as file:
@@ -124,16 +124,16 @@ def compress(path: Path) -> None:
 
 
 def _new(path: Path) -> IO[bytes]:
-    """A file in the place of what a process that was killed, or somebody else, has left there. Raises OSError."""
+    """Creates a file and replaces leftovers of a killed process or another user. Raises OSError."""
     path.unlink(missing_ok=True)
     return open_own(path, "xb")
 
 
 def open_or_unpack(path: Path, most: int = sys.maxsize) -> IO[bytes]:
-    """A file, or about so many bytes of what it was compressed to, up to where that is damaged. Raises OSError."""
+    """Opens a file, or unpacks about `most` bytes of its compressed piece, up to any damage. Raises OSError."""
     with suppress(FileNotFoundError):
         return path.open("rb")
-    data, unpacking = io.BytesIO(), zlib.decompressobj(wbits=31)  # gzip's
+    data, unpacking = io.BytesIO(), zlib.decompressobj(wbits=31)  # gzip format
     with suppress(zlib.error), path.with_name(f"{path.name}.gz").open("rb") as file:
         while data.tell() < most and (piece := file.read(_PIECE_BYTES)):
             data.write(unpacking.decompress(piece))
@@ -141,7 +141,7 @@ def open_or_unpack(path: Path, most: int = sys.maxsize) -> IO[bytes]:
 
 
 def code_fingerprint() -> str:
-    """Digest of every Python and C++ file of this package, names and contents."""
+    """Returns a digest of the names and contents of all Python and C++ files of this package."""
     package, digest = Path(__file__).parents[1], xxhash.xxh3_64()
     for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".cpp", ".h")):
         digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())

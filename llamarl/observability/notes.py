@@ -1,5 +1,4 @@
-"""Technical notes of an executor, such as the kernels that it uses: they go to its log and never between the lines that
-a user reads."""
+"""Technical notes of an executor, for example which kernels it uses. They go to its log, not to the user's terminal."""
 
 from __future__ import annotations
 
@@ -11,17 +10,17 @@ from pathlib import Path
 from llamarl.config import open_own
 
 _files = dict[int, Path]()
-"""Log file by thread, of executors that share this process."""
+"""Log file by thread, for executors that share this process."""
 
 
 def keep_notes_in(file: Path) -> None:
-    """Sends notes of this thread to a file. Without this call they go to standard output, which is an executor's log
-    where the executor has its own process."""
+    """Sends notes of this thread to a file. By default they go to standard output, which is the log of an executor that
+    has its own process."""
     _files[threading.get_ident()] = file
 
 
 def note(text: str) -> None:
-    """Writes a line. A full disk loses the line only."""
+    """Writes a line. On a full disk, only this line is lost."""
     file = _files.get(threading.get_ident())
     with suppress(OSError):
         if file is None:

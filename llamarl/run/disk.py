@@ -1,4 +1,4 @@
-"""Disk that a run needs against what is free: checkpoints that are kept, and the journal."""
+"""Disk space that a run needs for checkpoints and journal, compared with the free space."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from llamarl.models.sizes import DecoderSizes
 from llamarl.run.placement import models_in_use
 
 JOURNAL_TOKEN_BYTES = 16
-"""Bytes of a token in the journal, compressed."""
+"""Bytes per token in the journal, compressed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiskNeed:
-    """Bytes that a run writes, at most."""
+    """Most bytes that a run writes."""
 
     checkpoint: float
-    """One checkpoint of trainer and critic."""
+    """Bytes of one checkpoint of trainer and critic."""
     num_checkpoints: int
-    """Most checkpoints at a time: those that are kept, and one that is being written."""
+    """Most checkpoints at a time: the kept ones, and one that is being written."""
     journal: float
-    """All responses at their longest."""
+    """Bytes if all responses have maximum length."""
     free: float
-    """Free bytes where the run's folder is, or will be."""
+    """Free bytes on the disk of the run's folder."""
     place: Path
 
     @property
@@ -43,7 +43,7 @@ class DiskNeed:
             return ""
         return (
             f"the disk of {self.place} has {gigabytes(self.free)} free, and {self.num_checkpoints} checkpoints take "
-            f"{gigabytes(needed)}; free some, lower checkpoint.keep, or set output to a folder on "
+            f"{gigabytes(needed)}; free space, lower checkpoint.keep, or set output to a folder on "
             "another disk"
         )
 
@@ -57,12 +57,12 @@ class DiskNeed:
 
 
 def gigabytes(num_bytes: float) -> str:
-    """Text such as `2.4 GB`."""
+    """Returns text such as `2.4 GB`."""
     return f"{num_bytes / 1e9:,.0f} GB" if num_bytes >= 1e11 else f"{num_bytes / 1e9:.2g} GB"
 
 
 def disk_need(config: RunConfig, shape: DecoderSizes) -> DiskNeed:
-    """Returns what a run takes of the disk of its folder. Raises ConfigError: a critic's model cannot be read."""
+    """Returns the disk space that a run needs. Raises ConfigError if a critic's model cannot be read."""
     trainer, settings = config.trainer, config.checkpoint
     each = WIDTHS[trainer.weights] + MOMENTS_BYTES[trainer.moments]
     if trainer.lora:

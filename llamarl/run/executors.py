@@ -1,4 +1,4 @@
-"""Specifications with which executors are started, and their start."""
+"""Executors of a run: how they are specified, started, supervised and stopped."""
 
 from __future__ import annotations
 
@@ -6,39 +6,55 @@ import asyncio
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 from llamarl.checkpoint.keeper import MirrorPlace
-from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, HostShare, RemoteError
+from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle, ExecutorSpec, HostFailed, HostShare, RemoteError
 from llamarl.cluster.engine_files import MEMORY, mirror_folder
-from llamarl.config import ConfigError
+from llamarl.config import ConfigError, RunConfig
 from llamarl.config.ref import part
-from llamarl.config.roles import CriticConfig
-from llamarl.config.schema import RunConfig
-from llamarl.config.trainer import LoraConfig, TrainerConfig
+from llamarl.config.roles import CriticConfig, LoraConfig, TrainerConfig
+from llamarl.controller.admission import Problems
+from llamarl.controller.controller import Controller, build_controller
+from llamarl.controller.ports import Executors
+from llamarl.controller.progress import Progress
+from llamarl.controller.services import Services
+from llamarl.controller.supervision import Interrupted, PausableClockLoop, StallWatch, Supervisor
+from llamarl.controller.telemetry import Telemetry
 from llamarl.distributed.links import open_rendezvous
+from llamarl.executors.replies import ControllerState
+from llamarl.journal.writer import Journal
 from llamarl.run.folder import RunFolder
-from llamarl.run.given import with_content
 from llamarl.run.placement import Placer, models_in_use
+from llamarl.run.python_inputs import with_content
 
 TARGETS = {
     "trainer": "trainer:TrainerExecutor",
-    "reward-model": "reward_model:RewardModelExecutor",
-    "reference": "reference:ReferenceExecutor",
-    "critic": "critic:CriticExecutor",
+    "reward-model": "models:RewardModelExecutor",
+    "reference": "models:ReferenceExecutor",
+    "critic": "models:CriticExecutor",
 }
-"""Modules and classes below `llamarl.executors` that have a model."""
+"""Executors with a model: module and class in `llamarl.executors`, by name."""
 PROCESS = "starts its process"
-"""Stage of an executor until it answers."""
+"""Stage of an executor before its first reply."""
 
 
 def executor_spec(
     name: str, target: str, threads: int, num_ranks: int = 1, *, place: Sequence[HostShare] = (), **options: Any
 ) -> ExecutorSpec:
-    """`target` is `module:Class`, below `llamarl.executors` or from the top; `threads` are those of one rank."""
+    """Returns the specification of an executor.
+
+    Args:
+        target: `module:Class` in `llamarl.executors`, or with the full module name.
+        threads: CPU threads of each rank.
+    """
     env = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     return ExecutorSpec(
         name=name,
@@ -51,7 +67,7 @@ def executor_spec(
 
 
 def reward_spec(config: RunConfig, place: Sequence[HostShare] = ()) -> ExecutorSpec:
-    """Specification of the executor that judges responses, of each source by its own rewards."""
+    """Returns the specification of the executor that scores responses, with the rewards of each source."""
     own = {key: with_content(config.of(one).reward) for key, one in config.data.by_key.items() if one.reward}
     return executor_spec(
         "reward", "reward:RewardExecutor", 1, place=place, model_path=config.model.path,
@@ -60,7 +76,7 @@ def reward_spec(config: RunConfig, place: Sequence[HostShare] = ()) -> ExecutorS
 
 
 class RunSpecs:
-    """Executors of one run other than generators, by name: each time with a rendezvous of its own for its ranks."""
+    """Specifications of a run's executors except generators, by name. Each new one has its own rendezvous of ranks."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, places: Placer, *, resume: bool) -> None:
         self._config, self._places, self._checkpoints = config, places, str(folder.checkpoints)
@@ -69,17 +85,17 @@ class RunSpecs:
         self._models = models_in_use(config)
 
     def first(self) -> list[ExecutorSpec]:
-        """Trainer, reward, and the models that the config asks for."""
+        """Returns the specifications of trainer, reward, and all models that the config needs."""
         also = ("environment",) if self._config.has_episodes else ()
         return [self.spec(name, self._places.place(name)) for name in ("trainer", "reward", *self._models, *also)]
 
     def again(self, name: str) -> ExecutorSpec:
-        """Specification in the place of an executor that died; it has learnt nothing yet."""
+        """Returns the specification of a replacement for a dead executor, which starts without training state."""
         self._resume = False
         return self.spec(name, self._places.again(name))
 
     def spec(self, name: str, place: Sequence[HostShare]) -> ExecutorSpec:
-        """Specification of one executor."""
+        """Returns the specification of one executor."""
         config = self._config
         if name == "reward":
             return reward_spec(config, place)
@@ -100,29 +116,29 @@ class RunSpecs:
         return executor_spec(name, TARGETS[name], settings.threads, num_ranks, place=place, config=config, **options)
 
     def close(self) -> None:
-        """The run is over: what was mirrored on this machine goes."""
+        """Removes mirrors of the run's state from this machine."""
         if self._mirror and MEMORY in os.environ:
             shutil.rmtree(mirror_folder(self._mirror), ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GeneratorSpecs:
-    """Generators of one run: numbered, and each with a rendezvous of its own for its ranks."""
+    """Specifications of a run's generators, by number. Each has its own rendezvous of ranks."""
 
     config: RunConfig
     delta: bool = False
     logs: Path = Path()
-    """Folder for the output of what is no executor."""
+    """Folder for the output of processes that are not executors."""
     lora: LoraConfig | None = None
     choices: Path | None = None
-    """Folder of the run that keeps which kernels serve; None: nothing is kept."""
+    """Folder of the run with the choice of kernels. None means that choices are not kept."""
     sleeps: bool = False
-    """Whether they have memory only between a version and the trainer's next step."""
+    """Whether generators use memory only from an adoption until the trainer's next step."""
     beside_bytes: int = 0
     """See `fit.beside_bytes`."""
 
     def first(self, places: Placer) -> list[ExecutorSpec]:
-        """Specifications of the generators that have a place at the start."""
+        """Returns the specifications of the generators that have a place at the start."""
         return [self(int(name.split("-")[1]), places.place(name)) for name in places.of_role("generator")]
 
     def __call__(self, number: int, place: Sequence[HostShare] = ()) -> ExecutorSpec:
@@ -144,14 +160,14 @@ async def spawn_all(
     timeout_s: float,
     tell: Callable[[dict[str, str]], None] = lambda missing: None,
 ) -> list[ExecutorHandle]:
-    """All executors, in the order of `specs`.
+    """Starts all executors. Returns them in the order of `specs`.
 
     Args:
-        tell: hears who is not there yet, and what each is at, at first and whenever that may have changed.
+        tell: called with the missing executors and their stages, at first and after each change.
 
     Raises:
-        ConfigError: a mistake of the user that only an executor could see, such as damaged weights.
-        ExecutorError: one of them did not start.
+        ConfigError: a user's mistake that only an executor can detect, such as damaged weights.
+        ExecutorError: an executor did not start.
     """
     missing = {spec.name: PROCESS for spec in specs}
 
@@ -172,3 +188,174 @@ async def spawn_all(
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         raise
+
+
+class StartedGenerators:
+    """Generators of a run that have been started, by name."""
+
+    def __init__(
+        self, cluster: Cluster, specs: GeneratorSpecs, places: Placer, start_timeout_s: float, stop_timeout_s: float
+    ) -> None:
+        self._cluster, self._specs, self._places = cluster, specs, places
+        self._start_timeout_s, self._stop_timeout_s = start_timeout_s, stop_timeout_s
+        self._running = dict[str, ExecutorHandle]()
+
+    def add(self, handle: ExecutorHandle) -> None:
+        """Adds a generator, whose place is kept until it dies."""
+        self._running[handle.name] = handle
+        handle.failed.add_done_callback(lambda _: self._leave(handle.name))
+
+    async def spawn(self, number: int) -> ExecutorHandle:
+        """Starts another generator, if there is space. Returns its handle."""
+        name = f"generator-{number}"
+        spec = self._specs(number, self._places.take_generator(number))
+        try:
+            handle = await self._cluster.spawn(spec, self._start_timeout_s)
+        except BaseException:
+            self._places.leave(name)
+            raise
+        self.add(handle)
+        if name not in self._places.of_role("generator"):
+            await self._give_up(handle, "another executor")
+            raise handle.failed.result()
+        return handle
+
+    async def make_way(self, executor: str) -> None:
+        """Ends generators whose devices go to another executor."""
+        here = [self._running[name] for name in self._places.displaced() if name in self._running]
+        await asyncio.gather(*(self._give_up(handle, executor) for handle in here))
+
+    async def _give_up(self, handle: ExecutorHandle, executor: str) -> None:
+        lost = HostFailed(handle.name, (0,), f"its devices go to {executor}, which lost its devices")
+        with suppress(ExecutorError):  # the error that ends it
+            await handle.give_up(lost, self._stop_timeout_s)
+
+    def _leave(self, name: str) -> None:
+        self._running.pop(name, None)
+        self._places.leave(name)
+
+
+WIND_DOWN_S = 4.0
+"""Longest wait for the current step and a checkpoint when a run is asked to end."""
+
+
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def supervised(
+    spawn: Callable[[], Coroutine[Any, Any, T]],
+    shutdown: Callable[[float], Awaitable[None]],
+    timeout_s: float,
+    *,
+    on_stop: Callable[[], None] = lambda: None,
+    leave: Callable[[], None] = lambda: None,
+    handles_signals: bool = True,
+) -> AsyncIterator[tuple[T, Supervisor]]:
+    """Starts executors under a supervisor. Stops all executors at the end, also after errors.
+
+    Args:
+        spawn: starts them.
+        shutdown: stops them within `timeout_s`.
+        on_stop: called when the stop begins.
+        leave: restores the terminal before a second signal ends the process.
+        handles_signals: Ctrl-C and SIGTERM end supervised work with `Interrupted`. Work that has ended keeps its
+        result.
+    """
+    supervisor = Supervisor()
+    with interruptible(supervisor, leave) if handles_signals else nullcontext():
+        try:
+            yield await supervisor.run(spawn()), supervisor
+        finally:
+            on_stop()
+            await supervisor.stop()
+            await shutdown(timeout_s)
+
+
+@asynccontextmanager
+async def assembled(
+    config: RunConfig,
+    problems: Problems,
+    telemetry: Telemetry,
+    shutdown: Callable[[float], Awaitable[None]],
+    spawn: Callable[[], Coroutine[Any, Any, Executors]],
+    *,
+    journal: Journal | None = None,
+    resumed: Callable[[Executors], Coroutine[Any, Any, ControllerState | None]] | None = None,
+    on_stop: Callable[[], None] = lambda: None,
+    leave: Callable[[], None] = lambda: None,
+    handles_signals: bool = True,
+) -> AsyncIterator[tuple[Controller, Supervisor]]:
+    """Builds a controller, not started yet, with `supervised` executors: for training, evaluation and simulation.
+
+    Args:
+        journal: of rollouts. None means that none is kept.
+        resumed: returns the state of the checkpoint to resume from. None means a new run.
+    """
+    limit_s = config.cluster.shutdown_timeout_s
+    spawned = supervised(spawn, shutdown, limit_s, on_stop=on_stop, leave=leave, handles_signals=handles_signals)
+    async with spawned as (executors, supervisor):
+        state = await supervisor.run(resumed(executors)) if resumed else None
+        services = Services(
+            supervisor=supervisor,
+            telemetry=telemetry,
+            watch=StallWatch(config.cluster.stall_timeout_s),
+            journal=journal or Journal(),
+            progress=Progress.resumed_at(state["step"] if state else 0),
+        )
+        controller = build_controller(config, problems, executors, services, state)
+        for handle in controller.executors.irreplaceable:  # generators have another policy
+            supervisor.watch(handle)
+        telemetry.attach(list(controller.executors), controller.replicas, services.progress)
+        supervisor.start(telemetry.poll_loop(), "status")
+        yield controller, supervisor
+
+
+def nothing_to_resume(resume: bool, damaged: Sequence[str], warn: Callable[[str], None]) -> None:
+    """Warns that there is no checkpoint to resume from. Raises ConfigError if there are only `damaged` checkpoints."""
+    if damaged:
+        raise ConfigError(
+            f"--resume: no checkpoint is complete: {damaged[0]}; restore its files, or start a new run with "
+            "another --name"
+        )
+    if resume:
+        warn("--resume: no checkpoint was saved yet; the run starts from the beginning")
+
+
+@contextmanager
+def interruptible(supervisor: Supervisor, leave: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Context in which Ctrl-C, SIGTERM and SIGHUP (unless `nohup` ignores it) end the run in order. A second signal
+    ends this process and its executors at once, after `leave`. At the end, signals are handled as before."""
+    loop = asyncio.get_running_loop()
+    if threading.current_thread() is not threading.main_thread():  # signals only reach the main thread
+        if isinstance(loop, PausableClockLoop):
+            loop.listen(lambda: supervisor.fail(Interrupted("ended by SIGINT")))
+        yield
+        return
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    numbers = (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if hangs_up else ()))
+    before = [signal.getsignal(number) for number in numbers]
+
+    def ask(number: signal.Signals) -> None:
+        for other in numbers:
+            loop.remove_signal_handler(other)
+            signal.signal(other, at_once)
+        supervisor.fail(Interrupted(f"ended by {number.name}"))
+
+    def at_once(number: int, _: FrameType | None) -> None:
+        for other in numbers:
+            signal.signal(other, signal.SIG_DFL)
+        with suppress(OSError, RuntimeError):  # the terminal is gone, or is being written to
+            leave()
+            text = f"llamarl: ended at once by a second {signal.Signals(number).name}; the last checkpoint is kept\n"
+            os.write(2, text.encode())
+        os.kill(os.getpid(), number)
+
+    for number in numbers:
+        loop.add_signal_handler(number, ask, number)
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: set by native code

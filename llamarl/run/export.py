@@ -1,4 +1,4 @@
-"""The model of a run as a Hugging Face folder, wherever the run lies."""
+"""Exports the model of a run as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from llamarl.data.chat_format import (
 )
 from llamarl.data.prompts import CHAT, open_tokenizer
 from llamarl.data.tokenizer import CONFIG_FILE, TEMPLATE_FILE, Tokenizer
-from llamarl.run.names import base_model, resolved_path
+from llamarl.run.hub_pins import base_model, resolved_path
 
 Dtype = Literal["float32", "bfloat16"]
 BASE_TEMPLATE = "chat_template.base.jinja"
-"""File with the base model's own chat template where a run wrote its prompts otherwise."""
+"""File with the base model's chat template if the run wrote prompts differently."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """A model that was written."""
+    """An exported model."""
 
     step: int
     folder: Path
@@ -36,26 +36,26 @@ class Exported:
     why: str
     """Sentence on the type of the weights."""
     prompts: str
-    """Sentence on how the exported model is asked."""
+    """Sentence on how to prompt the exported model."""
 
 
 def export(
     run: Path, config: RunConfig, folder: str | Path | None, step: int | None, merge: bool, *, command: str,
     dtype: Dtype | None = None,
 ) -> Exported:  # fmt: skip
-    """Writes a checkpoint of a run with the prompt format of the run.
+    """Writes a checkpoint of a run with the run's prompt format.
 
     Args:
-        config: the run's own.
-        folder: to write; None: `export` in the run's folder, `merged` with `merge`.
-        step: of the checkpoint; None: the newest valid one.
-        merge: adapters into the base model, rather than write them alone.
-        command: that tells which commit of the Hub is read.
+        config: of the run.
+        folder: to write. None means `export` in the run's folder, or `merged` with `merge`.
+        step: of the checkpoint. None means the newest valid one.
+        merge: merge adapters into the base model instead of writing only adapters.
+        command: prefix of lines about commits on the Hub.
         dtype: type of the matrices. None means the type that the run trained and sampled with.
 
     Raises:
-        ConfigError: there is no such checkpoint, it is damaged, nothing is to be merged, or `folder` holds something
-            else.
+        ConfigError: there is no such checkpoint, it is damaged, there is nothing to merge, or `folder` has other
+            contents.
     """
     import torch
 
@@ -79,15 +79,15 @@ def export(
 
 
 def base_of(run: Path, config: RunConfig, *, weights: bool, command: str) -> str:
-    """The base model of a run: a folder, or a name of the Hub with its commit, fetched. Raises ConfigError."""
+    """Returns the base model of a run: a folder, or a name on the Hub with its commit, fetched. Raises ConfigError."""
     return resolved_path(
         base_model(run, config.model.path, config.output), "model.path", weights=weights, command=command
     )
 
 
 def export_values(run: Path, config: RunConfig, to: Path, *, command: str) -> int:
-    """Writes the newest checkpoint of a run as it stands, adapters merged, in float32: what generators of the run round
-    to their own type. Returns its step. Raises ConfigError."""
+    """Writes the newest checkpoint of a run in float32 with adapters merged, which generators round to their type.
+    Returns its step. Raises ConfigError."""
     from llamarl.checkpoint.store import export_checkpoint
 
     merge = config.trainer.lora is not None
@@ -96,21 +96,21 @@ def export_values(run: Path, config: RunConfig, to: Path, *, command: str) -> in
 
 
 def format_of(config: RunConfig, path: str) -> tuple[DataConfig, Tokenizer]:
-    """Prompt format of a run: its settings, settled for the model in `path`, and that model's tokenizer.
-    Raises ConfigError."""
+    """Returns the prompt format of a run, settled for the model in `path`, and that model's tokenizer. Raises
+    ConfigError."""
     data = config.data.model_copy(update=of_run(config.data, for_agent=config.rollout.agent is not None))
     return settled_format(data, Tokenizer(path)), open_tokenizer(path, data)
 
 
 def _dtype(config: RunConfig, given: Dtype | None, *, adapters: bool) -> tuple[Dtype, str]:
-    """Type of the written weights, and a sentence that says why."""
+    """Returns the type of the exported weights, and a sentence with the reason."""
     if given is not None:
         return (
             given,
             f"weights: {given}, as --dtype says; the run trained with trainer.dtype = {config.trainer.dtype!r}",
         )
     if adapters:
-        return "float32", "adapters: float32, which generators of the run add to the base model before they round"
+        return "float32", "adapters: float32, which generators of the run add to the base model before rounding"
     trained = config.trainer.dtype
     if trained == "float32":
         return trained, "weights: float32, as trainer.dtype says"
@@ -121,12 +121,12 @@ def _dtype(config: RunConfig, given: Dtype | None, *, adapters: bool) -> tuple[D
 
 
 def _prompt_files(config: RunConfig, base: str) -> tuple[dict[str, str], str]:
-    """Contents of the files that carry the prompt format of a run, by name, and a sentence that shows it."""
+    """Returns the files with the prompt format of a run, by name, and a sentence that shows the format."""
     data, tokenizer = format_of(config, base)
     try:
         template = chat_template_of(data, tokenizer)
     except ConfigError as error:
-        kept = "the base model's own stays" if tokenizer.has_chat_template else "there is none"
+        kept = "the base model's chat template stays" if tokenizer.has_chat_template else "there is none"
         return {}, f"prompts: {error}; no chat template is written, {kept}"
     if template is None:
         return {}, f"prompts: the base model's chat template; {sample_prompt(data, tokenizer)}"
@@ -141,8 +141,8 @@ def _prompt_files(config: RunConfig, base: str) -> tuple[dict[str, str], str]:
 
 
 def _card(run: Path, config: RunConfig, base: str, step: int, dtype: Dtype, prompts: str, *, merge: bool) -> str:
-    """Markdown about an exported model: what it was trained from, by what, and how it is asked. It names no path of
-    this machine."""
+    """Returns the model card of an exported model: its training, base model and prompts. It contains no path of this
+    machine."""
     from llamarl.models.hf import CARD_MARK
 
     name, adapters = hub_name(base), config.trainer.lora is not None and not merge
@@ -156,5 +156,5 @@ def _card(run: Path, config: RunConfig, base: str, step: int, dtype: Dtype, prom
         f"# {config.name}", "",
         f"{kind} trained by {method}, with llamarl: step {step}, written in {dtype}.", "",
         f"Base model: {f'{name.repo} at commit {name.revision}' if name else 'a local folder'}.", "",
-        "How it is asked:", "", "```text", prompts.removeprefix("prompts: "), "```", "", CARD_MARK, "",
+        "Prompt format:", "", "```text", prompts.removeprefix("prompts: "), "```", "", CARD_MARK, "",
     ])  # fmt: skip

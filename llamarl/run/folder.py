@@ -1,4 +1,4 @@
-"""The folder of one run and the files in it."""
+"""The folder of a run and the files in it, and the commands that make sense after the run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import sys
@@ -23,56 +24,57 @@ from llamarl.config import ConfigError, RunConfig, dump_toml, load_recorded, ope
 from llamarl.observability.files import PIECE_NAME, last_lines, lines, pieces, read_run_rows, write_atomically
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.sinks import RowLog
-from llamarl.run.names import WEIGHTS_FILE, record_of, recorded
+from llamarl.run.hub_pins import WEIGHTS_FILE, record_of, recorded
 from llamarl.run.placement import models_in_use, ranges
 
 _EMPTY_BYTES = 1 << 14
-"""A file of the journal so large holds more than its beginning and what is generated within a second."""
+"""A journal file of this size holds more than its header and the rollouts of the first second."""
 LOOK_S = 2.0
-"""Between two looks at whether the run's folder is still there."""
+"""Seconds between two checks that the run's folder still exists."""
 _LOCK, _MARK = ".lock", ".of-this-run"
 _OF_A_RUN = frozenset((
     "config.toml", "weights.json", "metrics.jsonl", "rollouts.jsonl", "events.jsonl", "journal.jsonl", "journal",
     "summary.json", "report.html", "trace.json", "output.log", "logs", "checkpoints", "kernels", "weights", "export",
     "merged", "profile.json", "flame.svg", "costs.json", "forecast.json", "tensorboard", "wandb",
 ))  # fmt: skip
-"""Names that commands write into a run's folder. Hidden ones are theirs too while they write."""
+"""Names that commands write into a run's folder. Hidden variants exist while they are written."""
 
 
 class FolderLost(RuntimeError):
-    """The folder of a run has gone while the run was under way."""
+    """The run's folder was deleted or replaced during the run."""
 
 
 class FolderTaken(ConfigError):
-    """The folder of a run that is to start is that of a run that has begun, or of one that is under way."""
+    """The folder of a new run belongs to a run that has begun or is running."""
 
 
 class RunFolder:
-    """`<output>/<name>`: config, metrics, rollouts, logs, checkpoints, summary. As a context manager it holds the lock
-    by which only one process writes there."""
+    """`<output>/<name>`: config, metrics, rollouts, logs, checkpoints, summary. As a context manager, it holds the lock
+    that makes this process the only writer."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
         self.rollouts = path / "rollouts.jsonl"
-        """Rows of rollouts: of runs of before, and where somebody has exported them."""
+        """Rows of rollouts: from runs of earlier versions, or exported by the user."""
         self.events = path / "events.jsonl"
         self.journal, self.journals = path / "journal.jsonl", path / "journal"
         self.weights = path / WEIGHTS_FILE
         self.settings: RunConfig | None = None
-        """Settings as the user wrote them, without commits for names of the Hub; None: the folder is only read."""
+        """Settings as the user wrote them, without commits for names on the Hub. None means that the folder is only
+        read."""
         self.summary = path / "summary.json"
         self.trace = path / "trace.json"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
         self.kernels = path / "kernels"
-        """Which code multiplies weights here, as it was measured."""
+        """Measured choice of kernels for this machine."""
         self._lock: IO[str] | None = None
 
     @property
     def files(self) -> dict[Path, str]:
-        """Files that a run writes, and what each is, for people."""
+        """Files that a run writes, with a description for people."""
         return {
             self.metrics: "one line per step and evaluation",
             self.summary: "final numbers",
@@ -94,14 +96,14 @@ class RunFolder:
             self._lock = None
 
     def lock(self) -> None:
-        """Until this process leaves it, or ends, no other takes it. Raises ConfigError, OSError."""
+        """Locks the folder until this process closes it or ends. Raises ConfigError or OSError."""
         self._lock = _locked(self.path)
         self._lock.truncate(0)
         self._lock.write(f"{os.getpid()}\n{socket.gethostname()}\n")
         self._lock.flush()
 
     def check(self) -> None:
-        """Raises FolderLost when what this process has locked is not what is at its path now."""
+        """Raises FolderLost if the path is no longer the folder that this process has locked."""
         assert self._lock is not None
         with suppress(OSError):
             if os.path.samestat(os.fstat(self._lock.fileno()), (self.path / _LOCK).stat()):
@@ -109,29 +111,29 @@ class RunFolder:
         raise FolderLost(f"{self.path} was deleted or replaced during the run, and its files are lost; start again")
 
     async def check_loop(self) -> None:
-        """Waits for time alone; ends with FolderLost."""
+        """Checks the folder every `LOOK_S` seconds. Only ends with FolderLost."""
         while True:
             self.check()
             await asyncio.sleep(LOOK_S)
 
     def write_config(self) -> None:
-        """From here on the run is that of its settings. Raises OSError."""
+        """Writes the settings, which from now on define the run. Raises OSError."""
         assert self.settings is not None
         write_atomically(self.config, dump_toml(self.settings))
 
     def drop_rollouts_after(self, step: int) -> None:
-        """Takes back rows of later steps, where rows of rollouts are beside the journal. Raises OSError."""
+        """Removes rows of later steps from exported rollouts. Raises OSError."""
         if any(one.is_file() for one in pieces(self.rollouts)):
             log = RowLog(self.rollouts, lambda failure: None)
             log.drop_after(step)
             log.close()
 
     def saved_steps(self) -> list[int]:
-        """Steps of the checkpoints, ascending; not verified."""
+        """Returns the steps of the checkpoints in ascending order, without verifying them."""
         return saved_steps(self.checkpoints)
 
     def has_begun(self) -> bool:
-        """There is a step, a checkpoint or what is left of one, a model, or what was generated for the first step."""
+        """Returns whether there is a step, a checkpoint or its remains, a model, or rollouts for the first step."""
         return bool(
             saved_steps(self.checkpoints, last="")
             or self.done_steps()
@@ -141,16 +143,15 @@ class RunFolder:
         )
 
     def done_steps(self) -> int:
-        """Last step that checkpoints and journal lead to; not verified."""
+        """Returns the last step of checkpoints and journal, without verifying them."""
         return max([*self.saved_steps(), _last_step(self.journal, b'"groups": ')])
 
     def recorded_steps(self) -> int:
-        """Last step of which the metrics have a row."""
+        """Returns the last step with a row in the metrics."""
         return _last_step(self.metrics, b'"kind": "step"')
 
     def first_evals(self, names: Collection[str | None]) -> dict[str | None, EvalMetrics]:
-        """The first evaluation on record of sets of these names, of whichever life of the run; not of one whose row is
-        damaged."""
+        """Returns the first recorded evaluation of each set of these names, over all restarts. Skips damaged rows."""
         found, lacking = dict[str | None, EvalMetrics](), set(names)
         with suppress(OSError, ConfigError):
             for _, row in read_run_rows(self.metrics, ""):
@@ -163,8 +164,9 @@ class RunFolder:
         return found
 
     def unrecorded(self, done: int, keep: int) -> str:
-        """Text on those of so many steps of which the metrics have no row; empty: they have all. Those before the
-        oldest of the `keep` newest checkpoints were named before: if there is a row of them, nobody looks further."""
+        """Returns text on steps up to `done` without a row in the metrics. Empty means that all have one. Steps before
+        the oldest of the `keep` newest checkpoints were reported earlier, so the search ends at a row of one of
+        them."""
         known = min(self.saved_steps()[-keep:], default=0)
         found, fault = set[int](), ""
         for file in reversed(pieces(self.metrics)):
@@ -182,8 +184,8 @@ class RunFolder:
         return f"{self.metrics} has no rows of steps {ranges(lacking)}{fault}" if lacking else ""
 
     def other_file(self, config: RunConfig, pinned: RunConfig) -> str:
-        """A file of a model, or a name of the Hub, that is not what it was when the run began; empty: all are, or their
-        model is about to be made. `pinned` has commits for names. Raises ConfigError."""
+        """Returns a model file, or a name on the Hub, that has changed since the run began. Empty means that nothing
+        has changed, or that the model will be made. `pinned` has commits for names. Raises ConfigError."""
         before = recorded(self.path)
         for folder, files in record_of(config, pinned).items():
             was = before.get(folder, files)
@@ -193,21 +195,22 @@ class RunFolder:
         return ""
 
     def way_on(self) -> str:
-        """Text: how a run goes on that an executor has left."""
+        """Returns text on how to resume after an executor was lost."""
         if done := self.done_steps():
             return f"--resume continues from step {done}"
         return "no step was completed yet, so --resume starts from the beginning"
 
 
 def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool, pinned: RunConfig | None = None) -> Path:
-    """The path of the run's folder, which nothing has touched yet, but that `resume` brings a checkpoint back where
-    only copies are left.
+    """Returns the path of the run's folder without changing it, except that `resume` restores a checkpoint if only
+    copies are left.
 
-    `pinned` are the settings with commits for names of the Hub, once those are known.
+    Args:
+        pinned: settings with commits for names on the Hub, once these are known.
 
     Raises:
-        ConfigError: a run has begun there, or others have files there, and neither `resume` nor `overwrite` was asked
-            for, or what was asked for cannot be.
+        ConfigError: a run has begun there, or the folder has other files, and neither `resume` nor `overwrite` is set,
+        or the requested action is impossible.
     """
     path = Path(config.output) / config.name
     if overwrite and resume:
@@ -236,9 +239,9 @@ def check_run_folder(config: RunConfig, *, resume: bool, overwrite: bool, pinned
 
 
 def _check_unused(path: Path) -> None:
-    """Raises ConfigError, unless it is empty, or a start was refused there, or ended before its first step."""
+    """Raises FolderTaken unless the folder is empty, or its run was refused or ended before the first step."""
     lock = path / _LOCK
-    # Of this machine: where a shared folder has no locks, a run may be in its first step elsewhere.
+    # On this machine: on a shared folder without locks, a run may be in its first step elsewhere.
     is_ours = lock.exists() and lock.read_text(encoding="utf-8").split()[1:] in ([], [socket.gethostname()])
     is_ours = is_ours and not any(_not_of_a_run(path)) and not RunFolder(path).has_begun()
     if not is_ours and not (path.is_dir() and not any(path.iterdir())):
@@ -246,7 +249,7 @@ def _check_unused(path: Path) -> None:
 
 
 def _settle_copies(config: RunConfig, path: Path, *, resume: bool, overwrite: bool) -> None:
-    """Raises ConfigError, when they cannot be reached, none that is needed is whole, or they are another run's."""
+    """Raises ConfigError if copies cannot be reached, the needed ones are damaged, or they belong to another run."""
     copies = RemoteCopies(config.checkpoint, config.name)
     try:
         if not resume and not overwrite and copies.steps():
@@ -258,13 +261,13 @@ def _settle_copies(config: RunConfig, path: Path, *, resume: bool, overwrite: bo
             if (path / _LOCK).exists():
                 _locked(path).close()
             if (step := copies.bring_back(path)) is not None:
-                sys.stderr.write(f"--resume: the checkpoint of step {step} was brought back from {copies.name}\n")
+                sys.stderr.write(f"--resume: the checkpoint of step {step} was restored from {copies.name}\n")
     except CopyFailed as error:
         raise ConfigError(f"checkpoint.copy_to: {copies.name}: {error}; fix that, or leave it out") from None
 
 
 def runner(path: Path) -> tuple[int, str] | None:
-    """Process and host of the run that is under way in a folder; None: none is."""
+    """Returns process and host of the run that is running in a folder. None means that no run is."""
     with suppress(OSError), (path / _LOCK).open(encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -275,10 +278,11 @@ def runner(path: Path) -> tuple[int, str] | None:
 
 
 def run_of_record(path: Path) -> Path | None:
-    """Folder of the run that has written this file, or will, and that is less without it; None: there is none."""
+    """Returns the folder of the run to which a file belongs, whether or not it exists. None means that there is
+    none."""
     path = path.resolve()
     for run in (RunFolder(folder) for folder in path.parents if (folder / _LOCK).exists()):
-        name = re.sub(r"-\d{5}\.jsonl.*", ".jsonl", path.name)  # of a full piece
+        name = re.sub(r"-\d{5}\.jsonl.*", ".jsonl", path.name)  # a full piece
         own = {path.with_name(name), *path.parents} & {*run.files, run.journal, run.weights, run.path / _LOCK}
         if own and run.config.exists():
             return run.path
@@ -286,7 +290,7 @@ def run_of_record(path: Path) -> Path | None:
 
 
 def _locked(path: Path) -> IO[str]:
-    """Raises ConfigError, when another process has it, and OSError, where nothing can be locked."""
+    """Locks a folder. Raises FolderTaken if another process has locked it, and OSError if locks are impossible."""
     file = open_own(path / _LOCK, "a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -303,7 +307,7 @@ def _locked(path: Path) -> IO[str]:
 
 
 def _not_of_a_run(path: Path) -> Iterator[str]:
-    """Names of what no command has written. A folder without a config is no run's, unless nothing is in it."""
+    """Yields names that no command has written. A folder with files but without a config belongs to no run."""
     if not path.is_dir():
         yield path.name
         return
@@ -317,7 +321,7 @@ def _not_of_a_run(path: Path) -> Iterator[str]:
 
 
 def _check_resumable(folder: RunFolder, config: RunConfig, pinned: RunConfig) -> None:
-    """Raises ConfigError when the run cannot go on from here, which `--overwrite` need not mend."""
+    """Raises ConfigError if the run cannot resume with these settings. `--overwrite` need not fix the cause."""
     if folder.config.exists():
         _check_same_weights(before := load_recorded(folder.config), config)
         if (before.record.kind, config.record.kind) == ("all", "resume") and folder.journals.exists():
@@ -333,19 +337,19 @@ def _check_resumable(folder: RunFolder, config: RunConfig, pinned: RunConfig) ->
         )
     if not folder.saved_steps() and not (folder.checkpoints / _MARK).exists() and folder.recorded_steps():
         raise ConfigError(
-            f"--resume: {folder.metrics} holds steps, and the checkpoints of this run are not in {folder.checkpoints}; "
-            "mount that folder or put it back"
+            f"--resume: {folder.metrics} has rows of steps, but the run's checkpoints are not in {folder.checkpoints}; "
+            "mount that folder or restore it"
         )
 
 
 def _last_step(path: Path, sign: bytes) -> int:
-    """Last step of the rows with this sign; whoever reads all of them says what is damaged."""
+    """Returns the last step of rows with this sign. Readers of all rows report damaged ones."""
     return next((max(found) for file in reversed(pieces(path)) if (found := [*_steps(file, sign, most=1)])), 0)
 
 
 def _steps(file: Path, sign: bytes, most: int = 1 << 62) -> Iterator[int]:
-    """Steps of the last rows with this sign, so many at least."""
-    with suppress(EOFError, zlib.error, gzip.BadGzipFile):  # of a compressed one that is damaged, what stands before
+    """Yields the steps of the last rows with this sign, at least `most` of them."""
+    with suppress(EOFError, zlib.error, gzip.BadGzipFile):  # a damaged compressed file is read up to the damage
         backwards = file.suffix != ".gz"
         for row in (last_lines(file) if backwards else lines(file)) if file.exists() else ():
             if sign in row and row.endswith(b"}" if backwards else b"\n"):
@@ -357,7 +361,7 @@ def _steps(file: Path, sign: bytes, most: int = 1 << 62) -> Iterator[int]:
 
 
 def _check_same_weights(before: RunConfig, now: RunConfig) -> None:
-    """Raises ConfigError when what checkpoints hold would mean something else."""
+    """Raises ConfigError if settings have changed that give weights in checkpoints another meaning."""
     same = [
         ("model.path", before.model.path, now.model.path),
         ("trainer.lora", before.trainer.lora, now.trainer.lora),
@@ -376,11 +380,14 @@ def _check_same_weights(before: RunConfig, now: RunConfig) -> None:
 def prepare_run_folder(
     config: RunConfig, *, resume: bool, overwrite: bool, pinned: RunConfig | None = None
 ) -> RunFolder:
-    """Creates the run's folder, or takes it over, locked. The config is in it, unless it is resumed: that counts once
-    what it holds has been read. `pinned` has commits for the names of the Hub in `config`.
+    """Creates the run's folder, or takes over an existing one, and locks it. A new run's config is written here; a
+    resumed run's only after its state has been read.
+
+    Args:
+        pinned: `config` with commits for names on the Hub.
 
     Raises:
-        ConfigError: as `check_run_folder`, or it cannot be written.
+        ConfigError: as `check_run_folder`, or the folder cannot be written.
     """
     pinned = pinned or config
     folder = RunFolder(check_run_folder(config, resume=resume, overwrite=overwrite, pinned=pinned))
@@ -389,20 +396,20 @@ def prepare_run_folder(
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.lock()
         if not (resume or overwrite):
-            _check_unused(folder.path)  # another run may have begun and ended in between
-        # The config last: a folder without one is nobody's, if this is cut short.
+            _check_unused(folder.path)  # another run may have begun and ended meanwhile
+        # Deletes the config last: if this is interrupted, a folder without a config would belong to no run.
         for old in () if resume else sorted(folder.path.iterdir(), key=lambda one: one == folder.config):
             if old.name != _LOCK:
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
         if overwrite and config.checkpoint.copy_to:
             RemoteCopies(config.checkpoint, config.name).clear()
         if not resume:
-            folder.write_config()  # first: by it others know whose folder this is
+            folder.write_config()  # first: it shows other processes to which run the folder belongs
         for made in (folder.logs, folder.checkpoints):
             made.mkdir(exist_ok=True)
         (folder.checkpoints / _MARK).touch()
         before = recorded(folder.path)
-        if (record := record_of(config, pinned) | before) != before:  # a run that goes on may name more
+        if (record := record_of(config, pinned) | before) != before:  # a resumed run may name more models
             write_atomically(folder.weights, json.dumps(record, indent=2, sort_keys=True) + "\n")
     except (OSError, ConfigError) as error:
         folder.__exit__()
@@ -412,3 +419,21 @@ def prepare_run_folder(
             f"cannot write to {folder.path}: {error.strerror or error}; choose another --output"
         ) from error
     return folder
+
+
+def next_commands(config: RunConfig, folder: RunFolder, *, of_sft: bool = False) -> list[str]:
+    """Returns one or two lines with commands for a run that has finished. Commands for its model need a checkpoint."""
+    run = shlex.quote(str(folder.path))
+    lines = [f"next: `llamarl report {run}` shows the run as one HTML file"]
+    if folder.saved_steps():
+        asks = ", ".join(f"`{one}`" for one in _asks(config, run, of_sft=of_sft))
+        lines.append(f"the model: {asks}; `llamarl export {run}` writes it as a Hugging Face folder")
+    return lines
+
+
+def _asks(config: RunConfig, run: str, *, of_sft: bool) -> Iterator[str]:
+    if config.data.eval is not None and not of_sft:
+        yield f"llamarl eval {run}"
+    if not config.has_episodes:
+        yield f"llamarl generate {run} --prompts FILE"
+    yield f"llamarl serve {run}"

@@ -1,4 +1,4 @@
-"""Memory of a run's executors against what this machine has: lines for people, and the refusal of what does not fit."""
+"""Memory of a run's executors compared with this machine's: lines for people, and errors for runs that do not fit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llamarl.models.folder import load_shape
 from llamarl.models.memory import total
 from llamarl.models.shape import ModelShape
 from llamarl.models.sizes import DecoderSizes
-from llamarl.observability.usage import available_bytes
+from llamarl.observability.spans import available_bytes
 from llamarl.run.placement import LocalPlacer, aligned, device_bytes, models_in_use, wanted_executors
 
 HOST = "this host"
@@ -22,15 +22,15 @@ HOST = "this host"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineMemory:
-    """Bytes that a machine has for a run."""
+    """Memory of a machine in bytes."""
 
     host: float | None
-    """Free, of processors; None: it is not known."""
+    """Free host memory. None means unknown."""
     gpus: tuple[int, ...] = ()
-    """All of each GPU."""
+    """Total memory of each GPU."""
 
     def of(self, place: str) -> float | None:
-        """Bytes of a place; None: it is not known."""
+        """Returns the bytes of a place. None means unknown."""
         if place == HOST:
             return self.host
         number = int(place.removeprefix("cuda:"))
@@ -38,20 +38,21 @@ class MachineMemory:
 
 
 def described_machine(text: str) -> MachineMemory:
-    """A machine that is not this one: `8x80` has eight GPUs of 80 GB, `0` has none. Raises ConfigError."""
+    """Parses a description of another machine: `8x80` has eight GPUs of 80 GB, `0` has none. Raises ConfigError."""
     if not (found := re.fullmatch(r"0|([1-9][0-9]{0,4})x([1-9][0-9]{0,3})", text)):
-        raise ConfigError(f"--gpus = {text!r}: write number and GB of each, such as 8x80, or 0 for a machine without")
+        raise ConfigError(f"--gpus = {text!r}: write number and GB of each, such as 8x80, or 0 for none")
     return MachineMemory(host=None, gpus=(int(found[2] or 0) * 10**9,) * int(found[1] or 0))
 
 
 def machine_memory(config: RunConfig) -> MachineMemory:
-    """This machine's. GPUs are asked only where a role wants one. Raises ConfigError: torch cannot tell."""
+    """Returns this machine's memory. Reads GPUs only if a role uses one. Raises ConfigError if torch cannot count
+    them."""
     wants_gpu = any(one.device != "cpu" for one in wanted_executors(config))
     return MachineMemory(host=available_bytes(), gpus=device_bytes() if wants_gpu else ())
 
 
 def run_holdings(config: RunConfig, shape: DecoderSizes) -> list[RankMemory]:
-    """Memory of each executor of a run. Raises ConfigError: a model cannot be read."""
+    """Returns the memory of each executor of a run. Raises ConfigError if a model cannot be read."""
     models = {
         name: (settings, load_shape(settings.path) if settings.path else shape)
         for name, settings in models_in_use(config).items()
@@ -64,7 +65,7 @@ Shares = dict[str, dict[str, dict[str, float]]]
 
 
 def shares(config: RunConfig, held: Sequence[RankMemory], num_gpus: int) -> Shares:
-    """Each place at the moment when it is fullest. Raises ConfigError: an executor has no place."""
+    """Returns the shares of each place at its fullest moment. Raises ConfigError if an executor has no place."""
     moments = shares_in_turns(config, held, num_gpus)
 
     def taken_of(place: str, moment: Shares) -> float:
@@ -75,7 +76,7 @@ def shares(config: RunConfig, held: Sequence[RankMemory], num_gpus: int) -> Shar
 
 
 def shares_in_turns(config: RunConfig, held: Sequence[RankMemory], num_gpus: int) -> list[Shares]:
-    """While trainer and critic work, and last while generators do; all at once where nobody sleeps."""
+    """Returns the shares while trainer and critic work, then while generators work; only one if no executor sleeps."""
     return [_shares(config, at_once, num_gpus) for at_once in fit.in_turns(config, held)]
 
 
@@ -86,7 +87,7 @@ def _shares(config: RunConfig, held: Sequence[RankMemory], num_gpus: int) -> Sha
         devices = [f"cuda:{device}" for _, device in placer.devices(one.executor)]
         for place in devices:
             each = {kind: float(size) for kind, size in one.parts.items()} | {"context": float(CONTEXT_BYTES)}
-            # In one process all ranks share the first device.
+            # In one process, all ranks share the first device.
             found.setdefault(place, {})[one.executor] = each
         on_host = {kind: float(ranks * size) for kind, size in (one.host if devices else one.parts).items()}
         if on_host:
@@ -95,8 +96,8 @@ def _shares(config: RunConfig, held: Sequence[RankMemory], num_gpus: int) -> Sha
 
 
 def check_memory(config: RunConfig, shape: ModelShape, machine: MachineMemory | None = None) -> None:
-    """Raises ConfigError when this machine does not have the memory that a run takes at least; the sentence names who
-    takes what where, and the cheapest setting that makes it fit."""
+    """Raises ConfigError if a run does not fit into the machine's memory. The message lists the executors at the
+    fullest place, and the cheapest setting that makes the run fit."""
     machine = machine or machine_memory(config)
     lacking = partial(_lacking, shape=shape, machine=machine)
     if lacking(config) <= 0:
@@ -107,7 +108,7 @@ def check_memory(config: RunConfig, shape: ModelShape, machine: MachineMemory | 
     largest = max(here, key=lambda executor: total(here[executor]))
     others = "".join(f", {name} {taken(parts)}" for name, parts in here.items() if name != largest)
     raise ConfigError(
-        f"the {largest} takes {taken(here[largest])} of {place}{' beside' + others[1:] if others else ''}, and "
+        f"the {largest} takes {taken(here[largest])} of {place}{' next to' + others[1:] if others else ''}, and "
         f"{taken({'': there})} are there; {fit.way_out(config, shape, lacking)}"
     )
 
@@ -117,7 +118,7 @@ def _lack(executors: Mapping[str, Mapping[str, float]], there: float | None) -> 
 
 
 def _lacking(config: RunConfig, shape: ModelShape, machine: MachineMemory) -> float:
-    """Bytes that the fullest place lacks; infinite where there are fewer GPUs than ranks."""
+    """Returns the bytes that the fullest place lacks. Infinite if there are fewer GPUs than ranks."""
     try:
         places = shares(config, run_holdings(config, shape), len(machine.gpus))
     except ConfigError:
@@ -128,13 +129,11 @@ def _lacking(config: RunConfig, shape: ModelShape, machine: MachineMemory) -> fl
 
 
 def memory_lines(config: RunConfig, shape: DecoderSizes, machine: MachineMemory | None = None) -> list[str]:
-    """A line for each executor with what one of its ranks takes by kind, and one for each device with what is there."""
+    """Returns a line per executor with the memory of one rank by kind, and a line per device with its memory."""
     machine, held = machine or machine_memory(config), run_holdings(config, shape)
     rows = [("executor", "ranks", "device", "each takes")]
     for one in held:
-        up_to = (
-            f", and up to {taken({'': one.grows})} more for keys and values where there is room" if one.grows else ""
-        )
+        up_to = f", and up to {taken({'': one.grows})} more for keys and values if memory is free" if one.grows else ""
         beside = f"; of its host {taken(one.host)}" if one.host else ""
         device = "gpu" if one.on_gpu else "cpu"
         rows.append((one.executor, str(one.num_ranks), device, taken(one.parts) + up_to + beside))

@@ -1,9 +1,4 @@
-"""`LocalPlacer`: which devices each executor computes on, counted out from those of this host or named. No torch.
-
-`device = "cuda"` takes the next free devices, one for each rank; `"cuda:0,2-3"` names them, and may name those of
-another executor, which then shares them. With `cluster.placement = "colocated"` and in one process every role counts
-from the first device on.
-"""
+"""Machines and devices of a run: which executor computes where. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,60 +7,65 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import count, islice
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 from llamarl.algorithms.advantages._base import ValueAdvantage
-from llamarl.cluster.api import HostShare
+from llamarl.cluster.api import Cluster, ExecutorHandle, HostShare
+from llamarl.cluster.open import open_cluster
 from llamarl.config import ConfigError, RunConfig, build
-from llamarl.config.device import ALONE, PLACED, named_devices
-from llamarl.config.ref import NotRun
+from llamarl.config.ref import NotRun, part
+from llamarl.config.roles import ParallelismConfig
 from llamarl.config.schema import CriticConfig, ReferenceConfig, RewardModelConfig, TrainerConfig
-from llamarl.config.trainer import ParallelismConfig
+from llamarl.config.section import ALONE, PLACED, named_devices
+from llamarl.controller.controller import Controller
+from llamarl.controller.supervision import Supervisor
+from llamarl.controller.telemetry import Telemetry
 
 COUNT_S = 120.0
-"""Seconds for a process that imports torch and counts devices."""
+"""Time limit of a process that imports torch and counts devices, in seconds."""
 MAX_ROWS = 24
 """Most rows of a table."""
 
 
 class WantedExecutor(NamedTuple):
-    """An executor that a config asks for."""
+    """An executor that a config needs."""
 
     executor: str
     role: str
-    """Role, as `cluster.place` names it."""
+    """Role, as in `cluster.place`."""
     num_ranks: int
     device: str
-    """`cpu`, `cuda`, or with the numbers of some."""
+    """`cpu`, `cuda`, or `cuda` with device numbers."""
     threads: int = 0
-    """CPU threads of each rank; 0: no setting says it."""
+    """CPU threads of each rank. 0 means that no setting decides."""
     number: int = 0
-    """Among the replicas."""
+    """Number among the replicas."""
 
     @property
     def option(self) -> str:
-        """Option that names its device."""
+        """Option that sets its device."""
         return f"{'reward.model' if self.role == 'reward_model' else self.role}.device"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """Ranks and devices of one executor on the hosts that have it. This machine is the host with the empty name."""
+    """Ranks and devices of one executor by host. The empty name is this machine."""
 
     wanted: WantedExecutor
     ranks: dict[str, int]
-    """Number of ranks on each host, in the order of the ranks."""
+    """Number of ranks on each host, in the order of ranks."""
     devices: dict[str, tuple[int, ...]]
-    """Devices on each host, one for each rank there; none: on the CPU."""
+    """Devices on each host, one per rank. Empty means CPU."""
 
 
 class Assignments(dict[str, Assignment]):
-    """Assignments by executor, which know what is on each host: a placement asks for every executor."""
+    """Assignments by executor, with an index by host, because each placement asks for all executors of a host."""
 
     def __init__(self, assigned: Mapping[str, Assignment] | None = None) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Assignments(dict[str, Assignment]):
         self._at.clear()
 
     def at(self, host: str) -> Mapping[str, Assignment]:
-        """Assignments that are there, at least in part."""
+        """Returns assignments with at least one rank on a host."""
         return self._at.get(host, {})
 
     def _forget(self, executor: str) -> None:
@@ -97,12 +97,12 @@ class Assignments(dict[str, Assignment]):
 
 
 class Placer(ABC):
-    """Hosts and devices of all executors of a run, now and later."""
+    """Assigns hosts and devices to all executors of a run, at the start and later."""
 
     def __init__(self, config: RunConfig, only: str = "") -> None:
         """
         Args:
-            only: the one role that there is; empty: all that the config asks for.
+            only: the only role of the run. Empty means all roles that the config needs.
 
         Raises:
             ConfigError: an executor has no place.
@@ -113,19 +113,19 @@ class Placer(ABC):
 
     @abstractmethod
     def crowded(self) -> list[str]:
-        """Sentences about hosts whose executors on the CPU want more threads at once than there are cores."""
+        """Returns sentences about hosts whose CPU executors want more threads at once than there are cores."""
 
     @abstractmethod
     def _assign(self, wanted: WantedExecutor) -> Assignment:
-        """Place for one more executor. Raises ConfigError: there is no room."""
+        """Returns a place for one more executor. Raises ConfigError if there is none."""
 
     def take(self, wanted: WantedExecutor) -> tuple[HostShare, ...]:
-        """Assigns a place to an executor, and keeps it. Raises ConfigError: there is no room."""
+        """Assigns and keeps a place for an executor. Raises ConfigError if there is none."""
         self._assigned[wanted.executor] = self._assign(wanted)
         return self.place(wanted.executor)
 
     def place(self, executor: str) -> tuple[HostShare, ...]:
-        """Hosts, ranks and environment that the processes of an executor are started with."""
+        """Returns hosts, ranks and environment for the processes of an executor."""
         one = self._assigned[executor]
         return tuple(
             HostShare(host, number, self._env(one.devices[host]) | self._company(executor, host))
@@ -133,46 +133,47 @@ class Placer(ABC):
         )
 
     def _company(self, executor: str, host: str) -> dict[str, str]:
-        """Environment variables of one whose devices there are its own."""
+        """Returns environment variables for an executor that shares no device on a host."""
         own = set(self._assigned[executor].devices.get(host, ()))
         return {ALONE: "1"} if own and not own & self._shared(host) else {}
 
     def _shared(self, host: str) -> set[object]:
-        """Devices there that more than one executor has."""
+        """Returns devices on a host that several executors share."""
         used = Counter(device for one in self._assigned.at(host).values() for device in set(one.devices.get(host, ())))
         return {device for device, count in used.items() if count > 1}
 
     def _env(self, devices: Iterable[object]) -> dict[str, str]:
-        """Environment variables that show processes these devices alone; ranks count from 0 then."""
+        """Returns environment variables that show a process only these devices. Its ranks then count from 0."""
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), PLACED: "1"}
 
     def devices(self, executor: str) -> list[tuple[str, int]]:
-        """Host and GPU of each of its ranks; none: on CPUs."""
+        """Returns host and GPU of each rank. Empty means CPU."""
         return [(host, device) for host, used in self._assigned[executor].devices.items() for device in used]
 
     def again(self, executor: str) -> tuple[HostShare, ...]:
-        """Place for one that has died; elsewhere, if its host is lost. Raises ConfigError: there is no room."""
+        """Returns a place for a replacement, elsewhere if the host is lost. Raises ConfigError if there is none."""
         return self.place(executor)
 
     def layout(self, executor: str) -> ParallelismConfig | None:
-        """Layout of trainer or critic where it is not that of the settings, for which there are too few devices."""
+        """Returns a smaller layout of trainer or critic if there are too few devices. None means the layout of the
+        settings."""
         return None
 
     def displaced(self) -> list[str]:
-        """Generators whose devices have been given to others, which are about to start there; each is told once."""
+        """Returns generators whose devices now belong to executors that are about to start. Names each one once."""
         return []
 
     def keepers(self) -> Sequence[tuple[str, str]]:
-        """Address and secret of those on all hosts that keep states of trainer and critic for others; none: nobody
-        does."""
+        """Returns address and secret of the processes on all hosts that keep states of trainer and critic. Empty means
+        none."""
         return ()
 
     def of_role(self, role: str) -> list[str]:
-        """Executors that have been placed."""
+        """Returns the placed executors of a role."""
         return [name for name, one in self._assigned.items() if one.wanted.role == role]
 
     def take_generator(self, number: int) -> tuple[HostShare, ...]:
-        """Place for one more generator. Raises ConfigError: there is no room."""
+        """Assigns a place to one more generator. Raises ConfigError if there is none."""
         return self.take(self._generator(number))
 
     def _generator(self, number: int) -> WantedExecutor:
@@ -180,15 +181,15 @@ class Placer(ABC):
         return wanted_generator(self._config, number)._replace(number=min(set(range(len(taken) + 1)) - taken))
 
     def leave(self, executor: str) -> None:
-        """Takes an executor from its place; its devices are free, and it may have none any more."""
+        """Removes an executor from its place. Its devices become free."""
         self._assigned.pop(executor, None)
 
     def free_generator_slots(self) -> int:
-        """Number of further generators for which there is room."""
+        """Returns the number of further generators that fit."""
         return self._config.generator.replicas - len(self.of_role("generator"))
 
     def _crowded(self, cores: Mapping[str, int]) -> list[str]:
-        """Answer to `crowded` where hosts have so many `cores`.
+        """Implements `crowded` for hosts with known numbers of `cores`.
 
         Two OpenMP threads that share a core wait for each other at every operation and can be 20 times slower than one.
         """
@@ -206,7 +207,7 @@ class Placer(ABC):
         return said
 
     def table(self) -> list[str]:
-        """Ranks and devices of each executor, a line each."""
+        """Returns a table of ranks and devices, with one line per executor and host."""
         rows = [("executor", "ranks", "host", "devices")]
         for name, one in self._assigned.items():
             for host, number in one.ranks.items():
@@ -217,17 +218,17 @@ class Placer(ABC):
 
 
 class LocalPlacer(Placer):
-    """Executors on this machine, where there is room for as many generators as at the start."""
+    """Places executors on this machine, which has space for as many generators as at the start."""
 
     def __init__(self, config: RunConfig, num_devices: int | None = None, only: str = "") -> None:
         """
         Args:
-            num_devices: of this host; None: they are counted, if any executor wants one. Whether there are enough says
-                `check`.
+            num_devices: GPUs of this host. None means that they are counted if an executor needs one. `check` raises if
+                there are too few.
             only: as for `Placer`.
 
         Raises:
-            ConfigError: named devices are not one for each rank.
+            ConfigError: named devices do not match the ranks.
         """
         super().__init__(config, only)
         if num_devices is None:
@@ -238,14 +239,14 @@ class LocalPlacer(Placer):
         for wanted in self._wanted:
             self.take(wanted)
         self._together = super()._shared("")
-        """Devices that several have while nobody is missing."""
+        """Devices that several executors share while all are present."""
 
     def _shared(self, host: str) -> set[object]:
         return self._together
 
     def _assign(self, wanted: WantedExecutor) -> Assignment:
         devices = _named(wanted, self._config.generator.replicas)
-        if wanted.device == "cuda" and self._config.cluster.kind == "inline":  # one process, which has one device
+        if wanted.device == "cuda" and self._config.cluster.kind == "inline":  # one process uses one device
             devices = (0,)
         elif wanted.device == "cuda":
             together = self._config.cluster.placement == "colocated"
@@ -265,13 +266,13 @@ class LocalPlacer(Placer):
 
     @property
     def lack(self) -> str:
-        """Text for people: how many devices are needed and how many there are; empty: there are enough."""
+        """Text on needed and available devices. Empty means that there are enough."""
         used = [device for one in self._assigned.values() for device in one.devices[""]]
         needed, there = 1 + max(used, default=-1), self._num_devices
         return f"{needed} GPUs are needed and this host has {there}" if needed > there else ""
 
     def check(self) -> None:
-        """Raises ConfigError when this host has fewer devices."""
+        """Raises ConfigError if this host has too few devices."""
         if self.lack and not self._num_devices:
             wanted = (one.wanted for one in self._assigned.values() if one.devices[""])
             options = ", ".join(dict.fromkeys(f"{one.option} = 'cuda'" for one in wanted))
@@ -285,13 +286,13 @@ class LocalPlacer(Placer):
 
 
 def models_in_use(config: RunConfig) -> dict[str, ReferenceConfig | CriticConfig | RewardModelConfig]:
-    """Settings of the models beside policy and rule-based reward that the config asks for. Raises ConfigError."""
+    """Returns settings of the models that the config needs, except the policy. Raises ConfigError."""
     found = dict[str, ReferenceConfig | CriticConfig | RewardModelConfig]()
     if config.reward.model:
         found["reward-model"] = config.reward.model
     if config.reference.kl_coefficient:
         found["reference"] = config.reference
-    with suppress(NotRun):  # an advantage that nobody may import is taken for one without a critic
+    with suppress(NotRun):  # an advantage that may not be imported counts as one without a critic
         advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
         if isinstance(advantage, ValueAdvantage):
             found["critic"] = config.critic
@@ -299,7 +300,7 @@ def models_in_use(config: RunConfig) -> dict[str, ReferenceConfig | CriticConfig
 
 
 def wanted_executors(config: RunConfig) -> Iterator[WantedExecutor]:
-    """Executors that a config asks for, in the order in which devices go to them. Raises ConfigError."""
+    """Yields executors that a config needs, in the order in which they get devices. Raises ConfigError."""
     models = models_in_use(config)
     critic = models.pop("critic", None)
     for name, one in (("trainer", config.trainer), ("critic", critic)):
@@ -315,13 +316,13 @@ def wanted_executors(config: RunConfig) -> Iterator[WantedExecutor]:
 
 
 def wanted_generator(config: RunConfig, number: int) -> WantedExecutor:
-    """Generator of that number."""
+    """Returns the generator with a number."""
     of = config.generator
     return WantedExecutor(f"generator-{number}", "generator", of.tensor_parallel, of.device, of.threads, number)
 
 
 def _named(wanted: WantedExecutor, replicas: int) -> tuple[int, ...]:
-    """Devices named for one executor, if any; replicas share a list that is as long as one of them needs."""
+    """Returns the devices that settings name for an executor, if any. Replicas share a list of the length for one."""
     devices, num_ranks, number = named_devices(wanted.device), wanted.num_ranks, wanted.number
     if not devices:
         return ()
@@ -335,7 +336,7 @@ def _named(wanted: WantedExecutor, replicas: int) -> tuple[int, ...]:
 
 
 def ranges(numbers: tuple[int, ...]) -> str:
-    """`0-2,5` for 0, 1, 2, 5."""
+    """Returns `0-2,5` for 0, 1, 2, 5."""
     parts = list[list[int]]()
     for number in numbers:
         if parts and parts[-1][-1] == number - 1:
@@ -346,7 +347,7 @@ def ranges(numbers: tuple[int, ...]) -> str:
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """A table with a heading, some rows left out where it is long."""
+    """Returns the aligned lines of a table with a heading. Long tables omit rows."""
     if len(rows) > MAX_ROWS:
         rows = [*rows[: MAX_ROWS - 2], ("...", *("" for _ in rows[0][1:])), rows[-1]]
     signs = ["<", ">", *"<" * len(rows[0])]
@@ -358,13 +359,13 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def count_devices() -> int:
-    """GPUs that an executor would see. Raises ConfigError."""
+    """Returns the number of GPUs that an executor would see. Raises ConfigError."""
     return len(device_bytes())
 
 
 @cache
 def device_bytes() -> tuple[int, ...]:
-    """Memory of each GPU that an executor would see. Raises ConfigError."""
+    """Returns the memory of each GPU that an executor would see. Raises ConfigError."""
     code = (
         "import torch.cuda as cuda; "
         "print(*(cuda.get_device_properties(i).total_memory for i in range(cuda.device_count())))"
@@ -375,3 +376,72 @@ def device_bytes() -> tuple[int, ...]:
         raise ConfigError(f"torch cannot count the GPUs of this host: {error}; use device = 'cpu'") from None
     lines = done.stdout.splitlines()
     return tuple(int(size) for size in lines[-1].split()) if lines else ()
+
+
+class Machines(Protocol):
+    """The machines of a run, by `cluster.kind`: this machine, or the hosts that a part waits for."""
+
+    hosts_may_join: bool
+    """Whether there may be more places later."""
+
+    def open(self) -> Cluster:
+        """Opens the cluster, once. Raises ConfigError if something is missing."""
+        ...
+
+    async def places(self, tell: Callable[[str], None]) -> Placer:
+        """Waits for all machines. Returns the places for executors. Raises ConfigError."""
+        ...
+
+    def follow(self, controller: Controller, telemetry: Telemetry, supervisor: Supervisor) -> None:
+        """Adds and removes generators when machines join and leave, from now on."""
+
+    def end_with(self, handle: ExecutorHandle, supervisor: Supervisor) -> None:
+        """Ends the run, with a checkpoint, when the machine of this executor leaves."""
+
+
+class ThisMachine:
+    """This machine only, which never changes."""
+
+    hosts_may_join = False
+
+    def __init__(self, config: RunConfig, logs: Path, placer: LocalPlacer) -> None:
+        self._config, self._logs, self._placer = config, logs, placer
+
+    def open(self) -> Cluster:
+        return open_cluster(self._config.cluster, self._logs)
+
+    async def places(self, tell: Callable[[str], None]) -> LocalPlacer:
+        return self._placer
+
+    def follow(self, controller: Controller, telemetry: Telemetry, supervisor: Supervisor) -> None:
+        return
+
+    def end_with(self, handle: ExecutorHandle, supervisor: Supervisor) -> None:
+        return
+
+
+def open_machines(
+    config: RunConfig,
+    logs: Path,
+    folder: Path,
+    placer: LocalPlacer | None,
+    tell: Callable[[str], None],
+    only: str = "",
+    *,
+    resume: bool = False,
+) -> Machines:
+    """Returns the machines of a run.
+
+    Args:
+        folder: of the run, to which trainer and critic write checkpoints.
+        placer: of this machine. None means several hosts.
+        tell: called with sentences for the user: who joined, was refused or left.
+        only: the only role of the run. Empty means all roles that the config needs.
+        resume: the run resumes, with as few hosts as allowed.
+
+    Raises:
+        ConfigError: hosts cannot connect here.
+    """
+    if placer is None:
+        return part("hosts", "HostMachines")(config, logs, folder, tell, only, resume=resume)
+    return ThisMachine(config, logs, placer)

@@ -1,78 +1,150 @@
-"""Everything about a run that can be checked before a process starts or a file is written."""
+"""Everything before the first process of a run starts: checks settings, and prepares model, data and folder."""
 
 from __future__ import annotations
 
 import os
-import resource
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llamarl.algorithms.advantages._base import GroupAdvantage
-from llamarl.config import ConfigError, RunConfig, build, did_you_mean, load_recorded
+from llamarl.cluster.open import check_cluster
+from llamarl.config import ConfigError, RunConfig, build, did_you_mean, load_recorded, load_sft_config
 from llamarl.config.cluster import lack_of_monarch
-from llamarl.config.data import SourceConfig
+from llamarl.config.data import OF_EVAL, SourceConfig
 from llamarl.config.hub import hub_name, open_hub
 from llamarl.config.ref import NotRun, class_of, part
 from llamarl.config.roles import CriticConfig, ReferenceConfig
-from llamarl.config.trainer import ParallelismConfig
 from llamarl.controller.admission import Problems
+from llamarl.controller.evaluation import HeldOutSet
 from llamarl.data.prompts import SOURCES, load_prompts, open_tokenizer, settled
 from llamarl.data.sources import ProblemRow
 from llamarl.data.tokenizer import check_vocabulary, ended_after
 from llamarl.kernels.build import pinned as pinned_instructions
-from llamarl.models.fit import cache_bytes, trainer_load
-from llamarl.models.folder import load_shape
-from llamarl.models.memory import BLOCK_COLUMNS, trainer_bytes
-from llamarl.models.shape import ModelShape, MoeShape
-from llamarl.models.sizes import uneven_parts
+from llamarl.models.shape import ModelShape
 from llamarl.models.tensors import check_listed_weights, check_weights
-from llamarl.observability.stages import stage
-from llamarl.observability.usage import MIN_FILES
+from llamarl.observability.spans import stage
+from llamarl.run.checks import check_cache, check_layout, check_microbatch
 from llamarl.run.disk import disk_need
-from llamarl.run.held_out import learnt_too, load_held_out
+from llamarl.run.folder import RunFolder, check_run_folder, prepare_run_folder
+from llamarl.run.hub_pins import check_folder, named, resolved
 from llamarl.run.memory import MachineMemory, check_memory
-from llamarl.run.mixtures import check_mixture, check_mixture_layout
+from llamarl.run.models import with_start_model
 from llamarl.run.placement import LocalPlacer, models_in_use
-from llamarl.run.preview import check_reward
-from llamarl.run.sources import environment_of, of_source
-from llamarl.sharding.tensor_parallel import cuts_by_expert
+from llamarl.run.preview import check_functions, check_reward
+from llamarl.run.trust import check_trust, with_trusted
+from llamarl.training.base_model import is_made
 from llamarl.types import Prompt
 from llamarl.weight_sync.select import check_name
 
-RANK_FILES, GENERATOR_FILES = 8, 3
-"""Files that a rank of the trainer has open for each of its other ranks, and for each rank of the generators."""
+
+def environment_of(config: RunConfig) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Returns tools that the chat template describes to the policy, and strings that end a turn. Raises ConfigError."""
+    if config.rollout.environment is None:
+        return [], ()
+    environment = part("episodes", "build_environment")(config.rollout.environment)
+    return environment.tools(), tuple(environment.stop)
+
+
+def source_name(label: str) -> str:
+    """Returns the text for a source, by `Prompt.source`."""
+    return f"data.eval ({label.removeprefix(OF_EVAL)})" if label.startswith(OF_EVAL) else f"source {label!r}"
+
+
+@contextmanager
+def errors_name_source(label: str) -> Iterator[None]:
+    """Adds the source of a mixture, or the held-out set, to messages of ConfigErrors. An empty label adds nothing."""
+    try:
+        yield
+    except ConfigError as error:
+        if not label:
+            raise
+        raise ConfigError(f"{source_name(label)}: {error}") from error.__cause__
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedSets:
+    """All sets of held-out problems of a run."""
+
+    sets: tuple[HeldOutSet, ...]
+    stops_of: dict[str, tuple[str, ...]]
+    """Strings that end a turn, by `Prompt.source`."""
+    warnings: tuple[str, ...]
+    """Sentences about dropped rows and columns."""
+    first_prompts: tuple[str, ...]
+    """Sentence for each set that shows its first prompt as the model sees it."""
+
+
+def load_held_out(config: RunConfig, context_tokens: int, only: Collection[str] = ()) -> LoadedSets:
+    """Loads the prompts of `data.eval`. Returns no sets if it is not set.
+
+    Args:
+        config: of a run.
+        context_tokens: the model's longest sequence.
+        only: names of sets. Empty means all.
+
+    Raises:
+        ConfigError: a source or a template is wrong, or no prompt is left.
+    """
+    sets, stops_of, warnings, first_prompts = [], {}, [], []
+    for number, (name, run) in enumerate(config.by_eval_set.items()):
+        if only and name not in only:
+            continue
+        tokenizer, for_agent = open_tokenizer(run.model.path, run.data), run.rollout.agent is not None
+        key = OF_EVAL + name if name else ""
+        with errors_name_source(key):
+            tools, stops_of[key] = environment_of(run)
+            found = load_prompts(run.data, tokenizer, context_tokens, "eval", tools, for_agent=for_agent)
+        prompts = tuple(replace(one, source=key) for one in found.prompts[: run.eval.max_prompts])
+        sets.append(HeldOutSet(name=name, number=number, settings=run.eval, prompts=prompts))
+        warnings += [_of_set(key, text) for text in found.warnings]
+        first_prompts.append(_of_set(key, found.first_prompt))
+    return LoadedSets(sets=tuple(sets), stops_of=stops_of, warnings=tuple(warnings), first_prompts=tuple(first_prompts))
+
+
+def _of_set(key: str, text: str) -> str:
+    """Returns a sentence after the name of its set."""
+    return f"{source_name(key)}: {text.removeprefix('data.eval: ')}" if key else text
+
+
+def overlap_warnings(sets: Sequence[HeldOutSet], train: Sequence[Prompt]) -> list[str]:
+    """Returns warnings about held-out sets whose prompts are all in the training data."""
+    trained = {prompt.token_ids_T.tobytes() for prompt in train}
+    said = "data.eval: all of its prompts are in data.train too, so it cannot tell learning from memorizing"
+    return [
+        _of_set(one.prompts[0].source, said)
+        for one in sets
+        if all(prompt.token_ids_T.tobytes() in trained for prompt in one.prompts)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """Facts that a run needs to know of its model and data."""
+    """Facts about a run's model and data."""
 
     shape: ModelShape
     problems: Problems
     placer: LocalPlacer | None
-    """None: several hosts have to call first."""
+    """None means that several hosts must connect first."""
     warnings: tuple[str, ...]
     """Sentences for the user."""
     first_prompt: str
-    """Sentences that show the first prompt of each source as the model sees it, after those on what a filter leaves
-    out."""
+    """Sentences on the effect of filters, and on the first prompt of each source as the model sees it."""
 
 
 @stage("importing the modules that the settings name")
 def check_parts(config: RunConfig) -> None:
-    """Builds what the config names by `Ref`, and looks for vLLM, so that a mistake shows early. Within `nothing_run`,
-    checks only what comes with the package. Raises ConfigError."""
+    """Builds all components that the config names, and looks for vLLM, so that mistakes show early. Inside of
+    `nothing_run`, checks only components of this package. Raises ConfigError."""
     limit_s = config.cluster.start_timeout_s
     late = ConfigError(
-        f"the parts that this run names are not imported and built after cluster.start_timeout_s = {limit_s:g} s; "
-        "let their modules do less as they are imported, or raise it"
+        f"the components of this run are not imported and built after cluster.start_timeout_s = {limit_s:g} s; "
+        "let their modules do less during import, or raise it"
     )
-    with ended_after(limit_s, late):  # whatever a user's module does as it is imported
+    with ended_after(limit_s, late):  # a user's module may do anything during import
         _check_parts(config)
 
 
@@ -84,10 +156,10 @@ def _check_parts(config: RunConfig) -> None:
     used = models_in_use(config)
     unused = config.reference.model_dump(include={"path", "dtype", "threads", "device"})
     if "reference" not in used and unused != ReferenceConfig().model_dump(include=set(unused)):
-        raise ConfigError("reference is set and not used; set reference.kl_coefficient, or leave it out")
+        raise ConfigError("reference is set but not used; set reference.kl_coefficient, or leave it out")
     if "critic" not in used and config.critic != CriticConfig():
         raise ConfigError(
-            f"critic is set and not used, as trainer.advantage = {config.trainer.advantage.name!r} needs no values; "
+            f"critic is set but not used, as trainer.advantage = {config.trainer.advantage.name!r} needs no values; "
             "use 'gae', or leave it out"
         )
     for which, sources in (("train", config.data.sources), ("eval", config.data.eval_sets)):
@@ -95,7 +167,7 @@ def _check_parts(config: RunConfig) -> None:
             with suppress(NotRun):
                 check_entry(source, f"data.{which}.{number}")
     for label, one in config.by_source.items():
-        with of_source(label), suppress(NotRun):
+        with errors_name_source(label), suppress(NotRun):
             check_reward(one)
     if config.has_episodes:
         with suppress(NotRun):
@@ -109,26 +181,26 @@ def _check_parts(config: RunConfig) -> None:
 
 
 def _check_advantage(config: RunConfig) -> None:
-    """Raises ConfigError."""
+    """Builds the advantage. Raises ConfigError."""
     advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
     if config.rollout.group_size == 1 and isinstance(advantage, GroupAdvantage):
         raise ConfigError(
             f"rollout.group_size = 1 with trainer.advantage = {config.trainer.advantage.name!r}: it compares the "
-            "rollouts of a group, so nothing is learnt from one; use a group_size of 2 or more"
+            "rollouts of a group, so one rollout teaches nothing; use a group_size of 2 or more"
         )
 
 
 def settle(
     config: RunConfig, pinned: RunConfig, *, resume: bool, for_agent: bool = False
 ) -> tuple[RunConfig, RunConfig]:
-    """The settings as they are recorded, and as they are used, both with what makes the same prompts when the run goes
-    on. The model exists.
+    """Returns the settings to record and the settings to use, both with template and date, so that a resumed run makes
+    the same prompts. The model must exist.
 
     Args:
-        config: settings as they are given.
-        pinned: the same with a commit for each name of the Hub.
-        resume: the run goes on, with the template and the date on its record.
-        for_agent: prompts are what an agent is told, who then writes chats.
+        config: settings as given.
+        pinned: the same settings with a commit for each name on the Hub.
+        resume: use template and date from the run's record.
+        for_agent: True if prompts are tasks of an agent, which writes chats itself.
 
     Raises:
         ConfigError: the tokenizer or the record cannot be read.
@@ -142,30 +214,30 @@ def settle(
 
 
 def each_source(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[tuple[str, RunConfig, list[Prompt]]]:
-    """Label, the run as if it were the only source, and prompts of each source that has some."""
+    """Yields label, settings with this source as the only one, and prompts, for each source with prompts."""
     for label, one in config.by_source.items():
         if own := [prompt for prompt in prompts if prompt.source == label]:
             yield label, one, own
 
 
 class TrainPrompts(NamedTuple):
-    """Prompts of all sources that are trained on."""
+    """Prompts of all training sources."""
 
     prompts: list[Prompt]
     """Source by source."""
     rows: list[ProblemRow]
     """Row of each prompt."""
     stops_of: dict[str, tuple[str, ...]]
-    """Strings that end a turn, by the label of a source."""
+    """Strings that end a turn, by label of the source."""
     warnings: list[str]
     notes: list[str]
-    """Sentences on what `data.filter` leaves out."""
+    """Sentences on what `data.filter` drops."""
     first_prompts: list[str]
     """Sentence for each source that shows its first prompt as the model sees it."""
 
 
 def check_entry(source: SourceConfig, option: str) -> None:
-    """Raises ConfigError: an entry of a list has what is neither a setting nor an option of its source."""
+    """Raises ConfigError if a list entry has a key that is neither a setting nor an option of its source."""
     found = class_of(source.source, SOURCES, option)
     options = {field.name for field in fields(found)} if is_dataclass(found) else source.source.options.keys()
     for name in source.source.options.keys() - options:
@@ -174,12 +246,12 @@ def check_entry(source: SourceConfig, option: str) -> None:
 
 
 def train_prompts(config: RunConfig, context_tokens: int, most: int | None = None) -> TrainPrompts:
-    """Prompts of `data.train`, each source's with its own template and limits; where there is a `most`, of each source
-    the first rows alone. Raises ConfigError."""
+    """Loads the prompts of `data.train`, with each source's template and limits. `most` limits the rows of each source.
+    Raises ConfigError."""
     found, for_agent = TrainPrompts([], [], {}, [], [], []), config.rollout.agent is not None
     for label in [source.label for source in config.data.sources] or [""]:
         one = config.by_source[label]
-        with of_source(label):
+        with errors_name_source(label):
             tokenizer, (tools, stops) = open_tokenizer(one.model.path, one.data), environment_of(one)
             loaded = load_prompts(
                 one.data, tokenizer, context_tokens, tools=tools, most=most, for_agent=for_agent, label=label
@@ -195,21 +267,21 @@ def train_prompts(config: RunConfig, context_tokens: int, most: int | None = Non
 
 
 def prepare(config: RunConfig, *, weights: bool = True, machine: MachineMemory | None = None) -> Prepared:
-    """Reads model shape, headers of weights, tokenizer and prompts; the model exists.
+    """Reads model shape, headers of weights, tokenizer and prompts. The model must exist.
 
     Args:
-        weights: those of models that the Hub has are here.
-        machine: that the run is for; None: this one.
+        weights: True if the weights of models on the Hub are here.
+        machine: the machine of the run. None means this one.
 
     Raises:
-        ConfigError: the model, the data or a combination of them cannot work.
+        ConfigError: the model, the data or their combination cannot work.
     """
     shape, warnings = check_layout(config)
     if config.cluster.kind == "inline" and (lack := lack_of_monarch()):
         warnings.append(f"cluster.kind = 'inline': executors share this process and take turns; {lack}")
     tokenizer, placer = open_tokenizer(config.model.path, config.data), None
     check_vocabulary(tokenizer, shape.vocab_size)
-    if config.cluster.kind != "hosts":  # whose controller needs neither weights nor devices
+    if config.cluster.kind != "hosts":  # a controller of several hosts needs neither weights nor devices
         for role, path in _models(config):
             if weights or (name := hub_name(path)) is None:
                 check_weights(path, role)
@@ -237,7 +309,7 @@ def prepare(config: RunConfig, *, weights: bool = True, machine: MachineMemory |
         stops_of=train.stops_of | held_out.stops_of,
     )
     check_lengths(config, shape, problems)
-    warnings += learnt_too(problems.eval, problems.train)
+    warnings += overlap_warnings(problems.eval, problems.train)
     return Prepared(
         shape=shape, problems=problems, placer=placer, warnings=tuple(dict.fromkeys(warnings)),
         first_prompt="\n".join([*train.notes, *train.first_prompts]),
@@ -245,7 +317,7 @@ def prepare(config: RunConfig, *, weights: bool = True, machine: MachineMemory |
 
 
 def _models(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Role and path of each model whose weights are loaded."""
+    """Yields role and path of each model whose weights are loaded."""
     yield "policy", config.model.path
     for name, settings in models_in_use(config).items():
         if path := settings.path or (config.model.path if name == "critic" else ""):
@@ -253,168 +325,134 @@ def _models(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def check_here(config: RunConfig) -> None:
-    """Looks for what executors on this machine would lack when they begin. Raises ConfigError."""
+    """Raises ConfigError if executors on this machine would lack something."""
     pinned_instructions()
     if config.weight_sync.transport == "nixl":
         part("cuda", "check_nixl")()
 
 
-def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:
-    """The shape of the model, which fits the layout of trainer, generators and models, and sentences for the user.
-
-    Reads `config.json` only: neither weights nor data. Raises ConfigError.
-    """
-    shape = load_shape(config.model.path)
-    check_mixture(config, shape)
-    check_tensor_parallel(shape, config.generator.tensor_parallel, config.model.path)
-    check_parallelism(shape, config.trainer.parallelism, config.model.path)
-    check_models(config, shape)
-    check_moments(config, shape)
-    check_files(config)
-    warnings, rollout = list[str](), config.rollout
-    off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    cut = [f"rollout.{name} = {found:g}" for name in off if (found := getattr(rollout, name)) != off[name]]
-    if cut and config.generator.backend != "native":
-        warnings.append(
-            f"{', '.join(cut)} with generator.backend = {config.generator.backend!r}: rollouts come from a cut "
-            "distribution, and the trainer is not told which tokens were left out, so importance "
-            "ratios are too small; leave it out, or use generator.backend = 'native'"
-        )
-    if (fsdp := config.trainer.parallelism.fsdp) > config.rollout.prompts_per_step:
-        warnings.append(
-            f"trainer.parallelism.fsdp = {fsdp} shares the {config.rollout.prompts_per_step} groups of a step "
-            "(rollout.prompts_per_step), so some ranks have none; raise the one or lower the other"
-        )
-    return shape, warnings
-
-
-def check_files(config: RunConfig) -> None:
-    """Raises ConfigError when a process could not open as many connections as the run needs."""
-    ranks, generator = config.trainer.parallelism.num_ranks, config.generator
-    of_trainer = RANK_FILES * ranks + GENERATOR_FILES * generator.replicas * generator.tensor_parallel
-    needed = MIN_FILES + max(of_trainer, config.cluster.num_hosts)
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed != resource.RLIM_INFINITY and allowed < needed:
-        raise ConfigError(
-            f"a process of this run may have {needed} files open, and this shell allows {allowed}: run ulimit -n "
-            f"{needed}, here and on the run's other hosts, or lower generator.replicas"
-        )
-
-
 def check_lengths(config: RunConfig, shape: ModelShape, problems: Problems) -> None:
-    """Raises ConfigError when the longest sequence that can come of these prompts does not fit into a microbatch, or
-    into the cache."""
+    """Raises ConfigError if the longest possible sequence of these prompts does not fit into a microbatch or the
+    cache."""
     for label, one, own in each_source(config, problems.train):
-        with of_source(label):
+        with errors_name_source(label):
             longest = max(len(prompt.token_ids_T) for prompt in own)
             check_microbatch(one, shape, longest)
             check_cache(one, shape, longest)
     for held_out in problems.eval:
-        with of_source(label := held_out.prompts[0].source):
+        with errors_name_source(label := held_out.prompts[0].source):
             check_cache(config.by_source[label], shape, max(len(prompt.token_ids_T) for prompt in held_out.prompts))
 
 
-def check_microbatch(config: RunConfig, shape: ModelShape, longest_prompt: int) -> None:
-    """Raises ConfigError when the longest sequence that can come does not fit into a microbatch."""
-    trainer, longest = config.trainer, longest_prompt + config.rollout.max_new_tokens
-    longest = min(longest, shape.max_position_embeddings)
-    if longest > trainer.microbatch_tokens:
-        gib = trainer_bytes(shape, trainer_load(config, shape, tokens=longest))["activations"] / 2**30
-        raise ConfigError(
-            f"trainer.microbatch_tokens = {trainer.microbatch_tokens} is less than the {longest} tokens that prompt "
-            f"and response (rollout.max_new_tokens = {config.rollout.max_new_tokens}) can have together; raise it to "
-            f"{longest}, which takes about {gib:.2g} GiB for activations, or lower rollout.max_new_tokens"
-        )
+Delays = Callable[[], AbstractContextManager[object]]
 
 
-def check_cache(config: RunConfig, shape: ModelShape, longest_prompt: int) -> None:
-    """Raises ConfigError when the context, or `generator.kv_cache_bytes`, does not hold the longest sequence that can
-    come."""
-    if (most := config.rollout.max_new_tokens) > shape.max_position_embeddings:
-        raise ConfigError(
-            f"rollout.max_new_tokens = {most}: prompt and response have at most {shape.max_position_embeddings} tokens,"
-            " the model's context; lower it"
-        )
-    generator, longest = config.generator, longest_prompt + config.rollout.max_new_tokens
-    needed = cache_bytes(config, shape, min(longest, shape.max_position_embeddings))
-    if generator.kv_cache_bytes is not None and generator.kv_cache_bytes < needed and generator.backend == "native":
-        raise ConfigError(
-            f"generator.kv_cache_bytes = {generator.kv_cache_bytes} does not hold one prompt and response of {longest} "
-            f"tokens; give at least {needed}, and so much for each that is to be decoded at once, or leave it out"
-        )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """A run that can start."""
+
+    config: RunConfig
+    """Settings with commits in the place of names on the Hub."""
+    prepared: Prepared
+    folder: RunFolder
+    """Locked by this process."""
 
 
-def check_tensor_parallel(shape: ModelShape, num_ranks: int, path: str) -> None:
-    """Raises ConfigError when so many ranks cannot share the model."""
+def begin(
+    config: RunConfig, *, resume: bool, overwrite: bool, command: str, tell: Callable[[str], None],
+    trust: bool = False, delays: Delays = nullcontext,
+) -> Begun:  # fmt: skip
+    """Checks settings, makes the base model of a warm start, fetches files from the Hub, and locks the run's folder.
 
-    def uneven(ranks: int) -> list[str]:
-        return uneven_parts(shape, ranks, repeats_kv_heads=True) + uneven_experts(shape.moe, ranks)
+    Args:
+        command: prefix of lines about the Hub, on standard error.
+        tell: called with text about the first prompt.
+        trust: the user trusts the code that the folder of a resumed run makes this process execute.
+        delays: context for steps without progress output.
 
-    _check_even("generator.tensor_parallel", num_ranks, uneven, shape.num_heads, path)
-
-
-def _check_even(option: str, num_ranks: int, uneven: Callable[[int], list[str]], most: int, path: str) -> None:
-    """Raises ConfigError when so many ranks leave something `uneven`; the sentence names those up to `most` that do
-    not."""
-    if found := uneven(num_ranks):
-        possible = ", ".join(str(ranks) for ranks in range(1, most + 1) if not uneven(ranks))
-        raise ConfigError(f"{option} = {num_ranks} cannot share the {found[0]} of {path} evenly; use one of {possible}")
-
-
-def uneven_experts(moe: MoeShape | None, num_ranks: int) -> list[str]:
-    """Texts that name what so many ranks of a generator cannot share evenly of a mixture."""
-    if moe is None:
-        return []
-    sizes = {"columns of the shared expert": moe.shared_size}
-    if not cuts_by_expert(moe.num_experts, moe.expert_size, num_ranks):
-        sizes["columns of each expert"] = moe.expert_size
-    return [f"{size} {what}" for what, size in sizes.items() if size % num_ranks]
-
-
-def check_models(config: RunConfig, shape: ModelShape) -> None:
-    """Raises ConfigError when reference or critic have other tokens than the policy, a model has no folder, or the
-    critic cannot be cut as it is to be."""
-    for name, settings in models_in_use(config).items():
-        other = load_shape(settings.path) if settings.path else shape
-        if name != "reward-model" and other.vocab_size != shape.vocab_size:
-            raise ConfigError(
-                f"{name}.path = {settings.path!r} has {other.vocab_size} tokens and model.path {shape.vocab_size}; "
-                "name a model with the policy's tokenizer"
-            )
-        if isinstance(settings, CriticConfig):
-            check_parallelism(other, settings.parallelism, settings.path or config.model.path, name)
-            check_blocks(config, other, settings.parallelism, name)
+    Raises:
+        ConfigError: the run cannot start. Nothing was written but a base model.
+    """
+    with delays():
+        config = trusted(config, trust, resume=resume, keep=True)
+        config = with_start_model(config, command=command)
+        run = check_start(config, resume=resume, overwrite=overwrite)
+    if not has_base_model(config):
+        part("sft", "ensure_base_model")(config)
+    written, pinned, prepared = looked_ahead(config, run, command=command, delays=delays)
+    tell(prepared.first_prompt)
+    folder = prepare_run_folder(written, resume=resume, overwrite=overwrite, pinned=pinned)
+    return Begun(config=pinned, prepared=prepared, folder=folder)
 
 
-def check_moments(config: RunConfig, shape: ModelShape) -> None:
-    """Raises ConfigError when the trainer's moments cannot be cut as they are to be, or are to lie where they are."""
-    trainer = config.trainer
-    if trainer.moments_on == "host" and trainer.device == "cpu":
-        raise ConfigError("trainer.moments_on = 'host' with trainer.device = 'cpu': they are there; leave it out")
-    check_blocks(config, shape, trainer.parallelism, "trainer")
+def trusted(config: RunConfig, trust: bool, *, resume: bool, keep: bool) -> RunConfig:
+    """Returns the settings of a run that may execute the code that they name.
+
+    Args:
+        trust: whether the user trusts the run's folder.
+        keep: keep trusted files of functions below the folder of runs.
+
+    Raises:
+        ConfigError: the folder of the resumed run is not trusted.
+    """
+    if trust and not resume:
+        raise ConfigError("--trust is for --resume, which executes code that a run's folder names; leave it out")
+    if resume:
+        check_trust(Path(config.output, config.name), config, command="--resume", is_trusted=trust)
+    return with_trusted(config, Path(config.output) if keep else None) if trust else config
 
 
-def check_blocks(config: RunConfig, shape: ModelShape, parallelism: ParallelismConfig, executor: str) -> None:
-    """Raises ConfigError when blocks that share a scale of the 8-bit moments of trainer or critic would be cut."""
-    tp, widths = parallelism.tp, {"attention output": shape.query_size}
-    widths["feed-forward output"] = shape.intermediate_size
-    if shape.moe is not None:
-        widths |= {"experts' output": shape.moe.expert_size, "shared experts' output": shape.moe.shared_size}
-    for name, columns in widths.items() if config.trainer.moments == "8bit" and tp > 1 else ():
-        if columns // tp % BLOCK_COLUMNS:
-            raise ConfigError(
-                f"trainer.moments = '8bit' with {executor}.parallelism.tp = {tp}: a rank has {columns // tp} columns "
-                f"of the {name}, and each {BLOCK_COLUMNS} share a scale; use {executor}.parallelism.fsdp, or 'float32'"
-            )
+def check_before_folder(config: RunConfig, *, is_here: bool = True) -> None:
+    """Runs checks that need neither model, data nor the run's folder. `is_here` means that the run is for this machine.
+    Raises ConfigError."""
+    check_parts(config)
+    if is_here and config.cluster.kind != "hosts":
+        check_here(config)
+    check_cluster(config.cluster)
 
 
-def check_parallelism(shape: ModelShape, parallelism: ParallelismConfig, path: str, executor: str = "trainer") -> None:
-    """Raises ConfigError when the trainer, or the critic, cannot be cut so."""
-    check_mixture_layout(shape, parallelism, path, executor)
-    uneven = partial(uneven_parts, shape, repeats_kv_heads=False)
-    _check_even(f"{executor}.parallelism.tp", parallelism.tp, uneven, shape.num_kv_heads, path)
-    if parallelism.pp > shape.num_layers:
-        raise ConfigError(
-            f"{executor}.parallelism.pp = {parallelism.pp} is more than the {shape.num_layers} layers of {path}; "
-            f"use at most {shape.num_layers}"
-        )
+def check_start(config: RunConfig, *, resume: bool, overwrite: bool) -> Path | None:
+    """Runs checks that need neither model nor data. Returns the folder of a resumed run, else None. Raises
+    ConfigError."""
+    check_before_folder(config)
+    path = check_run_folder(config, resume=resume, overwrite=overwrite)
+    return path if resume else None
+
+
+def looked_ahead(
+    config: RunConfig,
+    run: Path | None,
+    *,
+    command: str,
+    weights: bool = True,
+    machine: MachineMemory | None = None,
+    delays: Delays = nullcontext,
+) -> tuple[RunConfig, RunConfig, Prepared]:
+    """Returns the settings to record, the settings to use, and facts about model and data. The model must exist.
+
+    Args:
+        run: folder of the resumed run. None means a new run.
+        command: prefix of lines about the Hub, on standard error.
+        weights: fetch and check weights, too. Hosts fetch their weights themselves.
+        machine: the machine of the run. None means this one.
+        delays: context for steps without progress output.
+
+    Raises:
+        ConfigError: the run cannot start.
+    """
+    pinned = resolved(config, weights=weights and config.cluster.kind != "hosts", run=run, command=command)
+    for setting in named(pinned):
+        if setting.name is None:
+            check_folder(setting.path, setting.option)
+    with delays():
+        written, pinned = settle(config, pinned, resume=run is not None, for_agent=config.rollout.agent is not None)
+        prepared = prepare(pinned, weights=weights, machine=machine)
+        for label, one, own in each_source(pinned, prepared.problems.train):
+            with errors_name_source(label):
+                check_functions(one, own)
+    return written, pinned, prepared
+
+
+def has_base_model(config: RunConfig) -> bool:
+    """Returns whether the base model exists, so that no warm start must make it. Raises ConfigError."""
+    return not config.model.warm_start or is_made(config.model.path, load_sft_config(config.model.warm_start))

@@ -1,4 +1,4 @@
-"""A look at the beginning of a run before anything is started: its first prompt, whether its reward knows an answer."""
+"""Previews a run before it starts: its first prompt, and whether the reward accepts the answers in the data."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import RewardConfig
 from llamarl.data.sources import row_name
 from llamarl.executors.reward import checked
-from llamarl.observability.stages import stage
+from llamarl.observability.spans import stage
 from llamarl.rewards._base import Reward, written
 from llamarl.rewards._build import as_part, build_reward
 from llamarl.types import Outcome, Prompt, RewardItem
 
 NUM_SCORED = 64
-"""Rows whose own answers are scored, from the front."""
+"""Number of rows, from the first, whose own answers are scored."""
 ENOUGH_RIGHT = 0.95
-"""Share of right ones below which reward and data do not belong together."""
+"""Share of right answers below which reward and data do not fit together."""
 MOST_CHARS, MOST_TOKENS = 1200, 12
 
 
 def first_prompt(prompt: Prompt) -> list[str]:
-    """Text of a prompt as the model sees it, and its first and last tokens; long ones without their middle."""
+    """Returns a prompt's text as the model sees it, and its first and last tokens. Long texts lose their middle."""
     text, token_ids = prompt.text, prompt.token_ids_T.tolist()
     if len(text) > MOST_CHARS:
         half, left_out = MOST_CHARS // 2, len(text) - MOST_CHARS
@@ -37,8 +37,8 @@ def first_prompt(prompt: Prompt) -> list[str]:
 
 
 def answers(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
-    """Sentences on what the reward says of the rows' own answers: worked solutions, or else the answer as the reward
-    reads it. Closes all that it starts."""
+    """Yields sentences on how the reward scores the rows' own answers: worked solutions, or the answer in the reward's
+    format. Closes the reward."""
     if config.rollout.agent or config.rollout.environment:
         yield "not scored: an episode has turns, which rows do not show"
         return
@@ -50,18 +50,18 @@ def answers(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
 
 
 def check_reward(config: RunConfig) -> None:
-    """Builds the rewards of a config, and closes them. Raises ConfigError: one cannot be built, or not be closed."""
+    """Builds and closes the rewards of a config. Raises ConfigError if either fails."""
     reward = build_reward(config.reward)
     try:
         reward.close()
-    except Exception as error:  # the user's class may do anything
+    except Exception as error:  # a user's class may raise anything
         names = ", ".join(repr(part.name) for part in config.reward.parts)
         raise ConfigError(f"reward.parts = {names}: `close` raises {type(error).__name__}: {error}") from error
 
 
 @stage("trying the reward on a row")
 def check_functions(config: RunConfig, prompts: Sequence[Prompt]) -> None:
-    """Tries a user's own functions on the first row that has an answer. Raises ConfigError: one fails."""
+    """Tries a user's functions on the first row with an answer. Raises ConfigError if one fails."""
     parts = [ref for ref in map(as_part, config.reward.parts) if ref.name == "function"]
     prompt = next((one for one in prompts if one.answer), None)
     if not parts or prompt is None:
@@ -70,7 +70,7 @@ def check_functions(config: RunConfig, prompts: Sequence[Prompt]) -> None:
     reward = build_reward(RewardConfig(parts=parts))
     try:
         (result,) = checked(reward.score([item]), 1)
-    except RuntimeError as error:  # of its pool
+    except RuntimeError as error:  # from its worker pool
         raise ConfigError(f"reward.parts: {error}; its module takes too long to import, or ends the process") from None
     finally:
         reward.close()
@@ -95,7 +95,7 @@ def _scored(config: RunConfig, reward: Reward, prompts: Sequence[Prompt]) -> Ite
         return
     try:
         results = checked(reward.score(items), len(items))
-    except Exception as error:  # a user's own may do anything
+    except Exception as error:  # a user's reward may raise anything
         where = traceback.extract_tb(error.__traceback__)[-1]
         cause = f"{type(error).__name__}: {error} ({where.filename}, line {where.lineno})"
         raise ConfigError(f"reward.parts: scoring the rows' own answers raised {cause}; fix it") from error

@@ -1,22 +1,22 @@
-"""Every rollout that a run was trained on as a row: made from the journal, which alone is written, when somebody asks.
-
-Runs of before have a `rollouts.jsonl`, as has one for which `llamarl export --rollouts` has written it: it counts for
-steps of which the journal has nothing.
-"""
+"""Rollouts and metrics of a run as rows: read from its journal and files, for `llamarl export` and for pandas."""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from llamarl.config import ConfigError, load_recorded
+from llamarl.config import ConfigError, RunConfig, from_home, load_recorded, read_json
+from llamarl.config.errors import told_in_python
+from llamarl.config.load import flat_settings
+from llamarl.config.section import not_a_run
 from llamarl.journal.reader import BEGIN, JournalWalk, RecordOffset, joined_runs, segments
 from llamarl.journal.records import ADVANTAGES, Record, decoded_group
 from llamarl.observability.files import pieces, read_run_rows
@@ -30,18 +30,18 @@ _RESUME = "record.kind = 'resume' keeps only what --resume needs; record the nex
 
 
 class TrainedStep(NamedTuple):
-    """All that is on record of one."""
+    """A recorded step."""
 
     step: int
     groups: Sequence[RolloutGroup]
     advantages: Mapping[int, np.ndarray]
-    """A number for each rollout, by group."""
+    """One number per rollout, by group."""
     columns: Mapping[str, Mapping[int, Mapping[int, np.ndarray]]]
-    """A number per token, by name, group and index."""
+    """One number per token, by name, group and index."""
     place: RecordOffset = BEGIN
 
     def lines(self) -> Iterator[str]:
-        """JSON of each rollout."""
+        """Yields the JSON of each rollout."""
         for group in self.groups:
             for index, rollout in enumerate(group.rollouts):
                 texts = {
@@ -86,8 +86,8 @@ def _row(step: int, group: RolloutGroup, index: int, advantage: float | None) ->
 
 
 def _numbers(values_T: np.ndarray) -> str:
-    """Numbers as JSON; float32 come back as they were, and what is not finite as null. Formatting all at once takes a
-    quarter of the time."""
+    """Returns numbers as JSON. float32 values are restored exactly, and non-finite values are null. Formatting all at
+    once is four times as fast."""
     values = values_T.tolist()
     if values_T.dtype.kind != "f":
         return json.dumps(values)
@@ -97,20 +97,20 @@ def _numbers(values_T: np.ndarray) -> str:
 
 
 class TrainedSteps:
-    """The completed steps in the journal of a run that say what they were trained on, in their order and each once."""
+    """Reads the completed steps in a run's journal that have training data, in order and each once."""
 
     def __init__(self, folder: Path, place: RecordOffset = BEGIN) -> None:
-        """From a `place` on."""
+        """Starts at `place`."""
         self._folder, self._run = folder, _identity(folder)
         self._walk = JournalWalk(folder, {}, place, OSError)
         self.faults = self._walk.faults
         self.step = 0
-        """The last one."""
+        """The last step that was read."""
         self.bare = set[int]()
-        """Steps of which there is what it takes to train them again, and no more."""
+        """Steps with only the data that is needed to repeat them."""
 
     def new(self) -> Iterator[TrainedStep]:
-        """Steps that nobody has had yet, as far as there are any now."""
+        """Yields steps that are new since the last call."""
         for record, groups, place in () if self.was_replaced() else self._walk.new():
             if "trained" in record.header and all(groups):
                 self.step = record.header["step"]
@@ -119,8 +119,8 @@ class TrainedSteps:
                 self.bare.add(record.header["step"])
 
     def was_replaced(self) -> bool:
-        """Steps that were given are not part of the run any more: all come again, from another reader. Else files that
-        were begun meanwhile are read by `new`."""
+        """Returns whether earlier steps no longer belong to the run, so that a new reader must start again. Else
+        registers files that have begun since, for `new`."""
         numbers, walk = segments(self._folder), self._walk
         headers = walk.headers(number for number in numbers if number not in walk.begins)
         begins = {number: header["version"] for number, header in headers}
@@ -130,7 +130,7 @@ class TrainedSteps:
         return self._run != _identity(self._folder)
 
     def again(self, places: Mapping[int, RecordOffset]) -> Iterator[TrainedStep]:
-        """Steps that were had before, by the places where they begin."""
+        """Yields earlier steps again, given the places where they begin."""
         reader, start = self, RecordOffset(1 << 62, 0)
         steps: Iterator[TrainedStep] = iter(())
         for step in sorted(places):
@@ -147,13 +147,13 @@ class TrainedSteps:
 
 
 def _identity(folder: Path) -> tuple[int, int]:
-    """Tells the run that is in the folder from another one."""
+    """Returns an identity of the run in a folder, which a new run changes."""
     path = folder / "config.toml"
     return ((found := path.stat()).st_ino, found.st_mtime_ns) if path.exists() else (0, 0)
 
 
 def _decoded(record: Record) -> tuple[dict[int, np.ndarray], dict[str, dict[int, dict[int, np.ndarray]]]]:
-    """Advantages by group, and by name, group and index a number per token; as of the `PolicyStepResult`."""
+    """Returns advantages by group, and per-token numbers by name, group and index, as in `PolicyStepResult`."""
     offset, columns = 0, dict[str, dict[int, dict[int, np.ndarray]]]()
     for name, dtype, places in record.header["trained"]:
         for group_id, index, size in places:
@@ -174,8 +174,7 @@ def _group(one: Any) -> RolloutGroup:
 
 
 def file_steps(folder: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Rows of the `rollouts.jsonl` in a run's folder, perhaps in pieces, step by step. Raises ConfigError: it is
-    damaged."""
+    """Yields the rows of `rollouts.jsonl` in a run's folder, step by step. Raises ConfigError if it is damaged."""
     file = folder / "rollouts.jsonl"
 
     def step_of(found: tuple[str, dict[str, Any]]) -> int:
@@ -189,7 +188,7 @@ def file_steps(folder: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
 
 
 def _merged(folder: Path, journal: TrainedSteps) -> Iterator[tuple[int, Iterator[str], list[dict[str, Any]]]]:
-    """Steps, JSON of their rollouts, and the rows of `rollouts.jsonl` that these are, where the journal has none."""
+    """Yields step, JSON of its rollouts, and rows of `rollouts.jsonl`, which are used if the journal lacks the step."""
     last, file, held = 0, file_steps(folder), None
     for one in chain(journal.new(), [None]):
         end = one.step if one else (RunFolder(folder).done_steps() or sys.maxsize) + 1
@@ -208,10 +207,16 @@ def _merged(folder: Path, journal: TrainedSteps) -> Iterator[tuple[int, Iterator
 def rollout_lines(
     folder: Path, tell: Callable[[str], None] = lambda text: None, output: Path | None = None
 ) -> Iterator[str]:
-    """JSON of each rollout that a run was trained on, in the order of the steps. `tell` hears, at the end, of which
-    steps there is nothing, and why. Raises ConfigError: there is nothing at all, a file is damaged, or these lines
-    would replace, as the file `output`, the only record of a step."""
-    done = RunFolder(folder).done_steps()  # what is done meanwhile comes the next time
+    """Yields the JSON of each rollout that a run was trained on, in the order of steps.
+
+    Args:
+        tell: called at the end with text about missing steps.
+        output: file that the lines will replace. None means no file.
+
+    Raises:
+        ConfigError: there are no rollouts, a file is damaged, or `output` is the only record of a step.
+    """
+    done = RunFolder(folder).done_steps()  # later steps are left to the next export
     journal, found, rows = TrainedSteps(folder), set[int](), list[dict[str, Any]]()
     for step, lines, of_file in _merged(folder, journal):
         if of_file and output and output.resolve() in [path.resolve() for path in pieces(folder / "rollouts.jsonl")]:
@@ -231,7 +236,7 @@ def rollout_lines(
 
 
 def rollout_rows(path: Path, fix: str = "give the folder of a run") -> Iterator[dict[str, Any]]:
-    """Rows of `rollout_lines`, parsed, or of a file of rows."""
+    """Yields the rows of `rollout_lines`, or of a file, as objects."""
     if path.is_dir():
         yield from map(json.loads, rollout_lines(path))
     else:
@@ -239,7 +244,7 @@ def rollout_rows(path: Path, fix: str = "give the folder of a run") -> Iterator[
 
 
 def what_lacks(folder: Path, done: int, found: Collection[int], faults: Iterable[str]) -> str:
-    """Names those of the `done` steps without rollouts, and says why; empty: there are none."""
+    """Returns text on which of the `done` steps lack rollouts, and why. Empty means none."""
     lacking = tuple(step for step in range(1, done + 1) if step not in found)
     if not lacking and found:
         return ""
@@ -248,3 +253,81 @@ def what_lacks(folder: Path, done: int, found: Collection[int], faults: Iterable
         why = _RESUME if load_recorded(folder / "config.toml").record.kind == "resume" else why
     what = f"rollouts of steps {ranges(lacking)} cannot be derived" if done else "no rollout is on record"
     return f"{folder}: {what}: {why}" if done else f"{folder}: {what}"
+
+
+class RunRecord:
+    """A run's folder, read again at each call."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError if there is no run."""
+        self.path = path.resolve()
+        self._folder = RunFolder(self.path)
+        if not self._folder.config.exists():
+            raise not_a_run(path)
+
+    def __repr__(self) -> str:
+        return f"RunRecord({str(self.path)!r}, {self._folder.recorded_steps()} steps)"
+
+    @property
+    def config(self) -> RunConfig:
+        """All settings. Raises ConfigError if the file is damaged."""
+        return load_recorded(self._folder.config)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Numbers of a run that has ended, else empty. Raises ConfigError if the file is damaged."""
+        return read_json(self._folder.summary, "start again") if self._folder.summary.exists() else {}
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Returns a flat row per step, with dotted names for nested numbers and NaN for missing ones. Raises
+        ConfigError if a row is damaged."""
+        return [_flat(row) for row in self._rows("step")]
+
+    def evals(self) -> list[dict[str, Any]]:
+        """Returns a row per evaluation, as `metrics`. Raises ConfigError."""
+        return [_flat(row) for row in self._rows("eval")]
+
+    def rollouts(self) -> Iterator[dict[str, Any]]:
+        """Yields a row per rollout that was trained on: step, prompt, response, reward, advantage and more. Raises
+        ConfigError if there are none."""
+        return rollout_rows(self.path)
+
+    @told_in_python
+    def export(
+        self,
+        folder: str | Path | None = None,
+        *,
+        step: int | None = None,
+        merge: bool = False,
+        dtype: Literal["float32", "bfloat16"] | None = None,
+    ) -> Path:
+        """Writes a checkpoint as a Hugging Face folder, or adapters as PEFT's, as `llamarl export` does.
+
+        Args:
+            folder: to write. None means `export` in the run's folder, or `merged` with `merge`.
+            step: of the checkpoint. None means the newest valid one.
+            merge: merge adapters into the base model.
+            dtype: type of the weights. None means the type that the run trained with, and float32 for adapters.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ConfigError: there is no such checkpoint, it is damaged, or `folder` has other contents.
+        """
+        from llamarl.run.export import export
+
+        to = None if folder is None else from_home(folder)
+        return export(self.path, self.config, to, step, merge, command="llamarl", dtype=dtype).folder
+
+    def _rows(self, kind: str) -> Iterator[dict[str, Any]]:
+        if not any(one.stat().st_size for one in pieces(self._folder.metrics) if one.exists()):
+            return  # the run has just begun
+        for _, row in read_run_rows(self._folder.metrics, "start again"):
+            if row.get("kind") == kind:
+                yield {name: value for name, value in row.items() if name != "kind"}
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    found = flat_settings(row)
+    return {name: math.nan if value is None else value for name, value in found if value != {}}

@@ -1,4 +1,4 @@
-"""One run from its config to its summary: base model, executors, evaluation, training, evaluation, files."""
+"""A training run from its config to its summary: executors, evaluation, training, evaluation, files."""
 
 from __future__ import annotations
 
@@ -21,23 +21,26 @@ from llamarl.controller.train_loop import NotSaved, TrainLoop, train_again
 from llamarl.executors.replies import ControllerState
 from llamarl.journal.writer import Journal
 from llamarl.models.fit import beside_bytes
-from llamarl.observability.accounting import verdict, write_trace
-from llamarl.observability.events import EventLog, RecordedScreen, start_of_run
 from llamarl.observability.files import remedy
 from llamarl.observability.metrics import EvalMetrics
-from llamarl.observability.report import RunFile, RunSummary, render_summary, write_summary
-from llamarl.observability.screen import Screen, open_screen
-from llamarl.observability.sinks import MetricsLog, Subject
+from llamarl.observability.report import RunFile, RunSummary, render_summary, verdict, write_summary, write_trace
+from llamarl.observability.screen import RunInfo, Screen, open_screen
+from llamarl.observability.sinks import EventLog, MetricsLog, RecordedScreen, Subject, start_of_run
 from llamarl.observability.spans import now_s
-from llamarl.observability.view import RunInfo
-from llamarl.run.assembly import WIND_DOWN_S, assembled, nothing_to_resume
 from llamarl.run.copying import CheckpointCopier
-from llamarl.run.executors import GeneratorSpecs, RunSpecs, spawn_all
+from llamarl.run.executors import (
+    WIND_DOWN_S,
+    GeneratorSpecs,
+    RunSpecs,
+    StartedGenerators,
+    assembled,
+    nothing_to_resume,
+    spawn_all,
+)
 from llamarl.run.folder import RunFolder
 from llamarl.run.journal import open_journal
-from llamarl.run.machines import Machines, open_machines
+from llamarl.run.placement import Machines, open_machines
 from llamarl.run.prepare import Prepared
-from llamarl.run.started import StartedGenerators
 from llamarl.training.result import NonFiniteStep, PolicyStepResult
 from llamarl.types import RolloutGroup
 
@@ -64,13 +67,13 @@ def run(
     command_started_s: float,
     watch: str = "",
 ) -> RunSummary:
-    """Runs `config` to its end. The screen shows the address `watch` of the run's page.
+    """Runs `config` to its end. The screen shows `watch`, the address of the run's page.
 
     Raises:
-        ConfigError: a device or a part cannot work.
-        Interrupted: the user ended it; the last checkpoint is intact.
-        ExecutorError, FolderLost, NonFiniteStep, NotSaved, Stalled, TooManyInvalid, WeightsWrong: it failed.
-        All have the summary of what was done as a note.
+        ConfigError: a device or a component cannot work.
+        Interrupted: the user ended the run; the last checkpoint is intact.
+        ExecutorError, FolderLost, NonFiniteStep, NotSaved, Stalled, TooManyInvalid, WeightsWrong: the run failed.
+        All errors have the summary of the run as a note.
     """
     with rare_garbage_collections(), folder:
         return run_pausable(_TrainingRun(config, prepared, folder, resume, command_started_s, watch).run())
@@ -95,10 +98,10 @@ class _TrainingRun:
         self._shape = prepared.shape
         self._placer = prepared.placer
         self._specs: RunSpecs | None = None
-        """Once executors are started."""
+        """None before executors start."""
         self._outcome = _RunOutcome(warnings=list(prepared.warnings))
         self._unrecorded = list[tuple[list[RolloutGroup], PolicyStepResult]]()
-        """Steps that were trained again and are not in the metrics."""
+        """Steps that were repeated and are not in the metrics."""
 
     async def run(self) -> RunSummary:
         config, folder = self._config, self._folder
@@ -174,7 +177,7 @@ class _TrainingRun:
         ) as (controller, supervisor):
             supervisor.start(self._folder.check_loop(), "run folder")
             if self._resume:
-                self._go_on(telemetry, controller.version)
+                self._continue(telemetry, controller.version)
             journal.begin(controller.version)
             supervisor.start(copying.loop(), "copies of checkpoints")
             machines.follow(controller, telemetry, supervisor)
@@ -184,7 +187,7 @@ class _TrainingRun:
                 await supervisor.run(self._train(controller, training, telemetry))
             except (Interrupted, ExecutorError, NonFiniteStep, Stalled, TooManyInvalid) as error:
                 executor = getattr(error, "executor", "")
-                if isinstance(error, NonFiniteStep) or executor in ("trainer", "critic"):  # who would save
+                if isinstance(error, NonFiniteStep) or executor in ("trainer", "critic"):  # they cannot save
                     with suppress(TimeoutError):
                         async with asyncio.timeout(WIND_DOWN_S):
                             await training.record_completed()
@@ -197,8 +200,9 @@ class _TrainingRun:
         self._folder.check()
         self._outcome.end = "finished"
 
-    def _go_on(self, telemetry: Telemetry, step: int) -> None:
-        """Goes on: the checkpoint fits these settings, and from here on they count. Raises ConfigError."""
+    def _continue(self, telemetry: Telemetry, step: int) -> None:
+        """Continues the run's files at `step`. The checkpoint fits these settings, which are recorded now. Raises
+        ConfigError."""
         try:
             telemetry.resume_at(min(step, self._folder.recorded_steps()))
             self._folder.drop_rollouts_after(step)
@@ -247,7 +251,7 @@ class _TrainingRun:
             fleet.add(handle)
 
         async def spawn_again(name: str) -> ExecutorHandle:
-            """Starts another executor once more, where there is room."""
+            """Starts a replacement of an executor, if there is a place."""
             spec = others.again(name)
             if layout := places.layout(name):
                 screen.warn(f"{name} starts in another layout, because too few devices are left: {layout}")
@@ -266,8 +270,8 @@ class _TrainingRun:
         )
 
     async def _resumed(self, executors: Executors, screen: Screen, journal: Journal) -> ControllerState | None:
-        """The newest checkpoint, and from there what the journal has; None: nothing was saved yet. Raises
-        ConfigError."""
+        """Returns the state of the newest checkpoint, extended by the journal. None means that nothing was saved yet.
+        Raises ConfigError."""
         screen.phase("loading the checkpoint")
         timeout_s = self._config.cluster.call_timeout_s
         assert executors.trainer is not None
@@ -295,7 +299,7 @@ class _TrainingRun:
     async def _forward(
         self, trainer: TrainerPort, critic: CriticPort | None, journal: Journal, step: int, screen: Screen
     ) -> None:
-        """Trains again, from a checkpoint's `step`, over all that the journal has."""
+        """Repeats the steps after a checkpoint's `step` that the journal has."""
         recorded, first = self._folder.recorded_steps(), step
 
         def told(step: int, groups: list[RolloutGroup], result: PolicyStepResult | None) -> None:
@@ -326,7 +330,7 @@ class _TrainingRun:
         elif self._problems.eval:
             outcome.after = tuple(one.metrics for one in await controller.evaluate())
         await training.save()
-        await telemetry.poll()  # the spans of the last half second
+        await telemetry.poll()  # for the spans of the last half second
 
     async def _wind_down(self, training: TrainLoop, screen: Screen) -> None:
         try:
@@ -334,7 +338,7 @@ class _TrainingRun:
                 await training.wind_down()
         except (TimeoutError, ExecutorError, NotSaved) as error:
             why = f"it took more than {WIND_DOWN_S:g} s" if isinstance(error, TimeoutError) else str(error)
-            screen.warn(f"no checkpoint was saved at the end: {why}; --resume continues from the newest one before")
+            screen.warn(f"no checkpoint was saved at the end: {why}; --resume continues from the previous one")
 
     def _summary(self, telemetry: Telemetry, staleness_limit: int) -> RunSummary:
         outcome, folder = self._outcome, self._folder

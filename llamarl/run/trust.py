@@ -1,4 +1,4 @@
-"""Code that a run's folder makes `replay` and `--resume` execute, and whether the folder's owner is trusted."""
+"""Code that `replay` and `--resume` would execute from a run's folder, and whether the folder's owner is trusted."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from typing import Any
 from llamarl.config import ConfigError, Ref, RunConfig
 from llamarl.journal.reader import BEGIN, GIVEN, JournalWalk, segments
 from llamarl.rewards._given import given_bytes
-from llamarl.run.given import kept_function
+from llamarl.run.python_inputs import kept_function
 
 _CODE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 """`package.module:name`."""
 _TEXTS = frozenset(("template", "system", "stop_strings"))
-"""Settings that are text for a model."""
+"""Settings with text for a model."""
 _WRITTEN = ("", "checkpoints", "journal", "logs")
-"""Folders below a run's folder into which a run that goes on writes."""
+"""Folders in a run's folder into which a resumed run writes."""
 
 
 def code_of(config: RunConfig) -> list[str]:
-    """Settings of a run that name code which does not come with llamarl, as `option = value`: a run imports or executes
-    all of it."""
+    """Returns settings that name code outside of llamarl, as `option = value`. A run imports or executes all of it."""
     return list(dict.fromkeys(_code(config.model_dump(mode="json"), "")))
 
 
 def _code(value: Any, where: str) -> Iterator[str]:
     if isinstance(value, Mapping):
         for name, one in value.items():
-            if name not in _TEXTS and (where, name) != ("", "recipe"):  # which is not applied again
+            if name not in _TEXTS and (where, name) != ("", "recipe"):  # recipes are not applied again
                 yield from _code(one, f"{where}.{name}".lstrip("."))
         if value.get("name") == "function" and value.get("file"):
             yield f"{where}.file = {value['file']!r}"
@@ -47,14 +46,18 @@ def _code(value: Any, where: str) -> Iterator[str]:
 
 
 def check_trust(folder: Path, config: RunConfig, *, command: str, is_trusted: bool) -> None:
-    """Raises ConfigError, unless the user says that the folder is trusted: a run would execute what its settings name,
-    and the folder, its settings or its journal are another user's, or its files of functions are not those that the
-    journal has on record; or a link is where a run that goes on writes."""
+    """Checks that a run's folder may be used, unless the user trusts it.
+
+    Raises:
+        ConfigError: the run would execute code that its settings name, and the folder, settings or journal belong to
+        another user, or files of functions differ from the journal's record. Or a resumed run would write through a
+        link.
+    """
     if is_trusted:
         return
-    fix = "add --trust if you trust who wrote it"
+    fix = "add --trust if you trust its author"
     if link := next(_links(folder), None) if command == "--resume" else None:
-        raise ConfigError(f"{command}: {link} is a link, and the run would write where it leads; {fix}")
+        raise ConfigError(f"{command}: {link} is a link, and the run would write to its target; {fix}")
     if not (code := code_of(config)):
         return
     for path in (folder, folder / "config.toml", folder / "journal", folder / "weights.json"):
@@ -83,12 +86,13 @@ def _functions(config: RunConfig) -> Iterator[Ref]:
 
 
 def digests_of(config: RunConfig) -> dict[str, str]:
-    """SHA-256 of the files of functions, as settings have it, by path."""
+    """Returns the SHA-256 of the files of functions in the settings, by path."""
     return {str(ref.options["file"]): str(ref.options.get("digest", "")) for ref in _functions(config)}
 
 
 def recorded_digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of the files of functions, as the journal's newest file has it, by path; empty: it has none."""
+    """Returns the SHA-256 of the files of functions in the journal's newest file, by path. Empty means that it has
+    none."""
     numbers, found = segments(folder), dict[str, str]()
     for _, header in JournalWalk(folder, {}, BEGIN, OSError).headers(numbers[-1:]):
         given = header.get("settings", {}).get(GIVEN)
@@ -97,13 +101,13 @@ def recorded_digests(folder: Path) -> dict[str, str]:
 
 
 def with_trusted(config: RunConfig, output: Path | None = None) -> RunConfig:
-    """The settings with the files of functions as they are now, whoever owns them.
+    """Returns settings with the current files of functions, whoever owns them.
 
     Args:
-        output: folder of runs, below which the files are kept from now on; None: the settings hold their content.
+        output: folder of runs, below which the files are kept from now on. None puts their content into the settings.
 
     Raises:
-        ConfigError: a file cannot be read, or not be kept.
+        ConfigError: a file cannot be read or kept.
     """
 
     def taken(one: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Serving a page or an endpoint over HTTP by uvicorn, which is imported only when it is opened."""
+"""Serves a page or an endpoint over HTTP with uvicorn, which is imported only when needed."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_CONNECTIONS = 4096
 STOP_S, KEEP_ALIVE_S = 2, 3600
-"""Clients reuse their connections, and one that is closed under a call fails it."""
+"""Clients reuse their connections, and a connection that is closed during a call fails it."""
 
 
 def serving(app: ASGIApp, hosts: Sequence[str] = LOOPBACK) -> Server:
-    """A server that runs `app` by `serve(sockets=[...])`, until `should_exit`.
+    """Returns a server that runs `app` with `serve(sockets=[...])` until `should_exit`.
 
     Args:
-        hosts: the names under which it may be asked for; none: any.
+        hosts: host names that requests may use. Empty means any.
     """
     import uvicorn
 
     class EntranceServer(uvicorn.Server):
-        """Its connections come by entrances."""
+        """Accepts connections through entrances."""
 
         entrances: Sequence[Entrance] = ()
 
@@ -67,12 +67,12 @@ def serving(app: ASGIApp, hosts: Sequence[str] = LOOPBACK) -> Server:
 
 
 def _proving(app: ASGIApp) -> Callable[..., Awaitable[None]]:
-    """Who has sent a request has proved enough: it is refused at once, and hung up on, or may stay."""
+    """Marks a connection as proved once it has sent a request. Requests without a valid key close the connection."""
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         async def told(message: Any) -> None:
             is_known = message.get("status") not in (401, 403, 404, 405) and scope["path"] != "/health"
-            if "headers" in message and not is_known:  # nobody has shown a key
+            if "headers" in message and not is_known:  # the client has not shown a key
                 message["headers"] = [*message["headers"], (b"connection", b"close")]
             await send(message)
 
@@ -83,8 +83,8 @@ def _proving(app: ASGIApp) -> Callable[..., Awaitable[None]]:
 
 
 def _own_pages_only(app: ASGIApp, hosts: Sequence[str]) -> ASGIApp:
-    """A browser on this machine lets any page of the web send calls to the loopback, also under a name of the page's
-    own that leads here: it tells both."""
+    """Refuses requests from foreign pages: a browser lets any web page call the loopback, also by a name that resolves
+    to it. Both show in the request's headers."""
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         from starlette.responses import JSONResponse
@@ -92,7 +92,7 @@ def _own_pages_only(app: ASGIApp, hosts: Sequence[str]) -> ASGIApp:
         said = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host, origin = said.get(b"host", hosts[0]), said.get(b"origin", "")
         is_own = re.sub(r":\d*$", "", host).strip("[]").lower() in hosts and origin in ("", f"http://{host}")
-        why = f"Host {host!r:.100}, Origin {origin!r:.100}: this server answers only programs that know it as {hosts}"
+        why = f"Host {host!r:.100}, Origin {origin!r:.100}: this server only answers requests for {hosts}"
         error = {"message": why, "type": "permission_error", "param": None, "code": None}
         await (app if is_own else JSONResponse({"error": error}, 403))(scope, receive, send)
 
@@ -100,12 +100,12 @@ def _own_pages_only(app: ASGIApp, hosts: Sequence[str]) -> ASGIApp:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Raises ConfigError."""
+    """Opens a listening socket. Raises ConfigError."""
     if not 0 <= port < 1 << 16:
         raise ConfigError(f"port {port} is not valid; choose one up to 65535, or 0 for any free one")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        opened = socket.socket(family, kind, protocol)  # without it asyncio leaves Nagle on: 40 ms an answer
+        opened = socket.socket(family, kind, protocol)  # asyncio's own leaves Nagle on: 40 ms per answer
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind(address)
         opened.listen(MAX_CONNECTIONS)

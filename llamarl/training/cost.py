@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llamarl.config.trainer import LoraConfig
+from llamarl.config.roles import LoraConfig
 from llamarl.models.shape import ModelShape
 from llamarl.types import SampleGroup
 

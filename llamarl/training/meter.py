@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import time
@@ -15,7 +16,7 @@ from llamarl.config.schema import TrainerConfig
 from llamarl.kernels.products import PRODUCTS, multiply
 from llamarl.models import fit, memory
 from llamarl.models.shape import ModelShape
-from llamarl.observability.usage import available_bytes
+from llamarl.observability.spans import available_bytes
 
 REPEATS = 5
 
@@ -31,7 +32,13 @@ def peak_flops(config: TrainerConfig, device: torch.device) -> float:
     products of training."""
     if config.peak_tflops is not None:
         return config.peak_tflops * 1e12
-    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    return _measured_peak_flops(
+        torch.bfloat16 if config.dtype == "bfloat16" else torch.float32, device, torch.get_num_threads()
+    )
+
+
+@functools.cache
+def _measured_peak_flops(dtype: torch.dtype, device: torch.device, _num_threads: int) -> float:
     size = 8192 if device.type == "cuda" else 512
     # Random numbers: with ones fewer bits change, and a GPU runs an eighth faster than with real weights.
     matrix = torch.randn(size, size, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))

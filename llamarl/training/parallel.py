@@ -34,8 +34,8 @@ from llamarl.models.hf import EMBEDDING, Read
 from llamarl.models.lora import A, B
 from llamarl.models.scalar import ScalarModel
 from llamarl.models.transformer import Decoder, Transformer
-from llamarl.observability.formats import megabytes
-from llamarl.observability.stages import stage
+from llamarl.observability.metrics import megabytes
+from llamarl.observability.spans import stage
 from llamarl.sharding.box import Box
 from llamarl.sharding.parallel_layout import stage_layers
 from llamarl.sharding.tensor_parallel import is_expert, is_router, sharded_dim, tensor_parallel_box

@@ -263,6 +263,7 @@ def set_compute(model: Transformer | ScalarModel, config: TrainerConfig, device:
         half.prepare(device)
         _set_products(model, half.Product)
         if on_cpu:
+            products.bound_caches()
             _set_operations(model, fused)
         else:
             _set_operations(model.model.layers, half)  # the head of a critic needs an unrounded norm

@@ -18,7 +18,7 @@ from llamarl.algorithms.advantages.gae import Gae
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.config import ConfigError
-from llamarl.config.trainer import LoraConfig, TrainerConfig
+from llamarl.config.roles import LoraConfig, TrainerConfig
 from llamarl.distributed.mesh import RankMesh
 from llamarl.models.hf import EMBEDDING, new_model
 from llamarl.models.lora import add_adapters

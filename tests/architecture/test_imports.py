@@ -44,7 +44,7 @@ CATCHES_EVERYTHING = {
     "llamarl/controller/supervision.py": "what a thread's run raises is raised where it is waited for",
     "llamarl/rewards/_function_worker.py": "what a user's function raises is an answer, with its line",
     "llamarl/parts/answers/fleet.py": "what a loop in another thread raises is raised where rollouts are waited for",
-    "llamarl/run/given.py": "whatever an object raises as it is pickled is a reward that cannot be sent",
+    "llamarl/run/python_inputs.py": "whatever an object raises as it is pickled is a reward that cannot be sent",
     "llamarl/run/preview.py": "whatever a user's reward raises on the rows' own answers is told with its line",
     "llamarl/data/tokenizer.py": "what a chat template raises, and the library of tokenizers, has no other kind",
     "llamarl/cluster/api.py": "what cannot be pickled becomes text",

@@ -17,9 +17,9 @@ from tests.architecture.repository import PACKAGE, name_of, python_files, tree
 SERVES = {
     "generator:GeneratorExecutor": ports.GeneratorPort,
     "reward:RewardExecutor": ports.RewardPort,
-    "reward_model:RewardModelExecutor": ports.RewardModelPort,
-    "reference:ReferenceExecutor": ports.ColumnPort,
-    "critic:CriticExecutor": ports.CriticPort,
+    "models:RewardModelExecutor": ports.RewardModelPort,
+    "models:ReferenceExecutor": ports.ColumnPort,
+    "models:CriticExecutor": ports.CriticPort,
     "trainer:TrainerExecutor": ports.TrainerPort,
     "llamarl.parts.sft.executor:SftExecutor": ports.SftPort,
     "llamarl.parts.episodes.executors.environment:EnvironmentExecutor": EnvironmentPort,

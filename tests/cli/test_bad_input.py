@@ -258,7 +258,7 @@ def test_missing_model_folder(toml: Path) -> None:
         ('{"question": "a", "answer": "1"}\n\n{"answer": "1"}\n', ["problems.jsonl:3", "`question`"]),
         ('{"question": "a"}\n', ["problems.jsonl:1", "`answer`"]),
         ('{"question": "a", "answer": NaN}\n', ["problems.jsonl:1", "NaN is not a number"]),
-        ('{"question": "\\ud800", "answer": "1"}\n', ["problems.jsonl:1", "half of a character"]),
+        ('{"question": "\\ud800", "answer": "1"}\n', ["problems.jsonl:1", "lone surrogate"]),
         ('{"question": "a", "answer": ' + "9" * 5000 + "}", ["problems.jsonl:1", "cannot be read"]),
         ("[" * 100_000, ["problems.jsonl:1", "cannot be read"]),
         ('{"question": "' + "a" * (2 << 20) + '", "answer": "1"}', ["problems.jsonl:1", "a row may have 1,048,576"]),
@@ -346,7 +346,7 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
 
 
 def test_what_takes_long_says_where_it_is(toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llamarl.observability.stages.DELAY_S", 0.2)
+    monkeypatch.setattr("llamarl.observability.spans.DELAY_S", 0.2)
     (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(0.7)\n")
     monkeypatch.syspath_prepend(tmp_path)
     done = llamarl_here("train", toml, "--reward.parts", "['sleeps:Mine']")

@@ -10,8 +10,8 @@ import pytest
 from llamarl.cli.main import USER_ERROR
 from llamarl.config import ConfigError
 from llamarl.config.hub import HubName, hub_name, missing_folder
-from llamarl.config.path import near_path
-from llamarl.run.record import RunRecord
+from llamarl.config.section import near_path
+from llamarl.run.rollouts import RunRecord
 from tests.end_to_end.tiny import llamarl_here
 
 

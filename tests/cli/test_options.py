@@ -9,9 +9,9 @@ import pytest
 
 from llamarl.config import ConfigError
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.observability import stages
+from llamarl.observability import spans
 from llamarl.parts.page.cli.report import decoder
-from llamarl.run.names import base_model
+from llamarl.run.hub_pins import base_model
 from tests.end_to_end.tiny import llamarl_here, make_model, write_toml
 
 
@@ -26,7 +26,7 @@ def test_every_command_that_takes_long_says_where_it_is(
     model, prompts = make_model(tmp_path / "model"), tmp_path / "prompts.txt"
     prompts.write_text("1 2 3\n")
     toml = write_toml(tmp_path, model)
-    monkeypatch.setattr(stages, "DELAY_S", 0.05)
+    monkeypatch.setattr(spans, "DELAY_S", 0.05)
     monkeypatch.setattr(Tokenizer, "__init__", read_slowly)
     arguments: dict[str, tuple[object, ...]] = {
         "train": (toml, "--output", tmp_path),

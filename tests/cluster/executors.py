@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from llamarl.cluster.api import Executor
 from llamarl.config.errors import RanksLost
-from llamarl.observability.stages import stage
+from llamarl.observability.spans import stage
 
 
 class Patient(Executor):

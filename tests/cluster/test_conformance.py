@@ -237,7 +237,7 @@ def test_spawn_reports_what_went_wrong(kind: Kind) -> None:
             slow,
         )
         with pytest.raises(PayloadTooLarge):
-            await cluster.spawn(echo(closed_file="x" * MAX_PAYLOAD_BYTES), SPAWN_S)
+            await cluster.spawn(echo(file=bytes(MAX_PAYLOAD_BYTES)), SPAWN_S)
 
     run(main, kind)
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -353,3 +354,14 @@ def test_nothing_outlives_the_controller(number: signal.Signals | None) -> None:
             os.killpg(process.pid, number)
         process.communicate("", timeout=CALL_S)
     asyncio.run(until(lambda: not any(map(is_alive, pids)), CALL_S))
+
+
+def test_a_server_that_still_imports_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not look at its socket, and a command that is refused would wait for it."""
+    (tmp_path / "never_imported.py").write_text(f"import time\ntime.sleep({CALL_S})\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(fork_server, "_END_S", CALL_S)
+    server = fork_server.ForkServer([["never_imported"]])
+    started_s = time.monotonic()
+    server.close()
+    assert time.monotonic() - started_s < CALL_S / 2 and not is_alive(server.pid)

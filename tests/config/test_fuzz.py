@@ -18,8 +18,7 @@ import tomli_w
 from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.config.load import flat_settings
 from llamarl.models.folder import load_shape
-from llamarl.run.begin import looked_ahead
-from llamarl.run.prepare import check_parts
+from llamarl.run.prepare import check_parts, looked_ahead
 from tests.end_to_end.tiny import make_model
 from tests.nightly import NIGHTLY
 

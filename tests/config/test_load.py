@@ -10,7 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from llamarl import config
-from llamarl.config import ConfigError, build, dump_toml, load_config, load_sft_config
+from llamarl.config import ConfigError, build, dump_toml, load_config, load_recorded, load_sft_config
+from llamarl.config.elsewhere import DROPPED
+from llamarl.config.load import RECORD, flat_settings, last_names, tables
 from llamarl.config.schema import GeneratorConfig, RunConfig
 from llamarl.config.section import Section
 from tests.config.conftest import MINIMAL, Write
@@ -40,23 +42,21 @@ def test_defaults_fill_in(minimal: Path) -> None:
         ("[trainer]\nlr = 1.0", "unknown option `trainer.lr`; did you mean `trainer.learning_rate`?"),
         ("[rollout]\nxy = 1.0", "unknown option `rollout.xy`; known here: "),
         ("x = 1.0", "unknown option `x`; known here: "),
-        (
-            "[cluster]\non_generator_failure = 'stop'",
-            "cluster.on_generator_failure is cluster.on_failure.generator now; write cluster.on_failure.generator = ",
-        ),
-        ("[record]\njournal = 'all'", "record.journal is record.kind now; write 'resume'"),
         ("steps = 'ten'", "`steps = 'ten'`: input should be a valid integer"),
         ("steps = true", "`steps = True`: input should be a valid integer"),
         ("steps = 1.5", "`steps = 1.5`: input should be a valid integer"),
         ("steps = 0", "`steps = 0`: input should be greater than or equal to 1"),
         ("name = 7", "`name = 7`: input should be a valid string; put quotes around it"),
         ("name = '../elsewhere'", "`name = '../elsewhere'`: it names files and curves; begin with a letter"),
-        ("rollout = 5", "`rollout = 5` is a section and no value; set what is in it, as rollout.prompts_per_step = 5"),
+        ("rollout = 5", "`rollout = 5` is a section, not a value; set its settings, as rollout.prompts_per_step = 5"),
         (
             "trainer.lora = 8",
-            "`trainer.lora = 8` is a section and no value; set what is in it, as trainer.lora.rank = 8",
+            "`trainer.lora = 8` is a section, not a value; set its settings, as trainer.lora.rank = 8",
         ),
-        ("trainer.loss = 4.0", "`trainer.loss = 4.0` names no part; give its name as text, or a table with its `name`"),
+        (
+            "trainer.loss = 4.0",
+            "`trainer.loss = 4.0` does not name a component; give its name as text, or a table with its `name`",
+        ),
         ("[trainer]\nlearning_rate = nan", "`trainer.learning_rate = nan`"),
         (
             "[cluster]\nkind = 'hosts'\nlisten = '[::1]:1'",
@@ -74,7 +74,7 @@ def test_mistake_in_the_file_is_named(write: Write, text: str, message: str) -> 
 
 
 def test_a_section_is_no_value_wherever_it_is_given(minimal: Path, write: Write) -> None:
-    said = "`model = 'base'` is a section and no value; set what is in it, as model.path = \"base\", in Python model = "
+    said = "`model = 'base'` is a section, not a value; set its settings, as model.path = \"base\", in Python model = "
     said += '{"path": "base"}'
     assert _message(minimal, "--model", "base") == said
     with pytest.raises(ConfigError) as caught:
@@ -82,7 +82,7 @@ def test_a_section_is_no_value_wherever_it_is_given(minimal: Path, write: Write)
     assert str(caught.value) == said
     for name, field in RunConfig.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            assert f"`{name} = 3` is a section and no value; set " in _message(minimal, f"--{name}", "3")
+            assert f"`{name} = 3` is a section, not a value; set " in _message(minimal, f"--{name}", "3")
     assert _message(write('model = "base"\ndata.train = "running_total"')) == said
 
 
@@ -118,7 +118,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
         ),
         (
             ["--rollout.environment=my.world:Guess"],
-            "my.world:Guess without [reward], which judges",
+            "my.world:Guess without [reward], which scores",
         ),
         (["--rollout.agent=my.agents:run"], "my.agents:run without [reward]"),
         (["--cluster.placement=colocated"], "needs rollout.max_staleness = 0, not 1"),
@@ -135,13 +135,13 @@ def test_unreadable_files(tmp_path: Path) -> None:
         ),
         (
             ["--weight_sync.transport=p2p", "--cluster.kind=inline"],
-            "weight_sync.transport = 'p2p' goes from process to process, and cluster.kind = 'inline' has only one",
+            "weight_sync.transport = 'p2p' connects processes, and cluster.kind = 'inline' has only one",
         ),
-        (["--generator.vllm.python=python3"], "generator.vllm is set and not used; set generator.backend = 'vllm'"),
+        (["--generator.vllm.python=python3"], "generator.vllm is set but not used; set generator.backend = 'vllm'"),
         (["--generator.backend=vllm"], "generator.backend = 'vllm' needs generator.vllm.python, the interpreter of"),
         (
             [*VLLM, "--generator.dtype=int8"],
-            "generator.dtype = 'int8' is not sent to vLLM; with generator.backend = 'vllm' use 'bfloat16' or 'float32'",
+            "generator.dtype = 'int8' fails with vLLM; with generator.backend = 'vllm' use 'bfloat16' or 'float32'",
         ),
         (
             [*VLLM, "--generator.tensor_parallel=2"],
@@ -154,13 +154,13 @@ def test_unreadable_files(tmp_path: Path) -> None:
         *(
             (
                 [f"--weight_sync.transport={one}", "--weight_sync.delta=true"],
-                "delta = true saves nothing where",
+                "delta = true saves nothing",
             )
             for one in ("shared_memory", "nixl")
         ),
         (
             [*VLLM, "--cluster.kind=inline"],
-            "generator.backend = 'vllm' runs processes of its own; use cluster.kind = 'monarch' instead of 'inline'",
+            "generator.backend = 'vllm' starts its own processes; use cluster.kind = 'monarch' instead of 'inline'",
         ),
     ],
 )
@@ -239,18 +239,60 @@ def test_options_of_a_part_may_stand_before_its_name(minimal: Path) -> None:
         assert load_config(minimal, settings=settings).trainer.loss.options == {"clip": 0.1}, settings
 
 
-def test_what_was_renamed_is_told_by_both_names() -> None:
-    """Also after the next change of many names at once."""
-    texts = [path.read_text() for path in Path(config.__file__).parent.glob("*.py")]
-    renamed = [pair for text in texts for pair in re.findall(r"([\w.]+) is ([\w.]+) now", text)]
-    assert len(renamed) >= 2
-    assert all(old != new for old, new in renamed), renamed
-
-
 def test_what_graphs_capture_is_said_of_cut_models_too() -> None:
     """`Engine` captures whatever model is made for generation, by how many ranks ever."""
     said = GeneratorConfig.model_fields["cuda_graphs"].description
-    assert said and "`tensor_parallel` too" in said and "unless" not in said
+    assert said and "`tensor_parallel`" in said and "unless" not in said
+
+
+@pytest.mark.parametrize("name", DROPPED)
+@pytest.mark.parametrize("value", [False, "stop"])
+def test_a_dropped_setting_is_refused_by_its_name(minimal: Path, write: Write, name: str, value: object) -> None:
+    """From a file, the command line and Python, whatever its value is, with what to do."""
+    section, _, last = name.rpartition(".")
+    said = f"`{name}` is not a setting any more; {DROPPED[name].fix}"
+    text = str(value).lower() if isinstance(value, bool) else f'"{value}"'
+    assert _message(minimal, f"--{name}={text}") == said
+    with pytest.raises(ConfigError) as caught:
+        load_config(minimal, settings={name: value})
+    assert str(caught.value) == said
+    assert _message(write(f"{MINIMAL}\n[{section}]\n{last} = {text}\n")) == said
+
+
+def test_fixes_of_dropped_settings_name_settings_that_exist() -> None:
+    names = {name for names in last_names(RunConfig).values() for name in names}
+    for name, dropped in DROPPED.items():
+        assert name not in names
+        assert not dropped.successor or dropped.successor in names & set(re.findall(r"`([\w.]+)`", dropped.fix))
+
+
+def recorded(tmp_path: Path, text: str) -> Path:
+    """Returns a run's recorded settings."""
+    (tmp_path / "metrics.jsonl").touch()
+    (path := tmp_path / RECORD).write_text(f"{MINIMAL}\n{text}\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("[weight_sync]\npower_of_two_scales = false", "weight_sync.delta", False),
+        ("[record]\njournal = 'needed'", "record.kind", "resume"),
+        ("[record]\njournal = 'all'", "record.kind", "all"),
+        ("[cluster]\non_generator_failure = 'drop'", "cluster.on_failure.generator", "drop"),
+    ],
+)
+def test_a_record_may_have_dropped_settings(tmp_path: Path, text: str, name: str, value: object) -> None:
+    path = recorded(tmp_path, text)
+    for run in (load_recorded(path), load_config(path), load_config(tables(path), recorded=True)):
+        assert dict(flat_settings(run.model_dump()))[name] == value
+    assert "is not a setting any more" in _message(path, "--weight_sync.power_of_two_scales=false")
+
+
+def test_a_record_that_todays_code_cannot_follow_is_shown_and_not_resumed(tmp_path: Path) -> None:
+    path = recorded(tmp_path, "[weight_sync]\npower_of_two_scales = true\ndelta = true")
+    assert load_recorded(path).weight_sync.delta
+    assert "`weight_sync.power_of_two_scales = True`, which llamarl no longer has; start a new run" in _message(path)
 
 
 def test_later_override_wins(minimal: Path) -> None:
@@ -341,16 +383,6 @@ def test_sft_config(write: Write) -> None:
     assert (config.shape.hidden_size, config.source.options) == (64, {"error_rate": 0.5})
     with pytest.raises(ConfigError, match=r"unknown option `shape\.hidden_sise`; did you mean `hidden_size`"):
         load_sft_config(path, ["--shape.hidden_sise=64"])
-
-
-@pytest.mark.parametrize("value", ["true", "false"])
-def test_a_setting_that_is_no_more(minimal: Path, value: str) -> None:
-    """Where it was off, as in the settings of older runs, nothing is lost."""
-    override = f"--weight_sync.power_of_two_scales={value}"
-    if value == "true":
-        assert "power_of_two_scales = true is not a setting any more; leave it out" in _message(minimal, override)
-    else:
-        assert load_config(minimal, [override]) == load_config(minimal)
 
 
 def test_a_row_without_an_end_is_not_read_whole(tmp_path: Path) -> None:

@@ -103,8 +103,11 @@ def test_tools_are_an_environment(write: Write) -> None:
     ("text", "message"),
     [
         ("train = []", "`data.train = []`: list should have at least 1 item"),
-        ("train = 5", "`data.train = 5` names no part; give its name as text, or a table with its `name` and options"),
-        ("train = [5]", "`data.train.0 = 5` is a section and no value; set what is in it, as data.train.0.source = "),
+        (
+            "train = 5",
+            "`data.train = 5` does not name a component; give its name as text, or a table with its `name` and options",
+        ),
+        ("train = [5]", "`data.train.0 = 5` is a section, not a value; set its settings, as data.train.0.source = "),
         (
             "train = [{path = 'a'}]",
             "`data.train.0`: a source needs its `name`, such as 'hub' or 'jsonl'; this has path",
@@ -115,9 +118,12 @@ def test_tools_are_an_environment(write: Write) -> None:
             "train = [{name = 'a', label = 'a b'}]",
             "`data.train.0.label = 'a b'`: it names files and curves; begin with a letter",
         ),
-        ("train = [{source = 'a', name = 'b'}]", "`data.train.0`: `name` stands beside `source`: an entry is flat, or"),
+        ("train = [{source = 'a', name = 'b'}]", "`data.train.0`: `name` next to `source`: an entry is flat, or"),
         ("train = [{source = 'a', wieght = 2}]", "unknown option `data.train.0.wieght`; did you mean `weight`?"),
-        ("train = ['a', {name = 'a', x = 1}]", "data.train: 2 sources have the label 'a'; give each a `label` of its"),
+        (
+            "train = ['a', {name = 'a', x = 1}]",
+            "data.train: 2 sources have the label 'a'; give each a different `label`",
+        ),
         ("train = [{name = 'a', filter = {}}]", "`data.train.0.filter.path` is missing; set it in the file or with"),
         (
             "train = [{name = 'a', filter = {path = 'r', max = 0.01}}]",
@@ -129,9 +135,9 @@ def test_tools_are_an_environment(write: Write) -> None:
         ),
         (
             "train = [{name = 'a', tools = ['m:f'], environment = 'python'}]",
-            "`data.train.0`: tools with environment = 'python': tools are an environment; leave one of them out",
+            "`data.train.0`: tools with environment = 'python': tools are an environment themselves",
         ),
-        ("train = [{name = 'a', environment = 'my:World'}]", "data.train.0: my:World without a reward, which judges"),
+        ("train = [{name = 'a', environment = 'my:World'}]", "data.train.0: my:World without a reward, which scores"),
         (
             "train = [{name = 'a', environment = 'python'}]\n[rollout]\nagent = 'm:run'\n[reward]\nparts = ['math']",
             "data.train.0.environment with rollout.agent = 'm:run': the agent runs every episode",
@@ -148,6 +154,6 @@ def test_mistakes_are_one_sentence(write: Write, text: str, message: str) -> Non
 
 def test_entries_of_the_command_line_exist(write: Write) -> None:
     path = write(TWO)
-    assert "the list has no entry '2'; it has 2, which are counted from 0" in _message(path, "--data.train.2.weight=1")
+    assert "the list has no entry '2'; it has 2, counted from 0" in _message(path, "--data.train.2.weight=1")
     assert "the list has no entry 'gsm8k'" in _message(path, "--data.train.gsm8k.weight=1")
     assert "`weight` is a value, not a section" in _message(path, "--data.train.0.weight.x=1")

@@ -10,7 +10,7 @@ import pytest
 
 from llamarl.controller.admission import Admission, Problems, StalenessViolated
 from llamarl.controller.progress import Progress
-from llamarl.observability.events import Flow
+from llamarl.observability.sinks import Flow
 from llamarl.types import Rollout, RolloutGroup
 from tests.controller.fakes import config, prompts
 from tests.executors.ledger import RIGHT

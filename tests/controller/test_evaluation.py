@@ -19,8 +19,7 @@ from llamarl.config.data import EvalConfig
 from llamarl.controller.admission import sampling_by_source
 from llamarl.controller.evaluation import IDS_PER_SET, Evaluation, HeldOutSet, due
 from llamarl.controller.flight import FIRST_EVAL_ID
-from llamarl.observability.intervals import wilson
-from llamarl.observability.metrics import EvalMetrics
+from llamarl.observability.metrics import EvalMetrics, wilson
 from llamarl.observability.screen import eval_facts
 from llamarl.types import OBSERVED, FinishReason, RewardResult, Rollout, SamplingParams
 from tests.controller.fakes import Run, config, held_out, kills, prompts

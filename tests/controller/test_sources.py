@@ -12,7 +12,7 @@ import pytest
 from llamarl.controller.admission import Admission, Problems, TooManyInvalid
 from llamarl.controller.progress import Progress
 from llamarl.controller.telemetry import SourceTallies
-from llamarl.observability.events import Flow
+from llamarl.observability.sinks import Flow
 from llamarl.types import FinishReason, Outcome, Prompt, RolloutGroup
 from tests.controller.fakes import config, prompts
 from tests.groups import MakeGroup

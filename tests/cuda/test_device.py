@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
-from llamarl.config.trainer import LoraConfig, TrainerConfig
+from llamarl.config.roles import LoraConfig, TrainerConfig
 from llamarl.generation.engine import Engine
 from llamarl.generation.model import GeneratorModel, Precision
 from llamarl.kernels.gpu import kernel, reason

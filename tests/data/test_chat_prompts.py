@@ -85,9 +85,7 @@ def test_system_examples_and_a_conversation_in_their_order(make_tokenizer: MakeT
     talk = {"messages": TALK}
     expected = f"<system>Own.{shown}<user>2+2?<assistant>4<user>3+3?<assistant>"
     assert texts(config_of(tmp_path, talk, examples=examples), chat) == [expected]
-    with pytest.raises(
-        ConfigError, match=r"row 'rows-1' has a message of role system of its own; leave data\.system out"
-    ):
+    with pytest.raises(ConfigError, match=r"row 'rows-1' has its own message of role system; leave data\.system out"):
         texts(config_of(tmp_path, talk, **given), chat)
 
 
@@ -144,7 +142,7 @@ def test_a_conversation_needs_a_chat_template_unless_it_is_one_question(
 
 @pytest.mark.parametrize(
     ("template", "says"),
-    [(NO_SYSTEM, "System role not supported; it takes them without that of role 'system'"),
+    [(NO_SYSTEM, "System role not supported; it accepts them without role 'system'"),
      (DROPS_SYSTEM, "data.system is not in the prompts: the chat template drops it")],
 )  # fmt: skip
 def test_a_template_without_the_role_system(
@@ -162,9 +160,9 @@ def test_arguments_reach_the_template_if_it_knows_them(make_tokenizer: MakeToken
     assert texts(config_of(tmp_path, ROW, **thinks), chat) == ["<user>1+1?<assistant>"]
     assert texts(config_of(tmp_path, ROW, **no), chat) == ["<user>1+1?<assistant><no thought>"]
     for name, says in (
-        ("enable_think", "the chat template of .* does not know 'enable_think'; leave it out"),
-        ("add_generation_prompt", "'add_generation_prompt' is given to each chat template"),
-        ("bos_token", "'bos_token' is given to each chat template"),
+        ("enable_think", "the chat template of .* does not use 'enable_think'; leave it out"),
+        ("add_generation_prompt", "every chat template gets 'add_generation_prompt'"),
+        ("bos_token", "every chat template gets 'bos_token'"),
     ):
         with pytest.raises(ConfigError, match=f"data.template_arguments: {says}"):
             texts(config_of(tmp_path, ROW, template_arguments={name: False}), chat)
@@ -181,7 +179,7 @@ def test_a_date_is_what_the_settings_say(make_tokenizer: MakeTokenizer, tmp_path
         with pytest.raises(ValueError, match="date"):
             config_of(tmp_path, ROW, date=day)
     (chat.folder / "chat_template.jinja").write_text(PLAIN)
-    with pytest.raises(ConfigError, match=r"data\.date = '2024-07-06': the chat template of .* writes no date"):
+    with pytest.raises(ConfigError, match=r"data\.date = '2024-07-06': the chat template of .* does not use a date"):
         texts(config_of(tmp_path, ROW, date="2024-07-06"), chat)
 
 

@@ -102,7 +102,7 @@ LONG = "x" * (MAX_ROW_BYTES + 1)
     [
         ("a.csv", b"", ":1: the file is empty"),
         ("a.csv", b"question,answer\n", ":1: the file is empty"),
-        ("a.csv", b"q,q\n1,2\n", ":1: the column 'q' stands there twice"),
+        ("a.csv", b"q,q\n1,2\n", ":1: the column 'q' appears twice"),
         ("a.csv", b"q,a\n1,2\n1,2,3\n", ":3: has 3 values for 2 columns; put quotes"),
         ("a.csv", b"q,a\n1\n", ":2: has 1 values for 2 columns"),
         ("a.csv", b'q,a\n"1"x,2\n', ":2: malformed CSV"),
@@ -116,14 +116,14 @@ LONG = "x" * (MAX_ROW_BYTES + 1)
         ("a.json", b'[{"q": 1}, 2]', ":2: holds a JSON int, not an object"),
         ("a.json", b'[{"q": 1}', " is not valid JSON"),
         ("a.json", b'[{"q": NaN}]', "NaN is not a number in JSON"),
-        ("a.json", b'[{"q": 1, "q": 2}]', "the key 'q' is there twice"),
+        ("a.json", b'[{"q": 1, "q": 2}]', "the key 'q' appears twice"),
         ("a.json", '["heiß"]'.encode("latin-1"), " is not UTF-8"),
         ("a.json", b'{"rows":\n []}', ":1: malformed JSON"),
         ("a.parquet", b"", "as Parquet"),
         ("a.parquet", b"PAR1 no more", "as Parquet"),
         ("a.parquet", as_parquet([{"q": "x"}] * 99)[:-40], "as Parquet"),
         ("a.txt", b"1", "whose name ends in .jsonl, .json, .csv, .tsv, .parquet"),
-        ("a.parquet.gz", b"1", "of which those of text may be followed by .gz"),
+        ("a.parquet.gz", b"1", "text files may add .gz"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, name: str, content: bytes, says: str) -> None:
@@ -138,7 +138,7 @@ def test_a_parquet_file_without_rows_and_one_with_a_name_twice(tmp_path: Path) -
     with pytest.raises(ConfigError, match=":1: the file is empty"):
         list(read_file(path))
     pq.write_table(pa.Table.from_arrays([pa.array(["1"]), pa.array(["2"])], ["q", "q"]), path)
-    with pytest.raises(ConfigError, match="the column 'q' stands there twice"):
+    with pytest.raises(ConfigError, match="the column 'q' appears twice"):
         list(read_file(path))
 
 

@@ -106,10 +106,10 @@ def test_tools_are_told_of_by_a_chat_template_that_writes_them(
     first = load_prompts(make_config(template="chat"), chat, 4096, tools=[ADD]).prompts[0]
     assert first.text == chat.apply_chat_template([{"role": "user", "content": "1+1?"}], tools=[ADD])
     assert '"name": "add"' in first.text
-    with pytest.raises(ConfigError, match="cannot tell the policy of its tools; use 'chat'"):
+    with pytest.raises(ConfigError, match="cannot describe tools to the policy; use 'chat'"):
         load_prompts(make_config(template="{question}"), chat, 512, tools=[ADD])
     (chat.folder / "chat_template.jinja").write_text(TEMPLATES["plain"])
-    with pytest.raises(ConfigError, match="writes tools neither as Qwen's nor as Llama's"):
+    with pytest.raises(ConfigError, match="writes tools neither as Qwen nor as Llama"):
         load_prompts(make_config(template="chat"), Tokenizer(chat.folder), 512, tools=[ADD])
 
 

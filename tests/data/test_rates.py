@@ -86,9 +86,9 @@ def test_what_was_not_measured(tmp_path: Path, unmeasured: Any, keeps: list[bool
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (['{"question": "a row of data"}'], "rates.jsonl:1: the file holds no pass rates"),
-        (['{"kind": "pass rates"}', '{"right": 1, "samples": 2}'], "rates.jsonl:2: a row has `problem`, `right` and"),
-        (['{"kind": "pass rates"}', '{"problem": "x", "right": "a", "samples": 2}'], "rates.jsonl:2: a row has"),
+        (['{"question": "a row of data"}'], "rates.jsonl:1: the file does not contain pass rates"),
+        (['{"kind": "pass rates"}', '{"right": 1, "samples": 2}'], "rates.jsonl:2: a row needs `problem`, `right` and"),
+        (['{"kind": "pass rates"}', '{"problem": "x", "right": "a", "samples": 2}'], "rates.jsonl:2: a row needs"),
         (['{"kind": "pass rates"}', '{"problem": "x", "right": 3, "samples": 2}'], "3 right of 2 samples"),
         ([], "rates.jsonl:1: the file is empty"),
     ],

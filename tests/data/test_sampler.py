@@ -113,9 +113,9 @@ def test_sources_of_one_size_come_in_orders_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("sizes", "weights", "message"),
     [
-        ({"a": 3, "b": 4}, {"a": 1.0, "b": 2.0}, "source 'b' with weight = 1, and it has 2 now"),
-        ({"a": 3, "c": 4}, {"a": 1.0, "c": 1.0}, "drew from the sources a, b, and data.train has a, c now"),
-        ({"b": 4, "a": 3}, {"a": 1.0, "b": 1.0}, "drew from the sources a, b, and data.train has b, a now"),
+        ({"a": 3, "b": 4}, {"a": 1.0, "b": 2.0}, "source 'b' with weight = 1, now it has 2"),
+        ({"a": 3, "c": 4}, {"a": 1.0, "c": 1.0}, "drew from the sources a, b, and data.train now has a, c"),
+        ({"b": 4, "a": 3}, {"a": 1.0, "b": 1.0}, "drew from the sources a, b, and data.train now has b, a"),
         ({"a": 3, "b": 5}, {"a": 1.0, "b": 1.0}, "source 'b': the checkpoint drew prompts with num_prompts = 4"),
     ],
 )
@@ -127,7 +127,7 @@ def test_another_mixture_is_refused(sizes: dict[str, int], weights: dict[str, fl
 
 def test_a_mixture_and_a_single_source_are_not_exchanged() -> None:
     mixture, single = _mixture({"a": 3}, {"a": 1.0}), PromptSampler(3, 0)
-    with pytest.raises(ConfigError, match=r"the mixture of a, and data\.train is a single source now"):
+    with pytest.raises(ConfigError, match=r"the mixture of a, and data\.train is a single source"):
         single.restore(mixture.state())
-    with pytest.raises(ConfigError, match=r"a single source, and data\.train mixes a now"):
+    with pytest.raises(ConfigError, match=r"a single source, and data\.train now mixes a"):
         mixture.restore(single.state())

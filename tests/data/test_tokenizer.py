@@ -172,7 +172,7 @@ def test_vocabulary_must_fit_the_model(base_tokenizer: Tokenizer) -> None:
     [
         (None, "cannot read .*tokenizer.json"),
         ("{", "is not valid JSON"),
-        ("{}", "holds no tokenizer"),
+        ("{}", "has no tokenizer"),
         (b"\xff", "not UTF-8"),
     ],
 )

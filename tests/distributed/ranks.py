@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from multiprocessing.connection import Connection
@@ -31,12 +32,12 @@ class Worker:
         theirs.close()
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self._connection.send((function, arguments))
+        self._connection.send_bytes(pickle.dumps((function, arguments)))
 
     def result(self) -> Any:
         """What it returned, or the exception that it raised; EOFError when the process is gone."""
         assert self._connection.poll(WAIT_S), f"no answer in {WAIT_S} s"
-        return self._connection.recv()
+        return pickle.loads(self._connection.recv_bytes())
 
     def kill(self) -> None:
         self.process.kill()
@@ -50,14 +51,15 @@ def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            function, arguments = connection.recv()
+            function, arguments = pickle.loads(connection.recv_bytes())
         except EOFError:  # the tests are over, or were killed
             return
         try:
             result = function(*arguments)
         except Exception as error:  # shown to the test
             result = error
-        connection.send(result)
+        # Not `send`: torch would share each tensor's memory, over a connection of its own.
+        connection.send_bytes(pickle.dumps(result))
 
 
 class Workers:

@@ -133,7 +133,7 @@ def test_without_the_part_of_the_hub_names_of_it_are_refused_and_folders_are_rea
 ) -> None:
     hidden, own = "llamarl.parts.hub", ("train", toml, "--output", tmp_path / "runs", *INLINE, "--steps", 1)
     done = run(*own, "--model.path", "no/model", hidden=hidden)
-    lacks = "this installation lacks the part `hub`, which is asked for; install all of llamarl"
+    lacks = "this installation lacks the part `hub`; install all of llamarl"
     assert (done.returncode, done.stderr) == (2, f"llamarl train: model.path = 'no/model': {lacks}\n")
     done = run(*own, "--data.train.name", "hub", hidden=hidden)
     assert done.returncode == 2
@@ -159,11 +159,11 @@ def test_without_the_part_of_the_hub_models_that_are_built_in_are_planned_by_the
 def test_commands_of_parts_say_so_and_a_dry_run_prints_the_settings(toml: Path, run: Alone) -> None:
     for command, part in (("plan", "forecast"), ("eval", "answers"), ("generate", "answers")):
         done = run(command, "no/model")
-        lacks = f"this installation lacks the part `{part}`, which is asked for; install all of llamarl"
+        lacks = f"this installation lacks the part `{part}`; install all of llamarl"
         assert (done.returncode, done.stderr) == (2, f"llamarl {command}: {lacks}\n")
     done = run("train", toml, "--dry-run")
     assert done.returncode == 0, done.stderr
-    assert re.match(r"forecast:\n  not known: .*lacks the part `forecast`.*\nfirst prompt:\n", done.stdout)
+    assert re.match(r"forecast:\n  unknown: .*lacks the part `forecast`.*\nfirst prompt:\n", done.stdout)
     assert "tiny: 4 steps" in done.stdout
     assert run("--help").returncode == 0
 

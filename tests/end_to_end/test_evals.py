@@ -213,7 +213,7 @@ def test_sets_that_are_trained_on_are_said_by_name(tmp_path: Path, several: Path
     ("change", "text"),
     [
         ("--data.eval.0.label=sampled", "data.eval: 2 sources have the label 'sampled'"),
-        ("--data.eval.1.temperature=0", "data.eval.1.temperature = 0 with samples = 4: greedy responses are all"),
+        ("--data.eval.1.temperature=0", "data.eval.1.temperature = 0 with samples = 4: greedy responses are"),
         (
             "--data.eval.2.sample=3",
             "`data.eval.2.sample` is not a setting, and `list_functions` has none; did you mean `samples`?",

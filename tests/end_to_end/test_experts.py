@@ -144,10 +144,10 @@ def test_adapters_of_a_mixture_are_beside_its_attention(tmp_path: Path, mixture:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--trainer.lora.rank", 2), "trainer.lora.targets has gate_proj, of which "),
+        (("--trainer.lora.rank", 2), "trainer.lora.targets has gate_proj, which "),
         ((*LORA, "--trainer.train_router", "false"), "trainer.train_router = false with trainer.lora"),
         (("--trainer.compile", "true"), "trainer.compile = true with "),
-        (("--trainer.parallelism.ep", 2), "ep = 2 ranks are some of the 1 of fsdp and cp"),
+        (("--trainer.parallelism.ep", 2), "ep = 2 does not divide the 1 ranks of fsdp and cp"),
         ((*SHARED, 3), "trainer.parallelism.ep = 3 cannot share the 4 experts of "),
         ((*SHARED, 1, "--trainer.parallelism.tp", 3), "trainer.parallelism.tp = 3 cannot share the "),
         ((*SHARED, 2), "3 ranks of fsdp and cp have the same experts"),
@@ -171,8 +171,11 @@ def test_what_a_mixture_cannot_do_is_refused(
             '{name = "mixtral", num_local_experts = 4, num_experts_per_tok = 2, experts = 9}',
             "`experts` = 9",
         ),
-        ('{name = "olmoe"}', "shape.family = 'olmoe' is not made from scratch; use one of llama, mistral"),
-        ('"gpt2"', "shape.family = 'gpt2' is not made from scratch; use one of llama, mistral, qwen2, qwen3, or {name"),
+        ('{name = "olmoe"}', "shape.family = 'olmoe' cannot be made from scratch; use one of llama, mistral"),
+        (
+            '"gpt2"',
+            "shape.family = 'gpt2' cannot be made from scratch; use one of llama, mistral, qwen2, qwen3, or {name",
+        ),
     ],
 )
 def test_a_warm_start_says_what_experts_lack(tmp_path: Path, family: str, said: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from llamarl.config.trainer import LoraConfig
+from llamarl.config.roles import LoraConfig
 from llamarl.models.folder import load_shape
 from llamarl.models.lora import adapted_weights
 from tests.end_to_end.learning import Trained

@@ -127,10 +127,13 @@ def test_a_run_that_is_killed_draws_nothing_twice(tmp_path: Path, mixture: Path)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("--data.train.0.weight", 2), "drew from source 'sums' with weight = 3, and it has 2 now"),
-        (("--data.train.1.label", "code"), "drew from the sources sums, list_functions, and data.train has sums, code"),
+        (("--data.train.0.weight", 2), "drew from source 'sums' with weight = 3, now it has 2"),
+        (
+            ("--data.train.1.label", "code"),
+            "drew from the sources sums, list_functions, and data.train now has sums, code",
+        ),
         (("--data.train.1.count", 8), "source 'list_functions': the checkpoint drew prompts with num_prompts = 9"),
-        (("--data.train", "{name = 'running_total', count = 40}"), "and data.train is a single source now"),
+        (("--data.train", "{name = 'running_total', count = 40}"), "and data.train is a single source"),
     ],
 )
 def test_another_mixture_does_not_go_on(

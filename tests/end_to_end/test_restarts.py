@@ -123,7 +123,7 @@ def test_a_rank_that_is_killed_or_stopped(tmp_path: Path, toml: Path) -> None:
 
 FEWER = """
 from llamarl.cli.main import main
-from llamarl.config.trainer import ParallelismConfig
+from llamarl.config.roles import ParallelismConfig
 from llamarl.run.placement import LocalPlacer
 
 again = set()

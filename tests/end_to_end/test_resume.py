@@ -64,7 +64,7 @@ def test_from_a_copy_when_the_machine_is_gone(tmp_path: Path, toml: Path, comman
     assert done.returncode == 2 and "there/tiny holds checkpoints of a run; resume it (--resume)" in done.stderr
     done = llamarl_here(*run, "--steps", 6, "--resume")
     assert done.returncode == 0, done.stderr
-    assert "--resume: the checkpoint of step 5 was brought back from" in done.stderr
+    assert "--resume: the checkpoint of step 5 was restored from" in done.stderr
     assert re.search(r"--resume: \S+/here/tiny/metrics.jsonl has no rows of steps 1-5", done.stderr)
     assert [row["step"] for row in rows(tmp_path / "here/tiny/metrics.jsonl") if row["kind"] == "step"] == [6]
     assert sorted(path.name for path in there.glob("tiny/step-*")) == ["step-00000004", "step-00000006"]

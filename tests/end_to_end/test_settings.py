@@ -54,8 +54,8 @@ REFUSED = {
     "rollout.tools": ("['tests.nowhere:tool']", "tests.nowhere"),
     "rollout.agent": ("tests.nowhere:run", "tests.nowhere"),
     "generator.backend": ("vllm", "needs generator.vllm.python"),
-    "generator.vllm.python": ("python", "generator.vllm is set and not used"),
-    "generator.vllm.arguments": ("['--x']", "generator.vllm is set and not used"),
+    "generator.vllm.python": ("python", "generator.vllm is set but not used"),
+    "generator.vllm.arguments": ("['--x']", "generator.vllm is set but not used"),
     "generator.tensor_parallel": (2, "needs a process for each rank"),
     "generator.router_replay": ("false", "is not a mixture of experts"),
     "generator.kv_cache_bytes": (100, "does not hold one prompt and response"),
@@ -63,7 +63,7 @@ REFUSED = {
     "weight_sync.delta": ("true", "saves nothing"),
     "weight_sync.max_mismatch": (1e-30, "WeightsWrong"),
     "trainer.microbatch_tokens": (20, "can have together"),
-    "trainer.moments_on": ("host", "they are there"),
+    "trainer.moments_on": ("host", "has no effect"),
     "trainer.train_router": ("false", "is not a mixture of experts"),
     "trainer.device": ("cuda", "no GPU"),
     **{
@@ -74,14 +74,14 @@ REFUSED = {
     **{
         f"{who}.parallelism.{one}": (2, "asks for 2 processes") for who in ("trainer", "critic") for one in ("pp", "cp")
     },
-    "trainer.parallelism.ep": (2, "ep = 2 ranks are some of the 1 of fsdp and cp"),
-    "critic.parallelism.ep": (2, "ep = 2 ranks are some of the 1 of fsdp and cp"),
+    "trainer.parallelism.ep": (2, "ep = 2 does not divide the 1 ranks of fsdp and cp"),
+    "critic.parallelism.ep": (2, "ep = 2 does not divide the 1 ranks of fsdp and cp"),
     **{
-        f"reference.{one}": (value, "reference is set and not used")
+        f"reference.{one}": (value, "reference is set but not used")
         for one, value in (("path", "x"), ("dtype", "int8"), ("threads", 2), ("device", "cuda"))
     },
     **{
-        f"critic.{one}": (value, "critic is set and not used")
+        f"critic.{one}": (value, "critic is set but not used")
         for one, value in (("path", "x"), ("threads", 2), ("device", "cuda"))
     },
     "data.filter": ("{path = 'nowhere'}", "cannot read nowhere"),
@@ -93,7 +93,7 @@ REFUSED = {
         "--reward.parts",
         "[{name = 'tests.end_to_end.parts:Undecided'}]",
     ),
-    "checkpoint.mirror": ("true", "no copy in memory helps"),
+    "checkpoint.mirror": ("true", "a copy in memory dies"),
     "checkpoint.copy_to": ("file:///nowhere/at/all", "checkpoint.copy_to"),
     "cluster.placement": ("colocated", "needs rollout.max_staleness = 0", "--rollout.max_staleness", 1),
     "cluster.kind": ("hosts", "cluster."),
@@ -192,9 +192,9 @@ PLANNED = {
 }
 """Value, and other settings: `llamarl explain` says something else follows. Hosts are called so either way."""
 READ = {
-    "generator.cuda_graphs": "executors/backends.py",
+    "generator.cuda_graphs": "executors/generator.py",
     "cluster.start_timeout_s": "run/train.py",
-    "cluster.shutdown_timeout_s": "run/assembly.py",
+    "cluster.shutdown_timeout_s": "run/executors.py",
 }
 """Where what takes a GPU or another machine to show is read, as an attribute."""
 

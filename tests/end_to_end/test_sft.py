@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.config import load_config
-from llamarl.run.begin import begin
+from llamarl.run.prepare import begin
 from tests.end_to_end.tiny import llamarl_here, make_model, rows, write_toml
 
 TIMES = {"wall_s", "step_s", "train_s", "train_tokens_per_s", "mfu", "peak_tflops"}
@@ -134,4 +134,4 @@ def test_one_command_does_not_resume_the_other_s_run(toml: Path) -> None:
     assert row["num_loss_tokens"] < row["num_input_tokens"] / 3
     done = llamarl_here("train", *options(toml, "other", 2), "--resume")
     assert done.returncode == 2
-    assert "is of another command" in done.stderr
+    assert "belongs to another command" in done.stderr

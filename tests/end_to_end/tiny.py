@@ -14,8 +14,10 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from llamarl.cli.main import main
+from llamarl.cluster.fork_server import SWITCH
 from llamarl.data.sources.running_total import RunningTotal
 from llamarl.run.rollouts import rollout_lines
 
@@ -95,8 +97,9 @@ def llamarl_here(*arguments: object, to: Any = ...) -> subprocess.CompletedProce
     out, err, code = io.StringIO(), io.StringIO(), 0
     argv, handler = sys.argv, signal.getsignal(signal.SIGTERM)
     sys.argv = ["llamarl", *map(str, arguments)]
+    no_server = mock.patch.dict(os.environ, {SWITCH: "0"})  # it would import torch for commands that are refused
     try:
-        with redirect_stdout(out if to is ... else to), redirect_stderr(err):
+        with redirect_stdout(out if to is ... else to), redirect_stderr(err), no_server:
             main()
     except SystemExit as ended:
         code = int(ended.code or 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from llamarl.executors.adoption import WAIT_S, Adopter, Adoptions
+from llamarl.executors.generator import WAIT_S, Adopter, Adoptions
 from llamarl.executors.replies import Adoption
 from llamarl.generation.tensor_parallel import TensorParallelEngine
 from llamarl.weight_sync.layout import Address

@@ -19,9 +19,7 @@ from llamarl.algorithms.advantages.gae import Gae
 from llamarl.algorithms.losses.ppo_clip import PpoClip
 from llamarl.config import ConfigError, RunConfig
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.executors.critic import CriticExecutor
-from llamarl.executors.reference import ReferenceExecutor
-from llamarl.executors.reward_model import RewardModelExecutor
+from llamarl.executors.models import CriticExecutor, ReferenceExecutor, RewardModelExecutor
 from llamarl.models.hf import load_model
 from llamarl.parts.sft.bpe import train_byte_bpe
 from llamarl.run.folder import RunFolder

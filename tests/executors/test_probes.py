@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llamarl.config import RunConfig
-from llamarl.executors.probes import Probe, Probes
+from llamarl.executors.replies import Probe, Probes
 from llamarl.training import routing
 from llamarl.training.result import CauseScores, RoutingEffect
 from llamarl.types import FinishReason, Prompt, Rollout, RolloutGroup

@@ -169,7 +169,7 @@ def test_a_critic_whose_ranks_do_not_all_start(model: Path, tmp_path: Path) -> N
         }
     )
     spec = executor_spec(
-        "critic", "critic:CriticExecutor", 1, 2, config=config, checkpoint_folder=str(tmp_path / "checkpoints"),
+        "critic", "models:CriticExecutor", 1, 2, config=config, checkpoint_folder=str(tmp_path / "checkpoints"),
         rendezvous=open_rendezvous(2, 240.0),
     )  # fmt: skip
     error, after_s = asyncio.run(fails_to_start(spec, tmp_path / "logs"))

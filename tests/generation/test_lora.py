@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llamarl.config.trainer import LoraConfig
+from llamarl.config.roles import LoraConfig
 from llamarl.generation.model import AdapterMerger, GeneratorModel
 from llamarl.models.lora import A, B, adapted_weights, adapter_of, merged
 from llamarl.models.transformer import Transformer

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from llamarl.config.trainer import LoraConfig
+from llamarl.config.roles import LoraConfig
 from llamarl.generation.engine import Engine
 from llamarl.generation.model import AdapterMerger, GeneratorModel, load_generator_model
 from llamarl.generation.network import route_kernel

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.checkpoint.store import writers
-from llamarl.config.trainer import TrainerConfig
+from llamarl.config.roles import TrainerConfig
 from llamarl.distributed.mesh import AXES, CPU, Axis, RankMesh, _expert_groups
 from llamarl.models.hf import new_model
 from llamarl.models.shape import ModelShape, MoeShape

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.config import RunConfig
-from llamarl.config.trainer import LoraConfig, TrainerConfig
+from llamarl.config.roles import LoraConfig, TrainerConfig
 from llamarl.distributed.mesh import ALONE, AXES, CPU, Axis, RankMesh
 from llamarl.generation.attention import KVCache
 from llamarl.generation.engine import Engine
@@ -45,6 +45,11 @@ SHAPES = {
         family="llama", hidden_size=2048, num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64,
         intermediate_size=8192, vocab_size=128_256, max_position_embeddings=131_072, tie_embeddings=True,
     ),
+    # As wide, and quick to compute by day.
+    "1B, 5 layers": ModelShape(
+        family="llama", hidden_size=2048, num_layers=5, num_heads=32, num_kv_heads=8, head_dim=64,
+        intermediate_size=8192, vocab_size=128_256, max_position_embeddings=131_072, tie_embeddings=True,
+    ),
     "8B": ModelShape(
         family="llama", hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
         intermediate_size=14_336, vocab_size=128_256, max_position_embeddings=131_072,
@@ -52,6 +57,11 @@ SHAPES = {
     "qwen3 8B": ModelShape(
         family="qwen3", hidden_size=4096, num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128,
         intermediate_size=12_288, vocab_size=151_936, max_position_embeddings=40_960,
+    ),
+    "1B with experts": ModelShape(
+        family="qwen3_moe", hidden_size=2048, num_layers=2, num_heads=32, num_kv_heads=4, head_dim=128,
+        intermediate_size=6144, vocab_size=151_936, max_position_embeddings=40_960,
+        moe=MoeShape(num_experts=128, experts_per_token=8, expert_size=768, sparse_layers=tuple(range(2))),
     ),
     "3B with experts": ModelShape(
         family="qwen3_moe", hidden_size=2048, num_layers=4, num_heads=32, num_kv_heads=4, head_dim=128,

@@ -13,6 +13,7 @@ from tests.gpu.conftest import Run
 from tests.gpu.memories import Counted
 from tests.nightly import NIGHTLY, also
 
+SHORT = "1B, 5 layers"
 STATE, STEP = ("weights", "gradients", "moments"), ("copies", "activations", "head")
 
 
@@ -25,8 +26,9 @@ def _check(found: Counted, tolerance: float = 0.05) -> None:
 @pytest.mark.parametrize(
     ("model", "num_groups", "lora_rank", "recompute"),
     [
-        ("1B", 1, 0, False), ("1B", 4, 16, True), ("1B", 2, 0, "selective"),
-        *also(("1B", 1, 0, True), ("1B", 4, 0, True), ("1B", 4, 16, False), ("8B", 4, 0, True), ("8B", 2, 0, False),
+        (SHORT, 1, 0, False), (SHORT, 4, 16, True), (SHORT, 2, 0, "selective"),
+        *also(("1B", 1, 0, False), ("1B", 4, 16, True), ("1B", 1, 0, True), ("1B", 4, 0, True), ("1B", 4, 16, False),
+              ("8B", 4, 0, True), ("8B", 2, 0, False),
               ("8B", 2, 16, True), ("qwen3 8B", 2, 0, False), ("8B", 2, 0, "selective"), ("1B", 4, 16, "selective")),
     ],
 )  # fmt: skip
@@ -52,7 +54,9 @@ def test_a_tensor_parallel_rank(on_gpu: Run, model: str) -> None:
 LIGHT = {"dtype": "bfloat16", "weights": "bfloat16", "moments": "8bit"}
 
 
-@pytest.mark.parametrize(("model", "recompute"), [("1B", True), *also(("1B", False), ("8B", True), ("qwen3 8B", True))])
+@pytest.mark.parametrize(
+    ("model", "recompute"), [(SHORT, True), *also(("1B", True), ("1B", False), ("8B", True), ("qwen3 8B", True))]
+)
 def test_a_light_trainer(on_gpu: Run, model: str, recompute: bool) -> None:
     """Six bytes a weight."""
     found = on_gpu(memories.trained, model, 2, LIGHT | {"activation_checkpointing": recompute})
@@ -60,20 +64,23 @@ def test_a_light_trainer(on_gpu: Run, model: str, recompute: bool) -> None:
     assert found.parts["gradients"] == found.parts["weights"] < found.parts["moments"]
 
 
-@pytest.mark.parametrize(("num_groups", "recompute"), [(2, True), *also((1, False))])
-def test_a_mixture(on_gpu: Run, num_groups: int, recompute: bool) -> None:
+@pytest.mark.parametrize(
+    ("model", "num_groups", "recompute"),
+    [("1B with experts", 2, True), *also(("3B with experts", 2, True), ("3B with experts", 1, False))],
+)
+def test_a_mixture(on_gpu: Run, model: str, num_groups: int, recompute: bool) -> None:
     settings = LIGHT | {"activation_checkpointing": recompute}
-    _check(on_gpu(memories.trained, "3B with experts", num_groups, settings))
+    _check(on_gpu(memories.trained, model, num_groups, settings))
 
 
 def test_a_float32_trainer_has_no_second_copy(on_gpu: Run) -> None:
     """16 bytes a weight; attention, which has no kernel on the pretended device, is not compared."""
-    found = on_gpu(memories.trained, "1B", 1, {"dtype": "float32"})
+    found = on_gpu(memories.trained, SHORT, 1, {"dtype": "float32"})
     assert found.parts["copies"] == 0
     assert sum(found.parts[kind] for kind in STATE) == pytest.approx(found.held, rel=0.01)
 
 
-@pytest.mark.parametrize("model", ["1B", *also("8B")])
+@pytest.mark.parametrize("model", [SHORT, *also("1B", "8B")])
 def test_a_generator(on_gpu: Run, model: str) -> None:
     found = on_gpu(memories.generating, model, 64, 4096)
     assert found.parts["weights"] + found.parts["keys and values"] == pytest.approx(found.held, rel=0.01)
@@ -118,7 +125,7 @@ ONE_CARD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("model", ["1B", *also("8B", "qwen3 8B")])
+@pytest.mark.parametrize("model", [SHORT, *also("1B", "8B", "qwen3 8B")])
 def test_in_turns(on_gpu: Run, model: str) -> None:
     """A sleeping generator holds nothing, and one that is awake no weights of its own beside a resting trainer."""
     found = on_gpu(memories.in_turns, memories.SHAPES[model], RunConfig.model_validate(ONE_CARD))

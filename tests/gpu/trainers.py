@@ -12,7 +12,7 @@ from torch import Tensor
 from llamarl.algorithms.advantages.gae import Gae
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
-from llamarl.config.trainer import LoraConfig, TrainerConfig
+from llamarl.config.roles import LoraConfig, TrainerConfig
 from llamarl.models.hf import EMBEDDING, new_model
 from llamarl.models.lora import add_adapters
 from llamarl.models.scalar import ScalarModel

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llamarl.config.trainer import LoraConfig
+from llamarl.config.roles import LoraConfig
 from llamarl.distributed.mesh import ALONE
-from llamarl.executors.adoption import Adopter
+from llamarl.executors.generator import Adopter
 from llamarl.generation.model import AdapterMerger, GeneratorModel, Precision
 from llamarl.models.hf import new_model
 from llamarl.models.lora import adapted_weights, adapter_of, add_adapters, merged

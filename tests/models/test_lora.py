@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llamarl.config import ConfigError
-from llamarl.config.trainer import LoraConfig
+from llamarl.config.roles import LoraConfig
 from llamarl.models.attention import causal_attend
 from llamarl.models.hf import new_model, save_model
 from llamarl.models.lora import A, B, LoraLinear, adapted_weights, adapter_of, add_adapters, merged, save_adapters

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.config.trainer import LoraConfig
+from llamarl.config.roles import LoraConfig
 from llamarl.generation.attention import KVCache
 from llamarl.generation.model import GeneratorModel
 from llamarl.models.fit import CACHE_BLOCK_TOKENS

@@ -97,5 +97,5 @@ def test_tensors_that_belong_nowhere_are_named(saved: tuple[Path, Path], tmp_pat
 
 def test_who_starts_a_run_needs_no_torch() -> None:
     """The command of a run looks for adapters, and imports no torch."""
-    code = "import sys, llamarl.run.start_model, llamarl.models.peft; sys.exit('torch' in sys.modules)"
+    code = "import sys, llamarl.run.models, llamarl.models.peft; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=240).returncode == 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llamarl.observability.metrics import EvalMetrics, StepMetrics, UpdateMetrics
-from llamarl.observability.view import CompletionView, ExecutorView, RunInfo, RunView
+from llamarl.observability.screen import CompletionView, ExecutorView, RunInfo, RunView
 
 NOW_S = 1_000.0
 

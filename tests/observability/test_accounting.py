@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.observability.accounting import Accounts, account, role_of, verdict, write_trace
+from llamarl.observability.report import Accounts, account, role_of, verdict, write_trace
 from llamarl.observability.spans import AWAY, Span, SpanLog, covered_s
 
 KINDS = ["generate", "score", "train", "start"]

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from llamarl.config import load_config
-from llamarl.observability.intervals import wilson
-from llamarl.observability.metrics import EvalMetrics
+from llamarl.observability.metrics import EvalMetrics, wilson
 from tests.architecture.repository import ROOT
 from tests.observability.test_intervals import DIFFICULTIES, coverage
 

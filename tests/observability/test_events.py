@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from llamarl.observability.events import EventLog, Flow, RecordedScreen, machine
 from llamarl.observability.screen import NullScreen
+from llamarl.observability.sinks import EventLog, Flow, RecordedScreen, machine
 from llamarl.observability.spans import Span
 
 
@@ -92,7 +92,7 @@ def test_a_group_that_starts_again_forgets_what_was(path: Path) -> None:
 
 
 def test_groups_that_never_get_further_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llamarl.observability.events.MAX_GROUPS", 3)
+    monkeypatch.setattr("llamarl.observability.sinks.MAX_GROUPS", 3)
     flow = Flow(lambda: 0.0)
     flow.mark("admitted", range(10))
     assert list(flow._times) == [7, 8, 9]

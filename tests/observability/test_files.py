@@ -61,8 +61,8 @@ def test_lines_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tor
 
 
 @pytest.mark.parametrize(
-    ("number", "word"), [(errno.EEXIST, "move"), (errno.EROFS, "allow"), (errno.ENOSPC, "free"), (errno.EIO, "free")]
+    ("number", "word"), [(errno.EEXIST, "move"), (errno.EROFS, "allow"), (errno.ENOSPC, "space"), (errno.EIO, "space")]
 )
 def test_what_to_do_about_a_file_that_cannot_be_written(number: int, word: str) -> None:
     assert word in remedy(OSError(number, "no", "/runs/journal"))
-    assert ("/runs/journal" in remedy(OSError(number, "no", "/runs/journal"))) == (word != "free")
+    assert ("/runs/journal" in remedy(OSError(number, "no", "/runs/journal"))) == (word != "space")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.observability.formats import duration, last_question, number, percent, plain, remaining_s
+from llamarl.observability.metrics import duration, last_question, number, percent, plain, remaining_s
 
 NAN = math.nan
 

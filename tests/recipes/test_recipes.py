@@ -66,7 +66,7 @@ def test_one_of_the_user_s_own(toml: Path) -> None:
     ("overrides", "message"),
     [
         (["--recipe", "grpoo"], "`recipe = 'grpoo'` is unknown; did you mean `grpo`?"),
-        (["--recipe", "dpo"], "`recipe = 'dpo'` is unknown; there is no DPO here, which learns from pairs of answers"),
+        (["--recipe", "dpo"], "`recipe = 'dpo'` is unknown; llamarl has no DPO, which learns from pairs of answers"),
         (["--recipe", "tests.nowhere:eager"], "`recipe = 'tests.nowhere:eager'` cannot be imported"),
         (
             ["--recipe", "dapo", "--rollout.group_size", "1"],
@@ -82,6 +82,6 @@ def test_mistakes_are_explained(toml: Path, overrides: list[str], message: str) 
 
 def test_a_reference_that_only_the_recipe_uses(toml: Path) -> None:
     check_parts(load_config(toml, ["--recipe", "ppo", "--reference.threads", "2"]))
-    message = "reference is set and not used; set reference.kl_coefficient, or leave it out"
+    message = "reference is set but not used; set reference.kl_coefficient, or leave it out"
     with pytest.raises(ConfigError, match=message):
         check_parts(load_config(toml, ["--recipe", "grpo", "--reference.threads", "2"]))

@@ -16,7 +16,7 @@ from llamarl.config import ConfigError
 from llamarl.config.schema import RewardConfig
 from llamarl.rewards import _function_worker, build_reward
 from llamarl.rewards.function import TOGETHER, Function
-from llamarl.run.given import pickled
+from llamarl.run.python_inputs import pickled
 from llamarl.types import Outcome, RewardItem
 from tests.rewards import functions
 

@@ -20,14 +20,14 @@ from llamarl.controller.supervision import Interrupted
 from llamarl.controller.telemetry import Telemetry
 from llamarl.observability.screen import NullScreen
 from llamarl.observability.sinks import MetricsLog
-from llamarl.run.assembly import assembled, supervised
+from llamarl.run.executors import assembled, supervised
 from tests.controller.fakes import config, prompts
 from tests.executors.ledger import Generator, Reward, Trainer
 
 TWICE = """if True:
     import asyncio, os, signal
     from llamarl.controller.supervision import Supervisor
-    from llamarl.run.assembly import interruptible
+    from llamarl.run.executors import interruptible
 
     async def main():
         with interruptible(Supervisor(), lambda: os.write(1, b"the terminal is given back")):

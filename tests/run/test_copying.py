@@ -128,6 +128,6 @@ def test_a_run_whose_folder_is_gone_comes_back(config: RunConfig, capsys: pytest
         prepare_run_folder(other, resume=True, overwrite=False)
     with prepare_run_folder(config, resume=True, overwrite=False) as again:
         assert again.saved_steps() == [5]
-    assert capsys.readouterr().err.startswith("--resume: the checkpoint of step 5 was brought back from ")
+    assert capsys.readouterr().err.startswith("--resume: the checkpoint of step 5 was restored from ")
     with prepare_run_folder(config, resume=False, overwrite=True):
         assert not RemoteCopies(config.checkpoint, "one").steps(last=""), "they are not of the run that begins"

@@ -167,7 +167,7 @@ def test_checkpoints_that_are_elsewhere_are_no_fresh_start(config: RunConfig, is
     folder.checkpoints.rename(folder.path.parent / "unmounted")
     if is_there:
         folder.checkpoints.mkdir()
-    with pytest.raises(ConfigError, match=r"holds steps, and the checkpoints of this run are not in .*; mount that"):
+    with pytest.raises(ConfigError, match=r"has rows of steps, but the run's checkpoints are not in .*; mount that"):
         prepare_run_folder(config, resume=True, overwrite=False)
     assert folder.metrics.read_text() == STEP
 

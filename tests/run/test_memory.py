@@ -46,7 +46,7 @@ def test_a_run_that_no_memory_of_this_host_holds_is_refused() -> None:
     check_memory(CPU, SHAPE, MachineMemory(host=least + 1))
     said = (
         r"the trainer takes \d+\.\d+ GiB \(activations .*, checkpoint 89\.75, moments 59\.83, .*\) of this host "
-        r"beside generator-0 .* GiB \(weights .*\), generator-1 .*, and \d+\.\d+ GiB are there; "
+        r"next to generator-0 .* GiB \(weights .*\), generator-1 .*, and \d+\.\d+ GiB are there; "
         r"set trainer\.activation_checkpointing = true, with which it fits"
     )
     with pytest.raises(ConfigError, match=said):
@@ -72,7 +72,7 @@ def test_each_gpu_is_filled_by_those_on_it() -> None:
             check_memory(GPU, SHAPE, replace(enough, gpus=gpus))
     both = int(trainer + generator)
     check_memory(SHARED, SHAPE, MachineMemory(host=1000 * GIB, gpus=(both + 1,)))
-    with pytest.raises(ConfigError, match=r"the trainer takes .* of cuda:0 beside generator-0 .* are there; "):
+    with pytest.raises(ConfigError, match=r"the trainer takes .* of cuda:0 next to generator-0 .* are there; "):
         check_memory(SHARED, SHAPE, MachineMemory(host=1000 * GIB, gpus=(both - 1,)))
 
 
@@ -115,7 +115,7 @@ def test_gpus_that_are_not_here_are_not_compared() -> None:
     assert [line.split()[0] for line in lines] == ["executor", "trainer", "generator-0", "cuda:0:", "cuda:1:", "this"]
     assert lines[3].endswith("GiB at least, and the free memory is not known")
     assert lines[5].endswith("GiB at least, and 1000.00 GiB are there")
-    assert "; of its host " in lines[1] and "more for keys and values where there is room" in lines[2]
+    assert "; of its host " in lines[1] and "more for keys and values if memory is free" in lines[2]
 
 
 def test_a_machine_that_is_not_here() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llamarl.config import ConfigError, RunConfig
-from llamarl.config.device import named_devices
+from llamarl.config.section import named_devices
 from llamarl.distributed import mesh
 from llamarl.run.placement import LocalPlacer, ranges
 

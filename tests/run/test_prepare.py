@@ -14,9 +14,10 @@ import pytest
 from llamarl.config import ConfigError
 from llamarl.config.schema import RunConfig
 from llamarl.models.shape import ModelShape, MoeShape
-from llamarl.observability.usage import MIN_FILES
-from llamarl.run import prepare as preparing
-from llamarl.run.prepare import check_cache, check_tensor_parallel, prepare
+from llamarl.observability.spans import MIN_FILES
+from llamarl.run import checks
+from llamarl.run.checks import check_cache, check_tensor_parallel
+from llamarl.run.prepare import check_parts, prepare
 from llamarl.sharding.tensor_parallel import tensor_parallel_box
 from tests.end_to_end.tiny import make_model
 
@@ -74,7 +75,7 @@ def test_experts_are_cut_by_columns_or_by_their_numbers(moe: MoeShape, num_ranks
 
 
 def test_vllm_does_not_serve_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "load_shape", lambda path: replace(shape(), family="qwen3_moe", moe=MOE))
+    monkeypatch.setattr(checks, "load_shape", lambda path: replace(shape(), family="qwen3_moe", moe=MOE))
     config = RunConfig.model_validate(
         {
             "model": {"path": "m"},
@@ -83,8 +84,8 @@ def test_vllm_does_not_serve_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
             "cluster": {"kind": "monarch"},
         }
     )
-    with pytest.raises(ConfigError, match="backend = 'vllm' does not record which experts of m each token went to"):
-        preparing.check_layout(config)
+    with pytest.raises(ConfigError, match="backend = 'vllm' does not record the experts of each token in m"):
+        checks.check_layout(config)
 
 
 @pytest.mark.parametrize("num_ranks", range(1, 9))
@@ -133,7 +134,10 @@ def test_evaluation_on_the_training_data_is_said(tmp_path: Path, first: int, is_
     ("rollout", "said"),
     [
         ({"temperature": 0.5}, None),
-        ({"top_p": 0.9}, "rollout.top_p = 0.9 with generator.backend = 'vllm': rollouts come from a cut distribution"),
+        (
+            {"top_p": 0.9},
+            "rollout.top_p = 0.9 with generator.backend = 'vllm': rollouts come from a truncated distribution",
+        ),
         ({"top_k": 20, "min_p": 0.1}, "rollout.top_k = 20, rollout.min_p = 0.1 with generator.backend"),
     ],
 )
@@ -143,10 +147,10 @@ def test_sampling_that_the_trainer_does_not_know_of_is_said(
     problems, model = {"train": {"name": "running_total", "count": 9}}, make_model(tmp_path / "model")
     settings = {"model": {"path": str(model)}, "data": problems, "rollout": rollout}
     native = prepare(RunConfig.model_validate(settings)).warnings
-    assert not any("cut distribution" in one for one in native), "its generators say what they left out"
+    assert not any("truncated distribution" in one for one in native), "its generators say what they left out"
     settings |= {"generator": {"backend": "vllm", "vllm": {"python": sys.executable}}}
-    _, warnings = preparing.check_layout(RunConfig.model_validate(settings))
-    cut = [one for one in warnings if "cut distribution" in one]
+    _, warnings = checks.check_layout(RunConfig.model_validate(settings))
+    cut = [one for one in warnings if "truncated distribution" in one]
     assert [one.startswith(said or "-") for one in cut] == [True] * (said is not None)
 
 
@@ -162,19 +166,19 @@ def test_sampling_that_the_trainer_does_not_know_of_is_said(
 def test_connections_that_a_process_could_not_open(
     settings: dict[str, dict[str, object]], needed: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparing.resource, "getrlimit", lambda _: (1024, 1024))
+    monkeypatch.setattr(checks.resource, "getrlimit", lambda _: (1024, 1024))
     config = RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "d"}} | settings)
     if needed is None:
-        preparing.check_files(config)
+        checks.check_files(config)
         return
-    with pytest.raises(ConfigError, match=f"may have {needed} files open, and this shell allows 1024: run ulimit"):
-        preparing.check_files(config)
+    with pytest.raises(ConfigError, match=f"may have {needed} open files, and this shell allows 1024: run ulimit"):
+        checks.check_files(config)
 
 
 def test_files_are_counted_before_a_run_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problems, model = {"train": {"name": "running_total", "count": 9}}, make_model(tmp_path / "model")
     config = RunConfig.model_validate({"model": {"path": str(model)}, "data": problems})
-    monkeypatch.setattr(preparing.resource, "getrlimit", lambda _: (MIN_FILES, MIN_FILES))
+    monkeypatch.setattr(checks.resource, "getrlimit", lambda _: (MIN_FILES, MIN_FILES))
     with pytest.raises(ConfigError, match=f"this shell allows {MIN_FILES}: run ulimit"):
         prepare(config)
 
@@ -186,7 +190,7 @@ def test_a_part_whose_import_does_not_end(tmp_path: Path, monkeypatch: pytest.Mo
     config = RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "d"}} | settings)
     outer = signal.setitimer(signal.ITIMER_REAL, 200.0)
     with pytest.raises(ConfigError, match=r"not imported and built after cluster.start_timeout_s = 0.2 s"):
-        preparing.check_parts(config)
+        check_parts(config)
     left_s, _ = signal.setitimer(signal.ITIMER_REAL, *outer)
     assert 100.0 < left_s < 200.0  # a limit of whoever is around this still holds
 
@@ -200,16 +204,16 @@ def test_moments_that_cannot_lie_so() -> None:
     problems = {"model": {"path": "m"}, "data": {"train": "d"}}
 
     def check(**trainer: Any) -> None:
-        preparing.check_moments(RunConfig.model_validate(problems | {"trainer": trainer}), shape)
+        checks.check_moments(RunConfig.model_validate(problems | {"trainer": trainer}), shape)
 
     check(moments="8bit", parallelism={"fsdp": 4})
     check(moments="float32", parallelism={"tp": 2})
     check(moments_on="host", device="cuda")
     with pytest.raises(ConfigError, match=r"tp = 2: a rank has 384 columns of the feed-forward output, and each 256"):
         check(moments="8bit", parallelism={"tp": 2})
-    with pytest.raises(ConfigError, match=r"moments_on = 'host' with trainer.device = 'cpu': they are there"):
+    with pytest.raises(ConfigError, match=r"moments_on = 'host' with trainer.device = 'cpu' has no effect"):
         check(moments_on="host")
     # A critic's moments are the trainer's in kind, and its layout is its own.
     values = {"trainer": {"moments": "8bit", "advantage": "gae"}, "critic": {"parallelism": {"tp": 2}}}
     with pytest.raises(ConfigError, match=r"8bit' with critic.parallelism.tp = 2: a rank has 384 .* use critic.para"):
-        preparing.check_models(RunConfig.model_validate(problems | values), shape)
+        checks.check_models(RunConfig.model_validate(problems | values), shape)

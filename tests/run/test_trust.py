@@ -14,8 +14,8 @@ import pytest
 import llamarl
 from llamarl.config import ConfigError, load_config, load_recorded, open_own
 from llamarl.observability.sinks import RowLog
-from llamarl.run import given
-from llamarl.run.given import reward_settings
+from llamarl.run import python_inputs
+from llamarl.run.python_inputs import reward_settings
 from llamarl.run.trust import check_trust, code_of, digests_of, recorded_digests, with_trusted
 from tests.end_to_end.tiny import llamarl_here, make_model, write_toml
 
@@ -99,7 +99,7 @@ def test_a_function_is_loaded_as_it_was_written(run: llamarl.api.RunRecord, monk
 
 def test_trust_takes_what_is_there(run: llamarl.api.RunRecord) -> None:
     file = Path(run.config.reward.parts[0].options["file"])
-    changed = given.pickled(lambda response: 5.0)
+    changed = python_inputs.pickled(lambda response: 5.0)
     file.write_bytes(changed)
     done = llamarl_here("train", "runs/tiny/config.toml", "--resume", "--trust", "--steps=2")
     assert done.returncode == 0, done.stderr

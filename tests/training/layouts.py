@@ -23,7 +23,7 @@ from llamarl.checkpoint.mirror import Mirror
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config import ConfigError
 from llamarl.config.errors import RanksLost
-from llamarl.config.trainer import LoraConfig, TrainerConfig
+from llamarl.config.roles import LoraConfig, TrainerConfig
 from llamarl.distributed.links import Rendezvous
 from llamarl.distributed.mesh import ALONE, CPU, RankMesh
 from llamarl.models import hf
@@ -58,7 +58,7 @@ YARN = YarnScaling(factor=4.0, original_max_position_embeddings=32)
 MISTRAL = SHAPE | {"family": "mistral", "tie_embeddings": False, "rope_scaling": YARN, "dtype": torch.float32}
 QWEN3 = SHAPE | {"family": "qwen3", "tie_embeddings": True, "dtype": torch.float32}
 QWEN2 = SHAPE | {"family": "qwen2", "tie_embeddings": True, "dtype": torch.float64}
-LIMIT_S = 15.0
+LIMIT_S = 8.0
 """Of one collective, where a rank hangs: much more than ranks are apart on a busy machine."""
 SEQUENCES = [np.arange(length, dtype=np.int32) + length for length in (9, 1, 4, 2)]
 

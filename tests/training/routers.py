@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
-from llamarl.config.trainer import TrainerConfig
+from llamarl.config.roles import TrainerConfig
 from llamarl.distributed.links import Rendezvous
 from llamarl.distributed.mesh import ALONE, CPU
 from llamarl.models.experts import Router

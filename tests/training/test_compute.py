@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.config import RunConfig
+from llamarl.config.roles import LoraConfig
 from llamarl.config.schema import TrainerConfig
-from llamarl.config.trainer import LoraConfig
 from llamarl.distributed.mesh import RankMesh
 from llamarl.kernels import half, ops, products
 from llamarl.models.lora import add_adapters

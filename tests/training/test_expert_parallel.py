@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.config.trainer import TrainerConfig
+from llamarl.config.roles import TrainerConfig
 from llamarl.models.hf import new_model, save_model
 from llamarl.models.shape import ModelShape, MoeShape
 from llamarl.types import RolloutGroup

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from llamarl.algorithms.losses.gspo import Gspo
-from llamarl.config.trainer import LoraConfig, TrainerConfig
+from llamarl.config.roles import LoraConfig, TrainerConfig
 from llamarl.distributed.mesh import ALONE
 from llamarl.models.hf import new_model, save_model
 from llamarl.models.shape import ModelShape

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
-from llamarl.config.trainer import LoraConfig, TrainerConfig
+from llamarl.config.roles import LoraConfig, TrainerConfig
 from llamarl.models.lora import A, B, adapted_weights, adapter_of, merged
 from llamarl.models.transformer import Transformer
 from llamarl.training.state import StateMismatch, load_training_state, training_state

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.checkpoint.store import export_checkpoint
-from llamarl.config.trainer import LoraConfig, TrainerConfig
+from llamarl.config.roles import LoraConfig, TrainerConfig
 from llamarl.distributed.mesh import CPU
 from llamarl.models.experts import route
 from llamarl.models.hf import load_model, save_model

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from llamarl.config.trainer import TrainerConfig
+from llamarl.config.roles import TrainerConfig
 from llamarl.distributed.mesh import ALONE
-from llamarl.executors.optimizing import OptimizingExecutor
+from llamarl.executors.trainer import OptimizingExecutor
 from llamarl.sharding.box import Box
 from llamarl.training import optimizer as optimizers
 from llamarl.training.optimizer import (

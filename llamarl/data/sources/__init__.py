@@ -1,4 +1,4 @@
-"""Family of prompt sources: where problems come from. A member has `__len__` and `__getitem__` -> `ProblemRow`."""
+"""Family of prompt sources. A member has `__len__` and `__getitem__`, which returns a `ProblemRow`."""
 
 from llamarl.data.sources._base import ProblemRow, ProblemSource, row_name
 

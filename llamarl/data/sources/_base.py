@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 ROW = "row "
-"""Begins the name of a row that came from Python, whose number follows, from 0; others are named by file and line."""
+"""Prefix of the name of a row from Python, before its number from 0. Other rows are named by file and line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,29 +19,29 @@ class ProblemRow:
     problem_id: str
     """Unique within its source, for example `gsm8k-train-00017`."""
     question: str
-    """Text of the problem, before a template; of a conversation, the last message's."""
+    """Text of the problem, before a template. For conversations: the last message."""
     answer: str
-    """The right answer, as a reward compares it; may be empty."""
+    """The right answer, as a reward compares it. May be empty."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Every other field of the row, unchanged."""
+    """All other fields of the row, unchanged."""
     messages: tuple[dict[str, Any], ...] = ()
-    """Conversation that ends with what is to be answered, `role` and `content` each; empty: `question` alone."""
+    """Conversation up to the message to answer, with `role` and `content` each. Empty means only `question`."""
     reply: dict[str, Any] | None = None
-    """Message of the assistant that the row ended with, which no prompt holds: what supervised training learns."""
+    """Last message of the row, by the assistant. It is not in prompts, and supervised training trains on it."""
 
     @property
     def name(self) -> str:
-        """The row in a sentence: by its id, or by its number where that id is of a file that nobody has named."""
+        """Name of the row in messages: its id, or its number if the id comes from an unnamed file."""
         return row_name(self.problem_id)
 
     @property
     def solution(self) -> str | None:
-        """A worked solution, where the row has one: what a supervised warm start learns."""
+        """Worked solution, on which a supervised warm start trains. None if the row has none."""
         return self.metadata.get("solution")
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Values that a prompt template may name."""
+        """Values that a prompt template may use."""
         asked = {"id": self.problem_id, "question": self.question, "prompt": self.question}
         return {"answer": self.answer} | self.metadata | asked  # `data.solution` may be a column `answer`
 
@@ -56,7 +56,7 @@ def row_name(problem_id: str) -> str:
 
 
 class ProblemSource(Protocol):
-    """A finite sequence of problems, the same each time it is read."""
+    """A finite sequence of problems, equal in each pass."""
 
     def __len__(self) -> int: ...
 
@@ -64,8 +64,8 @@ class ProblemSource(Protocol):
 
 
 def distinct(draw: Callable[[], tuple[str, T]], first: int, count: int) -> list[tuple[int, str, T]]:
-    """Index, question and making of questions `first` to `first + count - 1`, of the distinct ones in the order in
-    which they are drawn. Does not end where there are fewer."""
+    """Returns index, question and data of the distinct questions `first` to `first + count - 1`, in the order of
+    drawing. Does not end if there are fewer."""
     drawn = dict[str, T]()
     while len(drawn) < first + count:
         drawn.setdefault(*draw())

@@ -1,4 +1,4 @@
-"""Rows of tables -> problems: which column is what, ids, conversations, and what JSON cannot hold."""
+"""Turns rows of tables into problems: roles of columns, ids, conversations, and values that JSON lacks."""
 
 from __future__ import annotations
 
@@ -18,35 +18,36 @@ from llamarl.data.sources._base import ROW, ProblemRow
 
 Message = dict[str, Any]
 EXACT = 1e22
-"""Every power of ten below this is a float."""
+"""Powers of ten below this are exact floats."""
 
 
 @dataclass(kw_only=True)
 class Table:
     """Base of sources whose rows have columns, read at first use.
 
-    A column inside another is `outer.inner`. Columns of other types than JSON's are left out, which is told.
+    A nested column is `outer.inner`. Columns with types that JSON lacks are dropped, with a warning.
 
     Raises (at first use):
-        ConfigError: files are missing, empty or damaged, a column is missing or of a wrong type, an id comes twice.
+        ConfigError: a file is missing, empty or damaged, a column is missing or has a wrong type, or an id appears
+        twice.
     """
 
     limit: Annotated[int, Field(ge=0)] = 0
-    """Rows taken from the front; 0 takes all."""
+    """Number of rows from the start. 0 means all."""
     question: str = ""
-    """Column of the question; empty: `question`, or else `prompt`."""
+    """Column of the question. Empty means `question`, or else `prompt`."""
     answer: str | None = None
-    """Column of the right answer; left out: `answer`, or else the last message where that is the assistant's; empty:
-    rows have none."""
+    """Column of the right answer. Default: `answer`, or else the last message if it is the assistant's. Empty means
+    that rows have no answer."""
     id: str = ""
-    """Column of names of rows; empty: `id`, or else the file's name and the line or row."""
+    """Column of row names. Empty means `id`, or else the file's name and the line or row."""
     messages: str = ""
-    """Column of conversations, lists of `role` and `content`; empty: `messages`, or else `prompt`, where there is no
+    """Column of conversations, lists of `role` and `content`. Empty means `messages`, or else `prompt`, if there is no
     question."""
 
     def __post_init__(self) -> None:
         if self.question and self.messages:
-            raise ValueError("question and messages are both named; a row has one of them")
+            raise ValueError("question and messages are both set; a row has only one of them")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -56,11 +57,11 @@ class Table:
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """Columns that are in no row, and what they held."""
+        """Dropped columns, and the type of their values."""
         return self._read[1]
 
     def _located(self) -> Iterator[tuple[str, PlacedRow]]:
-        """Id, where a row has none of its own, and the row."""
+        """Yields a default id and the row."""
         raise NotImplementedError
 
     @property
@@ -77,8 +78,8 @@ class Table:
             row = self._row(_Fields(place, fields, tuple(fields), left_out), default_id)
             if row.problem_id in first_places:
                 raise ConfigError(
-                    f"{place}: id {row.problem_id!r} is already that of {first_places[row.problem_id]}; "
-                    "give each row its own `id`"
+                    f"{place}: id {row.problem_id!r} is also the id of {first_places[row.problem_id]}; "
+                    "give each row a different `id`"
                 )
             first_places[row.problem_id] = place
             rows.append(row)
@@ -105,13 +106,13 @@ class Table:
         )  # fmt: skip
 
     def _asked(self, fields: _Fields) -> tuple[str, tuple[Message, ...], Message | None]:
-        """The question, the conversation that ends with it (empty: it is alone), and the assistant's last message."""
+        """Returns question, conversation (empty if there is only the question), and the assistant's last message."""
         if self.messages:
             return fields.conversation(fields.named("messages", self.messages))
         if self.question:
             found = fields.named("question", self.question)
         else:
-            # A `prompt` stays among the metadata: a reward may need it as it was before a template.
+            # A `prompt` stays in the metadata: a reward may need it without the template.
             values = fields.values
             found = values.pop("question") if "question" in values else values.get("prompt", values.get("messages"))
         if isinstance(found, list) and found and all(isinstance(one, dict) for one in found):
@@ -123,8 +124,8 @@ class Table:
 
 
 def as_text(value: str | int | float) -> str:
-    """Text of an answer. A whole number is written without a decimal point, although it may have come as a float, as
-    from an integer column with a gap."""
+    """Returns the text of an answer. Whole floats are written without a decimal point: an integer column with gaps is
+    read as floats."""
     if isinstance(value, float) and value % 1 == 0 and abs(value) < EXACT:
         return str(int(value))
     return str(value)
@@ -135,18 +136,18 @@ class _Fields(NamedTuple):
 
     place: str
     values: dict[str, Any]
-    """Columns that no field of the problem has taken."""
+    """Columns that are not used by the problem."""
     columns: tuple[str, ...]
-    """Names of all columns, taken ones too."""
+    """Names of all columns, including used ones."""
     left_out: Mapping[str, str]
 
     def error(self, said: str) -> ConfigError:
-        """Sentence about this row, with what it has instead."""
+        """Returns an error about this row that lists its columns."""
         lost = "".join(f"; `{name}` holds {kind}, which is not a JSON value" for name, kind in self.left_out.items())
         return ConfigError(f"{self.place}: {said}; its columns are {', '.join(self.columns) or 'none'}{lost}")
 
     def named(self, option: str, column: str) -> Any:
-        """The value of a column that the settings name. Raises ConfigError: there is none."""
+        """Returns the value of a column that the settings name. Raises ConfigError if there is none."""
         found: Any = self.values
         for name in [column] if column in self.values else column.split("."):
             if not isinstance(found, dict) or name not in found:
@@ -155,7 +156,7 @@ class _Fields(NamedTuple):
         return found
 
     def conversation(self, given: Any) -> tuple[str, tuple[Message, ...], Message | None]:
-        """Question, conversation and reply, from a list of messages, or JSON of one. Raises ConfigError."""
+        """Returns question, conversation and reply of a list of messages, or of its JSON text. Raises ConfigError."""
         if isinstance(given, str):
             try:
                 given = parse_json(given)
@@ -170,12 +171,14 @@ class _Fields(NamedTuple):
                 raise self.error(f"message {number + 1} needs `role` and `content`, both text")
         reply = messages.pop() if messages and messages[-1]["role"] == "assistant" else None
         if not messages or messages[-1]["role"] in ("assistant", "system"):
-            raise self.error("the messages hold nothing to answer; they end with a user's, or with the answer to one")
+            raise self.error(
+                "the conversation has nothing to answer; end it with a user's message, or with the reply to one"
+            )
         return messages[-1]["content"], tuple(messages), reply
 
 
 def _message(given: Message) -> Message:
-    """One as templates want it, which ask whether there is a key: without those that Parquet has from other rows."""
+    """Returns a message without null values, which Parquet adds. Templates test whether a key exists."""
     message = {key: value for key, value in given.items() if value is not None}
     if isinstance(calls := message.get("tool_calls"), list):
         message["tool_calls"] = [_call(one) for one in calls]
@@ -183,11 +186,11 @@ def _message(given: Message) -> Message:
 
 
 def _call(given: Any) -> Any:
-    """A tool's, with arguments as an object, which templates write as JSON; they may be the text of one."""
+    """Returns a tool call with its arguments as an object, which templates write as JSON. They may be JSON text."""
     call = _without_nulls(given)
     function = call.get("function", call) if isinstance(call, dict) else None
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-        with suppress(ValueError, RecursionError):  # what is no JSON stays as the assistant wrote it
+        with suppress(ValueError, RecursionError):  # arguments that are not JSON stay as text
             function["arguments"] = parse_json(function["arguments"])
     return call
 
@@ -203,14 +206,14 @@ def _without_nulls(given: Any) -> Any:
 def of_files(
     paths: str | tuple[str, ...], read: Callable[[Path], Iterator[PlacedRow]], stem_of: Callable[[str], str]
 ) -> Iterator[tuple[str, PlacedRow]]:
-    """Rows of local files in turn, with ids of a file's stem and the line or row; of its path, where files have one
-    stem. Raises ConfigError."""
+    """Yields the rows of local files in turn, with ids made of the file's stem and the line or row, or of its path if
+    two files share a stem. Raises ConfigError."""
     paths = (paths,) if isinstance(paths, str) else paths
     if not paths:
-        raise ConfigError("path = [] names no file of rows; give at least one")
+        raise ConfigError("path = [] names no file; give at least one")
     files = [Path(path).resolve() for path in paths]
     if twice := [path for path, file in zip(paths, files, strict=True) if files.count(file) > 1]:
-        raise ConfigError(f"path names {twice[0]} twice, so its rows would come twice; name each file once")
+        raise ConfigError(f"path names {twice[0]} twice, so its rows would appear twice; name each file once")
     stems = [stem_of(path) for path in paths]
     for path, prefix in zip(paths, stems if len(set(stems)) == len(stems) else paths, strict=True):
         is_given = Path(path).parent.name == GIVEN

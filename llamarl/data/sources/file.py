@@ -1,4 +1,4 @@
-"""Problems from files of rows, by their suffix: .jsonl, .json, .csv, .tsv and .parquet."""
+"""Problems from files, read by suffix: .jsonl, .json, .csv, .tsv and .parquet."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from llamarl.data.sources._table import Table, of_files
 
 @dataclass(kw_only=True)
 class File(Table):
-    """Rows of one file, or of several in turn, of which each may have another suffix."""
+    """Rows of one file, or of several in turn, which may have different suffixes."""
 
     path: FilePath | tuple[FilePath, ...]
-    """File or files; relative paths start at the working folder. Those of text may end in .gz."""
+    """File or files. Relative paths start at the working folder. Text files may end in .gz."""
 
     def _located(self) -> Iterator[tuple[str, PlacedRow]]:
         return of_files(self.path, read_file, stem)

@@ -1,4 +1,4 @@
-"""Problems from JSON Lines files: one object per line with `question` (or `prompt`), `answer` and, if wished, `id`."""
+"""Problems from JSON Lines files: one object per line with `question` (or `prompt`), `answer` and optionally `id`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from llamarl.data.sources._table import Table, of_files
 
 @dataclass(kw_only=True)
 class Jsonl(Table):
-    """Rows of one file, or of several in turn, whatever their suffix."""
+    """Rows of one file, or of several in turn, with any suffix."""
 
     path: FilePath | tuple[FilePath, ...]
-    """File or files; relative paths start at the working folder."""
+    """File or files. Relative paths start at the working folder."""
 
     def _located(self) -> Iterator[tuple[str, PlacedRow]]:
         return of_files(self.path, read_jsonl, lambda path: Path(path).stem)

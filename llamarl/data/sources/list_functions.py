@@ -8,8 +8,8 @@
         x = x[::-1]
         return x
 
-`error_rate` makes a teacher that often takes one thing for another ("keep even" for "keep odd"), so that a model
-trained on `solution` writes programs that run, and are often wrong in a way that their tests see.
+`error_rate` makes a teacher that confuses steps ("keep even" and "keep odd"). A model trained on `solution` writes
+programs that run and are often wrong, in a way that their tests detect.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Numbers = list[int]
 class _Op(NamedTuple):
     right: str
     wrong: str
-    """Code of the mistake that the teacher makes in its place."""
+    """Code of the teacher's mistake."""
     apply: Callable[[Numbers, int], Numbers]
 
 
@@ -53,17 +53,17 @@ MOST_STEPS, NUM_TESTS = 3, 4
 
 @dataclass
 class ListFunctions:
-    """Problems `first` to `first + count - 1` of the seed's sequence; all are distinct, so ranges that do not overlap
-    share no question."""
+    """Problems `first` to `first + count - 1` of the seed's sequence. All problems are distinct, so ranges that do not
+    overlap share no question."""
 
     count: Annotated[int, Field(ge=1)]
     """Number of problems."""
     first: Annotated[int, Field(ge=0)] = 0
-    """Index of the first problem; train and held-out problems are different ranges of one seed."""
+    """Index of the first problem. Use different ranges of one seed for training and held-out problems."""
     error_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Probability that a step is mistaken in `solution`; the tests are always right."""
+    """Probability that a step is wrong in `solution`. Tests are always right."""
     seed: int = 0
-    """Names the sequence of problems."""
+    """Selects the sequence of problems."""
 
     def __len__(self) -> int:
         return self.count

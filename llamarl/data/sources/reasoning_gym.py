@@ -1,4 +1,4 @@
-"""Problems of reasoning-gym: a hundred families of puzzles, made as they are asked for, with a verifier each."""
+"""Problems of reasoning-gym: a hundred families of generated puzzles, each with a verifier."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from llamarl.rewards._reasoning_gym import problems
 
 @dataclass
 class ReasoningGym:
-    """Problems `first` to `first + count - 1` of a family and a seed; the reward `reasoning_gym` verifies answers.
+    """Problems `first` to `first + count - 1` of a family and a seed. The reward `reasoning_gym` verifies answers.
 
     Raises (at first use):
-        ConfigError: the package is not installed, or it does not know the family or one of its options.
+        ConfigError: the package is not installed, or does not know the family or an option.
     """
 
     family: str
@@ -27,9 +27,9 @@ class ReasoningGym:
     count: Annotated[int, Field(ge=1)]
     """Number of problems."""
     first: Annotated[int, Field(ge=0)] = 0
-    """Index of the first problem; train and held-out problems are different ranges of one seed."""
+    """Index of the first problem. Use different ranges of one seed for training and held-out problems."""
     seed: int = 0
-    """Names the sequence of problems."""
+    """Selects the sequence of problems."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the family, such as its difficulty."""
 
@@ -46,7 +46,7 @@ class ReasoningGym:
             problem_id=f"{self.family}-{self.seed}-{number}",
             question=entry["question"],
             answer="" if answer is None else str(answer),
-            # What the verifier reads, as text: every other field of a row may go through JSON and back.
+            # Text for the verifier: all fields of a row may go through JSON and back.
             metadata={"family": self.family, "entry": json.dumps(entry, default=str)},
         )
 

@@ -1,12 +1,12 @@
-"""A demo task that a tiny model learns on two cores: a worded running total, solved line by line.
+"""A demo task that a tiny model learns on two cores: a running total in words, solved line by line.
 
     Leo has 17 coins: a+5 b+3. How many coins now?
 
     a:17+5=22 b:22+3=25
     #### 25
 
-`error_rate` makes a teacher that forgets to carry ("a:17+5=12"), so that a model trained on `solution` is fluent and
-often wrong, in a way that a reward for the right `answer` corrects.
+`error_rate` makes a teacher that forgets to carry ("a:17+5=12"). A model trained on `solution` is fluent and often
+wrong, in a way that a reward for the right `answer` corrects.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ NAMES = ("Leo", "Mia", "Ann", "Ben", "Eva", "Tom", "Zoe", "Max", "Ida", "Sam", "
 ITEMS = ("coins", "cards", "books", "shells", "apples", "stamps", "stones", "pens")
 LABELS = "abcdefghijklmno"
 MEAN_LINES = 3.3
-"""Scale of the exponential that is rounded to a number of lines, so a few problems are stragglers."""
+"""Scale of the exponential distribution of the number of lines, so that a few problems are long."""
 
 
 @dataclass
 class RunningTotal:
     """Problems `first` to `first + count - 1` of the seed's sequence.
 
-    Problem i is the i-th *distinct* question that the seed draws: ranges that do not overlap share no question, and a
-    range is the same whatever else is read. The price: all problems before `first` are drawn too (60,000 per second),
-    and the 23,040 problems of one line run out, so later ranges are longer and harder. Keep ranges below about 40,000.
+    Problem i is the i-th *distinct* question that the seed draws. Ranges that do not overlap share no question, and a
+    range does not depend on other ranges. All problems before `first` are drawn as well (60,000 per second). The 23,040
+    problems of one line run out, so later ranges are longer and harder. Keep ranges below about 40,000.
     """
 
     count: Annotated[int, Field(ge=1, le=500_000)]
     """Number of problems."""
     first: Annotated[int, Field(ge=0, le=500_000)] = 0
-    """Index of the first problem; train and held-out problems are different ranges of one seed."""
+    """Index of the first problem. Use different ranges of one seed for training and held-out problems."""
     error_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Probability that a carry is forgotten in `solution`; `answer` is always right."""
+    """Probability that a carry is forgotten in `solution`. `answer` is always right."""
     largest_gain: Annotated[int, Field(ge=9, le=99)] = 9
-    """Largest gain of one line; above 9 the numbers have two digits, and the total up to three."""
+    """Largest gain of one line. Above 9, numbers have two digits, and the total up to three."""
     ask_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the lines of `solution` that ask a calculator, as in "a:17+5?=22"."""
     seed: int = 0
-    """Names the sequence of problems."""
+    """Selects the sequence of problems."""
 
     def __len__(self) -> int:
         return self.count
@@ -79,7 +79,7 @@ class RunningTotal:
 
 
 def _draw_numbers(rng: random.Random, largest: int) -> tuple[int, list[int]]:
-    """A start of 10-29 and gains up to `largest`, with a total below 100, or below 1000 where gains are above 9."""
+    """Draws a start of 10-29 and gains up to `largest`, with a total below 100, or below 1000 for gains above 9."""
     while True:
         num_lines = max(1, round(rng.expovariate(1 / MEAN_LINES)))
         start, gains = rng.randint(10, 29), [rng.randint(1, largest) for _ in range(num_lines)]

@@ -20,7 +20,7 @@ from llamarl.types import GenerationRequest, Rollout, SamplingParams
 
 if TYPE_CHECKING:
     from llamarl.generation.backend import RolloutEngine
-    from llamarl.run.asked import AskedModel
+    from llamarl.run.models import AskedModel
 
 BASE = {"model": {"path": ""}, "data": {"train": "jsonl"}, "eval": {"temperature": 1.0}}
 """Settings of who asks for answers alone: samples are drawn."""
@@ -98,7 +98,7 @@ def _requests(
 @contextmanager
 def open_engine(config: RunConfig) -> Iterator[RolloutEngine]:
     """An engine in this process, or a `Fleet` where several are asked for. Raises ConfigError, ExecutorError."""
-    from llamarl.executors.backends import open_native
+    from llamarl.executors.generator import open_native
     from llamarl.parts.answers.fleet import Fleet
 
     generator = config.generator.model_copy(update={"router_replay": False})  # nobody learns from it

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llamarl.controller.evaluation import EvalResult, judged
-from llamarl.observability.formats import plain
-from llamarl.observability.intervals import ERRORS_95
-from llamarl.observability.metrics import Row, finite
+from llamarl.observability.metrics import ERRORS_95, Row, finite, plain
 from llamarl.types import RolloutGroup
 
 

@@ -25,11 +25,9 @@ from llamarl.models.folder import load_shape
 from llamarl.observability.metrics import held_out, unjudged
 from llamarl.observability.screen import NullScreen, print_to
 from llamarl.observability.sinks import MetricsLog
-from llamarl.run.assembly import assembled
-from llamarl.run.executors import GeneratorSpecs, reward_spec, spawn_all
-from llamarl.run.held_out import load_held_out
+from llamarl.run.executors import GeneratorSpecs, assembled, reward_spec, spawn_all
 from llamarl.run.placement import LocalPlacer
-from llamarl.run.prepare import train_prompts
+from llamarl.run.prepare import load_held_out, train_prompts
 from llamarl.types import RolloutGroup
 
 

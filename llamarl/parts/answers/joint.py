@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.observability.screen import print_to
-from llamarl.observability.stages import told_of_delay
+from llamarl.observability.spans import report_delays
 from llamarl.parts.answers.answering import PromptRun, open_engine, prompt_tables, row_of
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ Tables = dict[str, Any]
 
 def answered(model: str, prompts: Sequence[str], chat: bool, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Rows of responses to `llamarl.generate`, in the order in which they finish. Raises ConfigError, ExecutorError."""
-    from llamarl.run.asked import asked_model
+    from llamarl.run.models import asked_model
 
     with ExitStack() as opened:
-        with told_of_delay("", "starting the engine"):
+        with report_delays("", "starting the engine"):
             asked = opened.enter_context(asked_model(model, "model", command="llamarl"))
             answers = PromptRun(load_config(prompt_tables(asked), settings=settings), prompts, chat=chat)
             print_to(sys.stderr, answers.first_prompt)
@@ -52,7 +52,7 @@ def evaluated(
     from llamarl.controller.supervision import Interrupted
     from llamarl.parts.answers.evaluate import evaluate_checkpoint, response_rows, tell_invalid
     from llamarl.parts.answers.scored import completed, ready, settings_for, with_code_of
-    from llamarl.run.asked import asked_model
+    from llamarl.run.models import asked_model
 
     with asked_model(model, "model", command="llamarl") as asked:
         is_own = run is None
@@ -63,7 +63,7 @@ def evaluated(
             raise ConfigError("there are no problems: give `data`, or a `config` with data.eval")
         if is_own and asked.run is not None and asked.place is not None:
             config = with_code_of(asked.run, asked.place, config, "llamarl.evaluate", is_trusted=trust)
-        config = ready(config, run, place, "llamarl", partial(told_of_delay, ""))
+        config = ready(config, run, place, "llamarl", partial(report_delays, ""))
         try:
             results = evaluate_checkpoint(config, lambda done, total: None, partial(print_to, sys.stderr))
         except Interrupted as error:

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from llamarl.config import ConfigError, RunConfig, from_home
 from llamarl.config.data import EvalConfig
 from llamarl.data.prompts import open_tokenizer, settled
-from llamarl.run.asked import OF_GENERATOR
-from llamarl.run.begin import Delays
-from llamarl.run.names import named, resolved
+from llamarl.run.hub_pins import named, resolved
+from llamarl.run.models import OF_GENERATOR
+from llamarl.run.prepare import Delays
 from llamarl.run.trust import check_trust, code_of, with_trusted
 
 EVERY_PROMPT = 1 << 30

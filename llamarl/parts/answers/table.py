@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llamarl.observability.formats import ABSENT, duration, number, percent, plain
-from llamarl.observability.metrics import EvalMetrics, unjudged
+from llamarl.observability.metrics import ABSENT, EvalMetrics, duration, number, percent, plain, unjudged
 from llamarl.observability.screen import interval
 
 

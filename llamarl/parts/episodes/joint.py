@@ -12,7 +12,7 @@ from llamarl.parts.episodes.episodes import open_turns
 from llamarl.parts.episodes.gateway._worker import find_agent
 from llamarl.run.executors import executor_spec
 from llamarl.run.placement import models_in_use
-from llamarl.run.sources import of_source
+from llamarl.run.prepare import errors_name_source
 
 __all__ = ["build_environment", "check", "open_turns", "spec"]
 
@@ -21,7 +21,7 @@ def check(config: RunConfig) -> None:
     """Whether environment or agent can be had and work with the other settings. Raises ConfigError."""
     rollout = config.rollout
     for label, one in config.by_source.items():
-        with of_source(label):
+        with errors_name_source(label):
             tools_of(one.rollout.environment)
     if rollout.agent is None:
         return

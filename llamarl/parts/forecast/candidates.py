@@ -9,12 +9,11 @@ from typing import Self
 import numpy as np
 
 from llamarl.config import ConfigError
-from llamarl.config.trainer import ParallelismConfig
+from llamarl.config.roles import ParallelismConfig
 from llamarl.models.sizes import uneven_parts
 from llamarl.parts.forecast.hardware import Pool
 from llamarl.parts.forecast.request import PlanRequest, Rules, precisions
-from llamarl.run.mixtures import check_mixture_layout
-from llamarl.run.prepare import uneven_experts
+from llamarl.run.checks import check_mixture_layout, uneven_experts
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 """Tokens of a microbatch, in longest samples."""

@@ -11,7 +11,7 @@ from typing import Any
 from llamarl.config import ConfigError
 from llamarl.config.errors import one_of
 from llamarl.config.hub import HubName, hub_name, of_hub_anyway, open_hub
-from llamarl.config.path import near_path
+from llamarl.config.section import near_path
 from llamarl.data.files import read_file, suffix
 
 SAMPLED = 64

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llamarl.config import ConfigError, RunConfig, validated
-from llamarl.config.trainer import ATTENTION, LoraConfig, TrainerConfig
+from llamarl.config.roles import ATTENTION, LoraConfig, TrainerConfig
 from llamarl.models.fit import GIB, RankMemory, holdings
-from llamarl.observability.usage import available_bytes
+from llamarl.observability.spans import available_bytes
 from llamarl.parts.forecast.constants import OF_CORES
 from llamarl.parts.forecast.feasibility import plans
 from llamarl.parts.forecast.hardware import CPU, GPUS, Gpu, Pool

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from llamarl.config import ConfigError, RunConfig, load_recorded
-from llamarl.config.path import not_a_run
+from llamarl.config.section import not_a_run
 from llamarl.observability.files import read_run_rows
 from llamarl.observability.spans import Span
 from llamarl.run.rollouts import rollout_rows

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.observability.accounting import role_of
 from llamarl.observability.files import write_atomically
-from llamarl.observability.formats import duration, number, percent
+from llamarl.observability.metrics import duration, number, percent
+from llamarl.observability.report import role_of
 from llamarl.observability.spans import Span
 from llamarl.parts.forecast.hardware import Pool
 from llamarl.parts.forecast.plan import Plan

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from llamarl.config import ConfigError, RunConfig
+from llamarl.config.roles import ATTENTION, LoraConfig, TrainerConfig
 from llamarl.config.schema import DataConfig, RolloutConfig
-from llamarl.config.trainer import ATTENTION, LoraConfig, TrainerConfig
 from llamarl.models.memory import MOMENTS_BYTES, WIDTHS
 from llamarl.models.sizes import adapter_parameters
 from llamarl.parts.forecast.constants import Constants

@@ -12,7 +12,7 @@ from typing import Any
 from llamarl.config import ConfigError, RunConfig, did_you_mean, load_sft_config, read_json
 from llamarl.config.errors import one_of
 from llamarl.config.hub import OF_MODELS, hub_name, open_hub
-from llamarl.config.path import near_path
+from llamarl.config.section import near_path
 from llamarl.models.refused import OTHERS, refusal
 from llamarl.models.shape import ModelShape
 from llamarl.models.sizes import DecoderSizes, MoeShape

@@ -21,7 +21,7 @@ from llamarl.cluster.monarch import (
     attach_to_workers,
     bootstrap_command,
 )
-from llamarl.config.device import ADDRESS, WEIGHTS_ADDRESS
+from llamarl.config.section import ADDRESS, WEIGHTS_ADDRESS
 from llamarl.observability.spans import Span
 from llamarl.parts.hosts.registry import Host, Registry
 

@@ -12,8 +12,7 @@ from typing import cast
 
 from llamarl.cluster.api import HostShare
 from llamarl.config import ConfigError, RunConfig
-from llamarl.config.roles import CriticConfig
-from llamarl.config.trainer import ParallelismConfig, TrainerConfig
+from llamarl.config.roles import CriticConfig, ParallelismConfig, TrainerConfig
 from llamarl.parts.hosts.registry import Host
 from llamarl.run.placement import Assignment, Assignments, Placer, WantedExecutor, wanted_generator
 

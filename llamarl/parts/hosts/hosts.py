@@ -18,12 +18,12 @@ from llamarl.controller.controller import Controller
 from llamarl.controller.ports import OptimizingPort
 from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
-from llamarl.observability.accounting import role_of
+from llamarl.observability.report import role_of
 from llamarl.parts.hosts.certificates import check_controller
 from llamarl.parts.hosts.home import BLAST_S, BROKEN
 from llamarl.parts.hosts.hosting import HostPlacer
 from llamarl.parts.hosts.registry import Host, Registry
-from llamarl.run.names import named
+from llamarl.run.hub_pins import named
 from llamarl.run.placement import models_in_use
 
 WIRE_BYTES = 256 << 20

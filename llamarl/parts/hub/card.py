@@ -10,7 +10,7 @@ import llamarl
 from llamarl.config import Ref, RunConfig
 from llamarl.config.hub import HubName
 from llamarl.observability.files import read_run_rows
-from llamarl.run.names import commits_of, named
+from llamarl.run.hub_pins import commits_of, named
 
 MARK = "<!-- Written by llamarl. While this line stays, the next push writes the card anew. -->"
 

@@ -11,8 +11,7 @@ from operator import itemgetter
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from llamarl.observability.formats import counted, number, percent, plain
-from llamarl.observability.metrics import SOURCES, accuracy_error, held_out, unjudged
+from llamarl.observability.metrics import SOURCES, accuracy_error, counted, held_out, number, percent, plain, unjudged
 from llamarl.parts.page.headline import fall_errors
 from llamarl.parts.page.run_data import RunData
 from llamarl.parts.page.trend import PART, Ends, ends

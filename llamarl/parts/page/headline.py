@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any, Literal
 
-from llamarl.observability.formats import counted, duration, number, percent, plain
-from llamarl.observability.metrics import accuracy_error
+from llamarl.observability.metrics import accuracy_error, counted, duration, number, percent, plain
 from llamarl.parts.page.run_data import RunData
 from llamarl.parts.page.trend import ends
 

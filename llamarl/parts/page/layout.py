@@ -14,9 +14,18 @@ from textwrap import wrap
 from rich.cells import cell_len, chop_cells
 from rich.text import Text
 
-from llamarl.observability.formats import duration, last_question, number, percent, plain, remaining_s
-from llamarl.observability.metrics import EvalMetrics, StepMetrics, of_sources
-from llamarl.observability.view import CompletionView, ExecutorView, RunInfo, RunView
+from llamarl.observability.metrics import (
+    EvalMetrics,
+    StepMetrics,
+    duration,
+    last_question,
+    number,
+    of_sources,
+    percent,
+    plain,
+    remaining_s,
+)
+from llamarl.observability.screen import CompletionView, ExecutorView, RunInfo, RunView
 from llamarl.parts.page.chart import chart
 
 ACCENT, DIM, GOOD, WARN, BAD = "cyan", "dim", "green", "yellow", "red"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.observability.formats import counted, last_question
+from llamarl.observability.metrics import counted, last_question
 from llamarl.parts.page.follow import CHUNK_ROWS, RowOffset, RowReader
 from llamarl.parts.page.run_data import LARGEST
 from llamarl.run.folder import RunFolder

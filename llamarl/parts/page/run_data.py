@@ -17,9 +17,8 @@ from typing import Any
 
 from llamarl.config import ConfigError, RunConfig, load_recorded, open_file
 from llamarl.config.load import flat_settings
-from llamarl.observability.accounting import WORK_KINDS
-from llamarl.observability.formats import duration
-from llamarl.observability.metrics import FORMER_NAMES
+from llamarl.observability.metrics import FORMER_NAMES, duration
+from llamarl.observability.report import WORK_KINDS
 from llamarl.observability.spans import AWAY, Span, SpanTable, merged
 from llamarl.parts.page.follow import RowReader
 

@@ -16,9 +16,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from llamarl.observability.screen import Screen, print_to
+from llamarl.observability.screen import RunInfo, RunView, Screen, print_to
 from llamarl.observability.spans import now_s
-from llamarl.observability.view import RunInfo, RunView
 from llamarl.parts.page.layout import Board, PhaseView, frame
 
 REFRESH_PER_S = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from llamarl.observability.accounting import role_of
+from llamarl.observability.report import role_of
 from llamarl.observability.spans import Span, merged
 
 Intervals = Sequence[tuple[float, float]]

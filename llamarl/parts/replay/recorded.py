@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from llamarl.config import ConfigError
-from llamarl.observability.events import machine
 from llamarl.observability.files import code_fingerprint, read_run_rows
 from llamarl.observability.metrics import flat
+from llamarl.observability.sinks import machine
 from llamarl.run.folder import RunFolder
 from llamarl.run.rollouts import TrainedStep, TrainedSteps, file_steps
 from llamarl.training.result import PolicyStepResult

@@ -31,8 +31,7 @@ from llamarl.executors.replies import ControllerState
 from llamarl.journal.reader import JournalReader
 from llamarl.parts.replay.recorded import Diverged, first_difference, first_tensor, other_machine
 from llamarl.parts.replay.replayed import Difference, Replayed
-from llamarl.run.assembly import supervised
-from llamarl.run.executors import GeneratorSpecs, RunSpecs, spawn_all
+from llamarl.run.executors import GeneratorSpecs, RunSpecs, spawn_all, supervised
 from llamarl.run.folder import RunFolder
 from llamarl.run.journal import open_journal
 from llamarl.run.placement import LocalPlacer, models_in_use

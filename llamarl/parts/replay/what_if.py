@@ -11,11 +11,9 @@ from llamarl.controller.flight import Flight, Replicas
 from llamarl.controller.progress import Progress
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.telemetry import Telemetry
-from llamarl.observability.events import EventLog, RecordedScreen, start_of_run
-from llamarl.observability.formats import counted
-from llamarl.observability.metrics import UpdateMetrics
+from llamarl.observability.metrics import UpdateMetrics, counted
 from llamarl.observability.screen import NullScreen
-from llamarl.observability.sinks import MetricsLog
+from llamarl.observability.sinks import EventLog, MetricsLog, RecordedScreen, start_of_run
 from llamarl.parts.replay.replay import ReplayRequest, replay
 from llamarl.run.folder import RunFolder, prepare_run_folder
 from llamarl.run.journal import open_journal

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from llamarl.config import RunConfig
 from llamarl.distributed.links import Rendezvous
-from llamarl.executors.optimizing import OptimizingExecutor
+from llamarl.executors.trainer import OptimizingExecutor
 from llamarl.parts.sft.supervised import Supervised
 from llamarl.training.meter import device_seconds, peak_flops, rates
 from llamarl.training.result import NonFiniteStep, StepResult

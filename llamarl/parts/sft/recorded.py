@@ -8,9 +8,9 @@ from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 from llamarl.controller.supervision import Interrupted
-from llamarl.observability.events import EventLog, start_of_run
 from llamarl.observability.files import write_atomically
 from llamarl.observability.metrics import finite
+from llamarl.observability.sinks import EventLog, start_of_run
 from llamarl.observability.spans import now_s
 from llamarl.run.folder import RunFolder
 

@@ -25,14 +25,11 @@ from llamarl.models.tensors import check_weights
 from llamarl.observability.sinks import MetricsLog
 from llamarl.parts.sft.documents import num_tokens, reply_of, to_conversation, to_documents
 from llamarl.parts.sft.recorded import SftRecord, recorded
-from llamarl.run.assembly import WIND_DOWN_S, nothing_to_resume, supervised
+from llamarl.run.checks import check_moments, check_parallelism, check_training
 from llamarl.run.copying import CheckpointCopier
-from llamarl.run.executors import executor_spec, spawn_all
+from llamarl.run.executors import WIND_DOWN_S, executor_spec, nothing_to_resume, spawn_all, supervised
 from llamarl.run.folder import RunFolder
-from llamarl.run.machines import Machines, open_machines
-from llamarl.run.mixtures import check_training
-from llamarl.run.placement import LocalPlacer
-from llamarl.run.prepare import check_moments, check_parallelism
+from llamarl.run.placement import LocalPlacer, Machines, open_machines
 from llamarl.types import SampleGroup
 
 Progress = Callable[[int, dict[str, float]], None]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from llamarl.config.trainer import TrainerConfig
+from llamarl.config.roles import TrainerConfig
 from llamarl.distributed.mesh import ALONE, RankMesh
 from llamarl.models.experts import Router
 from llamarl.models.transformer import Transformer

@@ -17,8 +17,8 @@ import torch
 
 from llamarl.config.errors import ConfigError, did_you_mean
 from llamarl.config.ref import Ref, build
+from llamarl.config.roles import TrainerConfig
 from llamarl.config.sft import SftConfig, ShapeConfig
-from llamarl.config.trainer import TrainerConfig
 from llamarl.data.prompts import SOURCES, left_out, render_text
 from llamarl.data.sources import ProblemSource
 from llamarl.data.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ from llamarl.parts.sft.bpe import train_byte_bpe
 from llamarl.parts.sft.documents import filled, num_tokens, reply_of, to_documents
 from llamarl.parts.sft.muon import Muon
 from llamarl.parts.sft.supervised import Supervised
-from llamarl.run.names import resolved_data
+from llamarl.run.hub_pins import resolved_data
 from llamarl.sharding.tensor_parallel import is_router
 from llamarl.training.base_model import RECORD_FILE, settings_hash
 from llamarl.types import SampleGroup

@@ -11,7 +11,7 @@ from llamarl.config.hub import folder_of
 from llamarl.parts.vllm.server import VllmFailed, VllmSettings, check_python
 
 if TYPE_CHECKING:
-    from llamarl.executors.backends import OpenedEngine
+    from llamarl.executors.generator import OpenedEngine
 
 START_SHARE = 0.8
 """Share of an executor's longest wait that vLLM has; the rest is for its process, and to hear why it did not start."""
@@ -53,8 +53,10 @@ def open_engine(model_path: str, settings: VllmSettings, delta: bool) -> OpenedE
     Raises:
         ConfigError: vLLM does not start, or does not serve this model.
     """
-    from llamarl.executors.adoption import Adopter  # with torch, which the controller does without
-    from llamarl.executors.backends import OpenedEngine
+    from llamarl.executors.generator import (
+        Adopter,  # with torch, which the controller does without
+        OpenedEngine,
+    )
     from llamarl.parts.vllm.engine import VllmEngine
 
     try:

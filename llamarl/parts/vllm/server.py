@@ -18,10 +18,10 @@ from typing import Any, Literal, NoReturn
 import llamarl
 from llamarl.child import Child
 from llamarl.config import ConfigError, open_own
-from llamarl.config.device import PLACED, named_devices
 from llamarl.config.ref import may_run
+from llamarl.config.section import PLACED, named_devices
 from llamarl.models.folder import load_shape
-from llamarl.observability.stages import stage
+from llamarl.observability.spans import stage
 from llamarl.parts.vllm import plugin as vllm_plugin
 
 CONTROL_TIMEOUT_S = 120.0

@@ -98,7 +98,7 @@ def test_a_question_comes_before_messages_unless_those_are_named(tmp_path: Path)
     (as_text,), (as_chat,) = Jsonl(path=path), Jsonl(path=path, messages="messages")
     assert (as_text.question, as_text.messages, as_text.metadata["prompt"]) == ("p", (), "p")
     assert (as_chat.question, as_chat.messages) == ("1+1?", (USER,))
-    with pytest.raises(ConfigError, match="question and messages are both named; a row has one of them"):
+    with pytest.raises(ConfigError, match="question and messages are both set"):
         build(Ref(name="file", path=path, question="prompt", messages="messages"), "llamarl.data.sources", "data.train")
 
 
@@ -156,10 +156,10 @@ def test_calls_have_no_arguments_of_those_in_other_rows(tmp_path: Path) -> None:
         ({"question": "x", "b": [1]}, {"answer": "b"}, ":1: `answer` is missing or not text or a number"),
         ({"m": "no JSON"}, {"messages": "m"}, ":1: the messages are not a list of objects"),
         ({"m": ["a"]}, {"messages": "m"}, ":1: the messages are not a list of objects"),
-        ({"m": []}, {"messages": "m"}, ":1: the messages hold nothing to answer"),
-        ({"m": [ANSWER]}, {"messages": "m"}, ":1: the messages hold nothing to answer"),
-        ({"m": [USER, ANSWER, ANSWER]}, {"messages": "m"}, ":1: the messages hold nothing to answer"),
-        ({"m": [{"role": "system", "content": "x"}]}, {"messages": "m"}, ":1: the messages hold nothing to answer"),
+        ({"m": []}, {"messages": "m"}, ":1: the conversation has nothing to answer"),
+        ({"m": [ANSWER]}, {"messages": "m"}, ":1: the conversation has nothing to answer"),
+        ({"m": [USER, ANSWER, ANSWER]}, {"messages": "m"}, ":1: the conversation has nothing to answer"),
+        ({"m": [{"role": "system", "content": "x"}]}, {"messages": "m"}, ":1: the conversation has nothing to answer"),
         ({"m": [{"from": "human", "value": "x"}]}, {"messages": "m"}, ":1: message 1 needs `role` and `content`"),
         ({"m": [USER, {"role": "user", "content": [1]}]}, {"messages": "m"}, ":1: message 2 needs"),
     ],
@@ -204,7 +204,7 @@ def test_a_row_must_fit_a_message(tmp_path: Path) -> None:
 
 def test_half_of_a_character(tmp_path: Path) -> None:
     (path := tmp_path / "a.json").write_text('[{"question": "\\ud800", "answer": "1"}]')
-    with pytest.raises(ConfigError, match=r":1: holds half of a character"):
+    with pytest.raises(ConfigError, match=r":1: contains a lone surrogate"):
         len(File(path=str(path)))
 
 

@@ -54,7 +54,7 @@ GOOD = b'{"id": "g", "question": "1?", "answer": "1"}\n'
         (GOOD + b'{"answer": "2"}\n', 2, "`question` (or `prompt`) is missing"),
         (GOOD + b'{"question": "", "answer": "2"}\n', 2, "`question` (or `prompt`) is missing"),
         (GOOD + '{"question": "Wie heißt du?", "answer": "2"}\n'.encode("latin-1"), 2, "not UTF-8"),
-        (GOOD + b'{"question": "2?", "answer": "2"}\n' + GOOD, 3, "already that of"),
+        (GOOD + b'{"question": "2?", "answer": "2"}\n' + GOOD, 3, "also the id of"),
     ],
 )
 def test_damage_is_named_by_file_and_line(tmp_path: Path, content: bytes, line: int, says: str) -> None:

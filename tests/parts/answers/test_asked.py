@@ -14,7 +14,7 @@ from safetensors import safe_open
 import llamarl
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.parts.episodes.cli.serve import _tokenizer
-from llamarl.run.asked import asked_model
+from llamarl.run.models import asked_model
 from tests.end_to_end.tiny import llamarl_here, make_model, rows, write_toml
 
 CHATTY = (

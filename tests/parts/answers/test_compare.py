@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from llamarl.observability.intervals import ERRORS_95, share_error
+from llamarl.observability.metrics import ERRORS_95, share_error
 from llamarl.parts.answers.compare import paired_difference
 
 SIMULATED = 1500

@@ -13,7 +13,7 @@ import pytest
 
 from llamarl.cluster.api import ExecutorError
 from llamarl.config import RunConfig, settled
-from llamarl.executors.backends import open_native
+from llamarl.executors.generator import open_native
 from llamarl.generation.backend import RolloutEngine
 from llamarl.parts.answers.fleet import Fleet
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams

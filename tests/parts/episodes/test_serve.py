@@ -24,7 +24,7 @@ import pytest
 from llamarl.config.schema import GeneratorConfig
 from llamarl.data.chat_format import with_chat
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.executors.backends import open_native
+from llamarl.executors.generator import open_native
 from llamarl.parts.episodes.cli.serve import EngineThread
 from llamarl.parts.episodes.gateway.app import build_app
 from llamarl.parts.episodes.gateway.endpoint import Endpoint

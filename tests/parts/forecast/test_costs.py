@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llamarl.config import ConfigError, RunConfig
-from llamarl.config.trainer import LoraConfig
+from llamarl.config.roles import LoraConfig
 from llamarl.models.fit import trainer_parts
 from llamarl.models.memory import total
 from llamarl.parts.forecast.constants import Constants, load_profile

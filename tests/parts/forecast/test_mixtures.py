@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.config.trainer import ATTENTION, LoraConfig, ParallelismConfig
+from llamarl.config.roles import ATTENTION, LoraConfig, ParallelismConfig
 from llamarl.generation.model import GeneratorModel
 from llamarl.models.memory import TrainerLoad, expert_share, trainer_bytes
 from llamarl.models.shape import ModelShape
@@ -32,7 +32,7 @@ from llamarl.parts.forecast.training import (
     training_parts,
 )
 from llamarl.parts.forecast.transfer_time import LinkSpeeds
-from llamarl.run.mixtures import check_mixture_layout
+from llamarl.run.checks import check_mixture_layout
 from llamarl.sharding.reshard import plan_reshard
 from tests.parts.forecast.conftest import make_request
 from tests.parts.forecast.test_costs import PERFECT, layouts_of

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llamarl.config import ConfigError
-from llamarl.config.trainer import LoraConfig
+from llamarl.config.roles import LoraConfig
 from llamarl.parts.forecast.candidates import trainer_candidates
 from llamarl.parts.forecast.feasibility import plans
 from llamarl.parts.forecast.hardware import GPUS, Pool

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.config import ConfigError, RunConfig
-from llamarl.config.trainer import ParallelismConfig
+from llamarl.config.roles import ParallelismConfig
 from llamarl.parts.hosts.home import Inventory
 from llamarl.parts.hosts.hosting import HostPlacer, NoRoom
 from llamarl.run.placement import WantedExecutor

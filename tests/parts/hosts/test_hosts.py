@@ -16,8 +16,7 @@ from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.parts.hosts.hosting import HostPlacer
 from llamarl.parts.hosts.hosts import Elastic
 from llamarl.parts.hosts.machines import let_leave
-from llamarl.run.executors import GeneratorSpecs
-from llamarl.run.started import StartedGenerators
+from llamarl.run.executors import GeneratorSpecs, StartedGenerators
 from tests.controller.fakes import Run, config
 from tests.executors.ledger import Generator
 from tests.parts.hosts.test_hosting import Machine, config_of, going_on, machines
@@ -295,7 +294,7 @@ def test_generators_make_way_for_a_trainer_whose_host_is_lost(tmp_path: Path, po
     lost = (5.0, lambda run: run.loses_trainer())
     audited(run.train(strike=at((1.0, counts), lost, (9.0, comes), (9.5 + 2 * START_S, counts))))
     assert seen == [3, 1, 3] and run.lives["trainer"] == 1
-    told = "its devices go to trainer, which has lost its own"
+    told = "its devices go to trainer, which lost its devices"
     assert sum(told in text for text in run.warnings) == 2
     assert run.hosting.devices("trainer") == [("c", 1), ("c", 2)] and run.hosting.layout("trainer") is None
 

@@ -14,7 +14,7 @@ import llamarl
 from llamarl.config import RunConfig, load_config
 from llamarl.parts.hub.card import model_card
 from llamarl.run.folder import RunFolder, prepare_run_folder
-from llamarl.run.names import commits_of, record_of, resolved
+from llamarl.run.hub_pins import commits_of, record_of, resolved
 from tests.end_to_end.tiny import llamarl_here, make_model, write_toml
 from tests.parts.hub.server import HubServer
 
@@ -174,4 +174,4 @@ def test_a_date_goes_with_the_chat_template_that_writes_it(tmp_path: Path) -> No
         found = llamarl_here(*one)
         assert found.returncode == 0 and "02 Jan 2020" not in found.stdout, found.stderr
     refused = llamarl_here("eval", plain, *short, "--data.date", "2020-01-02")
-    assert refused.returncode == 2 and "writes no date; leave it out" in refused.stderr
+    assert refused.returncode == 2 and "does not use a date; leave it out" in refused.stderr

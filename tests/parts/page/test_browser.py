@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llamarl.observability.intervals import wilson
+from llamarl.observability.metrics import wilson
 from llamarl.parts.page.cli import report
 from tests.parts.page.browser import in_a_browser
 from tests.parts.page.runs import BEGAN_S, CONFIG, make_run, rollout_row, write_rows

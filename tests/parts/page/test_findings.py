@@ -15,7 +15,7 @@ from llamarl.config.data import EvalConfig
 from llamarl.controller.evaluation import HeldOutSet
 from llamarl.parts.page.cli import report
 from llamarl.parts.page.findings import ends, findings
-from llamarl.run.held_out import learnt_too
+from llamarl.run.prepare import overlap_warnings
 from tests.controller.fakes import prompts
 from tests.parts.page.runs import (
     BEGAN_S,
@@ -140,7 +140,7 @@ class TestClaims:
         rows = [step_row(step, reward_mean=0.02 * step, solve_rate=0.02 * step) for step in range(1, 41)]
         write_rows(folder / "metrics.jsonl", [eval_row(0, 0.2), *rows, eval_row(40, 0.22)])
         assert any("memorize" in text for text in claims(folder))
-        (said,) = learnt_too([HeldOutSet(settings=EvalConfig(), prompts=prompts(2))], prompts(3))
+        (said,) = overlap_warnings([HeldOutSet(settings=EvalConfig(), prompts=prompts(2))], prompts(3))
         write_rows(folder / "events.jsonl", [{"kind": "warning", "at_s": BEGAN_S, "text": said}])
         found = claims(folder)
         assert any(text.startswith("data.eval is data.train") for text in found)
@@ -171,7 +171,7 @@ class TestClaims:
             HeldOutSet(name=name, settings=EvalConfig(), prompts=[replace(one, source=f"eval/{name}")])
             for name, one in zip(("a", "b.c"), prompts(2), strict=True)
         ]
-        said = [{"kind": "warning", "at_s": BEGAN_S, "text": text} for text in learnt_too(sets, prompts(1))]
+        said = [{"kind": "warning", "at_s": BEGAN_S, "text": text} for text in overlap_warnings(sets, prompts(1))]
         write_rows(folder / "events.jsonl", said)
         told = [text for text in claims(folder) if "is data.train" in text]
         assert [text.split(":")[0] for text in told] == ["data.eval (a) is data.train", "data.eval (b.c) is data.train"]

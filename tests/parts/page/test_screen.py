@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from llamarl.observability.view import CompletionView, ExecutorView
+from llamarl.observability.screen import CompletionView, ExecutorView
 from llamarl.parts.page.layout import Board, PhaseView, frame
 from llamarl.parts.page.screen import LiveScreen
 
@@ -233,7 +233,7 @@ import os, subprocess, sys
 from pathlib import Path
 from llamarl.config.schema import ScreenConfig
 from llamarl.observability.screen import open_screen
-from llamarl.observability.view import RunInfo
+from llamarl.observability.screen import RunInfo
 info = RunInfo(name="demo", model="m", folder=Path(sys.argv[1]), steps=3, groups_per_step=1, max_staleness=1)
 with open_screen(ScreenConfig(), info) as screen:
     screen.phase("starting executors", 1, 2)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from llamarl.config.trainer import TrainerConfig
+from llamarl.config.roles import TrainerConfig
 from llamarl.distributed.links import Rendezvous
 from llamarl.distributed.mesh import RankMesh
 from llamarl.models.hf import new_model

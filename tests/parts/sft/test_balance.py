@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llamarl.config import SftConfig
-from llamarl.config.trainer import TrainerConfig
+from llamarl.config.roles import TrainerConfig
 from llamarl.models.attention import causal_attend
 from llamarl.models.folder import load_shape
 from llamarl.models.transformer import Transformer

@@ -301,7 +301,7 @@ def test_calls_without_content_are_learnt_from_where_the_model_is_asked(make: Ma
 )
 def test_calls_that_cannot_be_told_from_the_rest(make: Make, template: str, content: str) -> None:
     call = {"role": "assistant", "content": content, "tool_calls": ["f(1)"]}
-    with pytest.raises(ConfigError, match=r"r7: .* does not write message 2, an assistant's, as it is"):
+    with pytest.raises(ConfigError, match=r"r7: .* does not write message 2, an assistant's, verbatim"):
         to_conversation([*talk("1?"), call], 0, make(template), "r7")
 
 
@@ -309,14 +309,14 @@ def test_calls_do_not_end_where_a_later_turn_does(make: Make) -> None:
     ends = "{% if m.role == 'assistant' and not m.tool_calls %}<|im_end|>{% endif %}"
     call = {"role": "assistant", "content": "", "tool_calls": ["f(1)"]}
     messages = [*talk("1?"), call, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "two"}]
-    with pytest.raises(ConfigError, match=r"r7: .* does not write message 4, an assistant's, as it is"):
+    with pytest.raises(ConfigError, match=r"r7: .* does not write message 4, an assistant's, verbatim"):
         to_conversation(messages, 0, make(CALLS.replace("<|im_end|>", ends)), "r7")
 
 
 def test_a_cut_reply_is_refused_where_what_asks_for_it_is_no_end_of_the_conversation(make: Make) -> None:
     template = "{% if add_generation_prompt %}ask {% endif %}" + CUTS
     said = talk("1?", "one", "2?", "<think>\nhm\n</think>two")
-    with pytest.raises(ConfigError, match=r"r7: .* does not write message 4, an assistant's, as it is"):
+    with pytest.raises(ConfigError, match=r"r7: .* does not write message 4, an assistant's, verbatim"):
         to_conversation(said, 0, make(template), "r7")
 
 
@@ -326,8 +326,8 @@ def test_a_cut_reply_is_refused_where_what_asks_for_it_is_no_end_of_the_conversa
         (CHATML, "", "r: message 2, an assistant's, is empty"),
         (LLAMA, " \n", "r: message 2, an assistant's, is empty"),
         (CHATML, "one<|im_end|>", "r: the assistant says a token that ends its turn"),
-        (CHATML.replace("m.content }}", "m.content | upper }}"), "one", "does not write message 2, .* as it is"),
-        (CHATML.replace("m.content }}", "m.content | length }}"), "one", "does not write message 2, .* as it is"),
+        (CHATML.replace("m.content }}", "m.content | upper }}"), "one", "does not write message 2, .* verbatim"),
+        (CHATML.replace("m.content }}", "m.content | length }}"), "one", "does not write message 2, .* verbatim"),
         ("{% for m in messages %}{{ m.content }}|{{ m.content }}{% endfor %}", "one", "does not write message 2"),
     ],
 )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llamarl.config.trainer import TrainerConfig
+from llamarl.config.roles import TrainerConfig
 from llamarl.parts.sft.muon import Muon, orthogonalized
 from llamarl.training.optimizer import set_learning_rate
 

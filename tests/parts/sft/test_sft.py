@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from llamarl.config import ConfigError, RunConfig
-from llamarl.config.trainer import TrainerConfig
+from llamarl.config.roles import TrainerConfig
 from llamarl.models.transformer import Transformer
 from llamarl.parts.sft.run import load_documents
 from llamarl.parts.sft.supervised import Supervised
@@ -79,7 +79,7 @@ def test_a_step_that_is_not_finite_says_where(make_model: MakeModel) -> None:
 def test_what_the_trainer_of_a_run_refuses_is_refused_here(tmp_path: Path) -> None:
     model = {"path": str(saved_model(tmp_path / "model"))}
     for trainer, says in (
-        ({"moments_on": "host"}, "they are there"),
+        ({"moments_on": "host"}, "has no effect"),
         ({"moments": "8bit", "parallelism": {"tp": 2}}, "share a scale"),
     ):
         with pytest.raises(ConfigError, match=says):

@@ -21,7 +21,7 @@ from llamarl.cli.options import (
     add_settings,
     check_output,
     command_parser,
-    told_of_delay,
+    report_delays,
     write_output,
 )
 from llamarl.config import ConfigError, RunConfig, load_config, settled
@@ -110,10 +110,10 @@ def main(arguments: Sequence[str]) -> int:
 def _all_ready(options: argparse.Namespace, opened: ExitStack) -> list[RunConfig]:
     """All settings of the evaluation of each model: those of --config, else of the first run that is named, for all of
     them. Raises ConfigError."""
-    from llamarl.run.asked import asked_model
+    from llamarl.run.models import asked_model
 
     names = [("MODEL", options.model)] + [("--against", options.against)] * bool(options.against)
-    with told_of_delay("eval"):
+    with report_delays("eval"):
         asked = [opened.enter_context(asked_model(name, at, command="llamarl eval")) for at, name in names]
     try:
         run, place = load_config(options.config) if options.config else None, options.config
@@ -129,7 +129,7 @@ def _ready(options: argparse.Namespace, model: str, run: RunConfig | None, place
     from llamarl.parts.answers.scored import check_names, ready, with_code_of
 
     which: Literal["train", "eval"] = "train" if options.rates else "eval"
-    delays = partial(told_of_delay, "eval")
+    delays = partial(report_delays, "eval")
     config = _config(options, model, run, which)
     if run is not None and isinstance(place, Path):  # of a folder that was named as a model, not by --config
         config = with_code_of(run, place, config, "llamarl eval", is_trusted=options.trust)
@@ -145,7 +145,7 @@ def _evaluated(options: argparse.Namespace, config: RunConfig) -> tuple[list[Eva
 
     columns = (TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns) as bar, ExitStack() as preparing:
-        preparing.enter_context(told_of_delay("eval", "starting the engine"))
+        preparing.enter_context(report_delays("eval", "starting the engine"))
         task = bar.add_task("", total=None)
 
         def show(done: int, total: int) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
-from llamarl.cli.options import ASKED_HELP, ENGINE, add_settings, check_output, command_parser, told_of_delay
+from llamarl.cli.options import ASKED_HELP, ENGINE, add_settings, check_output, command_parser, report_delays
 from llamarl.config import ConfigError, read_rows, read_text, settled
 from llamarl.parts.answers.answering import BASE, PromptRun, prompt_tables, row_of
 from llamarl.types import FinishReason, Rollout
@@ -59,16 +59,16 @@ def main(arguments: Sequence[str]) -> int:
         check_output(options.output, options.prompts)
     prompts = read_prompts(Path(options.prompts), options.field)
 
-    from llamarl.run.asked import asked_model
+    from llamarl.run.models import asked_model
 
     with ExitStack() as opened:
-        with told_of_delay("generate"):
+        with report_delays("generate"):
             asked = opened.enter_context(asked_model(options.model, "MODEL", command="llamarl generate"))
             config = settled(prompt_tables(asked), options.overrides)
             answers = PromptRun(config, prompts, chat=options.chat)
         print(answers.first_prompt, file=sys.stderr)
         responses = opened.enter_context(Responses(options.output, prompts, answers.tokenizer))
-        with told_of_delay("generate", "starting the engine"):
+        with report_delays("generate", "starting the engine"):
             opened.enter_context(answers)
         responses.begin()
         return _run(answers, responses, len(prompts) * config.eval.samples)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llamarl.cli.options import ASKED_HELP, ENGINE, add_settings, command_parser, told_of_delay
+from llamarl.cli.options import ASKED_HELP, ENGINE, add_settings, command_parser, report_delays
 from llamarl.config import ConfigError, settled
 from llamarl.config.ref import part
 from llamarl.types import GenerationRequest, Rollout, SamplingParams
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from llamarl.parts.episodes.gateway.endpoint import Endpoint, More
     from llamarl.parts.episodes.gateway.protocol import Scores
     from llamarl.parts.episodes.gateway.session import Session
-    from llamarl.run.asked import AskedModel
+    from llamarl.run.models import AskedModel
 
 API_KEY = "LLAMARL_API_KEY"
 BASE = {"model": {"path": ""}, "data": {"train": "jsonl"}}
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     from llamarl.parts.episodes.gateway.endpoint import Endpoint
     from llamarl.parts.episodes.gateway.protocol import CallRefused
     from llamarl.parts.episodes.gateway.session import Session
-    from llamarl.run.asked import asked_model
+    from llamarl.run.models import asked_model
     from llamarl.run.web import LOOPBACK, listening
 
     open_engine = part("answers", "open_engine")
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(
             f"--host {options.host} can be reached from other machines; set a key with --api-key or {API_KEY}"
         )
-    with ExitStack() as leaving, told_of_delay("serve", "starting the engine") as told:
+    with ExitStack() as leaving, report_delays("serve", "starting the engine") as told:
         asked = leaving.enter_context(asked_model(options.model, "MODEL", command="llamarl serve"))
         tokenizer, shape = _tokenizer(asked), load_shape(asked.path)
         check_vocabulary(tokenizer, shape.vocab_size)

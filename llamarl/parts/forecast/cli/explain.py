@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from llamarl.cli.options import TRUST, command_parser, told_of_delay, with_settings
+from llamarl.cli.options import TRUST, command_parser, report_delays, with_settings
 from llamarl.config import ConfigError, RunConfig, load_config
 from llamarl.config.hub import HubName, nothing_fetched, open_hub, why_offline
 from llamarl.config.load import given
 from llamarl.config.ref import nothing_run, part
 from llamarl.config.section import Section
-from llamarl.observability.stages import stage
+from llamarl.observability.spans import stage
 from llamarl.parts.forecast.cli import plan
 from llamarl.parts.forecast.constants import load_profile, of_these_cores
 from llamarl.parts.forecast.costs import Costs
@@ -30,12 +30,13 @@ from llamarl.parts.forecast.shapes import DecoderShape, built_in
 from llamarl.parts.forecast.simulator.faults import Faults
 from llamarl.parts.forecast.simulator.run import simulate
 from llamarl.parts.forecast.simulator.split import choose_split
+from llamarl.run.checks import check_layout
 from llamarl.run.disk import disk_need
 from llamarl.run.folder import RunFolder
+from llamarl.run.hub_pins import named, resolved
 from llamarl.run.memory import MachineMemory, described_machine, memory_lines
-from llamarl.run.names import named, resolved
 from llamarl.run.placement import LocalPlacer, models_in_use
-from llamarl.run.prepare import check_layout, check_parts, train_prompts
+from llamarl.run.prepare import check_parts, train_prompts
 
 EPILOG = "Settings that have no effect together with the others are refused, as by `llamarl train`."
 SAMPLED = 256
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     machine = None if options.gpus is None else described_machine(options.gpus)
     with nullcontext([]) if options.trust else nothing_run() as left_out:
         config = load_config(options.config, overrides)
-        with told_of_delay("explain"), nothing_fetched("`llamarl explain` does not access the Hub"):
+        with report_delays("explain"), nothing_fetched("`llamarl explain` does not access the Hub"):
             found = explained(config, options.config, overrides, machine)
     if left_out:
         print(f"llamarl explain: not imported and not checked without --trust: {', '.join(left_out)}", file=sys.stderr)

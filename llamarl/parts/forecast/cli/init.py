@@ -15,7 +15,7 @@ from llamarl.cli.options import MODEL_HELP, add_settings, command_parser, write_
 from llamarl.config import ConfigError, RunConfig, read_json, settled, validated
 from llamarl.config.hub import hub_name, missing_folder, open_hub
 from llamarl.models.fit import taken
-from llamarl.observability.formats import duration
+from llamarl.observability.metrics import duration
 from llamarl.parts.forecast.columns import FoundData, found_data
 from llamarl.parts.forecast.constants import load_profile
 from llamarl.parts.forecast.first_run import FirstRun, cpu_request, first_run

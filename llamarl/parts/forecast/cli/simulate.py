@@ -12,7 +12,7 @@ from llamarl.cli.main import FAILURE
 from llamarl.cli.options import command_parser, with_settings
 from llamarl.config import ConfigError, RunConfig, load_config, read_json
 from llamarl.config.schema import CheckpointConfig
-from llamarl.observability.accounting import write_trace
+from llamarl.observability.report import write_trace
 from llamarl.parts.forecast.constants import Constants, of_these_cores
 from llamarl.parts.forecast.costs import Costs
 from llamarl.parts.forecast.feasibility import plans

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from llamarl.cluster.api import ExecutorHandle
 from llamarl.config import RunConfig
-from llamarl.observability.accounting import role_of
+from llamarl.observability.report import role_of
 from llamarl.parts.forecast.costs import Costs
 from llamarl.parts.forecast.simulator.draws import FAULTS, ResponseLengths, keyed
 from llamarl.parts.forecast.simulator.faults import Faults

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from llamarl.observability.accounting import account
 from llamarl.observability.metrics import StepMetrics
+from llamarl.observability.report import account
 from llamarl.observability.spans import Span, merged
 
 Spans = Mapping[str, Sequence[Span]]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llamarl.observability.accounting import Accounts, SpeedVerdict
 from llamarl.observability.metrics import StepMetrics
+from llamarl.observability.report import Accounts, SpeedVerdict
 from llamarl.observability.spans import Span
 from llamarl.parts.forecast.simulator.split import Split
 

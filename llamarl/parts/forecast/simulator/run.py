@@ -15,10 +15,9 @@ from llamarl.config import ConfigError, RunConfig
 from llamarl.controller.admission import Problems, TooManyInvalid
 from llamarl.controller.ports import Executors
 from llamarl.controller.supervision import Stalled, Supervisor, rare_garbage_collections
-from llamarl.observability.accounting import Accounts, account, role_of, verdict
-from llamarl.observability.screen import NullScreen
+from llamarl.observability.report import Accounts, account, role_of, verdict
+from llamarl.observability.screen import NullScreen, RunView
 from llamarl.observability.spans import Span
-from llamarl.observability.view import RunView
 from llamarl.parts.forecast.costs import Costs
 from llamarl.parts.forecast.simulator.clock import VirtualClockLoop, run_virtual
 from llamarl.parts.forecast.simulator.cluster import SimulatedCluster
@@ -28,7 +27,7 @@ from llamarl.parts.forecast.simulator.ledger import CountingTelemetry, StepLog
 from llamarl.parts.forecast.simulator.records import simulated_prompts, simulated_sets
 from llamarl.parts.forecast.simulator.result import COUNTS, Simulation
 from llamarl.parts.forecast.simulator.split import Split
-from llamarl.run.assembly import assembled
+from llamarl.run.executors import assembled
 from llamarl.run.placement import models_in_use
 
 NUM_PROMPTS = 4096

@@ -7,9 +7,9 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from llamarl.cli.options import check_output, command_parser, told_of_delay, write_into_run, write_output
+from llamarl.cli.options import check_output, command_parser, report_delays, write_into_run, write_output
 from llamarl.config import read_text
-from llamarl.config.path import not_a_run
+from llamarl.config.section import not_a_run
 from llamarl.parts.page.document import document, whole
 from llamarl.parts.page.rollouts import Decode
 from llamarl.parts.page.run_data import RunData
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     folders = shown_folders(options.runs)
     output = check_output(options.output) if options.output else folders[0] / PAGE
     described = list[dict[str, object]]()
-    with told_of_delay("report", "reading the runs"):
+    with report_delays("report", "reading the runs"):
         for folder in folders:
             data = RunData(folder)
             data.read_all()
@@ -54,7 +54,7 @@ def decoder(folder: Path) -> Decode | None:
     """Text of a token, by the tokenizer of the run's model; None where that is not on this machine, which is said, and
     for a forecast."""
     from llamarl.data.tokenizer import Tokenizer
-    from llamarl.run.names import base_model
+    from llamarl.run.hub_pins import base_model
 
     if (folder / "forecast.json").exists():  # which has no rollouts
         return None

@@ -19,18 +19,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.cli.main import FAILURE
-from llamarl.cli.options import TRUST, command_parser, told_of_delay, with_settings
+from llamarl.cli.options import TRUST, command_parser, report_delays, with_settings
 from llamarl.cluster.api import ExecutorError
 from llamarl.cluster.fork_server import fork_server
 from llamarl.config import ConfigError, RunConfig, load_recorded
-from llamarl.config.path import not_a_run
-from llamarl.observability.formats import counted
+from llamarl.config.section import not_a_run
+from llamarl.observability.metrics import counted
 from llamarl.parts.replay.against import first_divergence
 from llamarl.parts.replay.recorded import Diverged, Recorded, other_code
 from llamarl.parts.replay.replay import PARTS, ReplayRequest, Tally, arithmetic, replay, replayable
 from llamarl.parts.replay.what_if import what_if
 from llamarl.run.folder import RunFolder
-from llamarl.run.names import resolved
+from llamarl.run.hub_pins import resolved
 from llamarl.run.prepare import prepare
 from llamarl.run.trust import check_trust, with_trusted
 
@@ -151,7 +151,7 @@ def _pinned(config: RunConfig, folder: RunFolder, command: str = "llamarl replay
 def _request(
     run: RunConfig, config: RunConfig, folder: RunFolder, first: int, last: int, tally: Tally
 ) -> ReplayRequest:
-    with told_of_delay("replay", "reading the run"):
+    with report_delays("replay", "reading the run"):
         problems = prepare(config).problems
     return ReplayRequest(
         config=config, journal=run, problems=problems, folder=folder, first=first, last=last, tally=tally

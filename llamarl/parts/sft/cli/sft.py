@@ -13,9 +13,9 @@ from typing import Protocol
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
-from llamarl.cli.options import TRUST, command_parser, told_of_delay, with_settings
+from llamarl.cli.options import TRUST, command_parser, report_delays, with_settings
 from llamarl.config import ConfigError, RunConfig, SftConfig, load_sft
-from llamarl.observability.formats import ABSENT, duration, remaining_s
+from llamarl.observability.metrics import ABSENT, duration, remaining_s
 
 EPILOG = """RUN.toml, as for `llamarl train`: trains model.path on the field data.solution of data.train, with the
 settings of trainer, checkpoint and cluster; a step takes rollout.prompts_per_step documents. `llamarl export` writes
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     options, overrides = with_settings(parser, arguments, SftConfig)
     config = load_sft(options.config, overrides)
     if isinstance(config, RunConfig):
-        from llamarl.run.begin import trusted
+        from llamarl.run.prepare import trusted
 
         config = trusted(config, options.trust, resume=options.resume, keep=True)
         return _fine_tune(config, options)
@@ -69,14 +69,13 @@ def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
     its folder is."""
     from llamarl.cluster.open import check_cluster
     from llamarl.parts.sft.run import load_documents, place_trainer
-    from llamarl.run.begin import has_base_model
     from llamarl.run.folder import FolderTaken, check_run_folder
-    from llamarl.run.names import resolved
-    from llamarl.run.prepare import settle
-    from llamarl.run.start_model import with_start_model
+    from llamarl.run.hub_pins import resolved
+    from llamarl.run.models import with_start_model
+    from llamarl.run.prepare import has_base_model, settle
 
     taken = ""
-    with told_of_delay("sft"):
+    with report_delays("sft"):
         check_cluster(config.cluster)
         config = with_start_model(config, command="llamarl sft", writes=False)
         try:
@@ -115,24 +114,23 @@ def _train(config: RunConfig, options: argparse.Namespace) -> int:
     from llamarl.controller.train_loop import NotSaved
     from llamarl.parts.sft.base_model import ensure_base_model
     from llamarl.parts.sft.run import SftRun, load_documents, place_trainer
-    from llamarl.run.folder import FolderLost, check_run_folder, prepare_run_folder
-    from llamarl.run.names import resolved
-    from llamarl.run.next_steps import next_commands
+    from llamarl.run.folder import FolderLost, check_run_folder, next_commands, prepare_run_folder
+    from llamarl.run.hub_pins import resolved
+    from llamarl.run.models import with_start_model
     from llamarl.run.prepare import settle
-    from llamarl.run.start_model import with_start_model
     from llamarl.training.result import NonFiniteStep
 
     def warn(said: str) -> None:
         print(f"llamarl sft: {said}", file=sys.stderr)
 
-    with told_of_delay("sft"):
+    with report_delays("sft"):
         check_cluster(config.cluster)
         config = with_start_model(config, command="llamarl sft")
         path = check_run_folder(config, resume=resume, overwrite=overwrite)
     ensure_base_model(config)
     here = config.cluster.kind != "hosts"  # hosts fetch weights for themselves
     pinned = resolved(config, weights=here, run=path if resume else None, command="llamarl sft")
-    with told_of_delay("sft"):
+    with report_delays("sft"):
         config, pinned = settle(config, pinned, resume=resume)
         documents, placer = load_documents(pinned, warn), place_trainer(pinned)
     folder = prepare_run_folder(config, resume=resume, overwrite=overwrite, pinned=pinned)

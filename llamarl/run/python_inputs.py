@@ -1,4 +1,5 @@
-"""Things that a run gets from Python, as files below the folder of runs that its settings can name: rows, functions."""
+"""Rows and functions that a run gets from Python, written to files below the folder of runs, where settings name
+them."""
 
 from __future__ import annotations
 
@@ -29,25 +30,31 @@ from llamarl.rewards._given import given_bytes
 
 MAX_SOURCE_CHARS = 1 << 20
 SPAWNED = "__mp_main__"
-"""Name of the script's module in a process that `multiprocessing` has spawned. No other process finds it by that."""
+"""Name of the script's module in a process that `multiprocessing` spawned. Other processes do not know this name."""
 _OF_CODE = (
     "name", "argcount", "posonlyargcount", "kwonlyargcount", "flags", "names", "varnames", "freevars", "cellvars",
     "consts", "code", "exceptiontable",
 )  # fmt: skip
 """Attributes of code, without file and lines."""
 _TABLES = ("file", "hub", "jsonl")
-"""Sources whose options have names that fields of a row have."""
+"""Sources with options that are named like fields of a row."""
 RewardFunction = Callable[..., Any]
 Rewards = RewardFunction | str | Mapping[Any, float] | Sequence[Any] | None
 Rows = Any
-"""Rows, a DataFrame, a `datasets.Dataset`, or a source as in a TOML file; or several of these."""
+"""Rows, a DataFrame, a `datasets.Dataset`, a source as in a TOML file, or several of these."""
 
 
 def sources_of(data: Rows, output: Path, option: str) -> dict[str, Any] | list[dict[str, Any]]:
-    """The source that `data` is, or the sources of a mixture, or several sets: rows, or several of them, in a table by
-    label or in a list, each by itself, as `{"data": rows, "weight": 2.0, "reward": function}`, or as an entry of a TOML
-    file. Raises ConfigError."""
-    if type(data).__name__ in ("DatasetDict", "IterableDatasetDict"):  # a mixture would train on the test split, too
+    """Returns the source, or the sources of a mixture or of several sets, that `data` describes.
+
+    Args:
+        data: rows, or several of them by label or in a list. Each may be plain rows, a table such as `{"data": rows,
+        "weight": 2.0, "reward": function}`, or an entry of a TOML file.
+
+    Raises:
+        ConfigError: `data` is something else.
+    """
+    if type(data).__name__ in ("DatasetDict", "IterableDatasetDict"):  # a mixture would include the test split
         raise ConfigError(
             f"{option} is a {type(data).__name__} of the splits {', '.join(map(str, data))}; give one of them"
         )
@@ -63,7 +70,7 @@ def sources_of(data: Rows, output: Path, option: str) -> dict[str, Any] | list[d
 
 
 def _is_set(one: Any) -> bool:
-    """Whether something in a list is a set of rows, and no row."""
+    """Returns whether an item of a list is a set of rows, not a row."""
     if isinstance(one, Mapping):
         names_columns = one.get("name") in _TABLES and "path" in one
         is_row = bool({"question", "prompt", "messages"} & one.keys()) and not names_columns
@@ -72,12 +79,12 @@ def _is_set(one: Any) -> bool:
 
 
 def _is_flat(one: Any) -> bool:
-    """Whether something is an entry of a TOML file: name and options of a source, and settings beside them."""
+    """Returns whether an item is an entry of a TOML file: name and options of a source, with settings next to them."""
     return isinstance(one, Mapping) and "name" in one
 
 
 def _entry(label: dict[str, str], one: Any, output: Path, option: str) -> dict[str, Any]:
-    """One source of a mixture. Raises ConfigError."""
+    """Returns one source of a mixture. Raises ConfigError."""
     if _is_flat(one):
         entry = label | dict(one)
     else:
@@ -89,7 +96,7 @@ def _entry(label: dict[str, str], one: Any, output: Path, option: str) -> dict[s
 
 
 def source_of(rows: Rows, output: Path, option: str) -> dict[str, Any]:
-    """The source of prompts that rows are. Raises ConfigError: they are none."""
+    """Returns a source of prompts for rows. Raises ConfigError for other objects."""
     if isinstance(rows, str) and suffix(rows):
         raise ConfigError(f"{option} = {rows!r} is a file; give {{'name': 'file', 'path': {rows!r}}}")
     if isinstance(rows, str):
@@ -114,7 +121,7 @@ def source_of(rows: Rows, output: Path, option: str) -> dict[str, Any]:
 
 
 def _line(row: Any, where: str) -> str:
-    """Raises ConfigError."""
+    """Returns a row as a JSON line. Raises ConfigError."""
     if not isinstance(row, Mapping):
         raise ConfigError(f"{where} is {row!r:.60}; each row is a dict with `question` and `answer`")
     try:
@@ -123,14 +130,14 @@ def _line(row: Any, where: str) -> str:
     except RecursionError:
         raise ConfigError(f"{where} contains itself, or is nested too deeply; leave it out, or make it text") from None
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where} holds what JSON does not have: {error}; leave it out, or make it text") from None
+        raise ConfigError(f"{where} has a value that JSON lacks: {error}; leave it out, or make it text") from None
     if size > MAX_ROW_BYTES:
         raise ConfigError(f"{where} is too long: a row may have {MAX_ROW_BYTES:,} bytes; shorten it")
     return line
 
 
 def _without_nan(value: Any) -> Any:
-    """Null in the place of NaN, which is how tables write what is missing."""
+    """Replaces NaN, by which tables represent missing values, by null."""
     if isinstance(value, Mapping):
         return {key: _without_nan(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -139,13 +146,13 @@ def _without_nan(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if callable(convert := getattr(value, "tolist", None)):  # of numpy
+    if callable(convert := getattr(value, "tolist", None)):  # NumPy
         return convert()
     raise TypeError(f"{value!r:.60}, a {type(value).__name__}")
 
 
 def reward_settings(reward: Rewards, output: Path) -> dict[str, Any]:
-    """Settings of section `reward` for functions, names, or several of them with weights. Raises ConfigError."""
+    """Returns settings of section `reward` for functions or names, with or without weights. Raises ConfigError."""
     if isinstance(reward, Mapping) and "name" not in reward:
         weights = list(reward.values())
         if not all(isinstance(one, int | float) for one in weights):
@@ -158,7 +165,7 @@ def reward_settings(reward: Rewards, output: Path) -> dict[str, Any]:
 
 
 def _part(reward: Any, output: Path) -> dict[str, Any]:
-    """One part of the reward. Raises ConfigError."""
+    """Returns one part of the reward. Raises ConfigError."""
     if isinstance(reward, str | Mapping | Ref):
         return Ref.model_validate(reward).model_dump()
     if not callable(reward):
@@ -176,7 +183,8 @@ def _part(reward: Any, output: Path) -> dict[str, Any]:
 
 
 def _importable(function: Any) -> str:
-    """`package.module:function`, where other processes find it there; else empty."""
+    """Returns `package.module:function` if other processes can import the function like this, and else an empty
+    text."""
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
     if not module or module in ("__main__", SPAWNED) or not name.isidentifier():
         return ""
@@ -187,7 +195,7 @@ def _importable(function: Any) -> str:
 
 
 def pickled(function: Any) -> bytes:
-    """The function with what it needs of its notebook or script, and the text that it stands in. Raises ConfigError."""
+    """Pickles a function with what it needs from its notebook or script, and its source. Raises ConfigError."""
     import cloudpickle
 
     try:
@@ -198,16 +206,16 @@ def pickled(function: Any) -> bytes:
     try:
         with _script_by_value():
             return cloudpickle.dumps((function, {file: text} if text else {}))
-    except Exception as error:  # whatever an object that it refers to raises
+    except Exception as error:  # an object that the function refers to may raise anything
         name = getattr(function, "__name__", "reward")
         cause = f"{type(error).__name__}: {error}"
-        cause = f"{cause}; let it not refer to that"
+        cause = f"{cause}; remove that reference"
         raise ConfigError(f"the reward {name} cannot go to another process: {cause}") from error
 
 
 @contextmanager
 def _script_by_value() -> Iterator[None]:
-    """Lets cloudpickle write what stands in a spawned process's script as it writes what stands in `__main__`."""
+    """Makes cloudpickle treat a spawned process's script like `__main__`."""
     import cloudpickle
 
     script = sys.modules.get(SPAWNED)
@@ -222,9 +230,9 @@ def _script_by_value() -> Iterator[None]:
 
 
 def what_it_does(function: Any) -> bytes:
-    """Bytes by which a function that can be pickled is known, in every process: with all that it refers to, and without
-    its place. A line above it, another call below it or a kernel that was started again make it no other function, by
-    which a run that goes on would lose what was scored. Nothing reads them."""
+    """Returns bytes that identify a function by its behavior, in every process: with everything that it refers to, and
+    without its position. Lines above it, later calls, or a kernel restart do not change them, so that a resumed run
+    keeps its rewards. They are never unpickled."""
     import cloudpickle
 
     class Bare(cloudpickle.Pickler):
@@ -232,7 +240,7 @@ def what_it_does(function: Any) -> bytes:
             if isinstance(obj, CodeType):
                 return tuple, tuple(_in_order(getattr(obj, f"co_{name}")) for name in _OF_CODE)
             reduced = super().reducer_override(obj)
-            if not isinstance(reduced, tuple):  # it is known by its name
+            if not isinstance(reduced, tuple):  # pickled by name
                 return reduced
             make, given, state, *rest = map(_of_script, reduced)
             if isinstance(obj, FunctionType):
@@ -240,7 +248,7 @@ def what_it_does(function: Any) -> bytes:
                 held = {name: _in_order(one) for name, one in slots["__globals__"].items() if name != "__loader__"}
                 slots = _of_script(slots) | {"__globals__": held}
                 return make, given[:1], (inner, slots), *rest  # the loader is Monarch's
-            # A class has a random name beside its own, by which one process knows it.
+            # cloudpickle adds a random name to classes, which differs by process.
             given = tuple(one for one in given if not (isinstance(one, str) and re.fullmatch("[0-9a-f]{32}", one)))
             return make, given, state, *rest
 
@@ -251,7 +259,7 @@ def what_it_does(function: Any) -> bytes:
 
 
 def _of_script(value: Any) -> Any:
-    """The value with one name for the script's module, whichever process pickles it."""
+    """Replaces the script's module name by `__main__`, so that it is the same in all processes."""
     if isinstance(value, tuple):
         return tuple(map(_of_script, value))
     if type(value) is dict and any(isinstance(one, str) and one == SPAWNED for one in value.values()):
@@ -260,7 +268,7 @@ def _of_script(value: Any) -> Any:
 
 
 def _in_order(value: Any) -> Any:
-    """A set, or those among constants, as a sorted list, as each process has its own order of texts."""
+    """Replaces sets, also in constants, by sorted lists, because the order of sets differs by process."""
     if isinstance(value, tuple):
         return tuple(map(_in_order, value))
     return [type(value).__name__, *sorted(map(repr, value))] if isinstance(value, set | frozenset) else value
@@ -270,17 +278,18 @@ def _source(function: Any) -> str:
     try:
         return inspect.getsource(function)
     except (TypeError, OSError):
-        return f"# the source of {function!r} is not known\n"
+        return f"# the source of {function!r} is unknown\n"
 
 
 def kept_function(data: bytes, what: str, output: Path) -> Path:
     """Writes a pickled function below the folder of runs.
 
     Args:
-        what: digest of what the function does, by which a journal knows it. Its pickles may differ in their lines.
+        what: digest of the function's behavior, which identifies it in a journal. Its pickles may differ in line
+        numbers.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     return _kept(data, output, f"{what}-{hashlib.sha256(data).hexdigest()[:16]}.pickle")
 
@@ -289,7 +298,7 @@ _OF_CONTENT = re.compile(r"-[0-9a-f]{16}(?=\.pickle$)")
 
 
 def by_what_it_does(value: Any) -> Any:
-    """Settings in which functions are known by what they do, and not by the bytes of their pickle."""
+    """Returns settings that identify functions by their behavior instead of the bytes of their pickles."""
     if isinstance(value, Mapping):
         found = {name: by_what_it_does(one) for name, one in value.items()}
         if found.get("name") == "function" and isinstance(file := found.get("file"), str):
@@ -300,21 +309,21 @@ def by_what_it_does(value: Any) -> Any:
 
 
 def _kept(data: bytes, output: Path, name: str) -> Path:
-    """Raises ConfigError: it cannot be written, or others could change it."""
+    """Writes a file below the folder of runs. Raises ConfigError if that fails, or if other users could change it."""
     folder = output / GIVEN
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise ConfigError(f"{folder} is a link, or another user's, who could change what is run; remove it")
-        write_atomically(folder / name, data)  # also over one that is there, which anybody may have made
+            raise ConfigError(f"{folder} is a link, or belongs to another user, who could change code; remove it")
+        write_atomically(folder / name, data)  # replaces an existing file, which another user may have written
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another output") from None
     return folder / name
 
 
 def with_content(reward: RewardConfig) -> RewardConfig:
-    """Settings of rewards for a process on any machine: files of functions ride along. Raises ConfigError."""
+    """Returns settings of rewards that contain the files of functions, for use on any machine. Raises ConfigError."""
 
     def carried(ref: Ref) -> Ref:
         if ref.name != "function" or ref.options.get("content") or not (file := ref.options.get("file")):

@@ -1,4 +1,4 @@
-"""Names of the Hub in a run's settings: each becomes a commit once, before anything reads a model or data."""
+"""Resolves names on the Hub in a run's settings to commits, once, before models or data are read."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from llamarl.models.folder import fingerprints
 from llamarl.run.placement import models_in_use
 
 WEIGHTS_FILE = "weights.json"
-"""Lies in a run's folder, and says with which files of models, and with which commits of the Hub, the run began."""
+"""File in a run's folder with the fingerprints of model files, and the commits on the Hub, at the run's start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A setting that names a model, or data of the Hub."""
+    """A setting that names a model, or data on the Hub."""
 
     option: str
     path: str
-    """Folder, or name of the Hub."""
+    """Folder, or name on the Hub."""
     kind: Kind = "model"
     source: Any = None
-    """Class of the source of data, which says by `pinned` what commit of the name is meant."""
+    """Class of the data source, whose `pinned` resolves the name to a commit."""
 
     @property
     def key(self) -> str:
-        """In `WEIGHTS_FILE`."""
+        """Key in `WEIGHTS_FILE`."""
         return self.path if self.kind == "model" else f"datasets/{self.path}"
 
     @property
     def name(self) -> HubName | None:
-        """None: it is a folder."""
+        """Name on the Hub. None means that the path is a folder."""
         return hub_name(self.path) if self.kind == "model" else HubName(*self.path.partition("@")[::2])
 
     def before(self, known: Collection[str]) -> HubName | None:
-        """The name of the Hub that a model had when the run began, if its key is `known`, although a local folder that
-        was made later has the first part of that name. None means that the model is a folder."""
+        """Returns the name on the Hub that a model had when the run began, if its key is `known`. A local folder that
+        was created later does not hide that name. None means that the model is a folder."""
         return HubName.of(self.path) if self.key in known and not Path(self.path).is_dir() else None
 
 
 def named(config: RunConfig) -> Iterator[Named]:
-    """The settings of a run that name models in use, and data of the Hub. Raises ConfigError."""
+    """Yields the settings that name models in use, or data on the Hub. Raises ConfigError."""
     yield Named("model.path", config.model.path)
     for name, settings in models_in_use(config).items():
         if settings.path:
@@ -59,12 +59,12 @@ def named(config: RunConfig) -> Iterator[Named]:
 
 
 def _named_data(ref: Ref, option: str) -> Iterator[Named]:
-    """Data set of a source whose class has `pinned`, by its options `path` and `revision`."""
+    """Yields the data set of a source whose class has `pinned`, from its options `path` and `revision`."""
     from llamarl.data.prompts import SOURCES
 
     try:
         source = class_of(ref, SOURCES, option)
-    except NotRun:  # a class that nobody may import, so whether it names the Hub is not known
+    except NotRun:  # a class that may not be imported, so whether it uses the Hub is unknown
         return
     if hasattr(source, "pinned"):
         repo, revision = ref.options.get("path"), ref.options.get("revision")
@@ -82,35 +82,35 @@ def resolved(
     command: str = "",
     only: Collection[str] = (),
 ) -> RunConfig:
-    """The settings with a commit for each name of the Hub: `owner/name@commit` for models, of which this machine then
-    has the files, and `revision` for data.
+    """Returns settings with a commit for each name on the Hub: `owner/name@commit` for models, whose files are fetched,
+    and `revision` for data.
 
     Args:
-        weights: of models are fetched too, beside what says their shapes, and tokenizers.
-        data: gets commits too.
-        run: folder of the run that this is about, which goes on with the commits that it began with.
-        command: begins the lines, on standard error, that say which commits these are; empty: there are none.
-        only: options whose names are meant, such as `model.path`; empty: all.
+        weights: fetch the weights of models, too, not only shapes and tokenizers.
+        data: resolve data, too.
+        run: folder of a resumed run, whose recorded commits are used.
+        command: prefix of lines about commits on standard error. Empty means no lines.
+        only: options to resolve, such as `model.path`. Empty means all.
 
     Raises:
-        NotFetched: a name means nothing, or cannot be fetched.
+        NotFetched: a name does not exist, or cannot be fetched.
     """
     known, pinned = commits_of(run) if run else {}, config
     for one in named(config):
-        is_made = one.option == "model.path" and config.model.warm_start  # that folder, when it is needed
+        is_made = one.option == "model.path" and config.model.warm_start  # the folder is made later
         is_meant = one.option in only if only else data or one.kind != "dataset"
         if is_made or not is_meant or (name := one.name or one.before(known)) is None:
             continue
         at = name.at(known.get(one.key, name.revision))
         found = _pinned(at, one.option, one.source, weights, command)
-        known[one.key] = found.revision  # one that is named twice is the same twice
+        known[one.key] = found.revision  # a second setting with this name gets the same commit
         pinned = _with(pinned, one.option.split("."), found.revision if one.kind == "dataset" else str(found))
     return pinned
 
 
 def base_model(run: Path, path: str, output: str) -> str:
-    """`model.path` of a run, wherever the command is given: a relative one begins where the run was started, which is
-    as far above its folder as `output` says, and a name of the Hub means the commit that the run began with."""
+    """Returns `model.path` of a run for any working folder. Relative paths begin where the run was started, which
+    `output` locates. A name on the Hub gets the commit that the run started with."""
     parents, depth = run.resolve().parents, len(Path(output).parts)
     is_known = not Path(output).is_absolute() and depth < len(parents)
     if is_known and (found := parents[depth] / path).exists():
@@ -120,7 +120,7 @@ def base_model(run: Path, path: str, output: str) -> str:
 
 
 def resolved_path(path: str, option: str, *, weights: bool = True, command: str = "") -> str:
-    """`owner/name@commit` for the name of a model, of which this machine then has the files; a folder as it is. Raises
+    """Returns `owner/name@commit` for a model on the Hub, and fetches it. Returns a folder unchanged. Raises
     ConfigError."""
     if name := hub_name(path):
         return str(_pinned(name, option, None, weights, command))
@@ -129,13 +129,13 @@ def resolved_path(path: str, option: str, *, weights: bool = True, command: str 
 
 
 def check_folder(path: str, option: str) -> None:
-    """Raises ConfigError: there is no such folder of a model."""
+    """Raises ConfigError if a model folder does not exist."""
     if not Path(path).is_dir():
         raise ConfigError(missing_folder(path, option))
 
 
 def resolved_data(ref: Ref, option: str, *, command: str = "") -> Ref:
-    """A source of data whose `revision` is a commit, where it names a data set of the Hub. Raises ConfigError."""
+    """Returns a data source with a commit as `revision` if it names a data set on the Hub. Raises ConfigError."""
     for one in _named_data(ref, option):
         if one.name is not None:
             ref = _at(ref, _pinned(one.name, option, one.source, False, command).revision)
@@ -143,7 +143,7 @@ def resolved_data(ref: Ref, option: str, *, command: str = "") -> Ref:
 
 
 def _pinned(name: HubName, option: str, source: Any, weights: bool, command: str) -> HubName:
-    """Raises NotFetched."""
+    """Fetches a model, or resolves a data set. Returns its name with a commit. Raises NotFetched."""
     note = ""
     try:
         if source is None:
@@ -160,7 +160,7 @@ def _pinned(name: HubName, option: str, source: Any, weights: bool, command: str
 
 
 def _with(settings: Any, names: list[str], value: str) -> Any:
-    """A copy with another value of a setting, which may be in a list; of a `Ref`, with another `revision`."""
+    """Returns a copy of settings with one value replaced, which may be in a list. For a `Ref`, replaces `revision`."""
     if not names:
         return _at(settings, value) if isinstance(settings, Ref) else value
     first, *rest = names
@@ -174,7 +174,8 @@ def _at(ref: Ref, revision: str) -> Ref:
 
 
 def record_of(config: RunConfig, pinned: RunConfig) -> dict[str, dict[str, str]]:
-    """Commits and fingerprints of all models and data, by name as in `config`. Empty ones: nothing is there yet."""
+    """Returns commits and fingerprints of all models and data, by name as in `config`. Missing files have no
+    entries."""
     found = dict[str, dict[str, str]]()
     for one, now in zip(named(config), named(pinned), strict=True):
         name = now.name
@@ -186,13 +187,13 @@ def record_of(config: RunConfig, pinned: RunConfig) -> dict[str, dict[str, str]]
 
 
 def recorded(folder: Path) -> dict[str, Any]:
-    """Answer of `record_of` when the run in this folder began; empty: there is none. Raises ConfigError: it is
+    """Returns `record_of` at the start of a run. Empty means that there is no record. Raises ConfigError if it is
     damaged."""
     file = folder / WEIGHTS_FILE
     return read_json(file, "remove it") if file.exists() else {}
 
 
 def commits_of(folder: Path) -> dict[str, str]:
-    """Commits that the run in this folder began with, by `Named.key`. Raises ConfigError: its record is damaged."""
+    """Returns the commits at the start of a run, by `Named.key`. Raises ConfigError if the record is damaged."""
     rows = recorded(folder).items()
     return {key: row["commit"] for key, row in rows if isinstance(row, dict) and "commit" in row}
