@@ -29,7 +29,14 @@ INLINE = ["--cluster.kind", "inline"]
 RUNS = {
     "asynchronous": [*INLINE, "--rollout.max_staleness", "1"],
     "synchronous": [*INLINE, "--rollout.max_staleness", "0", "--rollout.window", "1"],
-    "processes": ["--cluster.kind", "monarch", "--rollout.max_staleness", "1"],
+    "processes": [
+        "--cluster.kind",
+        "monarch",
+        "--rollout.max_staleness",
+        "1",
+        "--weight_sync.transport",
+        "cuda_ipc",
+    ],
 }
 """Options of each run. The last one has trainer and generator in processes of their own, on one card."""
 USUAL = ("asynchronous", "synchronous")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from llamarl.config import ConfigError, RunConfig
-from llamarl.config.device import ALONE
+from llamarl.config.section import ALONE
 from llamarl.config.schema import TrainerConfig
 from llamarl.kernels.products import PRODUCTS, multiply
 from llamarl.models import fit, memory

@@ -76,7 +76,10 @@ class DecodeGraphs:
         """Rows -> whether the products of few rows are faster there."""
         self.routes_B_W: Tensor | None = None
         """Experts of the rows of the last step, until the next; None: the model is no mixture."""
-        self._pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
+        is_on_gpu = cache.device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if is_on_gpu else None
+        self._stream = torch.cuda.Stream(cache.device) if is_on_gpu else None
+        """Captures. Libraries keep memory for each stream that they have worked in."""
 
     def __call__(
         self, rows: Rows, of_tokens: Sequence[np.ndarray], draws: bool, ahead: int = 0
@@ -172,10 +175,9 @@ class DecodeGraphs:
         for values in (inputs.block_N, inputs.table):
             values.fill_(self._spare_block)
         inputs.own_B.fill_(1)
-        if self._pool is None:
+        device, stream = self._cache.device, self._stream  # it need not be the current device
+        if stream is None:
             return run
-        device = self._cache.device  # it need not be the current one
-        stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             run()
