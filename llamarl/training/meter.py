@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import torch
 
 from llamarl.config import ConfigError, RunConfig
-from llamarl.config.section import ALONE
 from llamarl.config.schema import TrainerConfig
+from llamarl.config.section import ALONE
 from llamarl.kernels.products import PRODUCTS, multiply
 from llamarl.models import fit, memory
 from llamarl.models.shape import ModelShape
