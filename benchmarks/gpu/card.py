@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import bars
@@ -28,6 +28,8 @@ import check
 import real
 from check import PARALLEL, PYTEST, ROOT, TESTS, Part, Said
 
+TOY = "{toy}"
+"""In a command: options of a rehearsal."""
 MOST_MIB = 60.0
 """Of what one call carries beside the checkout."""
 WHEELS = {
@@ -49,8 +51,8 @@ class Asked:
 
 
 def _runs(name: str, limit_s: int, which: str, *more: str) -> Part:
-    command = f"real.py --device {{device}} --runs {which} --limit_s {limit_s - 10} --pieces {{kept}}/model"
-    return Part(name, limit_s, " ".join((command, *more, "{toy_runs}")))
+    command = f"real.py --runs {which} --limit_s {limit_s - 10} --pieces {{kept}}/model"
+    return Part(name, limit_s, " ".join((command, *more, TOY)))
 
 
 CALLS: dict[int, Sequence[Asked]] = {
@@ -74,7 +76,7 @@ CALLS: dict[int, Sequence[Asked]] = {
     2: (
         Asked(_runs("asynchronous", 170, "asynchronous")),
         Asked(_runs("synchronous", 60, "synchronous", "--steps 25"), 1),
-        Asked(Part("trl", 80, "trl_on_card.py --device {device} --limit_s 60 {toy_runs}"), 2),
+        Asked(Part("trl", 80, "trl_on_card.py --limit_s 60 " + TOY), 2),
     ),
     3: (
         Asked(_runs("processes", 80, "processes", "--steps 40"), 1),
@@ -151,7 +153,7 @@ def _slim(wheel: Path, folder: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("call", choices=[*map(str, CALLS), "pack"])
-    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / ".gpu-card", help="of `pack`")
+    parser.add_argument("pack_to", nargs="?", type=Path, default=ROOT / ".gpu-card", metavar="FOLDER", help="of `pack`")
     parser.add_argument("--python", default="3.12", help="version of Python on the machine with the GPU, for `pack`")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--carried", type=Path, help="folder of what this call has brought")
@@ -161,7 +163,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT") or ROOT / "runs/gpu-card"))
     options = parser.parse_args()
     if options.call == "pack":
-        pack(options.folder, options.python)
+        pack(options.pack_to, options.python)
         return 0
     start_s = time.monotonic()
     if options.device == "cpu":
@@ -180,7 +182,8 @@ def main() -> int:
 
 def call(asked: Sequence[Asked], options: argparse.Namespace, said: Said, left_s: float) -> int:
     """Runs the parts. Returns 1 if one of them failed."""
-    options.toy_runs = "--steps 2 --prompts 2 --eval 4" if options.device == "cpu" else ""
+    toy = "--steps 2 --prompts 2 --eval 4" if options.device == "cpu" else ""
+    asked = [replace(one, part=replace(one.part, command=one.part.command.replace(TOY, toy))) for one in asked]
     parts, deadline_s = kept_parts(asked, left_s), time.monotonic() + left_s
     for name in (one.part.name for one in asked if one.part not in parts):
         said.row({"part": name, "ended": "left out: time is short"})

@@ -150,7 +150,7 @@ def _span(prefix, own, S: tl.constexpr, T: tl.constexpr, P: tl.constexpr, LEAST:
 
 @triton.jit
 def _bounded(x, MOST: tl.constexpr):
-    """Numbers bounded by the range of what is stored, beyond which they become its largest number; NaN stays."""
+    """Numbers bounded by the range of the cache; NaN stays."""
     if MOST > 0:
         x = tl.where(x > MOST, MOST, tl.where(x < -MOST, -MOST, x))
     return x

@@ -2,12 +2,12 @@
 
 A graph repeats kernels on the addresses with which it was captured. So a step's inputs lie in one fixed buffer, padded
 to a few numbers of rows, and attention reads lengths, and how wide the table is, on the device: one graph for each
-number of rows serves every context. A graph ends with the tokens that it draws, which it keeps for the next step:
-so that one can be launched before the host has read them. Steps with truncated sampling have graphs that end with
+number of rows serves every context. A graph ends with the tokens that it draws, and keeps them for the next step, which
+can be launched before the host has read them. Steps with truncated sampling have graphs that end with
 hidden states.
 
-Graphs are captured at first use. A step of fewer rows than the graphs at hand is padded to one of them, until there
-have been enough such steps to pay for a graph of their own.
+Graphs are captured at first use. A step of fewer rows than the graphs at hand is padded to one of them, until enough
+such steps have been padded to pay for a capture.
 
 Weights are adopted by pointing the model elsewhere, to and fro between two buffers. There are graphs for both, and a
 step is replayed only by one that was captured with the addresses in use.
@@ -114,7 +114,7 @@ class DecodeGraphs:
         return next(size for size in self.sizes if size >= count)
 
     def _at_hand(self, count: int, draws: bool) -> int | None:
-        """Returns the size of the graph for this number of rows; None means that one must be captured."""
+        """Returns the size of the graph for this number of rows; None means none: capture it."""
         captured, exact = self._replays.get(self._model.weights_at, {}), self._size_of(count)
         if (exact, draws) in captured:
             return exact

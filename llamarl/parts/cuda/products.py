@@ -1,7 +1,7 @@
 """Products of a few rows on GPUs, with what comes before and after them: five launches a layer of a decode step.
 
 With at most 64 rows a product takes as long as its weights take to arrive. So each program streams a tile of them once,
-for all rows, and the small operations around it cost no launch and no pass over memory of their own:
+for all rows, and the small operations around it cost no launch and no pass over memory:
 
     normed   (x / rms(x) * weight) W^T + b    norm before the product; x is the float32 residual stream
     gated    silu(gate) * up                  both of one normed row

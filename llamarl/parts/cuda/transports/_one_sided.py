@@ -65,7 +65,7 @@ class OneSidedPublisher(PackedPublisher):
         """Returns `PublishedAt.memory` of one layout."""
 
     def _reads(self, change: int) -> None:
-        """Notes that one more reader reads, or one fewer."""
+        """Counts readers: 1 when a read begins, -1 when it ends."""
 
     def _serve(self, connection: Connection, digest: str) -> None:
         number = self._numbers[digest]

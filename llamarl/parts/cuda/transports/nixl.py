@@ -72,7 +72,7 @@ class Memory(NamedTuple):
 
 
 class NixlPublisher(OneSidedPublisher):
-    """A trainer rank. Besides the threads that say where versions are, one drives what is read."""
+    """A trainer rank. Besides the threads that serve versions, one thread drives the reads."""
 
     TRANSPORT = "nixl"
 
