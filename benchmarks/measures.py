@@ -89,6 +89,9 @@ SENTENCES: dict[str, dict[str, str]] = {
         "peers-2026-11-25": AGAINST_TRL,
     },
     "GPU": {
+        "fp4-2026-11-28": "mean difference of log-probs of SmolLM2-135M on SVAMP's text from bfloat16 weights: int8 "
+        "{rows/@kind=int8/mean:.2f} nats, fp8 {rows/@kind=fp8/mean:.2f}, NVFP4 weights "
+        "{rows/@kind=nvfp4 weights/mean:.2f}, NVFP4 weights and activations {rows/@kind=nvfp4/mean:.2f} (emulated)",
         "gpu-2026-11-26": f"one H100 (80 GB), 8B: decoding reaches {{{HALF_STEPS}/bandwidth_share:.2f}} of the memory "
         "bandwidth, training {rows/@part=train-8b,model=8b/mfu:.3f} of the peak; trainer and generator differ by "
         "{rows/@probe=mismatch,dtype=bfloat16/mean:.3f} nats",

@@ -1,6 +1,7 @@
 """Decoding by the native engine, with CUDA graphs and without, against the time that reading weights and cache takes.
 
-    python benchmarks/gpu/decode.py [--device cpu] [--model 8b] [--dtype fp8] [--batches 64 256] [--context 8192]
+    python benchmarks/gpu/decode.py [--device cpu] [--model 8b] [--dtype fp8] [--kv_dtype fp8] [--batches 64 256]
+                                    [--context 8192]
 
 The model has random weights. All rows are prefilled first; then so many steps are timed at once, with all rows running.
 """
@@ -29,17 +30,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="8b", choices=MODELS)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv_dtype", default="auto")
     parser.add_argument("--batches", nargs="+", type=int, default=[64, 256, 512])
     parser.add_argument("--context", type=int, help="tokens of a row when it is timed")
     options = settings(parser, dtype="bfloat16", batches=[4], context=96)
     shape, bandwidth = MODELS[options.model], copy_bytes_per_s(options.device)
     if options.context:
         shape = replace(shape, max_position_embeddings=2 * options.context)
-    model = GeneratorModel(shape, options.dtype, options.device)
+    model = GeneratorModel(shape, options.dtype, options.device, kv_dtype=options.kv_dtype)
     model.load(RandomWeights(shape, options.device))
     for batch, graphs in itertools.product(options.batches, (True, False) if options.device != "cpu" else (False,)):
         context = options.context or CONTEXT.get(batch, 256)
         about = {"model": options.model, "dtype": options.dtype, "graphs": graphs, "batch": batch, "context": context}
+        about |= {} if options.kv_dtype == "auto" else {"kv_dtype": options.kv_dtype}
         say(about, lambda b=batch, c=context, g=graphs: measure(model, b, c, g, bandwidth))
 
 
@@ -47,9 +50,9 @@ def running(model: GeneratorModel, batch: int, context: int, graphs: bool) -> En
     """An engine that decodes so many rows, all of so many tokens when half of the steps to be timed are done."""
     shape = model.shape
     kv_bytes = KVCache.block_bytes(shape, model.kv_dtype)
-    kv_bytes *= batch * ((context + 4 * COUNT) // 16 + 2)
+    kv_bytes *= batch * ((context + 2 * COUNT) // 16 + 2)
     engine = Engine(model, max_running=batch, prefill_tokens=8192, kv_bytes=kv_bytes, graphs=graphs)
-    engine.submit(requests(shape, range(batch), max(context - COUNT // 2, 1), 4 * COUNT))
+    engine.submit(requests(shape, range(batch), max(context - COUNT // 2, 1), 2 * COUNT))
     while engine.stats().running < batch:
         engine.step()
     for _ in range(WARM_UP):
@@ -68,7 +71,10 @@ def measure(model: GeneratorModel, batch: int, context: int, graphs: bool, bandw
         weight_bytes += 2 * shape.vocab_size * shape.hidden_size
     kv_bytes = batch * context * shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * model.kv_dtype.itemsize
     share = (weight_bytes + kv_bytes) / bandwidth / step_s
-    return {"step_s": step_s, "tokens_per_s": batch / step_s, "bandwidth_share": share, "steps_s": times}
+    return {
+        "step_s": step_s, "tokens_per_s": batch / step_s, "bandwidth_share": share, "steps_s": times,
+        "computed_by": engine.describe()[-200:],
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

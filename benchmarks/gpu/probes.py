@@ -1,6 +1,7 @@
 """Smaller measurements on a GPU: prefill, log-probs of trainer and generator, attention alone, the longest kernels.
 
 python benchmarks/gpu/probes.py mismatch|prefill|attention|profile [--device cpu] [--model 1b]
+    profile: [--dtype fp8] [--rows 256] [--steps decode train]
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from decode import running
+from decode import CONTEXT, running
 from shapes import DATA_SHEET_TFLOPS, MODELS, RandomWeights, copy_bytes_per_s, requests, say, seconds_of, settings
 from train import fitted, make_trainer
 
@@ -36,7 +38,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("probe", choices=probes)
     parser.add_argument("--model", default="1b", choices=MODELS)
-    options = settings(parser)
+    parser.add_argument("--dtype", default="bfloat16", help="of the generator that is profiled")
+    parser.add_argument("--rows", type=int, default=64, help="rows of the decode step that is profiled")
+    parser.add_argument("--steps", nargs="+", default=["decode", "train"], choices=["decode", "train"])
+    options = settings(parser, dtype="bfloat16", rows=4)
+    probes["profile"] = partial(profile, dtype=options.dtype, num_rows=options.rows, steps=options.steps)
     for about, work in probes[options.probe](options.model, options.device):
         say({"probe": options.probe, "model": options.model} | about, work)
 
@@ -126,7 +132,9 @@ def attention(model: str, device: str) -> Rows:
         yield about, lambda given=(context, cached, stages): measured(*given)
 
 
-def profile(model: str, device: str) -> Rows:
+def profile(
+    model: str, device: str, dtype: Any = "bfloat16", num_rows: int = 64, steps: Sequence[str] = ("decode", "train")
+) -> Rows:
     """The kernels that take longest in a decode step, and in gradients of packed tokens."""
     shape, is_toy = MODELS[model], device == "cpu"
 
@@ -141,17 +149,19 @@ def profile(model: str, device: str) -> Rows:
         return {"sum_us": sum(map(of, rows)), "launches": sum(one.count for one in rows), "kernels": kernels}
 
     def decode_step() -> dict[str, Any]:
-        served = GeneratorModel(shape, "bfloat16", device)
+        served = GeneratorModel(shape, dtype, device)
         served.load(RandomWeights(shape, device))
-        return longest(running(served, 4 if is_toy else 64, 64 if is_toy else 1024, not is_toy).step)
+        context = 64 if is_toy else CONTEXT.get(num_rows, 256)
+        return longest(running(served, num_rows, context, not is_toy).step)
 
     def train_step() -> dict[str, Any]:
         tokens, some = 256 if is_toy else 4096, fitted(shape, device)
         trainer, groups = make_trainer(some, device, tokens)
         return {"layers": some.num_layers} | longest(lambda: finished(trainer.accumulate(groups, tokens)))
 
-    yield {"step": "decode"}, decode_step
-    yield {"step": "train"}, train_step
+    works = {"decode": decode_step, "train": train_step}
+    for step in steps:
+        yield {"step": step, "dtype": dtype, "rows": num_rows}, works[step]
 
 
 if __name__ == "__main__":

@@ -25,10 +25,21 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 CONFIG = ROOT / "examples/real/svamp.toml"
 PIECE_BYTES = 55 << 20
+INLINE = ["--cluster.kind", "inline"]
 RUNS = {
-    "asynchronous": ["--rollout.max_staleness", "1"],
-    "synchronous": ["--rollout.max_staleness", "0", "--rollout.window", "1"],
+    "asynchronous": [*INLINE, "--rollout.max_staleness", "1"],
+    "synchronous": [*INLINE, "--rollout.max_staleness", "0", "--rollout.window", "1"],
+    "processes": [
+        "--cluster.kind",
+        "monarch",
+        "--rollout.max_staleness",
+        "1",
+        "--weight_sync.transport",
+        "cuda_ipc",
+    ],
 }
+"""Options of each run. The last one has trainer and generator in processes of their own, on one card."""
+USUAL = ("asynchronous", "synchronous")
 
 
 def pack(folder: Path) -> None:
@@ -65,15 +76,17 @@ def trained(name: str, options: argparse.Namespace, output: Path, model: Path) -
     steps, device = options.steps, options.device
     command = [
         sys.executable, "-m", "llamarl", "train", str(CONFIG), "--name", name, "--output", str(output), "--overwrite",
-        "--model.path", str(model), "--cluster.kind", "inline", "--trainer.device", device, "--generator.device",
-        device, "--steps", str(steps), "--rollout.prompts_per_step", str(options.prompts), "--eval.max_prompts",
-        str(options.eval), "--eval.every_steps", str(max(1, steps // 4)), "--checkpoint.every_steps", "0",
+        "--model.path", str(model), "--trainer.device", device, "--generator.device", device, "--steps", str(steps),
+        "--rollout.prompts_per_step", str(options.prompts), "--eval.max_prompts", str(options.eval),
+        "--eval.every_steps", str(max(1, steps // 4)), "--checkpoint.every_steps", "0",
         "--screen.kind", "lines", *RUNS[name],
     ]  # fmt: skip
-    start_s = time.monotonic()
-    subprocess.run(command, cwd=ROOT, check=True, timeout=options.limit_s)
+    start_s, is_whole = time.monotonic(), True
+    try:
+        subprocess.run(command, cwd=ROOT, check=True, timeout=options.limit_s)
+    except subprocess.TimeoutExpired:  # what it has learned until then is on disk
+        is_whole = False
     rows = [json.loads(line) for line in (output / name / "metrics.jsonl").read_text().splitlines()]
-    summary = json.loads((output / name / "summary.json").read_text())
     steps_of = [row for row in rows if row["kind"] == "step"]
 
     def median(key: str) -> float | None:
@@ -83,8 +96,9 @@ def trained(name: str, options: argparse.Namespace, output: Path, model: Path) -
     return {
         "run": name,
         "device": device,
-        "steps": steps,
-        "samples_per_s": summary["samples_per_s"],
+        "steps": len(steps_of),
+        "is_whole": is_whole,
+        "samples_per_s": median("samples_per_s"),
         "accuracy": {str(row["step"]): row["accuracy"] for row in rows if row["kind"] == "eval"},
         "step_s": median("step_s"),
         "train_s": median("extra.train_s"),
@@ -106,6 +120,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--prompts", type=int, default=16, help="prompts per step")
     parser.add_argument("--eval", type=int, default=200, help="held-out problems")
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=USUAL)
     parser.add_argument("--limit_s", type=float, default=250.0, help="seconds of one run at most")
     parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT") or ROOT / "runs/gpu-real"))
     options = parser.parse_args()
@@ -116,7 +131,7 @@ def main() -> None:
     joined(options.pieces, model)
     options.output.mkdir(parents=True, exist_ok=True)
     known = {json.loads(line)["run"] for line in rows.read_text().splitlines()} if rows.exists() else set()
-    for name in (name for name in RUNS if name not in known):
+    for name in (name for name in options.runs if name not in known):
         row = trained(name, options, ROOT / "runs/gpu-real", model)
         with rows.open("a") as file:
             file.write(json.dumps(row) + "\n")

@@ -32,6 +32,11 @@ from llamarl.training.trainer import Trainer
 from llamarl.types import SampleGroup, TrainSample
 
 REPEATS = 5
+KEPT: dict[str, Any] = {"none": False, "selective": "selective", "all": True}
+"""Values of `trainer.activation_checkpointing`."""
+OPTIMIZER_BYTES = 4 + 8 + 28
+"""Of a weight: its gradient is read for the norm, and scaled, and the step reads weight, gradient and two moments, and
+writes all but the gradient."""
 BYTES_PER_WEIGHT = 4 + 4 + 8 + 2
 """Weight, gradient, moments, and the copy that is computed with."""
 
@@ -41,11 +46,14 @@ def main() -> None:
     parser.add_argument("--model", default="8b", choices=MODELS)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--compile", action="store_true", help="trainer.compile")
+    parser.add_argument("--checkpointing", default="selective", choices=["none", "selective", "all"])
     options = settings(parser, tokens=256)
     model, device, tokens = options.model, options.device, options.tokens
     bandwidth, shape = copy_bytes_per_s(device), fitted(MODELS[model], device)
-    trainer, groups = make_trainer(shape, device, tokens, compiled=options.compile)
-    say({"model": model, "compile": options.compile}, lambda: trained(trainer, groups, tokens))
+    kept = options.checkpointing
+    trainer, groups = make_trainer(shape, device, tokens, compiled=options.compile, checkpointing=KEPT[kept])
+    about = {"model": model, "compile": options.compile, "checkpointing": kept}
+    say(about, lambda: trained(trainer, groups, tokens))
     if options.compile:
         return
     say({"optimizer": model}, lambda: optimized(trainer, bandwidth))
@@ -63,7 +71,12 @@ def fitted(shape: ModelShape, device: str) -> ModelShape:
 
 
 def make_trainer(
-    shape: ModelShape, device: str, num_tokens: int, read: Read | None = None, compiled: bool = False
+    shape: ModelShape,
+    device: str,
+    num_tokens: int,
+    read: Read | None = None,
+    compiled: bool = False,
+    checkpointing: Any = "selective",
 ) -> tuple[Trainer, list[SampleGroup]]:
     """With given weights or random ones, and two groups of one prompt and three responses each."""
     rng = np.random.default_rng(0)
@@ -72,7 +85,7 @@ def make_trainer(
         model = Transformer(shape)
     read = read or part_reader(RandomWeights(shape, device, torch.float32))
     config = TrainerConfig(
-        dtype="bfloat16", activation_checkpointing=True, microbatch_tokens=num_tokens, compile=compiled
+        dtype="bfloat16", activation_checkpointing=checkpointing, microbatch_tokens=num_tokens, compile=compiled
     )
     return Trainer(model, config, Aipo(), GroupMean(), 1.0, device=torch.device(device), read=read), groups
 
@@ -90,7 +103,8 @@ def trained(trainer: Trainer, groups: list[SampleGroup], num_tokens: int) -> dic
 
 
 def optimized(trainer: Trainer, bandwidth: float) -> dict[str, Any]:
-    """Clipping and the optimizer's step, of which the step alone reads and writes 28 bytes a weight."""
+    """Clipping and the optimizer's step. The norm reads a gradient, clipping reads and writes it, and the step reads
+    and writes weight, gradient and moments: 40 bytes a weight."""
 
     def optimize() -> None:
         trainer.sharding.clip_gradients(1.0)
@@ -99,7 +113,7 @@ def optimized(trainer: Trainer, bandwidth: float) -> dict[str, Any]:
     device = str(trainer.device)
     seconds_of(device, optimize)  # makes the moments
     step_s = statistics.median(seconds_of(device, optimize) for _ in range(REPEATS))
-    share = 28 * trainer.model.shape.num_parameters / step_s / bandwidth
+    share = OPTIMIZER_BYTES * trainer.model.shape.num_parameters / step_s / bandwidth
     peak = torch.cuda.max_memory_allocated() if device.startswith("cuda") else None
     return {"step_s": step_s, "bandwidth_share": share, "peak_bytes": peak}
 

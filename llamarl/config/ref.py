@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from pydantic_core import CoreSchema
 
 PARTS = "llamarl.parts"
-MEMBERS_OF_PARTS = {"rewards.code": "episodes", "sources.hub": "hub", "transports.nixl": "cuda"}
+MEMBERS_OF_PARTS = {
+    "rewards.code": "episodes", "sources.hub": "hub", "transports.cuda_ipc": "cuda", "transports.nixl": "cuda",
+}  # fmt: skip
 """Members of core families that live in a part, by folder and name. A user who names one without its part gets a
 hint."""
 T = TypeVar("T", bound="DataclassInstance")

@@ -419,7 +419,9 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _places(self) -> RunConfig:
         generator, transport = self.generator, self.weight_sync.transport
-        if self.weight_sync.delta and (transport in ("shared_memory", "nixl") or self.cluster.kind == "inline"):
+        if self.weight_sync.delta and (
+            transport in ("shared_memory", "cuda_ipc", "nixl") or self.cluster.kind == "inline"
+        ):
             raise ValueError(
                 "weight_sync.delta = true saves nothing if generators serve or read weights in the trainer's "
                 f"memory; leave it out, or with weight_sync.transport = 'p2p' {use_processes()}"

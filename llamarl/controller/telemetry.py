@@ -147,6 +147,8 @@ class Telemetry:
         self.transports.append(selection)
         for line in selection.table():
             self._screen.phase(f"weight sync{'' if selection.same_host else ' across hosts'}  {line}")
+        if selection.warning:
+            self.warn(selection.warning)
 
     @property
     def transport_speeds(self) -> dict[str, float]:

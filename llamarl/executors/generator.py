@@ -270,7 +270,7 @@ def open_native(
         receiver = AdapterMerger(model, base, lora, weights.read)
     kv_bytes = config.kv_cache_bytes
     if size > 1 and kv_bytes is None:  # all ranks have the same number of blocks
-        kv_bytes = min(mesh.exchange(kv_budget(model, config.max_running, size)))
+        kv_bytes = min(mesh.exchange(kv_budget(model, config.max_running, size, prefill_tokens=config.prefill_tokens)))
     native = Engine(
         model, max_running=config.max_running, prefill_tokens=config.prefill_tokens, kv_bytes=kv_bytes,
         kv_on_update=config.kv_on_update, decode=Tokenizer(model_path).decode,

@@ -33,7 +33,7 @@ from llamarl.models.lora import add_adapters
 from llamarl.models.memory import MOMENTS_BYTES
 from llamarl.models.transformer import Transformer
 from llamarl.observability.notes import note
-from llamarl.training.meter import check_memory, device_seconds, peak_flops, peak_memory_bytes, rates
+from llamarl.training.meter import check_memory, device_seconds, peak_flops, peak_memory_bytes, rates, slots_fit
 from llamarl.training.optimization import Optimization
 from llamarl.training.packing import shaping
 from llamarl.training.parallel import Read
@@ -233,6 +233,7 @@ class TrainerExecutor(OptimizingExecutor):
                 read=read,
             )
             check_memory(model.shape, config, self._device)
+            self._slots_fit = slots_fit(model.shape, config, self._device)
             self._built(self._trainer)
             if resume:
                 beside = [self._store.substore(CRITIC)] if isinstance(self._trainer.advantage, ValueAdvantage) else []
@@ -296,7 +297,8 @@ class TrainerExecutor(OptimizingExecutor):
         in_place = self._sleeps and same_host and self._mesh.world.size == 1 and len(self._layouts) == 1
         in_place = in_place and is_same_layout(self._layouts[0], self._trainer.sharding.specs)
         on_gpu = self._device.type == "cuda"
-        return candidates(same_host, same_process, self._delta, on_gpu=on_gpu, in_place=in_place)
+        names = candidates(same_host, same_process, self._delta, on_gpu=on_gpu, in_place=in_place)
+        return [name for name in names if self._slots_fit or not publisher_class(name).ON_DEVICE]
 
     def publish_sample(self, version: int, transport: str) -> Address:
         """Publishes a sample of the weights by a transport that is being measured. A failure on one rank is a failure

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -156,18 +157,25 @@ def new_routes(shape: ModelShape, num_tokens: int, device: torch.device) -> Tens
 
 
 def gather_inputs(
-    rows: Rows, of_tokens: Sequence[np.ndarray], device: torch.device, padded: int = 0, spare_block: int = 0
+    rows: Rows,
+    of_tokens: Sequence[np.ndarray],
+    device: torch.device,
+    padded: int = 0,
+    spare_block: int = 0,
+    ahead: int = 0,
 ) -> Tensor:
     """Returns the array of a step's inputs on the host, int32, pinned for a GPU.
 
     Args:
         of_tokens: ids, positions, blocks for keys and values, and places in these blocks.
         padded: number of rows to pad to. Padding rows read and write a block that nothing else reads.
+        ahead: number of tokens of each row that are drawn but not yet in `rows`.
     """
     count, num_fed = len(rows), len(of_tokens[0])
     size = max(padded, count)
     num_tokens = num_fed + size - count
-    own_B = rows.length_R[:count] + 1
+    length_B = rows.length_R[:count] + ahead
+    own_B = length_B + 1
     width = int((rows.start_R[:count] - -own_B // BLOCK_SIZE).max(initial=1))
     is_pinned = device.type == "cuda" and torch.backends.cuda.is_built()
     host = torch.zeros(num_inputs(num_tokens, size, width), dtype=torch.int32, pin_memory=is_pinned)
@@ -179,7 +187,7 @@ def gather_inputs(
     inputs.block_N.numpy()[num_fed:] = spare_block
     inputs.prefix_B.numpy()[:count], inputs.own_B.numpy()[:] = rows.prefix_R[:count], 1
     inputs.own_B.numpy()[:count], inputs.width[0] = own_B, width
-    inputs.settings_5_B.numpy()[:, :count] = settings(rows.sampling, rows.length_R[:count])
+    inputs.settings_5_B.numpy()[:, :count] = settings(rows.sampling, length_B)
     table_B_M = inputs.table.view(size, width).numpy()
     table_B_M[:count], table_B_M[count:] = rows.table_R_M[:count, :width], spare_block
     return host
@@ -191,9 +199,26 @@ class StepGraphs(Protocol):
     routes_B_W: Tensor | None
     """Experts of the rows of the last step, valid until the next step. None means that the model is not a mixture."""
 
-    def __call__(self, rows: Rows, of_tokens: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
-        """Returns hidden states of the rows, valid until the next step, and their sampling settings. See
-        `gather_inputs`."""
+    def __call__(
+        self, rows: Rows, of_tokens: Sequence[np.ndarray], draws: bool, ahead: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Returns what the step computes for the rows, valid until the next step, and their sampling settings. See
+        `gather_inputs`.
+
+        Args:
+            of_tokens: token -1 - i is the one that row i of the last step drew; see `feed`.
+            draws: the result is tokens and their log-probabilities, as of `sampler.invert`, without truncation. Else it
+                is hidden states.
+        """
+        ...
+
+    def feed(self, drawn_B_C: Tensor) -> None:
+        """Hands tokens that were drawn outside of a graph to the next step. `drawn` is the result of
+        `sampler.invert`."""
+        ...
+
+    def is_ready(self, num_rows: int, draws: bool) -> bool:
+        """Returns True if a step of this number of rows captures nothing."""
         ...
 
 
@@ -279,16 +304,22 @@ class TorchAttention:
 
     def __init__(self, cache: KVCache, inputs: StepInputs, chunks: Sequence[Chunk] = ()) -> None:
         self._cache, self._inputs = cache, inputs
-        self._block_N, self._offset_N = inputs.block_N.long(), inputs.offset_N.long()
         self._places = [_places(chunk, cache.device) for chunk in chunks]
         self._sizes = [len(inputs.own_B), *(chunk.stop - chunk.start for chunk in chunks)]
+        self._is_decode = cache.decode is not None and not chunks
         if cache.decode is None:
             self._table_B_M = inputs.table_B_M()
             self._valid_B_M_S = valid_places(inputs.prefix_B, inputs.own_B, self._table_B_M.shape[1])
 
     def __call__(self, layer: int, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor) -> Tensor:
-        self._cache.write(layer, self._block_N, self._offset_N, k_N_J_K, v_N_J_K)
+        block_N, offset_N = self._places_of_tokens
+        self._cache.write(layer, block_N, offset_N, k_N_J_K, v_N_J_K)
         return self._read(layer, q_N_H_K)
+
+    @cached_property
+    def _places_of_tokens(self) -> tuple[Tensor, Tensor]:
+        """Block of each token's keys and values, and their place in it, as indices."""
+        return self._inputs.block_N.long(), self._inputs.offset_N.long()
 
     @property
     def rotates(self) -> bool:
@@ -301,7 +332,14 @@ class TorchAttention:
         cache, places = self._cache, (self._inputs.block_N, self._inputs.offset_N)
         assert cache.ops is not None
         cached = cache.keys_L_C_J_K_S[layer], cache.values_L_C_J_S_K[layer]
+        if self._is_decode:
+            return cache.decode.attend_rotated(*arguments, cached, self._rows)
         return self._read(layer, cache.ops.rotate_and_write(*arguments, cached, places))
+
+    @property
+    def _rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        inputs = self._inputs
+        return inputs.table, inputs.width, inputs.prefix_B, inputs.own_B
 
     def _read(self, layer: int, q_N_H_K: Tensor) -> Tensor:
         q_B_H_K, *of_chunks = q_N_H_K.split(self._sizes)
@@ -312,12 +350,11 @@ class TorchAttention:
         return torch.cat((out_B_H_K, *parts)) if parts else out_B_H_K
 
     def _decode(self, layer: int, q_B_H_K: Tensor) -> Tensor:
-        cache, inputs = self._cache, self._inputs
+        cache = self._cache
         if cache.decode is None:
             return attend_to_table(cache, layer, q_B_H_K, self._table_B_M, self._valid_B_M_S)
         stored = cache.keys_L_C_J_K_S[layer], cache.values_L_C_J_S_K[layer]
-        rows = inputs.table, inputs.width, inputs.prefix_B, inputs.own_B
-        return cache.decode.decode_attention(q_B_H_K, *stored, *rows)
+        return cache.decode.decode_attention(q_B_H_K, *stored, *self._rows)
 
     def _prefill(self, layer: int, places_2_N: Tensor, q_N_H_K: Tensor) -> Tensor:
         """Returns causal attention of one chunk to all tokens cached before it and to itself."""

@@ -40,17 +40,19 @@ from llamarl.generation.attention import (
     new_routes,
 )
 from llamarl.generation.backend import EngineModel, EngineStats, accept, failed, response_limit, same
+from llamarl.generation.launched import Launched
 from llamarl.generation.model import GeneratorModel
 from llamarl.generation.routes import Routes
 from llamarl.generation.rows import Rows
-from llamarl.generation.sampler import Drawn, Sampler, score
+from llamarl.generation.sampler import Drawn, Sampler, score, truncated
 from llamarl.generation.scheduler import BlockPool, Chunk, Group, Schedule, Scheduler, Sequence, StopStrings
 from llamarl.kernels import gpu
+from llamarl.models.memory import gpu_work_bytes
 from llamarl.models.transformer import Attend
 from llamarl.types import CandidateSets, FinishReason, GenerationRequest, Rollout
 
 _WORK_SHARE = 0.05
-"""Share of a GPU's memory that is left to activations, CUDA graphs and libraries."""
+"""Smallest share of a GPU's memory that is left to activations, CUDA graphs and libraries."""
 
 
 class Engine:
@@ -72,6 +74,7 @@ class Engine:
         records_routes: bool = True,
         asleep: bool = False,
         beside_bytes: int = 0,
+        goes_ahead: bool | None = None,
     ) -> None:
         """
         Args:
@@ -88,6 +91,8 @@ class Engine:
             records_routes: whether rollouts of a mixture record the experts that computed them.
             asleep: take no memory until weights are replaced.
             beside_bytes: memory that other executors on the device will take later while this engine works.
+            goes_ahead: whether a step by graphs is launched before the tokens of the step before are read. None means
+                on GPUs.
         """
         self.model = model
         self.version = version
@@ -105,6 +110,9 @@ class Engine:
         self._cache: KVCache | None = None
         """None means that the engine sleeps."""
         self._graphs: StepGraphs | None = None
+        self._goes_ahead = model.device.type == "cuda" if goes_ahead is None else goes_ahead
+        self._ahead: Launched | None = None
+        """A step that was launched before its tokens were needed."""
         if not asleep:
             self.wake()
         self._refused: list[Rollout] = []
@@ -145,7 +153,9 @@ class Engine:
             kv_bytes = self._kv_bytes
             if kv_bytes is None:
                 beside = self._beside_bytes if self._sleeps else None
-                kv_bytes = kv_budget(model, scheduler.max_running, sleeps_beside=beside)
+                kv_bytes = kv_budget(
+                    model, scheduler.max_running, sleeps_beside=beside, prefill_tokens=scheduler.prefill_tokens
+                )
             scheduler.pool = BlockPool(kv_bytes // KVCache.block_bytes(model.shape, model.kv_dtype))
         num_blocks, graphs = scheduler.pool.num_blocks, self._has_graphs
         if graphs is None:
@@ -194,6 +204,7 @@ class Engine:
         return self._routes.sequence(group, start) if self._routes else Sequence.of(group, start)
 
     def abort(self, group_ids: Iterable[int]) -> list[Rollout]:
+        self._drop_ahead()
         groups, group_ids = self._scheduler.groups, set(group_ids)
         self._scheduler.evict([key for key in self._scheduler.held if key[0] in group_ids])
         aborted = [rollout for i in group_ids if i in groups for rollout in groups[i].unfinished.values()]
@@ -209,6 +220,7 @@ class Engine:
         self._scheduler.evict(rollouts)
 
     def set_version(self, version: int) -> None:
+        self._drop_ahead()
         self.wake()
         self.version = self._scheduler.version = version
         for sequence in self._scheduler.outdate(self._recompute):
@@ -219,10 +231,16 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Rollout]:
-        """Samples one token for each running rollout and prefills some. Returns the rollouts that leave."""
+        """Samples one token for each running rollout and prefills some. Returns the rollouts that leave.
+
+        On a GPU the next step is launched before the tokens of this one are read, if it only decodes. What it computes
+        for rollouts that leave is dropped.
+        """
         finished, self._refused = self._refused, []
-        plan, start_s = self._scheduler.schedule(), time.perf_counter()
-        self._join_rows(plan)
+        start_s, plan, launched, self._ahead = time.perf_counter(), Schedule(), self._ahead, None
+        if launched is None:
+            plan = self._scheduler.schedule()
+            self._join_rows(plan)
         count = len(self._rows)
         if self._scheduler.waiting:
             self._slot_steps += self._scheduler.max_running
@@ -230,20 +248,57 @@ class Engine:
         if not count and not plan.chunks:
             return finished
         self._steps += 1
-        hidden_N_D, settings_5_B, routes = self._forward(plan.chunks)
-        sampled = None
-        if count:
-            logits_B_V, positions_B = self.model.logits(hidden_N_D[:count]), self._rows.length_R[:count]
-            sampled = self._sampler(logits_B_V, self._rows.sampling, positions_B, settings_5_B)
-        routes_N_W = None if routes is None else routes.cpu().numpy()  # after sampling, which has waited for the device
+        launched = launched or self._launch(plan.chunks)
+        if self._can_go_ahead():
+            self._join_rows(self._scheduler.schedule())
+            self._ahead = self._launch([], after=launched)
+        drawn, routes_N_W = launched.read(self._rows.sequences)
         if self._routes and routes_N_W is not None:
             self._routes.prefilled(self._rows, plan.chunks, routes_N_W[count:])
             self._routes.begun(plan.joined)
-        if sampled:
-            finished += self._append(sampled, None if routes_N_W is None else routes_N_W[:count])
+        if drawn:
+            finished += self._append(drawn, None if routes_N_W is None else routes_N_W[:count])
         self._recomputed_tokens += plan.recomputed_tokens
-        self._recompute_s += (time.perf_counter() - start_s) * plan.recomputed_tokens / len(hidden_N_D)
+        self._recompute_s += (time.perf_counter() - start_s) * plan.recomputed_tokens / launched.num_tokens
+        if not len(self._rows):
+            self._ahead = None
         return finished
+
+    def _launch(self, chunks: list[Chunk], after: Launched | None = None) -> Launched:
+        """Computes a step, on a GPU without waiting for it.
+
+        Args:
+            after: the step before, if its tokens are not known yet.
+        """
+        rows, count = self._rows, len(self._rows)
+        result, settings_5_B, routes_N_W, is_drawn = self._forward(chunks, after)
+        drawn = None
+        if count and settings_5_B is None:
+            drawn = self._sampler(self.model.logits(result[:count]), rows.sampling, rows.length_R[:count])
+        elif count:
+            assert settings_5_B is not None
+            drawn = result if is_drawn else self._sampler.launch(
+                self.model.logits(result[:count]), rows.sampling, settings_5_B
+            )  # fmt: skip
+            if self._graphs and not is_drawn:
+                self._graphs.feed(drawn)
+        num_tokens = count + sum(chunk.stop - chunk.start for chunk in chunks)
+        return Launched(drawn, routes_N_W, list(rows.sequences), num_tokens)
+
+    def _can_go_ahead(self) -> bool:
+        """Returns True if the next step can be launched before the tokens of this one are known."""
+        rows, count = self._rows, len(self._rows)
+        if not (self._goes_ahead and self._graphs and count):
+            return False
+        has_room = bool((rows.length_R[:count] + 1 < rows.limit_R[:count]).all())
+        draws = not truncated(rows.sampling.params_R_4[:count]).any()
+        return has_room and self._scheduler.only_decodes() and self._graphs.is_ready(count, bool(draws))
+
+    def _drop_ahead(self) -> None:
+        """Forgets the step that was launched ahead: it is computed again, with the weights and rollouts of then."""
+        if self._ahead is not None:
+            self._scheduler.unschedule(one for one in self._ahead.sequences if one.row >= 0)
+            self._ahead = None
 
     def stats(self) -> EngineStats:
         pool = self._scheduler.pool
@@ -314,13 +369,17 @@ class Engine:
         if plan.new_blocks and self._cache:
             self._cache.clear(plan.new_blocks)
 
-    def _forward(self, chunks: list[Chunk]) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns hidden states of the running rows, then of the chunks; sampling settings, if they are on the device;
-        and the experts of all tokens, if they are recorded."""
+    def _forward(
+        self, chunks: list[Chunk], after: Launched | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, bool]:
+        """Returns hidden states of the running rows, then of the chunks, or drawn tokens; sampling settings, if they
+        are on the device; the experts of all tokens, if they are recorded; and whether the first are drawn tokens."""
         rows, count, cache = self._rows, len(self._rows), self._cache
         assert cache is not None, "it sleeps"
-        own_B = rows.length_R[:count]
-        token_ids, positions = [rows.input_R[:count]], [rows.position_R[:count]]
+        ahead = int(after is not None)
+        own_B = rows.length_R[:count] + ahead
+        token_ids = [rows.input_R[:count] if after is None else -1 - after.order(rows.sequences)]
+        positions = [rows.position_R[:count] + ahead]
         blocks, offsets = [rows.blocks_R_M[np.arange(count), own_B // BLOCK_SIZE]], [own_B % BLOCK_SIZE]
         for chunk in chunks:
             group, sequence, places = chunk.group, chunk.sequence, np.arange(chunk.start, chunk.stop)
@@ -338,19 +397,20 @@ class Engine:
         if cache.library is not None:
             attend = KernelAttention(cache, rows, chunks, *of_tokens[2:])
             token_N, position_N = map(torch.from_numpy, of_tokens[:2])
-            return self._computed(token_N, position_N, attend, None)
+            return *self._computed(token_N, position_N, attend, None), False
         if self._graphs and not chunks:
-            hidden_B_D, settings_5_B = self._graphs(rows, of_tokens)
-            return hidden_B_D, settings_5_B, self._graphs.routes_B_W if self._routes else None
+            draws = not truncated(rows.sampling.params_R_4[:count]).any()
+            result, settings_5_B = self._graphs(rows, of_tokens, bool(draws), ahead)
+            return result, settings_5_B, self._graphs.routes_B_W if self._routes else None, bool(draws)
         array = gather_inputs(rows, of_tokens, self.model.device).to(self.model.device, non_blocking=True)
         inputs = StepInputs(array, len(of_tokens[0]), count)
         attend = TorchAttention(cache, inputs, chunks)
-        return self._computed(inputs.token_N, inputs.position_N, attend, inputs.settings_5_B)
+        return *self._computed(inputs.token_N, inputs.position_N, attend, inputs.settings_5_B), False
 
     def _computed(
         self, token_N: Tensor, position_N: Tensor, attend: Attend, settings_5_B: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns the result of `_forward`, without a graph."""
+        """Returns the first results of `_forward`, without a graph."""
         if not self._routes:
             return self.model(token_N, position_N, attend), settings_5_B, None
         assert isinstance(self.model, GeneratorModel)
@@ -360,6 +420,7 @@ class Engine:
     def _append(self, drawn: Drawn, routes_B_W: np.ndarray | None = None) -> list[Rollout]:
         """Appends a token to every running rollout. Returns the rollouts that leave."""
         rows, count = self._rows, len(self._rows)
+        assert len(drawn.token_ids_B) == count
         self._decode_tokens += count
         failed_B = ~np.isfinite(drawn.logprobs_B)
         done_B_2 = rows.append(drawn, self.version, routes_B_W)
@@ -379,6 +440,8 @@ class Engine:
         """Removes rollouts from the engine with everything that they hold."""
         if not leaving:  # the usual case
             return []
+        if self._ahead is not None:  # their next token is being computed, and is dropped
+            self._scheduler.unschedule(leaving)
         for sequence in leaving:
             if sequence.row >= 0:
                 self._rows.remove(sequence)
@@ -387,7 +450,13 @@ class Engine:
         return [sequence.rollout(reason, error) for sequence, (reason, error) in leaving.items()]
 
 
-def kv_budget(model: EngineModel, max_running: int, num_ranks: int = 1, sleeps_beside: int | None = None) -> int:
+def kv_budget(
+    model: EngineModel,
+    max_running: int,
+    num_ranks: int = 1,
+    sleeps_beside: int | None = None,
+    prefill_tokens: int = 0,
+) -> int:
     """Returns bytes for keys and values of this rank, if the configuration sets none.
 
     Tensor-parallel ranks agree on the least of theirs. On a CPU they share the memory that bounds it.
@@ -404,7 +473,8 @@ def kv_budget(model: EngineModel, max_running: int, num_ranks: int = 1, sleeps_b
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         weights = sum(spec.num_bytes for spec in model.specs()) if isinstance(model, GeneratorModel) else 0
-        reserved = int(_WORK_SHARE * total) + (int(1.1 * weights) if sleeps_beside is None else sleeps_beside)
+        work = max(_WORK_SHARE * total, float(gpu_work_bytes(shape, max_running, prefill_tokens, num_ranks)))
+        reserved = int(work) + (int(1.1 * weights) if sleeps_beside is None else sleeps_beside)
         if free <= reserved:
             raise ConfigError(
                 f"{free / 1e9:.3g} GB of {device} are free, but {reserved / 1e9:.3g} GB are needed for new weights and "

@@ -24,7 +24,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +44,7 @@ from llamarl.generation.network import (
     stack_of,
 )
 from llamarl.kernels import gpu
-from llamarl.kernels.linear import Linear, QuantizedRows, Workspace, is_exact
+from llamarl.kernels.linear import Linear, QuantizedRows, Workspace, is_exact, products_of_few_rows
 from llamarl.kernels.ops import rms_norm, rotate
 from llamarl.models.folder import load_shape, loading_text
 from llamarl.models.hf import EMBEDDING, HEAD, Read, open_model
@@ -283,16 +283,25 @@ class GeneratorModel:
         return network
 
     def __call__(
-        self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend, routes_N_W: Tensor | None = None
+        self,
+        token_ids_N: Tensor,
+        positions_N: Tensor,
+        attend: Attend,
+        routes_N_W: Tensor | None = None,
+        fed_R: Tensor | None = None,
     ) -> Tensor:
         """Returns hidden states after the final norm, [N, D].
 
         Args:
             routes_N_W: for a mixture; filled with the experts that each token chooses, layer by layer, the likeliest
                 first. Any integer type that can hold them.
+            fed_R: tokens to which negative ids refer, -1 to the first.
         """
+        products = products_of_few_rows(len(token_ids_N), self.device)
+        if products and isinstance(attend, TorchAttention) and self._fuses_layers and attend.rotates:
+            return self._by_few_rows(products, token_ids_N, positions_N, attend, fed_R)
         chosen = list[Tensor]()
-        x_N_D, delta_N_D, eps = self._embed(token_ids_N), None, self.shape.rms_norm_eps
+        x_N_D, delta_N_D, eps = self._embed(token_ids_N, fed_R), None, self.shape.rms_norm_eps
         if (stack := self._network.stack) and isinstance(attend, KernelAttention) and not is_exact():
             stack(x_N_D, self._rope(positions_N, torch.float32), attend.paged, *attend.cached)
             return rms_norm(x_N_D, self._used["model.norm.weight"], eps)
@@ -318,6 +327,44 @@ class GeneratorModel:
         if routes_N_W is not None:
             routes_N_W.copy_(torch.cat(chosen, 1))
         return rms_norm(x_N_D, self._used["model.norm.weight"], eps, delta_N_D)
+
+    def _by_few_rows(
+        self, products: Any, token_ids_N: Tensor, positions_N: Tensor, attend: TorchAttention, fed_R: Tensor | None
+    ) -> Tensor:
+        """Does the same by `parts/cuda/products.py`, five launches a layer. Needs `_fuses_layers`."""
+        eps, num_parts = self.shape.rms_norm_eps, products.num_parts(self.shape.hidden_size)
+        fed_R = token_ids_N if fed_R is None else fed_R
+        x_N_D, squares_Q_N = gpu.kernel("sample", self.device).embed(
+            token_ids_N, fed_R, self._used[EMBEDDING], num_parts
+        )
+        rotation = self._rope(positions_N, torch.float32)
+        for index, layer in enumerate(self._network.layers):
+            mlp = layer.mlp
+            assert isinstance(mlp, GatedLinears)
+            qkv = products.normed(x_N_D, squares_Q_N, layer.input_norm_D, eps, *layer.qkv[0].weight_and_bias)
+            q, k, v = (x.unflatten(-1, (-1, self.shape.head_dim)) for x in qkv.split_with_sizes(self._qkv_sizes, -1))
+            out_N_H_K = attend.rotated(index, q, k, v, rotation, layer.qk_norms, eps)
+            products.added(out_N_H_K.flatten(-2), layer.o.weight_and_bias[0], x_N_D, squares_Q_N)
+            inner_N_F = products.gated(x_N_D, squares_Q_N, layer.post_norm_D, eps, mlp.gate_up[0].weight_and_bias[0])
+            products.added(inner_N_F, mlp.down.weight_and_bias[0], x_N_D, squares_Q_N)
+        return rms_norm(x_N_D, self._used["model.norm.weight"], eps)
+
+    def multiplies_few(self, num_rows: int) -> bool:
+        """Returns whether `parts/cuda/products.py` can compute a part of a decode step of this number of rows."""
+        products = gpu.kernel("products", self.device)
+        if products is None or num_rows > products.MOST_ROWS:
+            return False
+        return self._fuses_layers or any(linear.takes for linear in self._network.linears())
+
+    @property
+    def _fuses_layers(self) -> bool:
+        """Whether all layers are dense, whole and joined, with weights that are not quantized."""
+        layers = self._network.layers
+        if self._parallel is not None or self.precision in _QUANTIZED or self.shape.rotary_dim != self.shape.head_dim:
+            return False
+        return all(
+            isinstance(layer.mlp, GatedLinears) and len(layer.qkv) == len(layer.mlp.gate_up) == 1 for layer in layers
+        )
 
     def logits(self, hidden_N_D: Tensor) -> Tensor:
         """Returns logits [N, V], float32. Unused ids have probability 0."""
@@ -366,8 +413,13 @@ class GeneratorModel:
             return gated_linears(tensors, module, tensors.workspace)
         return expert_mixture(tensors, module, tensors.workspace, moe, self._first_expert)
 
-    def _embed(self, token_ids_N: Tensor) -> Tensor:
+    def _embed(self, token_ids_N: Tensor, fed_R: Tensor | None) -> Tensor:
         embedding_V_D = self._used[EMBEDDING]
+        if self._parallel is None and (kernels := gpu.kernel("sample", self.device)):
+            return kernels.embed(token_ids_N, token_ids_N if fed_R is None else fed_R, embedding_V_D)[0]
+        if fed_R is not None:
+            fed_N = fed_R.index_select(0, (-1 - token_ids_N).clamp_(min=0))
+            token_ids_N = torch.where(token_ids_N < 0, fed_N, token_ids_N)
         if self._parallel is None:
             return F.embedding(token_ids_N, embedding_V_D).float()
         local_N = token_ids_N - self._first_id

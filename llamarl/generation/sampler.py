@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.generation.backend import EngineModel, unknown_id
+from llamarl.kernels import gpu
 from llamarl.kernels.linear import exactly
 from llamarl.kernels.ops import draw
 from llamarl.models.attention import causal_attend, packed_attend
@@ -113,22 +114,29 @@ class Sampler:
         Args:
             settings_5_B: the result of `settings`, if it is on the device already.
         """
+        if settings_5_B is not None:
+            return unpacked(self.launch(logits_B_V, rows, settings_5_B))
         params_B_4 = rows.params_R_4[: len(positions_B)]
         truncated_B, greedy = truncated(params_B_4), bool((params_B_4[:, 0] == 0).any())
-        logits_B_V = logits_B_V.float()
-        if settings_5_B is not None:
-            return _draw(logits_B_V, settings_5_B, bool(truncated_B.any()), greedy)
-        noise_B = uniforms(rows.keys_R[: len(positions_B)], positions_B)
+        logits_B_V, noise_B = logits_B_V.float(), uniforms(rows.keys_R[: len(positions_B)], positions_B)
         if truncated_B.all() or (drawn := draw(logits_B_V, params_B_4[:, 0], noise_B)) is None:
-            return _draw(logits_B_V, self._tensor(settings(rows, positions_B)), bool(truncated_B.any()), greedy)
+            settings_5_B = self._tensor(settings(rows, positions_B))
+            return unpacked(draw_on_device(logits_B_V, settings_5_B, bool(truncated_B.any()), greedy))
         token_ids_B, logprobs_B = drawn
         if not truncated_B.any():
             return Drawn(token_ids_B, logprobs_B)
         rows_U, cutoffs_B = np.flatnonzero(truncated_B), np.full(len(token_ids_B), -np.inf, np.float32)
         logits_U_V = logits_B_V.index_select(0, self._tensor(rows_U))
         settings_5_U = self._tensor(settings(rows, positions_B)[:, rows_U])
-        token_ids_B[rows_U], logprobs_B[rows_U], cutoffs_B[rows_U] = _draw(logits_U_V, settings_5_U, True, False)
+        drawn_U = unpacked(draw_on_device(logits_U_V, settings_5_U, True, False))
+        token_ids_B[rows_U], logprobs_B[rows_U], cutoffs_B[rows_U] = drawn_U
         return Drawn(token_ids_B, logprobs_B, cutoffs_B)
+
+    def launch(self, logits_B_V: Tensor, rows: SamplingRows, settings_5_B: Tensor) -> Tensor:
+        """Draws one token per row without waiting for the device. Returns the tensor of `invert`, there."""
+        params_B_4 = rows.params_R_4[: len(logits_B_V)]
+        greedy = bool((params_B_4[:, 0] == 0).any())
+        return draw_on_device(logits_B_V.float(), settings_5_B, bool(truncated(params_B_4).any()), greedy)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
@@ -143,15 +151,31 @@ def settings(rows: SamplingRows, positions_B: np.ndarray) -> np.ndarray:
     return settings_5_B
 
 
-def _draw(logits_B_V: Tensor, settings_5_B: Tensor, truncate_some: bool, greedy_some: bool) -> Drawn:
-    """Draws tokens by torch, with one wait for the device."""
+def draw_on_device(
+    logits_B_V: Tensor,
+    settings_5_B: Tensor,
+    truncate_some: bool,
+    greedy_some: bool,
+    fed_R: Tensor | None = None,
+) -> Tensor:
+    """Draws tokens without waiting for the device. Returns the tensor of `invert`.
+
+    Args:
+        settings_5_B: the result of `settings`, on the device.
+        fed_R: gets the tokens too.
+    """
     noise_B, temperature_B, *truncation = settings_5_B
+    if not truncate_some and (kernels := gpu.kernel("sample", logits_B_V.device)):
+        return kernels.draw(logits_B_V, noise_B, temperature_B, fed_R)
     greedy_B = temperature_B == 0
     logits_B_V = logits_B_V / temperature_B.masked_fill(greedy_B, 1.0)[:, None]
     probs_B_V, least_B = torch.softmax(logits_B_V, dim=-1), None
     if truncate_some:
         probs_B_V, least_B = truncate(probs_B_V, *truncation)
-    return unpacked(invert(logits_B_V, probs_B_V, noise_B, greedy_B if greedy_some else None, least_B))
+    drawn_B_C = invert(logits_B_V, probs_B_V, noise_B, greedy_B if greedy_some else None, least_B)
+    if fed_R is not None:
+        fed_R[: len(drawn_B_C)].copy_(drawn_B_C[:, 0])
+    return drawn_B_C
 
 
 def truncated(params_B_4: np.ndarray) -> np.ndarray:
@@ -192,7 +216,9 @@ def _searched(probs_B_V: Tensor, noise_B_1: Tensor) -> tuple[Tensor, Tensor]:
 def _by_blocks(probs_B_V: Tensor, noise_B_1: Tensor) -> tuple[Tensor, Tensor]:
     """Does the same as `_searched`, up to rounding, for GPUs. A sum along a whole vocabulary occupies one processor per
     row; sums of blocks occupy all."""
-    probs_B_C_S = F.pad(probs_B_V, (0, -probs_B_V.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    if missing := -probs_B_V.shape[1] % _BLOCK:  # padding copies even where it adds nothing
+        probs_B_V = F.pad(probs_B_V, (0, missing))
+    probs_B_C_S = probs_B_V.unflatten(1, (-1, _BLOCK))
     ends_B_C = probs_B_C_S.sum(-1).cumsum(-1)
     total_B_1 = ends_B_C[:, -1:]
     target_B_1 = noise_B_1 * total_B_1

@@ -449,6 +449,27 @@ class Scheduler:
             sequence.own.num_cached += 1
         return plan
 
+    def only_decodes(self) -> bool:
+        """Returns True if the next `schedule` surely only gives running rollouts blocks for their next token."""
+        if len(self.running) < len(self.active):
+            return False
+        growing = sum(one.own.num_cached >= len(one.own.blocks) * self.block_size for one in self.active)
+        free = self.pool.num_free - growing
+        if free < 0:
+            return False
+        if not self.waiting or len(self.active) >= self.max_running:
+            return True
+        group = self.waiting[0].group
+        if self.held or any(each.prefix.blocks and not each.num_active for each in self.groups.values()):
+            return False  # blocks might be freed for it
+        prefix = 0 if group.prefix.blocks else self.blocks_for(group.prefix_tokens)
+        return free < prefix + self.blocks_for(self.waiting[0].own_tokens) + len(self.active)
+
+    def unschedule(self, sequences: Iterable[Sequence]) -> None:
+        """Takes back what `schedule` has noted of the next token of these rollouts, which are not to be computed."""
+        for sequence in sequences:
+            sequence.own.num_cached -= 1
+
     def _grow(self, plan: Schedule) -> None:
         """Allocates blocks for the next token of each active rollout, the oldest first."""
         for sequence in list(self.active):

@@ -2,8 +2,12 @@
 
 Autocast would cast a weight in each forward, again for recomputed activations, and its gradient to float32 before it is
 added: 30 bytes per weight and microbatch. Here a weight is cast when it has changed, and the product for its gradient
-adds to the gradient. Each operation between products is one launch (`parts/cuda/train.py`). Torch serves without
-autocast on a GPU, for sharded weights, and inside of `torch.compile`.
+adds to the gradient. Each operation between products is one launch (`parts/cuda/train.py`). Weights that FSDP2 has
+gathered in bfloat16 are multiplied as they are, and FSDP2 sums their gradients. Torch serves without autocast on a GPU,
+and inside of `torch.compile`.
+
+With selective checkpointing products keep how their input was computed instead of the input, if that was a norm or a
+gated activation (`Again`): one more launch each in backward, and no product is computed twice.
 
 On CPUs a product rounds its factors to bfloat16 and returns float32, so operations between products stay in float32 and
 the kernels of `fused.py` serve.
@@ -15,7 +19,7 @@ rotated channels of a head.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -55,13 +59,14 @@ class Product:
         self._copied_version: tuple[int, int] | None = None
 
     def __call__(self, x: Tensor, weight_O_I: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        is_whole = weight_O_I.dtype == torch.float32 and not hasattr(weight_O_I, "placements")  # not a DTensor
-        is_narrow = weight_O_I.dtype == torch.bfloat16 and weight_O_I.device.type == "cpu"
-        if not ((is_whole or is_narrow) and _is_autocast(x)):
+        is_narrow = weight_O_I.dtype == torch.bfloat16  # as FSDP2 gathers a layer's weights
+        is_known = is_narrow or weight_O_I.dtype == torch.float32
+        if not is_known or hasattr(weight_O_I, "placements") or not _is_autocast(x):  # a DTensor has placements
             return F.linear(x, weight_O_I, bias_O)
         x_M_I = x.to(torch.bfloat16).flatten(0, -2)
         half_O_I = weight_O_I if is_narrow else self._half(weight_O_I)
-        y_M_O = _ProductFunction.apply(x_M_I, weight_O_I, half_O_I, bias_O)
+        again = getattr(x, "again", None) if x.ndim == x_M_I.ndim and x.dtype == torch.bfloat16 else None
+        y_M_O = _ProductFunction.apply(x_M_I, weight_O_I, half_O_I, bias_O, again)
         return y_M_O.view(*x.shape[:-1], len(weight_O_I))
 
     def _half(self, weight_O_I: Tensor) -> Tensor:
@@ -80,6 +85,53 @@ def forget(products: Iterable[Product]) -> None:
     """Frees the memory of the copies, which are made anew when needed."""
     for product in products:
         product.forget()
+
+
+class Again:
+    """An input of products that is computed again in their backward. The first of them computes it, the last one lets
+    it go."""
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self._compute: Callable[[], Tensor] | None = compute
+        self._result: Tensor | None = None
+        self._num_users = 0
+
+    def use(self) -> Again:
+        self._num_users += 1
+        return self
+
+    def take(self) -> Tensor:
+        assert self._compute is not None, "backward runs once"
+        result = self._compute() if self._result is None else self._result
+        self._num_users -= 1
+        self._result = result if self._num_users else None
+        if not self._num_users:
+            self._compute = None
+        return result
+
+
+def _with_again(y: Tensor, compute: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Returns y, which products compute again from these arguments."""
+    if torch.is_grad_enabled():
+        given = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
+        y.again = Again(lambda: compute(*given))  # pyrefly: ignore[missing-attribute]
+    return y
+
+
+def rms_norm_again(x: Tensor, shape: tuple[int, ...], weight_D: Tensor, eps: float) -> Tensor:
+    """`rms_norm`, whose result products do not keep."""
+    y, kernels = rms_norm(x, shape, weight_D, eps), gpu.kernel("train", x.device)
+    if kernels is None or x.ndim != 2 or x.dtype != torch.float32 or not _is_half(x):
+        return y
+    return _with_again(y, kernels.rms_norm, x.contiguous(), weight_D, eps, torch.bfloat16)
+
+
+def silu_mul_again(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu_mul`, whose result the product does not keep."""
+    y, kernels = silu_mul(gate, up), gpu.kernel("train", gate.device)
+    if kernels is None or gate.dtype != torch.bfloat16 or not _is_half(gate) or gate.ndim != 2:
+        return y
+    return _with_again(y, kernels.silu_mul, gate, up)
 
 
 def rms_norm(x: Tensor, shape: tuple[int, ...], weight_D: Tensor, eps: float) -> Tensor:
@@ -142,8 +194,11 @@ class _ProductFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_M_I: Tensor, weight_O_I: Tensor, half_O_I: Tensor, bias_O: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x_M_I if ctx.needs_input_grad[1] else None, half_O_I)
+    def forward(
+        ctx: Any, x_M_I: Tensor, weight_O_I: Tensor, half_O_I: Tensor, bias_O: Tensor | None, again: Again | None
+    ) -> Tensor:
+        ctx.again = again.use() if again and ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(x_M_I if ctx.needs_input_grad[1] and ctx.again is None else None, half_O_I)
         ctx.weight, ctx.bias_dtype = weight_O_I, None if bias_O is None else bias_O.dtype
         if x_M_I.is_cuda:
             return F.linear(x_M_I, half_O_I, None if bias_O is None else bias_O.to(half_O_I.dtype))
@@ -154,15 +209,17 @@ class _ProductFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (grad_M_O,), (x_M_I, half_O_I) = grads, ctx.saved_tensors
+        if ctx.again is not None:
+            x_M_I, ctx.again = ctx.again.take(), None
         half_M_O = grad_M_O.to(torch.bfloat16)
         grad_O_I = None if x_M_I is None else _add_weight_gradient(ctx.weight, half_M_O, x_M_I)
         grad_O = grad_M_O.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
-        return torch.mm(half_M_O, half_O_I) if ctx.needs_input_grad[0] else None, grad_O_I, None, grad_O
+        return torch.mm(half_M_O, half_O_I) if ctx.needs_input_grad[0] else None, grad_O_I, None, grad_O, None
 
 
 def _add_weight_gradient(weight_O_I: Tensor, grad_M_O: Tensor, x_M_I: Tensor) -> Tensor | None:
     """Adds g^T x to the gradient of a float32 weight, without a copy. Returns it for a bfloat16 weight."""
-    if grad_M_O.is_cuda:
+    if grad_M_O.is_cuda and weight_O_I.dtype == torch.float32:
         if weight_O_I.grad is None:
             weight_O_I.grad = torch.mm(grad_M_O.t(), x_M_I, out_dtype=torch.float32)
         else:

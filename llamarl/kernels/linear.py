@@ -19,6 +19,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +65,26 @@ def exactly() -> Iterator[None]:
 def is_exact() -> bool:
     """Returns whether this thread is within `exactly`."""
     return _EXACT.get()
+
+
+_FEW_ROWS = ContextVar("_FEW_ROWS", default=False)
+
+
+@contextmanager
+def few_rows(serve: bool) -> Iterator[None]:
+    """Lets `parts/cuda/products.py` compute what it can in this thread. `parts/cuda/graphs.py` measures where that is
+    faster."""
+    token = _FEW_ROWS.set(serve)
+    try:
+        yield
+    finally:
+        _FEW_ROWS.reset(token)
+
+
+def products_of_few_rows(num_rows: int, device: torch.device) -> Any:
+    """Returns `parts/cuda/products.py` within `few_rows`, or None if it does not serve."""
+    products = gpu.kernel("products", device) if _FEW_ROWS.get() else None
+    return products if products and num_rows <= products.MOST_ROWS else None
 
 
 def rounds_activations() -> bool:
@@ -145,6 +166,12 @@ class Linear:
         """Name of the path that multiplies, or `torch`."""
         return self._path.name if self._path else "torch"
 
+    @property
+    def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """Weights without scales, and the bias."""
+        assert self._scales_N is None
+        return self._values_N_K, self._bias_N
+
     def describe(self) -> str:
         """Returns the shape of the weights, and the measured speed of their path if it was chosen."""
         kind = paths.KINDS.get(self._values_N_K.dtype, "")
@@ -155,8 +182,7 @@ class Linear:
         """Returns the product, or adds it to `add_to_M_N` in place and returns that."""
         if isinstance(x_M_K, tuple):
             assert self._scales_N is not None
-            y_M_N = _product_of_8_bits(*x_M_K, self._values_N_K, self._scales_N, torch.bfloat16)
-            return y_M_N if self._bias_N is None else y_M_N + self._bias_N
+            return _product_of_8_bits(*x_M_K, self._values_N_K, self._scales_N, torch.bfloat16, self._bias_N)
         if self.takes and (fused := gpu.kernel("ops", x_M_K.device)):
             return self(fused.quantize(x_M_K, self.takes))
         if self._path is None or _EXACT.get():
@@ -225,32 +251,46 @@ def _is_plain(x: Tensor) -> bool:
 def by_torch(x_M_K: Tensor, values_N_K: Tensor, scales_N: Tensor | None = None, bias_N: Tensor | None = None) -> Tensor:
     """Returns the product without kernels, in the type of `x`. On the CPU only weights are rounded."""
     if scales_N is not None:
-        y_M_N = _scaled_product(x_M_K, values_N_K, scales_N)
-        return y_M_N if bias_N is None else y_M_N + bias_N
+        return _scaled_product(x_M_K, values_N_K, scales_N, bias_N)
     if x_M_K.dtype == values_N_K.dtype:
         return F.linear(x_M_K, values_N_K, bias_N)
     return F.linear(x_M_K, values_N_K.to(x_M_K.dtype), bias_N)
 
 
-def _scaled_product(x_M_K: Tensor, values_N_K: Tensor, scales_N: Tensor) -> Tensor:
+def _scaled_product(x_M_K: Tensor, values_N_K: Tensor, scales_N: Tensor, bias_N: Tensor | None) -> Tensor:
     if x_M_K.device.type == "cpu":
-        return F.linear(x_M_K, values_N_K.to(x_M_K.dtype)) * scales_N
+        y_M_N = F.linear(x_M_K, values_N_K.to(x_M_K.dtype)) * scales_N
+        return y_M_N if bias_N is None else y_M_N + bias_N
     x_M_K, dtype = x_M_K.float(), x_M_K.dtype
     most = 127.0 if values_N_K.dtype == torch.int8 else 448.0
     # A non-finite row keeps a non-finite scale, so its products are NaN.
     scale_M_1 = x_M_K.abs().amax(1, keepdim=True).clamp_min(1e-30) / most
     rows_M_K = x_M_K / scale_M_1
     rows_M_K = rows_M_K.round() if values_N_K.dtype == torch.int8 else rows_M_K
-    return _product_of_8_bits(rows_M_K.to(values_N_K.dtype), scale_M_1, values_N_K, scales_N, dtype)
+    return _product_of_8_bits(rows_M_K.to(values_N_K.dtype), scale_M_1, values_N_K, scales_N, dtype, bias_N)
 
 
 def _product_of_8_bits(
-    rows_M_K: Tensor, scale_M_1: Tensor, values_N_K: Tensor, scales_N: Tensor, dtype: torch.dtype
+    rows_M_K: Tensor,
+    scale_M_1: Tensor,
+    values_N_K: Tensor,
+    scales_N: Tensor,
+    dtype: torch.dtype,
+    bias_N: Tensor | None = None,
 ) -> Tensor:
-    if values_N_K.dtype == torch.float8_e4m3fn:
+    device, is_int8 = rows_M_K.device, values_N_K.dtype == torch.int8
+    if products := products_of_few_rows(len(rows_M_K), device):
+        return products.scaled(rows_M_K, scale_M_1, values_N_K, scales_N, bias_N, dtype)
+    if not is_int8:
         scales = scale_M_1, scales_N[None]
-        return torch._scaled_mm(rows_M_K, values_N_K.t(), *scales, out_dtype=dtype, use_fast_accum=True)
+        y_M_N = torch._scaled_mm(rows_M_K, values_N_K.t(), *scales, out_dtype=dtype, use_fast_accum=True)
+        return y_M_N if bias_N is None else y_M_N + bias_N
     rows = len(rows_M_K)
-    # cuBLAS multiplies int8 with at least 17 rows, in multiples of 8.
-    rows_M_K = F.pad(rows_M_K, (0, 0, 0, max(24, -(-rows // 8) * 8) - rows))
-    return (torch._int_mm(rows_M_K, values_N_K.t())[:rows] * scale_M_1 * scales_N).to(dtype)
+    # cuBLAS multiplies int8 with at least 17 rows, in multiples of 8. Padding copies even where it adds nothing.
+    if missing := max(24, -(-rows // 8) * 8) - rows:
+        rows_M_K = F.pad(rows_M_K, (0, 0, 0, missing))
+    sums_M_N = torch._int_mm(rows_M_K, values_N_K.t())[:rows]
+    if ops := gpu.kernel("ops", device):
+        return ops.rescale(sums_M_N, scale_M_1, scales_N, bias_N, dtype)
+    y_M_N = (sums_M_N * scale_M_1 * scales_N).to(dtype)
+    return y_M_N if bias_N is None else y_M_N + bias_N

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from llamarl.distributed.mesh import ALONE, CPU, Axis, gather_rows
 from llamarl.kernels import train_attention
-from llamarl.models.flash_attention import FlashAttend, can_serve
+from llamarl.models.flash_attention import FlashAttend, FlashSlices, can_serve
 from llamarl.models.transformer import Attend
 
 
@@ -79,10 +79,12 @@ def packed_attend(
 
     @cache
     def flash(where: torch.device) -> Attend:
+        if cp.size > 1:
+            return _flash_slices(prompt_lengths, response_lengths, where, cp)
         return FlashAttend(prompt_lengths, response_lengths, where)
 
     def attend(layer: int, q_M_H_K: Tensor, k_M_J_K: Tensor, v_M_J_K: Tensor) -> Tensor:
-        if cp.size == 1 and not shared and can_serve(v_M_J_K.device, v_M_J_K.dtype, v_M_J_K.shape[-1]):
+        if not shared and can_serve(v_M_J_K.device, v_M_J_K.dtype, v_M_J_K.shape[-1]):
             q_M_H_K, k_M_J_K = q_M_H_K.to(v_M_J_K.dtype), k_M_J_K.to(v_M_J_K.dtype)  # rotation may have widened them
             return flash(v_M_J_K.device)(layer, q_M_H_K, k_M_J_K, v_M_J_K)
         if fused and cp.size == 1 and train_attention.can_serve(q_M_H_K, k_M_J_K, v_M_J_K):
@@ -102,6 +104,26 @@ def _whole_attend(sees_N_N: Tensor) -> Attend:
     return attend
 
 
+def _flash_slices(
+    prompt_lengths: Sequence[int], response_lengths: Sequence[tuple[int, ...]], device: torch.device, cp: Axis
+) -> Attend:
+    """Returns attention of a context rank's rows by flash attention, to the gathered keys of all ranks."""
+    num_tokens = sum(prompt_lengths) + sum(map(sum, response_lengths))
+    computed = FlashSlices(prompt_lengths, response_lengths, own_rows(num_tokens, cp), device)
+    packed_N = _packed_index(num_tokens, cp).to(device, non_blocking=True)
+
+    def attend(layer: int, q_M_H_K: Tensor, k_M_J_K: Tensor, v_M_J_K: Tensor) -> Tensor:
+        kv_N_J_2K = gather_rows(torch.cat((k_M_J_K, v_M_J_K), -1), cp).index_select(0, packed_N)
+        return computed(layer, q_M_H_K, *kv_N_J_2K.chunk(2, -1))
+
+    return attend
+
+
+def _packed_index(num_tokens: int, cp: Axis) -> Tensor:
+    """Returns the index of each packed token among the gathered ones."""
+    return torch.cat([own_index(num_tokens, Axis(rank, cp.size)) for rank in range(cp.size)]).argsort()
+
+
 def _masked_attend(
     prompt_lengths: Sequence[int], response_lengths: Sequence[tuple[int, ...]], device: torch.device, cp: Axis
 ) -> Attend:
@@ -119,9 +141,7 @@ def _masked_attend(
         if (overlap := range(max(rows.start - starts[index], 0), min(rows.stop - starts[index], size)))
     ]
     num_queries = [len(plan.rows) for _, plan in plans]
-    ranks = [own_index(starts[-1], Axis(rank, cp.size)) for rank in range(cp.size)]
-    # Index of each packed token among the gathered ones.
-    packed_N = torch.cat(ranks).argsort().to(device, non_blocking=True)
+    packed_N = _packed_index(starts[-1], cp).to(device, non_blocking=True)
 
     def attend(_layer: int, q_M_H_K: Tensor, k_M_J_K: Tensor, v_M_J_K: Tensor) -> Tensor:
         k_N_J_K, v_N_J_K = k_M_J_K, v_M_J_K

@@ -157,7 +157,8 @@ def trainer_load(
     return TrainerLoad(
         tokens=tokens, targets=tokens * responses / group,
         keys=tokens * (prompt + rollout.group_size * (prompt + response)) / group,
-        half=half, checkpointing=settings.activation_checkpointing, flash=on_gpu and half and layout.cp == 1,
+        half=half, checkpointing=settings.activation_checkpointing is True,
+        selective=settings.activation_checkpointing == "selective", flash=on_gpu and half,
         on_gpu=on_gpu, fused=on_gpu and half and not settings.compile,
         tp=layout.tp, cp=layout.cp, pp=layout.pp, shards=layout.fsdp * layout.cp, ep=layout.ep,
         is_critic=critic is not None,
@@ -202,8 +203,9 @@ def slots_on_device(config: RunConfig) -> bool:
     """Returns whether the versions that generators fetch are on the trainer's GPU. Otherwise they are in its host's
     memory."""
     transport = config.weight_sync.transport
-    is_nixl = transport == "nixl" or (transport == "auto" and find_spec("nixl") is not None)
-    return config.trainer.device != "cpu" and is_nixl
+    # "auto" takes "cuda_ipc" only if they fit (`training/meter.py: slots_fit`).
+    is_on_gpu = transport in ("cuda_ipc", "nixl") or (transport == "auto" and find_spec("nixl") is not None)
+    return config.trainer.device != "cpu" and is_on_gpu
 
 
 def serves_in_place(config: RunConfig) -> bool:
@@ -251,7 +253,7 @@ def levers(config: RunConfig, shape: DecoderSizes) -> Iterator[tuple[str, list[A
     training, and that need more devices.
     """
     trainer, generator, layout = config.trainer, config.generator, config.trainer.parallelism
-    yield "trainer.activation_checkpointing", [True]
+    yield "trainer.activation_checkpointing", [] if trainer.activation_checkpointing is True else ["selective", True]
     yield "trainer.microbatch_tokens", _halves(trainer.microbatch_tokens, sum(longest(config, shape)))
     if generator.kv_cache_bytes is not None:
         least = cache_bytes(config, shape, sum(longest(config, shape)))

@@ -6,8 +6,11 @@ weighted by their sums: with log-sum-exps a and b and L = log(e^a + e^b), the ou
 - L) of the second. Backward gives each call the merged output and L, so its probabilities are those of the whole
 softmax, and adds the gradients (as over the blocks of ring attention, arXiv 2310.01889).
 
-Shape suffixes: N packed tokens, S tokens of a sequence, Q queries among them, R response tokens with a prompt, P tokens
-of the prompts of these, H heads, J key/value heads, K head dim.
+A context rank computes slices of the packed tokens (`FlashSlices`). A slice of a document attends to the document up to
+its own end: the kernel aligns causal queries with the last keys. Keys of documents that two slices share are copied.
+
+Shape suffixes: N packed tokens, M rows of this rank, C copied keys, S tokens of a sequence, Q queries among them, R
+response tokens with a prompt, P tokens of the prompts of these, H heads, J key/value heads, K head dim.
 """
 
 from __future__ import annotations
@@ -62,7 +65,64 @@ class FlashAttend:
         self._rows_P = torch.cat(rows_P).to(device, non_blocking=True) if responses else None
 
     def __call__(self, _layer: int, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor) -> Tensor:
-        arguments = (q_N_H_K, k_N_J_K, v_N_J_K, self._own, self._others, self._rows_R, self._rows_P)
+        arguments = (q_N_H_K, k_N_J_K, v_N_J_K, self._own, self._others, self._rows_R, self._rows_P, None)
+        return _FlashFunction.apply(*arguments)
+
+
+class FlashSlices:
+    """`attend` of the rows of one context rank, to keys of all tokens."""
+
+    def __init__(
+        self,
+        prompt_lengths: Sequence[int],
+        response_lengths: Sequence[tuple[int, ...]],
+        slices: Sequence[range],
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            slices: this rank's rows of the packed tokens, ascending.
+        """
+        queries, keys, index_C = list[int](), list[int](), list[Tensor]()
+        of_prompt, start = dict[int, tuple[range, list[Tensor]]](), 0
+        documents = list[tuple[range, range | None]]()
+        """Tokens of each document, and of the prompt that comes before it elsewhere."""
+        for prompt, lengths in zip(prompt_lengths, response_lengths, strict=True):
+            if len(lengths) == 1:  # one causal document with its prompt
+                documents.append((range(start, start + prompt + lengths[0]), None))
+            else:
+                before, end = range(start, start + prompt), start + prompt
+                documents.append((before, None))
+                for length in lengths:
+                    documents.append((range(end, end + length), before if prompt else None))
+                    end += length
+            start += prompt + sum(lengths)
+        done = 0
+        for rows in slices:
+            for document, before in documents:
+                low, high = max(rows.start, document.start), min(rows.stop, document.stop)
+                if low >= high:
+                    continue
+                queries.append(high - low)
+                keys.append(high - document.start)
+                index_C.append(torch.arange(document.start, high))
+                if before is not None:
+                    own = torch.arange(done + low - rows.start, done + high - rows.start)
+                    of_prompt.setdefault(before.start, (before, []))[1].append(own)
+            done += len(rows)
+        self._own = _segments(queries, keys, True, device)
+        self._index_C = torch.cat(index_C).to(device, non_blocking=True)
+        self._others, self._rows_R, self._rows_P = None, None, None
+        if of_prompt:
+            prompts = list(of_prompt.values())
+            lengths_R = [sum(map(len, rows_R)) for _, rows_R in prompts]
+            self._others = _segments(lengths_R, [len(before) for before, _ in prompts], False, device)
+            rows = torch.cat([one for _, rows_R in prompts for one in rows_R])
+            seen = torch.cat([torch.arange(before.start, before.stop) for before, _ in prompts])
+            self._rows_R, self._rows_P = (one.to(device, non_blocking=True) for one in (rows, seen))
+
+    def __call__(self, _layer: int, q_M_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor) -> Tensor:
+        arguments = (q_M_H_K, k_N_J_K, v_N_J_K, self._own, self._others, self._rows_R, self._rows_P, self._index_C)
         return _FlashFunction.apply(*arguments)
 
 
@@ -90,9 +150,10 @@ class _FlashFunction(torch.autograd.Function):
         others: Segments | None,
         rows_R: Tensor | None,
         rows_P: Tensor | None,
+        index_C: Tensor | None,
     ) -> Tensor:
         q_N_H_K, k_N_J_K, v_N_J_K = (x.contiguous() for x in (q_N_H_K, k_N_J_K, v_N_J_K))
-        out_N_H_K, lse_H_N = flash_forward(q_N_H_K, k_N_J_K, v_N_J_K, own)
+        out_N_H_K, lse_H_N = flash_forward(q_N_H_K, *_chosen(k_N_J_K, v_N_J_K, index_C), own)
         if others is not None and rows_R is not None:
             q, k, v = q_N_H_K[rows_R], k_N_J_K[rows_P], v_N_J_K[rows_P]
             out_R_H_K, lse_H_R = flash_forward(q, k, v, others)
@@ -103,24 +164,38 @@ class _FlashFunction(torch.autograd.Function):
             merged_R_H_K = own_share * out_N_H_K[rows_R] + others_share * out_R_H_K
             out_N_H_K = out_N_H_K.index_copy(0, rows_R, merged_R_H_K.to(out_N_H_K.dtype))
             lse_H_N = lse_H_N.index_copy(1, rows_R, both_H_R)
-        ctx.save_for_backward(q_N_H_K, k_N_J_K, v_N_J_K, out_N_H_K, lse_H_N, rows_R, rows_P)
+        ctx.save_for_backward(q_N_H_K, k_N_J_K, v_N_J_K, out_N_H_K, lse_H_N, rows_R, rows_P, index_C)
         ctx.segments = own, others
         return out_N_H_K
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        q, k, v, out_N_H_K, lse_H_N, rows_R, rows_P = ctx.saved_tensors
+        q, k, v, out_N_H_K, lse_H_N, rows_R, rows_P, index_C = ctx.saved_tensors
         own, others = ctx.segments
         grad_N_H_K = grads[0].contiguous()
-        dq, dk, dv = flash_backward(grad_N_H_K, q, k, v, out_N_H_K, lse_H_N, own)
+        dq, dk, dv = flash_backward(grad_N_H_K, q, *_chosen(k, v, index_C), out_N_H_K, lse_H_N, own)
+        if index_C is not None:  # a key may have been copied for two slices
+            dk, dv = (_added(x, index_C, dx) for x, dx in ((k, dk), (v, dv)))
         if others is not None:
             lse_H_R = lse_H_N[:, rows_R].contiguous()
             kept = grad_N_H_K[rows_R], q[rows_R], k[rows_P], v[rows_P], out_N_H_K[rows_R], lse_H_R
             more = flash_backward(*kept, others)
             for whole, rows, part in zip((dq, dk, dv), (rows_R, rows_P, rows_P), more, strict=True):
                 whole.index_copy_(0, rows, whole[rows] + part)  # no row comes twice
-        return dq, dk, dv, None, None, None, None
+        return dq, dk, dv, None, None, None, None, None
+
+
+def _added(x_N_J_K: Tensor, index_C: Tensor, parts_C_J_K: Tensor) -> Tensor:
+    """Adds the rows of `parts` up, in float32 at least. Returns them in the shape and type of x."""
+    dtype = torch.promote_types(x_N_J_K.dtype, torch.float32)
+    return torch.zeros_like(x_N_J_K, dtype=dtype).index_add_(0, index_C, parts_C_J_K.to(dtype)).to(x_N_J_K.dtype)
+
+
+def _chosen(k_N_J_K: Tensor, v_N_J_K: Tensor, index_C: Tensor | None) -> tuple[Tensor, Tensor]:
+    if index_C is None:
+        return k_N_J_K, v_N_J_K
+    return k_N_J_K.index_select(0, index_C), v_N_J_K.index_select(0, index_C)
 
 
 def flash_forward(q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:

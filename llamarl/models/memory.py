@@ -28,6 +28,9 @@ WIDTHS: dict[str, int] = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
 TILE_LOGITS = 1 << 23
 """Logits in memory at once in training, in elements: 32 MiB of float32. Larger tiles are no faster
 (`benchmarks/training.py`)."""
+GPU_TILE_COLUMNS, GPU_TILE_LOGITS = 1 << 14, 1 << 26
+"""Columns of a tile on a GPU, as long as the tile has at most this number of logits, 256 MiB of float32. A tile costs
+five launches, and an addition to the gradient of the hidden states."""
 BLOCK_COLUMNS = 256
 """Columns of a row of an 8-bit moment that share a scale."""
 MOMENTS_BYTES = {"float32": 8.0, "8bit": 2 + 8 / BLOCK_COLUMNS}
@@ -53,8 +56,9 @@ class TrainerLoad:
     half: bool
     """Whether it computes in bfloat16."""
     checkpointing: bool
+    """Whether layers are computed again for backward."""
     flash: bool
-    """Whether attention is on a GPU in bfloat16, without context ranks."""
+    """Whether attention is on a GPU in bfloat16."""
     on_gpu: bool
     """Whether it computes on a GPU, where tiles of the head are wider."""
     fused: bool
@@ -73,6 +77,8 @@ class TrainerLoad:
     moments: float = MOMENTS_BYTES["float32"]
     """Bytes per trained weight of both moments."""
     lora: LoraConfig | None = None
+    selective: bool = False
+    """Whether fused norms and activations are computed again for backward, and products are not."""
 
 
 def trainer_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
@@ -132,7 +138,9 @@ def _peak(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
     # The embedding's is whole too. If it is also the head, both gradients and their sum exist at once.
     is_one = sizes.tie_embeddings and not load.is_critic
     ends_gradient = (3 if is_one else 1) * load.weight * sizes.vocab_size * hidden / load.tp * (load.lora is None)
-    logits = 0 if load.is_critic else _logits(sizes, load) + width * hidden * load.targets + gradient
+    # On a GPU in bfloat16 the gradient has 16 bits until all tiles are done.
+    by_tiles = _logits(sizes, load) + gradient * (0.5 if load.on_gpu and load.half and load.weight == 4 else 1)
+    logits = 0 if load.is_critic else np.maximum(by_tiles, gradient) + width * hidden * load.targets
     cast, one = _cast(sizes, load)
     after = cast if load.fused else np.where(load.checkpointing, one, cast)
     gathered, sent, outer = _gathered(sizes, load)
@@ -163,14 +171,24 @@ def _peak(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
 def _logits(sizes: DecoderSizes, load: TrainerLoad) -> Number:
     """Returns bytes of tiles of logits.
 
-    On GPUs a tile has at least as many columns as hidden states. The peak is a tile with its gradient and the gradient
+    The peak is a tile with its gradient and the gradient
     of the hidden states, which is summed in float32, with its addend; or a tile with its gradient and the next tile.
     """
     if not load.on_gpu:
         return 3 * 4 * TILE_LOGITS
     hidden, width = sizes.hidden_size * load.targets, 2 if load.half else 4
-    tile = np.maximum(TILE_LOGITS, hidden)
+    tile = gpu_tile_logits(load.targets, sizes.hidden_size)
     return np.maximum((4 + width) * tile + 8 * hidden, (8 + width) * tile + 4 * hidden)
+
+
+def gpu_tile_logits(num_rows: Number, width: int) -> Number:
+    """Returns the largest number of logits of a tile on a GPU.
+
+    A tile has at least as many columns as there are hidden channels: adding up their gradient then takes less time than
+    products, and as much memory as a tile.
+    """
+    columns = np.minimum(GPU_TILE_COLUMNS * num_rows, GPU_TILE_LOGITS)
+    return np.maximum(np.maximum(TILE_LOGITS, num_rows * width), columns)
 
 
 def _inner(sizes: DecoderSizes, load: TrainerLoad) -> int:
@@ -237,20 +255,24 @@ def activation_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Number:
     if load.fused:  # cast once
         targets = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"} if lora is None else {*lora.targets}
         blocks = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
-        gathered = 2 * hidden * sum(bool(block & targets) for block in blocks)
+        is_kept = not load.selective or np.asarray(load.tp) > 1  # rows of other ranks are gathered, not computed
+        gathered = 2 * hidden * sum(bool(block & targets) for block in blocks) * is_kept
     elif load.half:
         casts = 5 if lora is None else len({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"} & {*lora.targets})
         gathered = 2 * hidden * casts
     else:
         gathered = 4 * hidden * 2
     # In a mixture also the experts' rows.
-    heads = width * (_inner(sizes, load) * inner + hidden * sizes.rows_per_token * _uneven(load))
+    is_again = load.selective and load.fused and sizes.moe is None
+    heads = width * ((_inner(sizes, load) - is_again) * inner + hidden * sizes.rows_per_token * _uneven(load))
     # Queries, keys, values, outputs, and the logarithm of each query's sum. Without flash attention queries and outputs
     # twice, because attention needs them in another order.
     heads += width * (2 * query + 2 * kv) + 4 * sizes.num_heads if load.flash else width * 4 * query
     if sizes.qk_norm:
         heads += (2 if lora is None else 1) * 4 * (query + kv)
-    copied = 0 if load.flash else width * 2 * query * load.keys / (load.cp * load.tp)
+    # Flash attention keeps the keys and values of all context ranks.
+    gathered_kv = width * 2 * kv * (load.tokens - tokens) / load.tp
+    copied = gathered_kv if load.flash else width * 2 * query * load.keys / (load.cp * load.tp)
     return (residual / load.tp + gathered + heads / load.tp) * tokens + copied
 
 
@@ -325,6 +347,22 @@ def generator_bytes(sizes: DecoderSizes, load: GeneratorLoad) -> Parts:
     # Logits, their probabilities, and the running sum.
     parts["work"] = work + 3 * 4 * load.rows * sizes.vocab_size + 8 * sizes.head_dim * sizes.max_position_embeddings
     return parts
+
+
+_TRUNCATED = 44
+"""Bytes per logit while rows are sampled with truncation: logits over the temperature, probabilities, sorted ones with
+their ids, and sums of these."""
+_GRAPHS_BYTES, _NCCL_BYTES = 512 << 20, 1 << 30
+"""Of CUDA graphs and libraries' workspaces; and of the buffers of two communicators, if ranks share a model."""
+
+
+def gpu_work_bytes(sizes: DecoderSizes, rows: Number, prefill_tokens: Number, tp: Number = 1) -> Number:
+    """Returns bytes of a GPU that a generator rank needs next to weights, keys and values, with truncated sampling."""
+    load = GeneratorLoad(width=2, kv_width=0, kv_tokens=0, copies=0, prefill_tokens=prefill_tokens, tp=tp)
+    gathered = np.where(np.asarray(tp) > 1, 8, 0)  # logits of all ranks, and side by side
+    logits = (_TRUNCATED + gathered) * rows * sizes.vocab_size
+    shared = np.where(np.asarray(tp) > 1, _NCCL_BYTES, 0)
+    return (generator_bytes(sizes, load)["work"] + logits + _GRAPHS_BYTES + shared)[()]
 
 
 def total(parts: Mapping[str, Number]) -> Number:

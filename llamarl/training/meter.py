@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import resource
 import time
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ import torch
 
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import TrainerConfig
+from llamarl.config.section import ALONE
 from llamarl.kernels.products import PRODUCTS, multiply
 from llamarl.models import fit, memory
 from llamarl.models.shape import ModelShape
@@ -101,6 +103,18 @@ def check_memory(shape: ModelShape, config: RunConfig, device: torch.device) -> 
         f"the trainer needs {fit.taken(parts)} of {device}, but {fit.taken({'': available(config)})} are available; "
         f"{fit.way_out(config, shape, lacking)}"
     )
+
+
+def slots_fit(shape: ModelShape, config: RunConfig, device: torch.device) -> bool:
+    """Returns whether the versions that generators fetch fit on the device of a trainer that works there alone, next to
+    everything else that it needs."""
+    if device.type != "cuda" or fit.slots_on_device(config):
+        return True
+    if not os.environ.get(ALONE):  # others take memory later
+        return False
+    parts, free = _taken(config, shape), free_memory_bytes(device)
+    needed = float(memory.total(parts) - parts["weights"] - parts["gradients"]) + fit.slot_bytes(config, shape)
+    return needed <= free
 
 
 def _taken(config: RunConfig, shape: ModelShape) -> memory.Parts:

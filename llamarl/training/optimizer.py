@@ -94,7 +94,8 @@ def decoded(name: str, code_R_C: Tensor, scale_R_K: Tensor) -> Tensor:
 def _blocks(matrix_R_C: Tensor) -> Tensor:
     """Returns [R, K, B], with zeros behind the last column."""
     missing = -matrix_R_C.shape[-1] % BLOCK
-    return F.pad(matrix_R_C, (0, missing)).unflatten(-1, (-1, BLOCK))
+    padded_R_C = F.pad(matrix_R_C, (0, missing)) if missing else matrix_R_C  # padding by nothing copies too
+    return padded_R_C.unflatten(-1, (-1, BLOCK))
 
 
 def is_coded(weight: Tensor) -> bool:

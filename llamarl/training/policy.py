@@ -30,7 +30,7 @@ from llamarl.kernels.products import INPUT, OUTPUT, WEIGHT, multiply
 from llamarl.models.attention import own_index, packed_attend
 from llamarl.models.lora import LoraLinear
 from llamarl.models.masking import UnusedIds
-from llamarl.models.memory import TILE_LOGITS
+from llamarl.models.memory import TILE_LOGITS, gpu_tile_logits
 from llamarl.models.scalar import ScalarModel
 from llamarl.models.transformer import Attend, Attention, FeedForward, Layer, Projection, RMSNorm, Transformer
 from llamarl.training.packing import EMPTY, Microbatch, SampleGroup, pack, padded
@@ -121,9 +121,9 @@ class _Tiles:
 
 
 def tile_logits(hidden_R_D: Tensor) -> int:
-    """Returns the largest number of logits of a tile. On GPUs a tile has at least as many columns as there are hidden
-    channels: adding up their gradient then takes less time than products, and as much memory as a tile."""
-    return max(TILE_LOGITS, hidden_R_D.numel()) if hidden_R_D.is_cuda else TILE_LOGITS
+    """Returns the largest number of logits of a tile; see `models/memory.py: gpu_tile_logits`."""
+    num_rows, width = hidden_R_D.shape
+    return int(gpu_tile_logits(num_rows, width)) if hidden_R_D.is_cuda else TILE_LOGITS
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
@@ -267,9 +267,10 @@ def set_compute(model: Transformer | ScalarModel, config: TrainerConfig, device:
             _set_operations(model, fused)
         else:
             _set_operations(model.model.layers, half)  # the head of a critic needs an unrounded norm
+            _keep_products(model.model.layers, config)
     for layer in model.model.layers.children():
         assert isinstance(layer, Layer)
-        layer.recompute = config.activation_checkpointing
+        layer.recompute = config.activation_checkpointing is True
         if config.compile:
             # Compiles neither attention, whose plan differs with every microbatch, nor the hooks of tensor parallelism.
             layer.self_attn.heads = torch.compile(layer.self_attn.heads, dynamic=True)
@@ -297,6 +298,16 @@ def _set_operations(model: nn.Module, operations: ModuleType) -> None:
             module.rotate = operations.rotate
         elif isinstance(module, FeedForward):
             module.activate = operations.silu_mul
+
+
+def _keep_products(layers: nn.Module, config: TrainerConfig) -> None:
+    """Lets products compute normed rows and gated activations again in backward, with selective checkpointing."""
+    for module in layers.modules() if config.activation_checkpointing == "selective" else ():
+        if isinstance(module, Layer):
+            for norm in (module.input_layernorm, module.post_attention_layernorm):
+                norm.normalize = half.rms_norm_again
+        elif isinstance(module, FeedForward):
+            module.activate = half.silu_mul_again
 
 
 def copying(model: Transformer | ScalarModel) -> list[half.Product]:

@@ -27,6 +27,9 @@ OF_GPUS = f"{PARTS}.cuda."
 """Modules that are loaded only for a trainer on a GPU."""
 IN_PLACE = "in_place"
 """Chosen whenever it works, because others need memory that the run did not plan for."""
+BETWEEN_GPUS, LEAST_BYTES_PER_S = ("cuda_ipc", "nixl"), 5e9
+"""Transports between GPUs, and their smallest plausible speed within a host. PCIe has 25 GB/s; UCX that falls back to
+TCP has 0.5, and reports no error."""
 SAMPLE_BYTES = 64 << 20
 REPEATS = 3
 MARGIN = 1.5
@@ -59,6 +62,20 @@ class Selection:
     """Empty if the transport was pinned."""
     same_host: bool = True
     """Whether these generators are on the trainer's host."""
+
+    @property
+    def warning(self) -> str:
+        """Text if GPUs of one host exchange weights suspiciously slowly, else ""."""
+        found = next((one for one in self.measurements if one.transport == self.transport), None)
+        if found is None or not self.same_host or self.transport not in BETWEEN_GPUS:
+            return ""
+        if found.num_bytes < SAMPLE_BYTES // 2 or found.bytes_per_s >= LEAST_BYTES_PER_S:
+            return ""
+        return (
+            f"weights move between GPUs of this host by {self.transport} at {found.bytes_per_s / 1e9:.2g} GB/s, which "
+            "NVLink and PCIe exceed; look for a fallback to TCP in the log of UCX (UCX_PROTO_INFO=y), and compare "
+            "`nvidia-smi topo -m`"
+        )
 
     def table(self) -> list[str]:
         """Returns a line per candidate, fastest first."""

@@ -94,7 +94,7 @@ def alike(one: dict, other: dict) -> float:
 
 
 def test_triton_kernels_are_taken() -> None:
-    for name in ("decode", "ops", "logprobs", "train", "fingerprint"):
+    for name in ("decode", "ops", "sample", "products", "logprobs", "train", "fingerprint"):
         assert kernel(name, GPU) is not None, reason(name, GPU)
 
 
@@ -198,7 +198,7 @@ def test_log_probs_have_float32_sums(monkeypatch: pytest.MonkeyPatch, cutoffs_R:
     torch.manual_seed(0)
     hidden, head = torch.randn(300, 256).bfloat16(), (torch.randn(3000, 256) * 0.1).bfloat16()
     targets, weight = torch.randint(0, 3000, (300,)), torch.randn(300).double()
-    monkeypatch.setattr(policy, "TILE_LOGITS", 300 * 700)  # several tiles, the last one narrower
+    monkeypatch.setattr(policy, "gpu_tile_logits", lambda *_: 300 * 700)  # several tiles, the last one narrower
     found = []
     for device, dtype in ((GPU, torch.bfloat16), (torch.device("cpu"), torch.float64)):
         inputs = [x.detach().to(device, dtype).requires_grad_() for x in (hidden, head)]
@@ -224,6 +224,7 @@ def test_log_probs_have_float32_sums(monkeypatch: pytest.MonkeyPatch, cutoffs_R:
         ({"compile": True}, 1e-4),
         ({"dtype": "bfloat16"}, 0.03),
         ({"dtype": "bfloat16", "activation_checkpointing": True}, 0.03),
+        ({"dtype": "bfloat16", "activation_checkpointing": "selective"}, 0.03),
         ({"dtype": "bfloat16", "lora": LoraConfig(rank=4)}, 0.03),
         ({"dtype": "bfloat16", "compile": True}, 0.03),
         ({"dtype": "bfloat16", "weights": "bfloat16", "moments": "8bit"}, 0.03),
@@ -273,7 +274,7 @@ def groups() -> list[SampleGroup]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "p2p", "nixl"])
+@pytest.mark.parametrize("transport", ["shared_memory", "p2p", "nixl", "cuda_ipc"])
 def test_weights_come_bit_for_bit(transport: str) -> None:
     from llamarl.weight_sync.select import open_subscriber, publisher_class
 

@@ -70,7 +70,7 @@ class NativeServed:
         self.backend.set_version(version)
 
 
-def serve(kv_on_update: Literal["keep", "recompute"], graphs: bool = False) -> Start:
+def serve(kv_on_update: Literal["keep", "recompute"], **options: Any) -> Start:
     """With the trainer's model under "recompute", with the one made for generation under "keep"."""
 
     @contextmanager
@@ -85,7 +85,7 @@ def serve(kv_on_update: Literal["keep", "recompute"], graphs: bool = False) -> S
             def load(newer: Transformer) -> None:
                 served.load_state_dict(newer.state_dict())
 
-        engine = make_engine(served, blocks=None, kv_on_update=kv_on_update, graphs=graphs)
+        engine = make_engine(served, blocks=None, kv_on_update=kv_on_update, **({"graphs": False} | options))
         yield NativeServed(engine, kv_on_update, load)
 
     return start

@@ -95,12 +95,16 @@ def generate(
         Counter[int](),
         dict[tuple[int, int], np.ndarray](),
     )
+
+    def captured() -> int:
+        return getattr(engine._graphs, "num_captured", 0)
+
     while engine.has_work:
-        before = engine.stats()
+        before, graphs_before = engine.stats(), captured()
         with ledger() as step:
             rollouts = engine.step()
-        after = engine.stats()
-        if before.prefill_tokens == after.prefill_tokens and before.running == after.running == 6:
+        after, is_replay = engine.stats(), captured() == graphs_before
+        if is_replay and before.prefill_tokens == after.prefill_tokens and before.running == after.running == 6:
             shapes[step.kernels] += 1
             found.steps.append(step)
         for one in rollouts:

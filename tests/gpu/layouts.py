@@ -192,3 +192,42 @@ def held(dtype: str, recompute: bool, mixed: bool) -> dict[str, float]:
     after_forward, before_backward = alive[:2]
     sizes = {"layer": 2.0 * layer, "layers": 2.0 * layer * shape.num_layers}
     return sizes | {"after_forward": float(after_forward), "before_backward": float(before_backward)}
+
+
+class Traffic(TorchDispatchMode):
+    """Counts operations that launch something, and bytes that ranks gather and reduce."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = {"gathered": 0, "reduced": 0, "launches": 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = func(*args, **(kwargs or {})), func.name()
+        if "allgather" in name or ("all_gather" in name and name.startswith("c10d")):
+            self.found["gathered"] += max(one.nbytes for one in tree_leaves(args) if isinstance(one, Tensor))
+        elif "reduce_scatter" in name:
+            self.found["reduced"] += max(one.nbytes for one in tree_leaves(args) if isinstance(one, Tensor))
+        aliases = [one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns]
+        self.found["launches"] += not (aliases and all(aliases)) and not name.startswith(
+            ("aten::empty", "aten::detach")
+        )
+        return result
+
+
+def traffic(sizes: dict[str, int], recompute: bool | str) -> dict[str, float]:
+    """Of a layer, in the gradients of a microbatch in bfloat16 on the first of so many ranks; and its parameters."""
+    counts = list[dict[str, int]]()
+    for num_layers in (2, 4):
+        shape = ModelShape(
+            family="llama", hidden_size=128, num_layers=num_layers, num_heads=4, num_kv_heads=2, head_dim=32,
+            intermediate_size=384, vocab_size=208, max_position_embeddings=256, tie_embeddings=False,
+        )  # fmt: skip
+        settings = TrainerConfig(microbatch_tokens=64, dtype="bfloat16", activation_checkpointing=recompute)
+        model, counted = new_model(shape, 0, 0.05), Traffic()
+        with rank_of(0, sizes) as mesh:
+            trainer = Trainer(model, settings, Aipo(), GroupMean(), 1.0, mesh, CPU)
+            with counted:
+                finished(trainer.accumulate(example_groups(1, shape.vocab_size), 1))
+        counts.append(counted.found)
+    parameters = sum(weight.numel() for weight in model.model.layers[0].parameters())
+    return {name: (counts[1][name] - counts[0][name]) / 2 for name in counts[0]} | {"parameters": float(parameters)}

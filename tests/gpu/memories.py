@@ -7,7 +7,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -96,27 +96,38 @@ def _valueless() -> Iterator[Any]:
 
 
 class TrainKernels:
-    """What `parts/cuda/train.py` takes, without what it computes."""
+    """What `parts/cuda/train.py` takes, without what it computes. Launches count."""
 
     @staticmethod
     def rms_norm(x: Tensor, _weight: Tensor, _eps: float, dtype: torch.dtype) -> Tensor:
+        _launched()
         return torch.empty_like(x, dtype=dtype)
 
     @staticmethod
     def rms_norm_backward(_grad: Tensor, x: Tensor, weight: Tensor, _eps: float) -> tuple[Tensor, Tensor]:
+        _launched(2)  # and the sum of the parts of the weight's gradient
         return torch.empty_like(x), torch.empty_like(weight)
 
     @staticmethod
     def silu_mul(gate: Tensor, _up: Tensor) -> Tensor:
+        _launched()
         return torch.empty_like(gate)
 
     @staticmethod
     def silu_mul_backward(_grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        _launched()
         return torch.empty_like(gate), torch.empty_like(up)
 
     @staticmethod
     def rotated(x: Tensor, _cos: Tensor, _sin: Tensor, back: bool = False) -> Tensor:
+        _launched()
         return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _launched(num: int = 1) -> None:
+    from tests.gpu.pretend import LEDGER  # replaces some of torch's functions
+
+    LEDGER.run(num)
 
 
 def group(prompt: int, responses: tuple[int, ...]) -> SampleGroup:
@@ -125,6 +136,31 @@ def group(prompt: int, responses: tuple[int, ...]) -> SampleGroup:
         return TrainSample(columns={"token_ids": np.zeros(length, np.int32)} | numbers)
 
     return SampleGroup(prompt_token_ids_T=np.zeros(prompt, np.int32), samples=tuple(map(sample, responses)))
+
+
+def launches(config: dict[str, Any]) -> tuple[float, float]:
+    """Launches of a layer of 8B, and of all that is not a layer, in the gradients of packed tokens."""
+    from tests.gpu.pretend import LEDGER
+
+    kernels: Any = TrainKernels
+    own = patch.object(gpu, "kernel", lambda name, _: kernels if name == "train" else None)
+    added, found = patch.object(half, "add_product", lambda *_: _launched()), dict[int, int]()
+    with _valueless(), own, added:
+        for num_layers in (1, 3):
+            shape = replace(SHAPES["8B"], num_layers=num_layers)
+            with torch.device("meta"):
+                model = Transformer(shape)
+            trainer = Trainer(
+                model, TrainerConfig(dtype="bfloat16", **config), Aipo(), GroupMean(), 1.0, ALONE,
+                torch.device("cuda", 0), read=_nothing,
+            )  # fmt: skip
+            (batch,) = pack([group(PROMPT, RESPONSES)], 1 << 30)
+            for _ in range(2):  # the first one casts weights
+                LEDGER.take()
+                trainer.logprobs(batch).sum().backward()
+                found[num_layers] = LEDGER.take().kernels
+    of_layer = (found[3] - found[1]) / 2
+    return of_layer, found[1] - of_layer
 
 
 def _nothing(_: str, box: Box) -> Tensor:
@@ -156,7 +192,8 @@ def trained(name: str, num_groups: int, config: dict[str, Any], tp: int = 1) -> 
             half.forget(trainer.copying)
     load = TrainerLoad(
         tokens=len(batch.token_ids_N), targets=len(batch.targets_R), keys=0, half=settings.dtype == "bfloat16",
-        checkpointing=settings.activation_checkpointing, flash=True, on_gpu=True, fused=True, lora=settings.lora, tp=tp,
+        checkpointing=settings.activation_checkpointing is True, flash=True, on_gpu=True, fused=True,
+        selective=settings.activation_checkpointing == "selective", lora=settings.lora, tp=tp,
         weight=memory.WIDTHS[settings.weights], moments=memory.MOMENTS_BYTES[settings.moments],
     )  # fmt: skip
     table = 8 * shape.head_dim * shape.max_position_embeddings  # of the rotation: made once, counted with a step

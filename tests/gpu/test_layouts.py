@@ -51,3 +51,13 @@ def test_layers_are_not_whole_between_forward_and_backward(elsewhere: Run, recom
     found, copied = (elsewhere(layouts.held, "bfloat16", recompute, mixed) for mixed in (True, False))
     assert max(found["after_forward"], found["before_backward"]) <= found["layer"] < found["layers"] / 4
     assert copied["after_forward"] >= copied["layers"], "the mutant"
+
+
+def test_what_a_layer_moves_and_launches_under_fsdp(elsewhere: Run) -> None:
+    """Weights in two bytes, gathered for forward and for backward, and gradients in four, once. The additional launches
+    copy in and out of what is sent, and views of it."""
+    alone, shared = (elsewhere(layouts.traffic, sizes, False) for sizes in ({"fsdp": 1}, {"fsdp": 8}))
+    assert alone["gathered"] == alone["reduced"] == 0
+    assert shared["gathered"] == pytest.approx(2 * 2 * shared["parameters"], rel=0.01)
+    assert shared["reduced"] == pytest.approx(4 * shared["parameters"], rel=0.01)
+    assert alone["launches"] < shared["launches"] < alone["launches"] + 70

@@ -60,14 +60,15 @@ class TestAHolding:
             "a slot serves"
         )
 
-    def test_of_nixl_has_slots_on_the_device(self) -> None:
-        (trainer, _) = holdings(run_of(weight_sync={"transport": "nixl"}), SHAPE, {})
+    @pytest.mark.parametrize("transport", ["nixl", "cuda_ipc"])
+    def test_of_reads_between_gpus_has_slots_on_the_device(self, transport: str) -> None:
+        (trainer, _) = holdings(run_of(weight_sync={"transport": transport}), SHAPE, {})
         assert trainer.parts["slots"] == pytest.approx(4 * SHAPE.num_parameters, rel=0.01)
         assert "slots" not in trainer.host
 
     def test_of_adapters_sends_adapters(self) -> None:
-        (trainer, generator) = holdings(run_of(trainer={"lora": {"rank": 16}}), SHAPE, {})
-        lora = run_of(trainer={"lora": {"rank": 16}}).trainer.lora
+        run = run_of(trainer={"lora": {"rank": 16}})
+        (trainer, generator), lora = holdings(run, SHAPE, {}), run.trainer.lora
         assert lora and trainer.host["slots"] == 8 * memory.adapter_parameters(SHAPE, lora)
         assert "frozen" in generator.parts
 
@@ -164,7 +165,7 @@ def test_the_lever_that_is_named_makes_it_fit(there: float, kv: int | None, dtyp
 @pytest.mark.parametrize(
     ("there", "text"),
     [
-        (190, "set trainer.activation_checkpointing = true, with which it fits"),
+        (190, "trainer.activation_checkpointing = true, with which it fits"),
         (70, "= 8192 and trainer.moments_on = 'host' and trainer.weights = 'bfloat16', with which it fits"),
         (10, "it still lacks"),
     ],

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from llamarl.distributed.mesh import Axis
 from llamarl.models import flash_attention
-from llamarl.models.attention import packed_attend
-from llamarl.models.flash_attention import FlashAttend, can_serve
+from llamarl.models.attention import own_rows, packed_attend
+from llamarl.models.flash_attention import FlashAttend, FlashSlices, can_serve
 from tests.models.flash import backward, forward
 
 CPU = torch.device("cpu")
@@ -44,6 +45,33 @@ def test_it_is_the_packed_attention_of_processors_with_its_gradients(batch: tupl
         found.append([out.detach(), *(x.grad for x in inputs)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_context_ranks_compute_their_rows_of_it_with_its_gradients(batch: tuple, num_ranks: int) -> None:
+    """Each rank has two slices, which cut documents anywhere; keys are those of all ranks. Gradients of keys add up."""
+    prompts, responses = batch
+    missing = -(sum(prompts) + sum(map(sum, responses))) % (2 * num_ranks)
+    prompts, responses = [*prompts, missing], [*responses, ()]  # as microbatches are padded
+    num_tokens = sum(prompts) + sum(map(sum, responses))
+    torch.manual_seed(0)
+    shapes = [(num_tokens, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    given = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    weight = torch.randn(num_tokens, HEADS, HEAD_DIM, dtype=torch.float64)
+    exact = [x.clone().requires_grad_() for x in given]
+    out = packed_attend(prompts, responses)(0, *exact)
+    (out * weight).sum().backward()
+    found, (q, k, v) = torch.zeros_like(out), (x.clone().requires_grad_() for x in given)
+    for rank in range(num_ranks):
+        slices = own_rows(num_tokens, Axis(rank, num_ranks))
+        rows = torch.cat([torch.arange(one.start, one.stop) for one in slices])
+        of_rank = FlashSlices(prompts, responses, slices, CPU)(0, q[rows], k, v)
+        (of_rank * weight[rows]).sum().backward()
+        found[rows] = of_rank.detach()
+    torch.testing.assert_close(found, out.detach(), rtol=1e-12, atol=1e-12)
+    for one, other in zip((q, k, v), exact, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_a_whole_microbatch_takes_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,15 @@ from llamarl.models.fit import CACHE_BLOCK_TOKENS
 from llamarl.models.hf import new_model
 from llamarl.models.lora import add_adapters
 from llamarl.models.memory import (
+    GPU_TILE_LOGITS,
     TILE_LOGITS,
     GeneratorLoad,
     TrainerLoad,
     activation_bytes,
     adapter_parameters,
     generator_bytes,
+    gpu_tile_logits,
+    gpu_work_bytes,
     kv_token_bytes,
     served_bytes,
     total,
@@ -80,9 +83,10 @@ def test_a_step_at_its_worst_moment() -> None:
     load = replace(LOAD, tokens=1 << 15)
     layer, table = activation_bytes(SHAPE, load), 8 * 64 * (4096 + (1 << 15))
     many = trainer_bytes(SHAPE, load)
-    # In the backward of the head: a tile of logits, its gradient, that of hidden states twice, these, and the head's.
+    # In the backward of the head: a tile of logits, its gradient and the next tile, the gradient of hidden states,
+    # these, and the head's gradient in 16 bits.
     assert many["activations"] == 16 * layer + table + (8 * D << 15)
-    assert many["head"] == (6 + 8 + 2) * D * 7000 + 4 * 128_256 * D
+    assert many["head"] == 10 * GPU_TILE_LOGITS + (4 + 2) * D * 7000 + 2 * 128_256 * D
     # In that of a layer: the head's gradient waits for the embedding's, of which it is a part.
     load = replace(LOAD, tokens=1 << 16, targets=90)
     layer, table = activation_bytes(SHAPE, load), 8 * 64 * (4096 + (1 << 16))
@@ -107,9 +111,15 @@ def test_a_step_at_its_worst_moment() -> None:
 def test_tiles_on_a_gpu_are_as_wide_as_hidden_states_whoever_computes() -> None:
     """With `trainer.compile`, and in float32, too."""
     load = replace(LOAD, tokens=64, targets=64_000, fused=False)  # so that the head decides
-    for half, each in ((True, 14 + 2), (False, 16 + 4)):
+    for half, each, width in ((True, 14 + 2, 2), (False, 16 + 4, 4)):
         parts = trainer_bytes(SHAPE, replace(load, half=half, flash=half))
-        assert parts["head"] == each * 64_000 * D + 4 * 128_256 * D
+        assert parts["head"] == each * 64_000 * D + width * 128_256 * D
+
+
+def test_few_rows_have_tiles_of_16k_columns_on_a_gpu() -> None:
+    """As long as a tile has at most 256 MiB; as the trainer cuts them."""
+    for rows, width, columns in ((1000, 2048, 16_384), (4096, 2048, 16_384), (7000, 2048, 9586), (64_000, 2048, 2048)):
+        assert gpu_tile_logits(rows, width) // rows == columns
 
 
 def test_a_pipeline_s_stage_has_its_layers_and_one_end() -> None:
@@ -193,3 +203,23 @@ def test_many_layouts_at_once_are_each_by_itself() -> None:
         for kind, value in alone.items():
             assert np.broadcast_to(found[kind], 4)[index] == pytest.approx(float(value)), kind
         assert np.broadcast_to(total(found), 4)[index] == pytest.approx(float(total(alone)))
+
+
+LLAMAS = {"1B": (2048, 16, 32, 8192), "8B": (4096, 32, 32, 14_336), "70B": (8192, 80, 64, 28_672)}
+"""Hidden size, layers, heads and width of a feed-forward."""
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "tp", "exceeds"),
+    [("1B", 64, 1, False), ("8B", 256, 1, False), ("70B", 64, 8, False), ("70B", 512, 8, True)],
+)
+def test_what_a_gpu_leaves_to_logits_graphs_and_libraries(model: str, rows: int, tp: int, exceeds: bool) -> None:
+    """Of 80 GB 5 % suffice, but for 512 rows of logits on ranks that share a model."""
+    hidden, num_layers, num_heads, inner = LLAMAS[model]
+    shape = ModelShape(
+        family="llama", hidden_size=hidden, num_layers=num_layers, num_heads=num_heads, num_kv_heads=8,
+        head_dim=hidden // num_heads, intermediate_size=inner, vocab_size=128_256, max_position_embeddings=8192,
+    )  # fmt: skip
+    work = gpu_work_bytes(shape, rows, 8192, tp)
+    assert rows * shape.vocab_size * 4 < work < 8e9
+    assert bool(work > 0.05 * 80e9) is exceeds

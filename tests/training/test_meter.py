@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.roles import TrainerConfig
+from llamarl.models import fit
 from llamarl.models.fit import holdings
 from llamarl.models.memory import total
 from llamarl.models.shape import ModelShape
@@ -105,3 +107,23 @@ def test_ranks_on_cpus_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> No
         else:
             with pytest.raises(ConfigError, match="GiB are available; "):
                 meter.check_memory(SHAPE, config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("free_gb", "is_alone", "fits"), [(80, True, True), (80, False, False), (2, True, False)])
+def test_versions_for_generators_are_on_the_gpu_if_they_fit(
+    monkeypatch: pytest.MonkeyPatch, free_gb: int, is_alone: bool, fits: bool
+) -> None:
+    """Next to moments and activations; never where other executors take memory later. Pinned transports count them."""
+    monkeypatch.setattr(meter, "free_memory_bytes", lambda device: free_gb * 1e9)
+    monkeypatch.setenv("LLAMARL_ALONE", "1" if is_alone else "")
+    data = {
+        "model": {"path": "m"}, "data": {"train": "running_total"}, "trainer": {"dtype": "bfloat16", "device": "cuda"},
+        "generator": {"dtype": "bfloat16", "device": "cuda"},
+    }  # fmt: skip
+    small = replace(SHAPE, num_layers=2)
+    config = RunConfig.model_validate(data | {"weight_sync": {"transport": "auto"}})
+    monkeypatch.setattr(fit, "find_spec", lambda name: None)  # NIXL
+    assert meter.slots_fit(small, config, GPU) is fits
+    assert meter.slots_fit(small, config, torch.device("cpu"))
+    pinned = RunConfig.model_validate(data | {"weight_sync": {"transport": "cuda_ipc"}})
+    assert meter.slots_fit(small, pinned, GPU)

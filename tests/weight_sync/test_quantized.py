@@ -26,7 +26,7 @@ from llamarl.weight_sync.base import BUCKET_BYTES, into_buckets, plan_writers
 from llamarl.weight_sync.layout import TensorSpec, lay_out
 from llamarl.weight_sync.select import open_subscriber
 
-TRANSPORTS = ("shared_memory", "p2p", "file", "nixl")
+TRANSPORTS = ("shared_memory", "p2p", "file", "nixl", "cuda_ipc")
 SHAPE = ModelShape(
     family="qwen3",
     hidden_size=24,

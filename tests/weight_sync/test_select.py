@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -76,6 +77,14 @@ def test_a_pinned_one_is_not_measured() -> None:
     assert links.calls == []
 
 
+def test_gpus_that_exchange_weights_slowly_are_reported() -> None:
+    """As when UCX falls back to TCP without an error; memory of the host may be as slow as that."""
+    assert "cuda_ipc at 2 GB/s" in Links({"cuda_ipc": 0.5, "nixl": 1.0}).select().warning
+    assert not Links({"cuda_ipc": 0.1}).select().warning
+    assert not Links({"shared_memory": 0.5}).select().warning
+    assert not replace(Links({"nixl": 0.5}).select(), same_host=False).warning
+
+
 def test_memory_and_folders_are_tried_on_one_host_only() -> None:
     here, elsewhere = (candidates(same_host=same, same_process=False, delta=False) for same in (True, False))
     assert here == ["shared_memory", "p2p", "file"] and elsewhere == ["p2p"]
@@ -84,13 +93,13 @@ def test_memory_and_folders_are_tried_on_one_host_only() -> None:
 
 def test_gpus_read_from_each_other() -> None:
     found = candidates(same_host=True, same_process=False, delta=False, on_gpu=True)
-    assert set(found) == {"shared_memory", "p2p", "file", "nixl"}
+    assert set(found) == {"shared_memory", "p2p", "file", "nixl", "cuda_ipc"}
     assert "nixl" not in candidates(same_host=True, same_process=False, delta=True, on_gpu=True)
 
 
 def test_an_unknown_one_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"'carrier_pigeon'` is unknown; use auto, file, in_place, nixl, p2p, shared_memory"
+        ConfigError, match=r"'carrier_pigeon'` is unknown; use auto, cuda_ipc, file, in_place, nixl, p2p, shared_memory"
     ):
         publisher_class("carrier_pigeon")(None, None)
 

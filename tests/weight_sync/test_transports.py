@@ -34,7 +34,7 @@ from tests.nightly import NIGHTLY
 from tests.weight_sync.conftest import receive
 
 STOPPED_S = 30.0 if NIGHTLY else 0.0
-TRANSPORTS = ("shared_memory", "p2p", "file", "nixl")
+TRANSPORTS = ("shared_memory", "p2p", "file", "nixl", "cuda_ipc")
 LAYOUTS = [  # trainer (fsdp, tp, pp), generator tp, replicas
     ((1, 1, 1), 1, 1),
     ((1, 1, 1), 4, 1),

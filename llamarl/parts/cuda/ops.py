@@ -54,6 +54,18 @@ def quantize(x_N_D: Tensor, takes: torch.dtype) -> Rows:
     return y, scales
 
 
+def rescale(sums_M_N: Tensor, scale_M_1: Tensor, scales_N: Tensor, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """sums * scale of the row * scale of the column + bias, in `dtype`: a product of int8 numbers."""
+    assert sums_M_N.is_contiguous()
+    (num_rows, width), y_M_N = sums_M_N.shape, torch.empty_like(sums_M_N, dtype=dtype)
+    bias = scales_N if bias_N is None else bias_N
+    block = min(1024, triton.next_power_of_2(width))
+    with torch.cuda.device_of(sums_M_N):
+        launch: Any = _rescale[num_rows, triton.cdiv(width, block)]
+        launch(sums_M_N, scale_M_1, scales_N, bias, y_M_N, width, BIAS=bias_N is not None, T=block, num_warps=4)
+    return y_M_N
+
+
 def rotate_and_write(
     q_N_H_K: Tensor,
     k_N_J_K: Tensor,
@@ -140,6 +152,17 @@ def _quantize_row(x, y, scales, size, MOST: tl.constexpr, D: tl.constexpr):
     row, d_D = tl.program_id(0).to(tl.int64), tl.arange(0, D)
     x_D = tl.load(x + row * size + d_D, mask=d_D < size, other=0.0).to(tl.float32)
     _store_row(y, scales, row, size, x_D, d_D, MOST)
+
+
+@triton.jit
+def _rescale(sums, row_scales, column_scales, bias, y, width, BIAS: tl.constexpr, T: tl.constexpr):
+    row, n_T = tl.program_id(0).to(tl.int64), tl.program_id(1) * T + tl.arange(0, T)
+    inside_T = n_T < width
+    sums_T = tl.load(sums + row * width + n_T, mask=inside_T, other=0).to(tl.float32)
+    y_T = sums_T * tl.load(row_scales + row) * tl.load(column_scales + n_T, mask=inside_T, other=0.0)
+    if BIAS:
+        y_T += tl.load(bias + n_T, mask=inside_T, other=0.0).to(tl.float32)
+    tl.store(y + row * width + n_T, y_T.to(y.dtype.element_ty), mask=inside_T)
 
 
 @triton.jit

@@ -136,7 +136,7 @@ class Replayer:
     @torch.inference_mode()
     def _compute(self, version: int, batch: list[tuple[Chunk, _Life]], found: list[Difference]) -> int:
         engine, offset = self._engine, 0
-        hidden_N_D, _, routes = engine._forward([chunk for chunk, _ in batch])
+        hidden_N_D, _, routes, _ = engine._forward([chunk for chunk, _ in batch])
         routes_N_W = None if routes is None else routes.cpu().numpy()
         places, rows = list[int](), list[tuple[_Life, int]]()
         for chunk, life in batch:

@@ -30,6 +30,8 @@ from llamarl.parts.cuda import decode as decoding
 from llamarl.parts.cuda import fingerprint as fingerprinting
 from llamarl.parts.cuda import logprobs as log_softmax
 from llamarl.parts.cuda import ops
+from llamarl.parts.cuda import products as fused
+from llamarl.parts.cuda import sample as sampling
 from llamarl.parts.cuda import train as training
 
 ARCHITECTURE = 90
@@ -86,6 +88,50 @@ def rotate(shape: Shape, x: torch.dtype, cached: torch.dtype, shift: int = 0) ->
     ops.rotate_and_write(q, kv, kv, (angles, angles), norms, 1e-6, (keys.transpose(2, 3), values), (place, place))
 
 
+def attend(shape: Shape, x: torch.dtype, cached: torch.dtype, num_rows: int = 64, shift: int = 0) -> None:
+    """A decode step's attention in one launch."""
+    q, kv = (
+        given(num_rows, shape.heads, shape.head_dim, dtype=x),
+        given(num_rows, shape.kv_heads, shape.head_dim, dtype=x),
+    )
+    angles, norm = given(num_rows, shape.head_dim, dtype=torch.float32), given(shape.head_dim, dtype=x)
+    keys, values = given(2, 9, shape.kv_heads, 16, shape.head_dim, dtype=cached)
+    integers = tuple(given(size + shift, dtype=torch.int32)[shift:] for size in (8, 1, num_rows, num_rows))
+    norms = (norm, norm) if shape.norms else None
+    decoding.attend_rotated(q, kv, kv, (angles, angles), norms, 1e-6, (keys.transpose(2, 3), values), integers)
+
+
+def ends(shape: Shape, num_rows: int = 64, shift: int = 0) -> None:
+    """Embeddings of a step, and its sampling."""
+    tokens = given(num_rows + shift, dtype=torch.int32)[shift:]
+    sampling.embed(tokens, tokens, given(128_256, shape.hidden, dtype=torch.bfloat16), fused.num_parts(shape.hidden))
+    numbers = given(num_rows + shift, dtype=torch.float32)[shift:]
+    sampling.draw(given(num_rows, 128_256, dtype=torch.float32), numbers, numbers, given(num_rows, dtype=torch.int32))
+
+
+def few_rows(shape: Shape, num_rows: int) -> None:
+    """The products of a layer with what is around them."""
+    stream, norm = given(num_rows, shape.hidden, dtype=torch.float32), given(shape.hidden, dtype=torch.bfloat16)
+    squares, query = given(fused.num_parts(shape.hidden), num_rows, dtype=torch.float32), shape.heads * shape.head_dim
+    qkv = given(query + 2 * shape.kv_heads * shape.head_dim, shape.hidden, dtype=torch.bfloat16)
+    fused.normed(stream, squares, norm, 1e-6, qkv, None)
+    fused.gated(stream, squares, norm, 1e-6, given(2 * shape.inner, shape.hidden, dtype=torch.bfloat16))
+    for width in (query, shape.inner):
+        weight = given(shape.hidden, width, dtype=torch.bfloat16)
+        fused.added(given(num_rows, width, dtype=torch.bfloat16), weight, stream, squares)
+
+
+def eight_bits(shape: Shape, dtype: torch.dtype, num_rows: int) -> None:
+    """The products of a layer with quantized weights."""
+    query, kv, hidden = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
+    for outputs, inputs in (query + 2 * kv, hidden), (hidden, query), (2 * shape.inner, hidden), (hidden, shape.inner):
+        scales, more = given(num_rows, 1, dtype=torch.float32), given(outputs, dtype=torch.float32)
+        x, weight = given(num_rows, inputs, dtype=dtype), given(outputs, inputs, dtype=dtype)
+        fused.scaled(x, scales, weight, more, None, torch.bfloat16)
+        if dtype == torch.int8:
+            ops.rescale(given(num_rows, outputs, dtype=torch.int32), scales, more, None, torch.bfloat16)
+
+
 def rows(shape: Shape, takes: torch.dtype | None) -> None:
     x, weight = given(3, shape.hidden, dtype=torch.float32), given(shape.hidden, dtype=torch.bfloat16)
     delta = given(3, shape.hidden, dtype=torch.bfloat16)
@@ -133,6 +179,12 @@ def cases(shape: Shape) -> dict[str, Any]:
             found[f"decode {cached}, {batch} rows"] = lambda cached=cached, batch=batch: decode(
                 shape, torch.bfloat16, cached, batch
             )
+        found[f"attend {cached}"] = lambda cached=cached: attend(shape, torch.bfloat16, cached)
+    for batch in (8, 64):
+        found[f"few rows, {batch}"] = lambda batch=batch: few_rows(shape, batch)
+        for dtype in (torch.int8, FP8):
+            found[f"{dtype}, {batch} rows"] = lambda dtype=dtype, batch=batch: eight_bits(shape, dtype, batch)
+    found["ends"] = lambda: ends(shape)
     found["train"] = lambda: train(shape)
     return found
 
@@ -142,6 +194,7 @@ def aligned_anyhow() -> None:
     for shift in range(4):
         decode(SHAPES["8b"], torch.bfloat16, torch.bfloat16, shift=shift)
         rotate(SHAPES["8b"], torch.bfloat16, torch.bfloat16, shift=shift)
+        ends(SHAPES["8b"], shift=shift)
     for blocks in (1, 41, 127):
         fingerprint(2048 * blocks)
 
@@ -152,6 +205,12 @@ SMALL: dict[str, Any] = {
     "decode float32, wide heads": lambda: decode(WIDE, torch.float32, torch.float32),
     "decode bfloat16, wide heads": lambda: decode(WIDE, torch.bfloat16, torch.bfloat16),
     "decode float8, wide heads": lambda: decode(WIDE, torch.bfloat16, FP8),
+    "attend bfloat16": lambda: attend(replace(SHAPES["8b"], norms=True), torch.bfloat16, torch.bfloat16),
+    "attend float8": lambda: attend(SHAPES["8b"], torch.bfloat16, FP8),
+    "few rows": lambda: few_rows(SHAPES["8b"], 64),
+    "few rows int8": lambda: eight_bits(SHAPES["8b"], torch.int8, 64),
+    "few rows float8": lambda: eight_bits(SHAPES["8b"], FP8, 64),
+    "ends": lambda: ends(SHAPES["8b"]),
     "train": lambda: train(SHAPES["8b"]),
     "log-probs": logprobs,
     "rotate bfloat16": lambda: rotate(replace(SHAPES["8b"], norms=True), torch.bfloat16, torch.bfloat16),

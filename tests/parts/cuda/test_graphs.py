@@ -96,32 +96,114 @@ def test_random_traffic(models: list[Transformer], seed: int, kv_on_update: str,
     assert eager.stats() == replace(graphed.stats(), recompute_s=eager.stats().recompute_s)
 
 
-def test_all_graphs_are_made_at_start_and_serve_every_step(
-    models: list[Transformer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Truncated sampling and the longest contexts included; only steps that prefill go without."""
-    eager, graphed = engines(models[0], max_running=13)
-    assert graphed._graphs is not None
-    assert graphed._graphs.sizes == [1, 2, 4, 8, 13]
-    (replays,) = graphed._graphs._replays.values()
-    assert [*replays] == [13, 8, 4, 2, 1]
-    monkeypatch.setattr(DecodeGraphs, "_captured", None)  # never again
-    ran = list[int]()
-    for size, run_step in list(replays.items()):
-        replays[size] = lambda size=size, run_step=run_step: (ran.append(size), run_step())[1]
+def mixed_requests() -> list[GenerationRequest]:
+    """Greedy, sampled and truncated rows, and the longest contexts."""
     long = replace(SAMPLED, max_new_tokens=CONTEXT, top_p=0.9, min_p=0.01)
-    requests = [
+    return [
         GenerationRequest(
             group_id=i, prompt_token_ids_T=np.arange(1, 2 + 7 * i, dtype=np.int32), group_size=(4, 2, 4, 3)[i],
             sampling=[GREEDY, long, SAMPLINGS[3], SAMPLED][i],
         )
         for i in range(4)
     ]  # fmt: skip
-    expected = run(eager, requests)
-    assert_same(run(graphed, requests), expected)
+
+
+def test_graphs_are_made_at_first_use_and_serve_every_step(models: list[Transformer]) -> None:
+    """Truncated sampling and the longest contexts included; only steps that prefill go without. A size that is used a
+    few times is padded to a larger one, and traffic that comes again captures nothing."""
+    eager, graphed = engines(models[0], max_running=13)
+    graphs = graphed._graphs
+    assert isinstance(graphs, DecodeGraphs) and graphs.sizes == [1, 2, 4, 8, 13]
+    assert graphs.num_captured == 0, "none when it wakes"
+    expected = run(eager, mixed_requests())
+    assert_same(run(graphed, mixed_requests()), expected)
     assert max(len(one.token_ids_T) for one in expected.values()) > 80
-    assert {2, 13} <= set(ran)
-    assert graphed.stats().steps - len(ran) < 8
+    (replays,) = graphs._replays.values()
+    assert {size for size, _ in replays} == {2, 13} and graphs.num_captured == 2, [*replays]
+    before = graphed.stats().steps
+    ran = list[int]()
+    for key, run_step in list(replays.items()):
+        replays[key] = lambda key=key, run_step=run_step: (ran.append(key[0]), run_step())[1]
+    graphed._graphs._captured = None  # never again
+    assert_same(run(graphed, mixed_requests()), expected)
+    assert {2, 13} == set(ran)
+    assert graphed.stats().steps - before - len(ran) < 8
+
+
+def test_a_waking_engine_captures_few_graphs(models: list[Transformer]) -> None:
+    """A batch of 64 rollouts that ends one by one. All sizes, with both kinds of sampling, would be 22 captures."""
+    _, graphed = engines(models[0], max_running=64)
+    captured = list[int]()
+    for _ in range(2):
+        run(graphed, [
+            GenerationRequest(
+                group_id=i, prompt_token_ids_T=np.array([1 + i], np.int32), group_size=1,
+                sampling=replace(SAMPLED, max_new_tokens=4 + i),
+            )
+            for i in range(64)
+        ])  # fmt: skip
+        assert isinstance(graphed._graphs, DecodeGraphs)
+        captured.append(graphed._graphs.num_captured)
+        graphed.sleep()
+        graphed.model.load(models[0])
+        graphed.wake()
+    assert captured[0] == captured[1] <= 4
+
+
+AHEAD = {"graphs": True, "goes_ahead": True}
+
+
+@pytest.mark.parametrize("blocks", [16, 400], ids=["short of memory", "ample"])
+def test_steps_launched_ahead_draw_the_same(models: list[Transformer], blocks: int) -> None:
+    """Rollouts stop when the next step is on its way; others wait for their blocks, and are parked."""
+    eager, _ = engines(models[0], blocks=blocks)
+    served = GeneratorModel(models[0].shape, "float32", "cpu")
+    served.load(models[0])
+    ahead = make_engine(served, blocks=blocks, **AHEAD)
+    requests = [
+        GenerationRequest(
+            group_id=i, prompt_token_ids_T=np.arange(1, 3 + 5 * i, dtype=np.int32), group_size=3,
+            sampling=SAMPLINGS[i % len(SAMPLINGS)],
+        )
+        for i in range(7)
+    ]  # fmt: skip
+    launched, launch = list[bool](), ahead._launch
+    ahead._launch = lambda chunks, after=None: (launched.append(after is not None), launch(chunks, after))[1]
+    assert_same(run(ahead, requests), run(eager, requests))
+    assert sum(launched) > (20 if blocks == 400 else 5)
+    assert ahead._ahead is None
+
+
+def test_new_weights_and_aborts_drop_what_was_launched_ahead(models: list[Transformer]) -> None:
+    """Tokens have the version that computed them: the same ones as where nothing goes ahead."""
+    found = list[list[Rollout]]()
+    for goes_ahead in (False, True):
+        served = GeneratorModel(models[0].shape, "float32", "cpu")
+        served.load(models[0])
+        engine = make_engine(served, graphs=True, goes_ahead=goes_ahead)
+        engine.submit(
+            GenerationRequest(
+                group_id=i, prompt_token_ids_T=np.array([5, 6 + i], np.int32), group_size=3,
+                sampling=replace(SAMPLED, max_new_tokens=60),
+            )
+            for i in range(2)
+        )  # fmt: skip
+        rollouts = list[Rollout]()
+        for version in range(1, 4):
+            for _ in range(8):
+                rollouts += engine.step()
+            assert (engine._ahead is not None) is goes_ahead
+            if version == 2:
+                rollouts += engine.abort([1])
+                assert engine._ahead is None
+            served.load(models[version % 3])
+            engine.set_version(version)
+        found.append(sorted(rollouts + drain(engine), key=lambda one: (one.group_id, one.index)))
+    for one, other in zip(*found, strict=True):
+        assert one.token_ids_T.tolist() == other.token_ids_T.tolist()
+        assert one.policy_versions_T.tolist() == other.policy_versions_T.tolist()
+        assert one.finish_reason == other.finish_reason
+    assert len(found[0][-1].token_ids_T) < 24 < len(found[0][0].token_ids_T), "group 1 was aborted"
 
 
 def test_the_steps_between_sizes() -> None:
@@ -192,6 +274,7 @@ def test_held_weights_stay_until_the_next_but_one(models: list[Transformer], mon
     assert len(places) == 2
 
 
+@pytest.mark.parametrize("goes_ahead", [False, True], ids=["in step", "ahead"])
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
-def test_conformance(check: conformance.Check) -> None:
-    check(serve("keep", graphs=True))
+def test_conformance(check: conformance.Check, goes_ahead: bool) -> None:
+    check(serve("keep", graphs=True, goes_ahead=goes_ahead))

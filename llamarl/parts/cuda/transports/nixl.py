@@ -1,10 +1,10 @@
-"""One-sided transport: each generator rank reads its parts from the trainer ranks' memory, without work on their side.
+"""One-sided: each generator rank reads its parts out of the trainer ranks' memory, which do nothing meanwhile.
 
-NIXL transfers the bytes with the same calls over RDMA, NVLink or PCIe on GPU machines, and over shared memory or TCP
-elsewhere. Slots are on the trainer's device, and reads write directly to the final location on the generator's device.
-A connection whose ends have proved that they know the secret carries the addresses of slots, and whether a slot was
-overwritten during a read. NIXL's connections do not authenticate: on one host they use the loopback; between hosts UCX
-uses the devices in `UCX_NET_DEVICES`, or the best ones, because RDMA devices differ from the interface of an address.
+NIXL brings the bytes, by the same calls over RDMA, NVLink or PCIe on GPU machines, and over shared memory or TCP where
+there is nothing better. Slots are on the trainer's device; what is read goes straight into place on the generator's.
+Where slots are, and whether one still is what it was, is said by a connection whose ends have proved that they know
+the secret. NIXL's own connections prove nothing: on one host they keep to the loopback; between hosts UCX takes the
+devices that `UCX_NET_DEVICES` names, or the best of all, as RDMA goes by others than the interface of an address.
 """
 
 from __future__ import annotations
@@ -16,71 +16,65 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from llamarl.config.errors import ConfigError
 from llamarl.distributed import links
-from llamarl.distributed.links import Rendezvous
 from llamarl.parts.cuda.joint import NIXL, NO_NIXL
+from llamarl.parts.cuda.transports._one_sided import (
+    OneSidedPublisher,
+    OneSidedSubscriber,
+    PublishedAt,
+    Writer,
+    check_allocator,
+    make_current,
+)
 from llamarl.weight_sync.base import (
-    POLL_S,
+    CPU,
     Bucket,
-    CopyingSubscriber,
     Exchange,
-    PackedPublisher,
-    Room,
     Slot,
-    Superseded,
-    TransferFailed,
     VersionRequest,
     WriterPlan,
-    into_buckets,
     packed,
     part_of,
     wanted,
 )
-from llamarl.weight_sync.layout import Address, TensorSpec
 
 PACKAGES = NIXL[::-1] if (torch.version.cuda or "").startswith("13") else NIXL
-"""The package for torch's CUDA version first: one for another version finds no CUDA library and supports no GPU
-memory."""
+"""One for another CUDA than torch's finds no library of it, and then knows no GPU memory."""
 MAX_READS = 4
-"""Maximum concurrent reads per trainer rank. More would take bandwidth from decoding."""
+"""Buckets on their way at once for each trainer rank; more would take bandwidth from decoding."""
 
 
 class Broken(RuntimeError):
-    """A read failed. The message has the cause."""
+    """A read has failed; says how."""
 
 
 BROKEN = (*links.BROKEN, Broken)
 
 
-class PublishedAt(NamedTuple):
-    """Location of a version in the memory of a trainer rank."""
+class Memory(NamedTuple):
+    """Packed parts of a trainer rank."""
 
     metadata: bytes
-    """Metadata of the trainer rank's agent, which a reader needs to access its memory."""
+    """Metadata of the trainer rank's agent: what a reader must know of its memory."""
     base: int
     """Address of the packed parts."""
-    memory: tuple[str, int]
-    """Memory of the packed parts, as `memory_of` names it."""
-    proof: np.ndarray
-    """uint64 [2, tensors]"""
+    kind: tuple[str, int]
+    """As `memory_of` names it."""
 
 
-class NixlPublisher(PackedPublisher):
-    """A trainer rank. One thread per generator rank sends the locations of versions, and one thread drives the
-    agent."""
+class NixlPublisher(OneSidedPublisher):
+    """A trainer rank. Besides the threads that serve versions, one thread drives the reads."""
 
-    TRANSPORT, ON_DEVICE, BUCKET_BYTES = "nixl", True, 256 << 20  # each piece costs launches and calls on both sides
+    TRANSPORT = "nixl"
 
     def __init__(
         self,
@@ -91,6 +85,8 @@ class NixlPublisher(PackedPublisher):
         host: str = "",
         **options: Any,
     ) -> None:
+        if options.get("device", CPU).type == "cuda":
+            check_allocator(self.TRANSPORT)
         self._agent = NixlEndpoint(host := host or links.weights_address())
         self._registered = dict[int, Any]()
         self._num_reading, self._changed = 0, threading.Condition()
@@ -100,7 +96,7 @@ class NixlPublisher(PackedPublisher):
 
     def _new_slot(self) -> Slot:
         slot = super()._new_slot()
-        for flat in filter(Tensor.numel, slot.flats):  # a rank may have no parts
+        for flat in filter(Tensor.numel, slot.flats):  # a rank may have nothing to send
             self._registered[flat.data_ptr()] = register(self._agent, flat, flat.nbytes)
         return slot
 
@@ -108,27 +104,9 @@ class NixlPublisher(PackedPublisher):
         for flat in filter(Tensor.numel, slot.flats):
             self._agent.do("deregister_memory", self._registered.pop(flat.data_ptr()))
 
-    def _serve(self, connection: Connection, digest: str) -> None:
-        number = self._numbers[digest]
-        make_current(self._device)
-        connection.send(self._plan.parts[number])
-        while not self._closed:
-            if not connection.poll(POLL_S):
-                continue
-            version = connection.recv()
-            if (slot := self._slots.get(version)) is None:
-                connection.send(None)
-                continue
-            flat, proof = slot.flats[number], slot.proofs[number].copy()
-            connection.send(PublishedAt(self._agent.do("get_agent_metadata"), flat.data_ptr(), memory_of(flat), proof))
-            self._reads(1)
-            try:
-                while not self._closed and not connection.poll(POLL_S):
-                    pass
-                connection.recv()  # the reader is done
-            finally:
-                self._reads(-1)
-            connection.send(self._slots.get(version) is slot)
+    def _memory(self, slot: Slot, number: int) -> Memory:
+        flat = slot.flats[number]
+        return Memory(self._agent.do("get_agent_metadata"), flat.data_ptr(), memory_of(flat))
 
     def _reads(self, change: int) -> None:
         with self._changed:
@@ -136,8 +114,7 @@ class NixlPublisher(PackedPublisher):
             self._changed.notify()
 
     def _drive(self) -> None:
-        """Drives the agent during reads, because without hardware support nothing else does. Idles otherwise to save a
-        core."""
+        """Calls the agent while somebody reads, as no other hardware may do it; always, it would keep a core busy."""
         make_current(self._device)
         while not self._closed:
             with self._changed:
@@ -152,81 +129,28 @@ class NixlPublisher(PackedPublisher):
         self._driver.join()
 
 
-@dataclass(slots=True)
-class _Writer:
-    """State of a trainer rank."""
+class NixlSubscriber(OneSidedSubscriber):
+    """A generator rank."""
 
-    connection: Connection
-    buckets: tuple[Bucket, ...]
-    agent: str = ""
-    """Name of its agent, once something was read from it."""
+    PUBLISHER, BROKEN = NixlPublisher, BROKEN
 
-
-class NixlSubscriber(CopyingSubscriber):
-    """A generator rank. Reads from all trainer ranks in parallel."""
-
-    def __init__(
-        self,
-        specs: Sequence[TensorSpec],
-        rank: int,
-        delta: bool = False,
-        room: Room | None = None,
-        timeout_s: float = 60.0,
-    ) -> None:
-        super().__init__(specs, rank, delta, room)
-        self._timeout_s = timeout_s
-        self._writers = list[_Writer]()
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._opened: NixlEndpoint | None = None
         self._registered = dict[int, Any]()
-        """Registrations of destination memory, by the address of its first byte."""
+        """Registrations of memory that is read into, by the address of its first byte."""
         self._scratch = list[Tensor]()
 
-    def receive(self, request: VersionRequest, address: Address) -> tuple[np.ndarray, int]:
-        places = [Rendezvous(place, address.publisher) for place in self.place_in(address).split(",") if place]
-        is_used = bool(self._writers)
-        try:
-            return self._receive(request, places)
-        except BROKEN as error:
-            self._leave()
-            if is_used:  # broken since the last fetch
-                return self.receive(request, address)
-            what = f"version {request.version} from the trainer ranks at {', '.join(place.address for place in places)}"
-            raise TransferFailed(f"generator rank {self.rank} did not get {what}: {error}") from error
-
-    def _receive(self, request: VersionRequest, places: Sequence[Rendezvous]) -> tuple[np.ndarray, int]:
-        while len(self._writers) < len(places):
-            connection = places[len(self._writers)].connect(self.layout.digest, self._timeout_s)
-            self._opened = self._opened or NixlEndpoint(links.local_host(connection))
-            self._writers.append(
-                _Writer(connection, into_buckets(self.layout, connection.recv(), NixlPublisher.BUCKET_BYTES))
-            )
-        founds = self._ask(self._writers, request.version)
-        there = [(writer, found) for writer, found in zip(self._writers, founds, strict=True) if found]
-        num_bytes = self._read(request, there) if len(there) == len(founds) else 0
-        still = self._ask([writer for writer, _ in there], None)
-        if not all(still) or len(there) < len(founds):
-            raise Superseded(f"version {request.version} is no longer at all trainer ranks")
-        return np.stack([found.proof for _, found in there]), num_bytes
+    def _connected(self, connection: Connection) -> None:
+        self._opened = self._opened or NixlEndpoint(links.local_host(connection))
 
     @property
     def _agent(self) -> NixlEndpoint:
         assert self._opened is not None, "there is no writer yet"
         return self._opened
 
-    def _ask(self, writers: Sequence[_Writer], version: int | None) -> list[Any]:
-        """Asks all trainer ranks for the location of a version. None asks whether the version was intact during the
-        read."""
-        for writer in writers:
-            writer.connection.send(version)
-        answers, deadline_s = list[Any](), time.monotonic() + self._timeout_s
-        for writer in writers:
-            if not writer.connection.poll(max(0.0, deadline_s - time.monotonic())):
-                raise TimeoutError(f"no answer in {self._timeout_s:g} s")
-            answers.append(writer.connection.recv())
-        return answers
-
-    def _read(self, request: VersionRequest, there: Sequence[tuple[_Writer, PublishedAt]]) -> int:
-        """Fills the tensors, several buckets in parallel. Returns the number of bytes."""
+    def _read(self, request: VersionRequest, there: Sequence[tuple[Writer, PublishedAt]]) -> int:
+        """Fills the tensors, some buckets at a time; how many bytes came."""
         under_way, num_bytes = deque[tuple[Any, _Read]](), 0
         reads = [self._reads(writer, found, request) for writer, found in there]
         make_current(request.tensors[self.layout.specs[0].key].device)
@@ -247,10 +171,10 @@ class NixlSubscriber(CopyingSubscriber):
                 self._scratch.append(read.scratch)
         return num_bytes
 
-    def _reads(self, writer: _Writer, found: PublishedAt, request: VersionRequest) -> Iterator[_Read]:
-        """Yields one read per bucket: directly if every part is contiguous at its destination, otherwise through
-        scratch memory."""
-        writer.agent = self._agent.do("add_remote_agent", found.metadata)
+    def _reads(self, writer: Writer, found: PublishedAt, request: VersionRequest) -> Iterator[_Read]:
+        """A bucket each: straight into place where every part is one piece of memory there, else by way of scratch."""
+        memory: Memory = found.memory
+        writer.agent = self._agent.do("add_remote_agent", memory.metadata)
         self._register(request.tensors[self.layout.specs[0].key], self.layout.num_bytes)
         for bucket in wanted(writer.buckets, request.only):
             targets = [(part_of(self.layout, request.tensors, part), start) for part, start in bucket.parts]
@@ -258,9 +182,9 @@ class NixlSubscriber(CopyingSubscriber):
             if not all(target.is_contiguous() for target, _ in targets):
                 scratch = self._take_scratch(targets[0][0].device)
                 targets = [(scratch[: bucket.num_bytes], bucket.start)]
-            (kind, number), (far_kind, far_number) = memory_of(targets[0][0]), found.memory
+            (kind, number), (far_kind, far_number) = memory_of(targets[0][0]), memory.kind
             here = [(target.data_ptr(), target.nbytes, number) for target, _ in targets]
-            far = [(found.base + start, target.nbytes, far_number) for target, start in targets]
+            far = [(memory.base + start, target.nbytes, far_number) for target, start in targets]
             yield _Read(bucket, writer.agent, here, far, (kind, far_kind), scratch)
 
     def _begin(self, read: _Read) -> Any:
@@ -274,7 +198,7 @@ class NixlSubscriber(CopyingSubscriber):
         return handle
 
     def _finish(self, handle: Any) -> None:
-        """Waits for the oldest read. Its deadline does not depend on later reads."""
+        """The oldest read of all: it has ended in time, however many come after it."""
         deadline_s = time.monotonic() + self._timeout_s
         while (state := self._agent.do("check_xfer_state", handle)) == "PROC":
             if time.monotonic() > deadline_s:
@@ -298,14 +222,13 @@ class NixlSubscriber(CopyingSubscriber):
 
     def _leave(self) -> None:
         for writer in self._writers:
-            writer.connection.close()
             if writer.agent:
                 with suppress(Broken):
                     self._agent.do("remove_remote_agent", writer.agent)
-        self._writers = []
+        super()._leave()
 
     def close(self) -> None:
-        self._leave()
+        super().close()
         for registered in self._registered.values():
             with suppress(Broken):
                 self._agent.do("deregister_memory", registered)
@@ -321,13 +244,13 @@ class _Read(NamedTuple):
     """Address, bytes, device."""
     far: list[tuple[int, int, int]]
     kinds: tuple[str, str]
-    """Kinds of local and remote memory."""
+    """Kinds of memory, here and there."""
     scratch: Tensor | None
-    """Intermediate buffer. None means that the read writes directly to the destination."""
+    """Memory where it goes first, if not into place."""
 
 
 class NixlEndpoint:
-    """NIXL's agent in this process, reachable at `host`. Raises ConfigError."""
+    """NIXL's end in this process, which is seen at `host`. Raises ConfigError."""
 
     def __init__(self, host: str) -> None:
         for package in PACKAGES:
@@ -337,7 +260,7 @@ class NixlEndpoint:
         else:
             raise ConfigError(NO_NIXL)
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-        # Without NVLink, also between processes on one GPU, UCX would use TCP, which is 100 times as slow.
+        # Without an NVLink, also between processes that share one GPU, UCX would read by TCP: 100 times as slow.
         os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
         if host.startswith("127.") or host == "::1":
             os.environ.setdefault("UCX_NET_DEVICES", "lo")
@@ -347,10 +270,10 @@ class NixlEndpoint:
         )
         kinds = (kind for kind in vars(api.nixlBind).values() if isinstance(kind, type) and issubclass(kind, Exception))
         self._errors = tuple(kinds)
-        """Errors of the library, which have no common base class."""
+        """Errors of the library, which have no base of their own in common."""
 
     def do(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of the library. Raises Broken."""
+        """Raises Broken."""
         try:
             return getattr(self._agent, method)(*arguments)
         except self._errors as error:
@@ -358,19 +281,11 @@ class NixlEndpoint:
 
 
 def register(agent: NixlEndpoint, first: Tensor, num_bytes: int) -> Any:
-    """Registers `num_bytes` bytes from the start of a tensor, so that the agent may read or write them."""
+    """Lets the agent read or write so many bytes from where a tensor begins."""
     kind, number = memory_of(first)
     return agent.do("register_memory", [(first.data_ptr(), num_bytes, number, "")], kind)
 
 
-def make_current(device: torch.device) -> None:
-    """Makes the device current in this thread. NIXL copies in the CUDA context of its caller, and threads start without
-    one."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device.index or 0)
-        torch.cuda.current_stream().synchronize()
-
-
 def memory_of(tensor: Tensor) -> tuple[str, int]:
-    """Returns NIXL's name for the kind of memory, and the number of its device."""
+    """NIXL's name for the kind of memory, and the number of its device."""
     return ("VRAM", tensor.device.index or 0) if tensor.device.type == "cuda" else ("DRAM", 0)

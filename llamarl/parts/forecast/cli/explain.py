@@ -264,7 +264,7 @@ def _step_time(config: RunConfig, context: int, pool: tuple[int, str]) -> str:
             request = replace(request, pools=tuple(pools))
         if not profile.exists():
             constants = of_these_cores(trainer.dtype) if kind == CPU else request.constants
-            constants = replace(constants, recompute=float(trainer.activation_checkpointing))
+            constants = replace(constants, recompute=float(trainer.activation_checkpointing is True))
             request = replace(request, constants=constants)
         found = plans(request)[config.rollout.max_staleness > 0]
     except ConfigError as error:
