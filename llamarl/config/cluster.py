@@ -133,10 +133,8 @@ class ClusterConfig(Section):
     on_failure: OnFailureConfig = OnFailureConfig()
     """Policy by role for executors that die. A single word applies to all roles: `"stop"` or `"restart"`."""
     max_restarts: int = Field(default=5, ge=0)
-    """Deaths of one role (per replica for generators) that a run survives within `restart_window_s`. Lost hosts do not
+    """Deaths of one role (per replica for generators) that a run survives within 10 minutes. Lost hosts do not
     count."""
-    restart_window_s: float = Field(default=600, gt=0)
-    """Window in seconds. Older deaths do not count."""
     start_timeout_s: float = Field(default=120, gt=0)
     """Longest wait for an executor to start and to load its model, in seconds."""
     call_timeout_s: float = Field(default=600, gt=0)

@@ -240,9 +240,7 @@ class ShapingConfig(Section):
     means none."""
     overlong_penalty: float = Field(default=0.0, ge=0)
     """Subtracted from the reward of a response of `rollout.max_new_tokens`, and in proportion from responses that end
-    within the last `overlong_share` of it (soft overlong punishment of DAPO, which uses 1). 0 means none."""
-    overlong_share: float = Field(default=0.2, gt=0, le=1)
-    """Last share of `rollout.max_new_tokens`, in which `overlong_penalty` grows. DAPO uses a fifth."""
+    within the last fifth of it (soft overlong punishment of DAPO, which uses 1). 0 means none."""
     mask_truncated: bool = False
     """Excludes responses that reached the length limit from loss and baselines, as if they had no reward."""
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostFailed, MeshFailed, RemoteError
 from llamarl.config import ConfigError
 from llamarl.config.cluster import ClusterConfig
+from llamarl.controller import restart
 from llamarl.controller.restart import RestartableHandle, RestartBudget, TooManyRestarts
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.train_loop import StepsLost
@@ -367,9 +368,11 @@ def test_a_critic_that_dies_before_it_saves_saves_the_step_that_is_due(tmp_path:
     assert run.lives["critic"] == 1 and 3 in run.models["critic"].weights
 
 
-def test_deaths_long_ago_and_those_of_hosts_do_not_count() -> None:
+def test_deaths_long_ago_and_those_of_hosts_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restart, "RESTART_WINDOW_S", 0.2)
+
     async def main() -> None:
-        deaths = RestartBudget(ClusterConfig(max_restarts=1, restart_window_s=0.2), 1, lambda text: None)
+        deaths = RestartBudget(ClusterConfig(max_restarts=1), 1, lambda text: None)
         for _ in range(3):
             deaths.count(MeshFailed("reward", (0,), "boom"))
             deaths.count(HostFailed("reward", (0,), "host a is lost"))
