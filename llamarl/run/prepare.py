@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llamarl.algorithms.advantages._base import GroupAdvantage
+from llamarl.checkpoint.mirroring import find_mirror
 from llamarl.cluster.open import check_cluster
 from llamarl.config import ConfigError, RunConfig, build, did_you_mean, load_recorded, load_sft_config
 from llamarl.config.cluster import lack_of_monarch
@@ -329,6 +330,8 @@ def check_here(config: RunConfig) -> None:
     pinned_instructions()
     if config.weight_sync.transport == "nixl":
         part("cuda", "check_nixl")()
+    if config.checkpoint.mirror:
+        find_mirror()
 
 
 def check_lengths(config: RunConfig, shape: ModelShape, problems: Problems) -> None:

@@ -1,1 +1,1 @@
-"""Copies of checkpoints in a mounted folder or a store that fsspec opens."""
+"""Copies of checkpoints elsewhere, and of the newest states in memory."""
