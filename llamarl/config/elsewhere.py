@@ -141,6 +141,13 @@ DROPPED = {
     "cluster.restart_window_s": Dropped(
         fix="leave it out: `cluster.max_restarts` counts the deaths of the last 10 minutes", has_no_results=True
     ),
+    "cluster.call_timeout_s": Dropped(
+        fix="set `cluster.timeout_s`, which is also for starts and hosts", successor="cluster.timeout_s"
+    ),
+    **dict.fromkeys(
+        ("cluster.start_timeout_s", "cluster.stall_timeout_s", "cluster.host_timeout_s"),
+        Dropped(fix="set `cluster.timeout_s`, the one timeout of starts, calls and hosts", has_no_results=True),
+    ),
     "trainer.max_skipped_steps": Dropped(
         fix="leave it out: three skipped steps in a row end the run", has_no_results=True
     ),

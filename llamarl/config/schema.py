@@ -210,8 +210,8 @@ class WeightSyncConfig(Section):
     delta: bool = False
     """Sends only the weights that changed, if that is less. For slow links and low learning rates."""
     patience_s: float = Field(default=10.0, gt=0)
-    """A generator that has not adopted a version after this time, or after four times the median of the others plus 4
-    s, is left behind. The run continues without it, and it gets no new requests until it has caught up."""
+    """A generator that has not adopted a version after this time is left behind. The run continues without it, and it
+    gets no new requests until it has caught up."""
     on_mismatch: Literal["stop", "resync"] = "stop"
     """If weights do not arrive as they were sent, ends the run, or sends them again and counts it."""
     probe_every_steps: int = Field(default=4, ge=0)

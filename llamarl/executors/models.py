@@ -147,7 +147,7 @@ class CriticExecutor(OptimizingExecutor):
         settings, folder = config.critic, Path(checkpoint_folder, CRITIC)
         # The critic saves before the trainer, so the trainer may not have its newest checkpoint yet.
         saving = config.checkpoint.model_copy(update={"keep": config.checkpoint.keep + 1})
-        timeout_s = config.cluster.start_timeout_s
+        timeout_s = config.cluster.timeout_s
         super().__init__("critic", settings, folder, saving, rendezvous, timeout_s, mirror=mirror)
         with self._mesh.together():
             model, weights = open_scalar_model(settings.path or config.model.path, new_head=True)

@@ -215,7 +215,7 @@ class TrainerExecutor(OptimizingExecutor):
         mirror: MirrorPlace | None = None,
     ) -> None:
         settings, folder = config.trainer, Path(checkpoint_folder)
-        timeout_s = config.cluster.start_timeout_s
+        timeout_s = config.cluster.timeout_s
         super().__init__("trainer", settings, folder, config.checkpoint, rendezvous, timeout_s, mirror=mirror)
         self._resumed: tuple[ControllerState | None, list[str]] = (None, [])
         with self._mesh.together():

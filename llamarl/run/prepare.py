@@ -140,9 +140,9 @@ class Prepared:
 def check_parts(config: RunConfig) -> None:
     """Builds all components that the config names, and looks for vLLM, so that mistakes show early. Inside of
     `nothing_run`, checks only components of this package. Raises ConfigError."""
-    limit_s = config.cluster.start_timeout_s
+    limit_s = config.cluster.timeout_s
     late = ConfigError(
-        f"the components of this run are not imported and built after cluster.start_timeout_s = {limit_s:g} s; "
+        f"the components of this run are not imported and built after cluster.timeout_s = {limit_s:g} s; "
         "let their modules do less during import, or raise it"
     )
     with ended_after(limit_s, late):  # a user's module may do anything during import

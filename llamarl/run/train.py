@@ -230,7 +230,7 @@ class _TrainingRun:
             self._outcome.loop_ended_s = now_s()
 
     async def _spawn(self, machines: Machines, cluster: Cluster, screen: Screen) -> Executors:
-        config, timeout_s = self._config, self._config.cluster.start_timeout_s
+        config, timeout_s = self._config, self._config.cluster.timeout_s
         places = await machines.places(screen.phase)
         generator = GeneratorSpecs(
             config=config, delta=config.weight_sync.delta, logs=self._folder.logs,
@@ -275,7 +275,7 @@ class _TrainingRun:
         """Returns the state of the newest checkpoint, extended by the journal. None means that nothing was saved yet.
         Raises ConfigError."""
         screen.phase("loading the checkpoint")
-        timeout_s = self._config.cluster.call_timeout_s
+        timeout_s = self._config.cluster.timeout_s
         assert executors.trainer is not None
         trainer = port(TrainerPort, executors.trainer, timeout_s)
         critic = port(CriticPort, executors.models["critic"], timeout_s) if "critic" in executors.models else None

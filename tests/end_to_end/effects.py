@@ -110,10 +110,6 @@ def slow_step(folder: Path, given: dict[str, Any]) -> str:
     return _ended(_faked(folder, given, [Generator()], trainer=Trainer(step_s=40.0)).train)
 
 
-def slow_rollouts(folder: Path, given: dict[str, Any]) -> str:
-    return _ended(_faked(folder, given, [Generator(duration_s=lambda group_id, index: 90.0)]).train)
-
-
 def not_finite(folder: Path, given: dict[str, Any]) -> list[str]:
     """What a trainer does about three such steps."""
     given = {"trainer": {"on_nonfinite": "skip"} | given["trainer"]}
@@ -216,8 +212,7 @@ EFFECTS: dict[str, tuple[object, Effect]] = {
        for role in ("reward", "reward_model", "reference", "environment", "critic", "trainer")},
     "cluster.on_failure.generator": ("drop", death_of_a_generator),
     "cluster.max_restarts": (0, death_of("reward", 2.0)),
-    "cluster.call_timeout_s": (30.0, slow_step),
-    "cluster.stall_timeout_s": (60.0, slow_rollouts),
+    "cluster.timeout_s": (30.0, slow_step),
     "data.solution": ("way", what_sft_learns),
     "data.system": ("Be brief.", what_a_chat_says),
     "data.examples": ([{"question": "1+1?", "answer": "2"}], what_a_chat_says),

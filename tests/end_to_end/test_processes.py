@@ -42,7 +42,7 @@ AT_ONCE_S = 20.0
 EXECUTORS = frozenset({"generator-0", "reward", "trainer"})
 FOR_EVER = (
     "--steps", 100_000, "--checkpoint.every_steps", 5, "--cluster.on_failure", "stop",
-    "--cluster.start_timeout_s", 240, "--cluster.shutdown_timeout_s", 60,
+    "--cluster.timeout_s", 240, "--cluster.shutdown_timeout_s", 60,
 )  # fmt: skip
 
 GRADERS = ("--reward.parts", "[{name = 'exact'}, {name = 'math'}]")
@@ -219,7 +219,7 @@ def test_a_run_survives_the_kill_of_a_generator(tmp_path: Path, toml: Path, poli
 def test_a_run_that_is_stopped_goes_on(tmp_path: Path, toml: Path, kind: str) -> None:
     """As by Ctrl-Z: for longer than it may stall, and than Monarch waits for an answer."""
     stall_s, stopped_s = (10, 14.0) if kind == "inline" else (30, 50.0)
-    run = Running(tmp_path / "runs", toml, "--cluster.kind", kind, "--cluster.stall_timeout_s", stall_s)
+    run = Running(tmp_path / "runs", toml, "--cluster.kind", kind, "--cluster.timeout_s", stall_s / 2)
     metrics = run.folder / "metrics.jsonl"
     run.command.until(lambda: metrics.exists() and '"step": 3,' in metrics.read_text())
     run.command.process.send_signal(signal.SIGSTOP)

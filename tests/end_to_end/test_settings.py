@@ -99,7 +99,7 @@ REFUSED = {
     "cluster.kind": ("hosts", "cluster."),
     **{
         f"cluster.{one}": (value, f"cluster.{one} is for several hosts")
-        for one, value in (("listen", "localhost:6700"), ("pki", "elsewhere"), ("host_timeout_s", 3), ("min_hosts", 1))
+        for one, value in (("listen", "localhost:6700"), ("pki", "elsewhere"), ("min_hosts", 1))
     },
 }
 """Value, what the refusal says, and other settings."""
@@ -191,7 +191,6 @@ PLANNED = {
 """Value, and other settings: `llamarl explain` says something else follows. Hosts are called so either way."""
 READ = {
     "generator.cuda_graphs": "executors/generator.py",
-    "cluster.start_timeout_s": "run/train.py",
     "cluster.shutdown_timeout_s": "run/executors.py",
 }
 """Where what takes a GPU or another machine to show is read, as an attribute."""

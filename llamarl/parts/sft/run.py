@@ -128,7 +128,7 @@ class SftRun:
         async with spawned as (handle, supervisor):
             supervisor.watch(handle)
             machines.end_with(handle, supervisor)
-            trainer = port(SftPort, handle, limits.call_timeout_s)
+            trainer = port(SftPort, handle, limits.timeout_s)
             under_way = list[asyncio.Task[None]]()
             copying = open_copier(self.config, self.folder, self.warn)
             if copying:
@@ -148,10 +148,10 @@ class SftRun:
         spec = executor_spec(
             "trainer", "llamarl.parts.sft.executor:SftExecutor", config.trainer.threads, num_ranks, config=config,
             resume=self.resume, place=found,
-            rendezvous=open_rendezvous(num_ranks, config.cluster.start_timeout_s),
+            rendezvous=open_rendezvous(num_ranks, config.cluster.timeout_s),
             checkpoint_folder=str(self.folder.checkpoints),
         )  # fmt: skip
-        return (await spawn_all(cluster, [spec], config.cluster.start_timeout_s))[0]
+        return (await spawn_all(cluster, [spec], config.cluster.timeout_s))[0]
 
     async def _learn(
         self, trainer: SftPort, log: MetricsLog, supervisor: Supervisor, under_way: list[asyncio.Task[None]]
