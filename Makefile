@@ -17,13 +17,14 @@ REAL := $(VENV)/.llamarl-real
 VLLM := .venv-vllm
 VERIFIERS := .venv-verifiers
 LM_EVAL := .venv-lmeval
+DEPLOY := .venv-deploy
 
 # Set in many images: each process of a run, and of the tests, would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-real test-real test test-all pictures lint format types contract pytest vllm verifiers test-lm-eval gpu-check gpu-real clean
+.PHONY: help demo demo-real test-real test test-all pictures lint format types contract pytest package release docs test-deploy vllm verifiers test-lm-eval gpu-check gpu-real clean
 
 help: ## Show what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +75,23 @@ gpu-check: ## On a machine with a GPU: tests, demo, speeds beside their bars (WH
 gpu-real: ## On a machine with a GPU: a real model, synchronous and asynchronous (benchmarks/gpu/real.py)
 	@PYTHONPATH=$(CURDIR)/.gpu-site $(GPU_PYTHON) benchmarks/gpu/real.py $(GPU_REAL)
 
+package: $(DEV) ## Build wheel and source distribution in dist/, check them, and run the demo from the wheel
+	@echo "package: build, twine, pytest"
+	@rm -rf dist && $(VENV)/bin/python -m build --no-isolation --outdir dist . > /dev/null
+	@$(VENV)/bin/python -m twine check --strict dist/*
+	@LLAMARL_NIGHTLY=1 LLAMARL_DIST=dist $(VENV)/bin/python -m pytest --quiet tests/deploy/test_package.py
+
+release: $(DEV) ## Make the commit and the tag of a release: make release VERSION=0.2.0
+	@$(VENV)/bin/python .ci/release.py $(VERSION)
+
+docs: $(DEV) ## Build the documentation site in build/site, without network
+	@echo "docs: mkdocs"
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --quiet --clean
+
+test-deploy: $(DEV) $(DEPLOY)/.llamarl-ready ## Check package, site, image, manifests and workflows with the tools that read them
+	@echo "deploy: pytest"
+	@LLAMARL_NIGHTLY=1 $(VENV)/bin/python -m pytest --quiet tests/deploy tests/parts/hosts/launch/test_script.py
+
 vllm: $(DEV) $(VLLM)/.llamarl-ready ## Build an environment with vLLM, for the CPU, and check the adapter against it
 	@echo "vllm: pytest"
 	@LLAMARL_NIGHTLY=1 LLAMARL_VLLM_PYTHON=$(VLLM)/bin/python $(VENV)/bin/python -m pytest --quiet tests/parts/vllm
@@ -87,7 +105,7 @@ test-lm-eval: $(DEV) $(LM_EVAL)/.llamarl-ready ## Build an environment with lm-e
 	@LLAMARL_NIGHTLY=1 $(VENV)/bin/python -m pytest --quiet tests/parts/episodes/test_lm_eval.py
 
 clean: ## Remove the environment and every cache; runs/ stays
-	rm -rf $(VENV) $(VLLM) $(VERIFIERS) $(LM_EVAL) .gpu-site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(VLLM) $(VERIFIERS) $(LM_EVAL) $(DEPLOY) .gpu-site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and pinned: a later step that must choose a torch finds one that fits.
@@ -96,7 +114,7 @@ $(RUNTIME): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or 3.12 found; install one or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "install: Python environment in $(VENV), once (about a minute and 2 GB; more with CUDA)"
 	@test -x $(VENV)/bin/python || "$(PYTHON)" -m venv $(VENV)
-	@$(INSTALL) setuptools torch
+	@$(INSTALL) setuptools setuptools-scm torch
 	@$(INSTALL) --no-build-isolation --editable '.[monarch]'
 	@touch $@
 
@@ -130,4 +148,10 @@ $(LM_EVAL)/.llamarl-ready: benchmarks/peers/lm-eval-constraints.txt
 	@echo "install: lm-eval in $(LM_EVAL), once (400 MB)"
 	@test -x $(LM_EVAL)/bin/python || "$(PYTHON)" -m venv $(LM_EVAL)
 	@$(LM_EVAL)/bin/python -m pip --disable-pip-version-check install -qq --constraint $< $(PIP_ARGS) "lm_eval[api]" transformers
+	@touch $@
+
+$(DEPLOY)/.llamarl-ready: deploy/tools.txt
+	@echo "install: tools that check what is deployed in $(DEPLOY), once (300 MB)"
+	@test -x $(DEPLOY)/bin/python || "$(PYTHON)" -m venv $(DEPLOY)
+	@$(DEPLOY)/bin/python -m pip --disable-pip-version-check install -qq --requirement $<
 	@touch $@

@@ -25,12 +25,11 @@ FUNCTIONS: dict[str, Callable[[list[float]], float]] = {
 }  # fmt: skip
 HEAD = """# Benchmarks
 
-This page lists every benchmark result: what was measured, on which processor, when, and by which command. The file of
-each row has all numbers, settings, package versions and notes. `python benchmarks/measures.py` generates this page from
-the files.
+Each item is a benchmark result: what was measured, the processor, the file and the command. The file name has the date,
+and the file has all numbers, settings, package versions and notes. `python benchmarks/measures.py` generates this page.
 
-The machines were virtual machines with two cores, which other work shared at times. Processors differ between days, so
-compare only figures of the same file. Hosts are network namespaces of one machine. Rows about a GPU name it.
+The machines were virtual machines with two cores, which other work shared at times. Compare only figures of the same
+file. Hosts are network namespaces of one machine. Items about a GPU name it.
 """
 TAIL = """
 To repeat a measurement, run its command on an otherwise idle machine. Each script writes a new dated file.
@@ -42,10 +41,9 @@ AGAINST_TRL = (
     "of its memory; rewards {reward_ours:.2f} and {reward_trl:.2f}"
 )
 AGAINST_BASE = (
-    "demo compared with the demo before each object of the controller had its own loop: "
-    "{median_ratio:.2f} times the samples per second (three pairs, "
-    "{ratio|min:.2f} to {ratio|max:.2f}), {runs/ours/*/calls|mean:.2g} calls per step instead of "
-    "{runs/base/*/calls|mean:.2g}; accuracy after 200 steps differs by {mean_gap_points:+.2f} points"
+    "one loop per object of the controller: {median_ratio:.2f} times the samples per second of the previous controller "
+    "(three pairs, {ratio|min:.2f} to {ratio|max:.2f}), {runs/ours/*/calls|mean:.2g} instead of "
+    "{runs/base/*/calls|mean:.2g} calls per step, accuracy {mean_gap_points:+.2f} points"
 )
 STEPS_FORECAST = "simulated mean step time: median error {%s|median error:.1%%}, largest {%s|worst error:.1%%}, %s"
 FAULTS = "{faults_tried:.0f} random faults in {settings/runs:.0f} runs, {faults_failed:.0f} failed"
@@ -56,11 +54,10 @@ SENTENCES: dict[str, dict[str, str]] = {
         "learning-2026-11-25": "accuracy compared with synchronous training after 60 steps of the demo: staleness 1 "
         "{gap_points/demo S=1:+.1f} points ({interval/demo S=1/0:.1f} to {interval/demo S=1/1:.1f}, "
         "{seeds/demo S=1:.0f} pairs)",
-        "learning-2026-11-26": "accuracy compared with synchronous training after 60 steps of the demo: staleness 2 "
+        "learning-2026-11-26": "accuracy compared with synchronous training after 60 steps: staleness 2 "
         "{gap_points/demo S=2:+.1f} points ({interval/demo S=2/0:.1f} to {interval/demo S=2/1:.1f}, "
         "{seeds/demo S=2:.0f} pairs), staleness 4 {gap_points/demo S=4:+.1f} points, without Adam's momentum "
-        "{gap_points/demo S=4 beta1 0:+.1f}; the calculator with staleness 1 {gap_points/calculator S=1:+.1f} points "
-        "(the first pairs: AMD EPYC)",
+        "{gap_points/demo S=4 beta1 0:+.1f}; the calculator with staleness 1 {gap_points/calculator S=1:+.1f} points",
         "loop-2026-11-26": AGAINST_BASE,
         "loop-avx2-2026-11-26": f"{AGAINST_BASE}; both limited to AVX2",
         "real-2026-11-28": "SmolLM2-135M on SVAMP in bfloat16, one seed: held-out accuracy {accuracy_before:.1%} to "
@@ -68,10 +65,13 @@ SENTENCES: dict[str, dict[str, str]] = {
         "{mismatch_mean_max:.3f} nats; a step is {speedup:.1f} times as fast as at commit 23758f0a, three pairs",
         "peers-real-2026-11-28": "first step of SmolLM2-135M on SVAMP: {ratio_vs_trl/samples_per_s:.0f} times TRL's "
         "samples per second, {ratio_vs_trl/peak_memory:.2f} of its memory, AVX-512",
-        "start-2026-11-28": "start of the demo with executors forked from one process that has imported torch, "
-        "compared with executors that import it each: {cpu_s/0:.1f} instead of {cpu_s/1:.1f} seconds of processor time "
-        "per run of one step; all executors are ready {start_s_saved:.1f} s sooner ({start_s_saved_quartiles/0:.1f} to "
-        "{start_s_saved_quartiles/1:.1f} s, quartiles of {settings/pairs:.0f} pairs, both cores busy with other work)",
+        "gallery-2026-11-28": "the gallery's examples, one seed, held-out accuracy after 60 steps: own reward "
+        "{runs/own_reward/accuracy/0:.1%} to {runs/own_reward/accuracy/6:.1%}, judge {runs/judge/accuracy/0:.1%} to "
+        "{runs/judge/accuracy/6:.1%}, code {runs/code/accuracy/0:.1%} to {runs/code/accuracy/6:.1%}",
+        "start-2026-11-28": "executors of the demo forked from one process that has imported torch: {cpu_s/0:.1f} "
+        "instead of {cpu_s/1:.1f} CPU seconds per run of one step, start {start_s_saved:.1f} s shorter "
+        "({start_s_saved_quartiles/0:.1f} to {start_s_saved_quartiles/1:.1f} s, quartiles of "
+        "{settings/pairs:.0f} pairs)",
         "training-2026-11-21": "packed microbatches: {packing/ratio:.2f} times the tokens per second of padded ones; "
         "log-probabilities by tiles: {head/tiles_of_2^23/memory_ratio:.0%} of the memory, "
         "{head/tiles_of_2^23/time_ratio:.1f} times the time",
@@ -94,20 +94,21 @@ SENTENCES: dict[str, dict[str, str]] = {
         "{rows/@probe=mismatch,dtype=bfloat16/mean:.3f} nats",
     },
     "Generation": {
-        "generation-avx512-2026-11-22": "tokens per CPU second compared with vLLM, AVX-512, both bfloat16: "
+        "generation-avx512-2026-11-22": "tokens per CPU second against vLLM, AVX-512, bfloat16: "
         "{ratio_vs_vllm/10m_bf16:.2f} (10M), {ratio_vs_vllm/100m_bf16:.2f} (100M)",
-        "generation-amx-2026-11-24": "tokens per CPU second compared with vLLM in bfloat16, AMX: "
+        "generation-amx-2026-11-24": "tokens per CPU second against vLLM in bfloat16, AMX: "
         "{ratio_vs_vllm/10m_bf16:.2f} (10M), {ratio_vs_vllm/100m_bf16:.2f} (100M) in bfloat16; "
         "{ratio_vs_vllm/10m_int8:.2f} and {ratio_vs_vllm/100m_int8:.2f} in int8",
-        "generation-amx-int8-2026-11-24": "the same in int8 with 100M parameters, two repeats: "
+        "generation-amx-int8-2026-11-24": "tokens per CPU second in int8 against vLLM in bfloat16, AMX, 100M, two "
+        "repeats: "
         "{ratio_vs_vllm/100m_int8:.2f}",
-        "generation-amx-fp32-2026-11-24": "tokens per CPU second compared with vLLM, AMX, both float32: "
+        "generation-amx-fp32-2026-11-24": "tokens per CPU second against vLLM, AMX, float32: "
         "{ratio_vs_vllm/10m_fp32:.2f} (10M), {ratio_vs_vllm/35m_fp32:.2f} (35M), {ratio_vs_vllm/100m_fp32:.2f} (100M)",
-        "generation-avx2-2026-11-26": "tokens per CPU second compared with vLLM in float32, AVX2, with 10M, 35M and "
-        "100M parameters: {ratio_vs_vllm/10m_fp32:.2f}, {ratio_vs_vllm/35m_fp32:.2f}, {ratio_vs_vllm/100m_fp32:.2f} in "
+        "generation-avx2-2026-11-26": "tokens per CPU second against vLLM in float32, AVX2, 10M, 35M and "
+        "100M: {ratio_vs_vllm/10m_fp32:.2f}, {ratio_vs_vllm/35m_fp32:.2f}, {ratio_vs_vllm/100m_fp32:.2f} in "
         "float32; {ratio_vs_vllm/10m_bf16:.2f}, {ratio_vs_vllm/35m_bf16:.2f}, {ratio_vs_vllm/100m_bf16:.2f} in "
         "bfloat16; {ratio_vs_vllm/10m_int8:.2f}, {ratio_vs_vllm/35m_int8:.2f}, {ratio_vs_vllm/100m_int8:.2f} in int8",
-        "generation-avx2-2026-11-21": "tokens per CPU second compared with vLLM's fastest type, AVX2, 10M: "
+        "generation-avx2-2026-11-21": "tokens per CPU second against vLLM's fastest type, AVX2, 10M: "
         "{ratio_vs_vllm_best/10m_bf16:.2f} in bfloat16, {ratio_vs_vllm_best/10m_int8:.2f} in int8",
         "moe-2026-11-24": "mixtures of experts: weights are read at {decode_share:.2f} of the speed of the dense "
         "kernels, recording experts costs {route_share:.1%} of a forward; KL compared with the dense demo "
@@ -212,15 +213,16 @@ class Figures(Formatter):
 
 
 def row(name: str, sentence: str) -> str:
-    """Returns a file's line of the page."""
+    """Returns a file's item of the page."""
     data = json.loads(PATHS[name].read_text(encoding="utf-8"))
-    cells = Figures().vformat(sentence, (data,), {}), processor(data), data["date"], f"`{data['command']}`"
-    return f"| {' | '.join(cells)} | `{PATHS[name].relative_to(HERE.parent).as_posix()}` |"
+    text, file = Figures().vformat(sentence, (data,), {}), PATHS[name].relative_to(HERE.parent).as_posix()
+    return f"- {text[0].upper()}{text[1:]}. {processor(data)}, `{file}`: `{data['command']}`"
 
 
 def processor(data: dict[str, Any]) -> str:
     machine = data["machine"]
-    return machine.get("processor") or machine["cpu"] if isinstance(machine, dict) else str(machine).partition(",")[0]
+    name = machine.get("processor") or machine["cpu"] if isinstance(machine, dict) else str(machine).partition(",")[0]
+    return name.removesuffix(" Processor").replace("(R)", "")
 
 
 def page() -> str:
@@ -228,9 +230,7 @@ def page() -> str:
     parts = [HEAD]
     for heading, sentences in SENTENCES.items():
         lines = [row(name, sentence) for name, sentence in sentences.items()]
-        parts.append("\n".join([
-            f"## {heading}\n", "| what | processor | date | command | file |", "|---|---|---|---|---|", *lines, ""
-        ]))  # fmt: skip
+        parts.append("\n".join([f"## {heading}\n", *lines, ""]))
     return "\n".join(parts) + TAIL
 
 

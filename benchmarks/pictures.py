@@ -21,7 +21,7 @@ from playwright.sync_api import sync_playwright
 from llamarl.parts.page.cli import report
 
 ROOT = Path(__file__).parents[1]
-BRIEF = "{name = 'examples.own_reward:Brevity', limit = 120}"
+BRIEF = "{name = 'examples.own_reward.reward:Brevity', limit = 120}"
 OLD = ["--trainer.learning_rate", "4e-4", "--trainer.loss", "{name = 'reinforce'}", "--eval.every_steps", "10"]
 RUNS = {
     "good": ["--steps", "60", "--eval.every_steps", "20"],

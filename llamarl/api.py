@@ -1,12 +1,19 @@
-"""llamarl from Python, in a script without a `__main__` guard or in a notebook.
+"""Python interface of llamarl, for scripts (no `__main__` guard needed) and notebooks.
 
-import llamarl
+- `train` trains a model and returns a `RunRecord`.
+- `evaluate` scores a model on held-out problems and returns an `EvalRecord`.
+- `generate` answers prompts with a model.
+- `open_run` opens a run folder and returns its `RunRecord`.
 
-def reward(prompt, response, answer, **row):
-    return response.strip().endswith(answer)
+Example::
 
-run = llamarl.train("demo", reward=reward, steps=20, trainer={"learning_rate": 1e-4})
-run.metrics()[-1]["reward_mean"]
+    import llamarl
+
+    def reward(prompt, response, answer, **row):
+        return response.strip().endswith(answer)
+
+    run = llamarl.train("demo", reward=reward, steps=20, trainer={"learning_rate": 1e-4})
+    print(run.metrics()[-1]["reward_mean"])
 """
 
 from __future__ import annotations
@@ -34,19 +41,19 @@ from llamarl.run.python_inputs import Rewards, Rows, reward_settings, sources_of
 from llamarl.run.rollouts import RunRecord
 
 HALF = re.compile("[\ud800-\udfff]")
-"""Half of a character, which no tokenizer takes."""
+"""Lone surrogates, which no tokenizer accepts."""
 Config = str | Path | Mapping[str, Any] | RunConfig
 _computed_in = list[int]()
-"""Process that has computed by a call of this module: this one, or one that it was forked from."""
+"""Id of the process that has run a computation through this module: this process, or one that it was forked from."""
 
 
 def _note_computing() -> None:
-    """Notes that this process computes, for those that are forked from it. Raises ConfigError: this process was forked
-    from one that has computed, and lacks the threads that it needs."""
+    """Records that this process runs computations, so that a forked child can detect it. Raises ConfigError if this
+    process was forked from one that has computed, because the threads of its parent are missing here."""
     if _computed_in not in ([], [os.getpid()]):
         raise ConfigError(
-            f"process {_computed_in[-1]} has trained or answered and was forked afterwards, and threads that it "
-            "started are missing in this process, so a run would hang; start processes with "
+            f"process {_computed_in[-1]} has already trained or generated and was forked afterwards; this process "
+            "lacks the threads of its parent, so a run would hang; start processes with "
             "multiprocessing.get_context('spawn'), or fork before the first call"
         )
     for name in ("stdout", "stderr"):
@@ -57,11 +64,19 @@ def _note_computing() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalRecord:
-    """Scores of a checkpoint on held-out problems."""
+    """Scores of a model on held-out problems, as `evaluate` returns them.
+
+    Example::
+
+        record = llamarl.evaluate("runs/demo")
+        print(record.metrics.accuracy, record.metrics.num_prompts)
+        print(record.responses[0]["response"])
+    """
 
     metrics: EvalMetrics
+    """Accuracy, its confidence interval, pass@k and counts."""
     responses: list[dict[str, Any]]
-    """A row for each: prompt_id, prompt, response, answer, outcome, reward, right, reason."""
+    """One row per response: prompt_id, prompt, response, answer, outcome, reward, right, reason."""
 
 
 @told_in_python
@@ -69,27 +84,40 @@ def train(
     config: Config, *, reward: Rewards = None, data: Rows = None, eval_data: Rows = None, resume: bool = False,
     overwrite: bool = False, watch: bool = False, trust: bool = False, **settings: Any,
 ) -> RunRecord:  # fmt: skip
-    """Trains, as `llamarl train` does, and gives the record of the run.
+    """Trains a model, as `llamarl train` does. Returns the record of the finished run.
+
+    Example::
+
+        rows = [{"question": "What is 3 + 4?", "answer": "7"}, {"question": "What is 9 - 5?", "answer": "4"}]
+        run = llamarl.train({"model": {"path": "Qwen/Qwen3-0.6B"}}, data=rows, reward="math", steps=50)
+        print(run.path, run.evals())
 
     Args:
-        config: path of a TOML file, name of one that comes with the package, its tables, or settings.
-        reward: `def reward(prompt, response, answer, **row) -> float | bool`, or `async def`; several in a list, or in
-            a table with their weights; or names of rewards. The first decides what is right.
-        data: problems to learn: rows with `question` (or `messages`) and `answer`, a DataFrame, a `datasets.Dataset`;
-            or a source as in a TOML file, such as `{"name": "hub", "path": "openai/gsm8k"}`. Several are mixed: a table
-            of them by label, or a list, each by itself or as `{"data": rows, "weight": 2.0, "reward": function}`.
-        eval_data: held-out problems, as `data`; several are sets of their own, as `{"data": rows, "samples": 4}`.
-        resume: go on where the run ended.
-        overwrite: replace an existing run of the name.
-        watch: show the run in a browser meanwhile.
-        trust: with `resume`, execute what the run's folder names, whoever owns it.
-        settings: win over `config`, as on the command line: `steps=10, trainer={"learning_rate": 1e-5}`, or
+        config: path of a TOML file, name of a run file that comes with the package (such as `demo`), a dict of
+            settings, or a `RunConfig`.
+        reward: function `reward(prompt, response, answer, **row) -> float | bool`, plain or `async`; name of a
+            reward; a list of these; or a dict from each of these to its weight. The first reward decides whether a
+            response is right. None means the reward of `config`.
+        data: training problems: rows with `question` (or `messages`) and `answer`, a DataFrame, a
+            `datasets.Dataset`, or a source as in TOML, such as `{"name": "hub", "path": "openai/gsm8k"}`. A dict by
+            label or a list mixes several sources; an entry may be `{"data": rows, "weight": 2.0, "reward": function}`.
+            None means the data of `config`.
+        eval_data: held-out problems, in the forms of `data`. Several sources are evaluated as separate sets, for
+            example `{"data": rows, "samples": 4}`. None means those of `config`.
+        resume: continue an existing run from its newest checkpoint.
+        overwrite: replace an existing run of the same name.
+        watch: serve the page of the run in a browser while it trains.
+        trust: with `resume`, run the code that the run folder names, even if another user owns the folder.
+        settings: settings that override `config`: `steps=10, trainer={"learning_rate": 1e-5}`, or
             `**{"trainer.learning_rate": 1e-5}`.
 
+    Returns:
+        The record of the run: its settings, metrics, evaluations and rollouts.
+
     Raises:
-        ConfigError: it cannot start.
-        KeyboardInterrupt: it was interrupted, and has saved a checkpoint.
-        ExecutorError, FolderLost, NonFiniteStep, NotSaved, Stalled, TooManyInvalid, WeightsWrong: it failed.
+        ConfigError: the run cannot start. The message names the setting, its value and a fix.
+        KeyboardInterrupt: the run was interrupted, after it saved a checkpoint.
+        ExecutorError, FolderLost, NonFiniteStep, NotSaved, Stalled, TooManyInvalid, WeightsWrong: the run failed.
     """
     _note_computing()
     started_s, settled = now_s(), _settled(config, settings, reward=reward, data=data, eval_data=eval_data)
@@ -100,7 +128,7 @@ def train(
 def _trained(
     settled: RunConfig, started_s: float, *, resume: bool, overwrite: bool, watch: bool, trust: bool
 ) -> RunRecord:
-    """Trains, and raises as `train` does."""
+    """Trains with complete settings. Raises what `train` raises."""
     from llamarl.controller.supervision import Interrupted
     from llamarl.run.prepare import begin
     from llamarl.run.train import run
@@ -136,20 +164,30 @@ def evaluate(
     trust: bool = False,
     **settings: Any,
 ) -> EvalRecord | dict[str, EvalRecord]:
-    """Answers and scores problems, as `llamarl eval` does; of problems in several sets, a record for each by its name.
+    """Answers held-out problems with a model and scores the responses, as `llamarl eval` does.
+
+    Example::
+
+        rows = [{"question": "What is 3 + 4?", "answer": "7"}]
+        record = llamarl.evaluate("runs/demo", rows, reward="math", eval={"samples": 4})
+        print(record.metrics.accuracy)
 
     Args:
-        model: run folder (its newest checkpoint), export, adapters, Hugging Face folder, or name of the Hub.
-        data: held-out problems, as `eval_data` of `train`; None: those of `config`.
-        reward: as for `train`; None: those of `config`.
-        config: of a run, whose data, reward and limits count; None: that of the run which `model` names.
-        trust: execute what the run's folder that `model` names says, whoever owns it.
-        settings: as for `train`.
+        model: run folder (its newest checkpoint), exported model, adapters, Hugging Face folder, or Hub name.
+        data: held-out problems, in the forms of `eval_data` of `train`. None means those of `config`.
+        reward: reward, in the forms of `train`. None means the reward of `config`.
+        config: run whose data, reward and limits apply, in the forms of `train`. None means the run that `model`
+            names, if it is a run folder.
+        trust: run the code that the run folder in `model` names, even if another user owns the folder.
+        settings: settings that override `config`, as for `train`.
+
+    Returns:
+        One record. If the problems form several named sets, a dict with a record for each name.
 
     Raises:
-        ConfigError: it cannot start.
-        KeyboardInterrupt: it was interrupted.
-        ExecutorError, Stalled: it failed.
+        ConfigError: the evaluation cannot start. The message names the setting, its value and a fix.
+        KeyboardInterrupt: the evaluation was interrupted.
+        ExecutorError, Stalled: the evaluation failed.
     """
     _note_computing()
     run = None if config is None else _settled(config, {})
@@ -161,23 +199,32 @@ def evaluate(
 
 @told_in_python
 def generate(model: str | Path, prompts: Iterable[str], *, chat: bool = False, **settings: Any) -> list[dict[str, Any]]:
-    """Answers prompts by the engine alone, as `llamarl generate` does: rows in the order of the prompts.
+    """Answers prompts with the generation engine, as `llamarl generate` does, without a trainer or a reward.
+
+    Example::
+
+        rows = llamarl.generate("Qwen/Qwen3-0.6B", ["Name a prime number."], rollout={"max_new_tokens": 64})
+        print(rows[0]["text"])
 
     Args:
-        model: run folder (its newest checkpoint), export, adapters, Hugging Face folder, or name of the Hub.
-        chat: insist on the chat template. Otherwise prompts are written as the run wrote its questions; of a model
-            without a run in its chat template, else with a line break behind each.
-        settings: as for `train`, such as `rollout={"max_new_tokens": 64}, eval={"samples": 4, "temperature": 1.0}`.
+        model: run folder (its newest checkpoint), exported model, adapters, Hugging Face folder, or Hub name.
+        prompts: list of at least one text.
+        chat: require the model's chat template. False formats prompts as the run formatted its questions. A model
+            without a run uses its chat template, or adds a line break to each prompt if it has none.
+        settings: settings, as for `train`, such as `rollout={"max_new_tokens": 64}` or `eval={"samples": 4}`.
+
+    Returns:
+        One row per response, in the order of the prompts: number, index, prompt, text, num_tokens and more.
 
     Raises:
-        ConfigError: it cannot start.
-        ExecutorError: it failed.
+        ConfigError: generation cannot start. The message names the setting, its value and a fix.
+        ExecutorError: generation failed.
     """
     is_list = isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping)
     if not is_list or not (asked := list(prompts)) or not all(isinstance(p, str) for p in asked):
         raise ConfigError(f"prompts = {prompts!r:.60}: give a list of texts, at least one")
     if bad := next((p for p in asked if HALF.search(p)), None):
-        raise ConfigError(f"prompts: {bad!r:.60} holds half of a character (a lone surrogate); remove it")
+        raise ConfigError(f"prompts: {bad!r:.60} contains a lone surrogate, half of a character; remove it")
     _note_computing()
     rows = part("answers", "answered")(from_home(str(model)), asked, chat, settings)
     return sorted(rows, key=lambda row: (row["number"], row["index"]))
@@ -185,7 +232,22 @@ def generate(model: str | Path, prompts: Iterable[str], *, chat: bool = False, *
 
 @told_in_python
 def open_run(path: str | Path) -> RunRecord:
-    """The record of a run, under way or not. Raises ConfigError: there is none."""
+    """Opens the record of a run, whether the run is in progress or has ended.
+
+    Example::
+
+        run = llamarl.open_run("runs/demo")
+        print(run.summary, run.metrics()[-1]["reward_mean"])
+
+    Args:
+        path: folder of the run.
+
+    Returns:
+        The record. It reads the folder again at each call.
+
+    Raises:
+        ConfigError: the folder does not contain a run.
+    """
     return RunRecord(checked_path(path, "path"))
 
 
@@ -194,7 +256,7 @@ def _tell(text: str) -> None:
 
 
 def _settled(config: Config, settings: Mapping[str, Any], **own: Any) -> RunConfig:
-    """All settings of a call. Raises ConfigError."""
+    """Returns the complete settings of a call. Raises ConfigError."""
     base, given = _given(config, settings, **own)
     return load_config(base, settings=given, recorded=isinstance(config, str | Path) and is_record(config))
 
@@ -202,11 +264,11 @@ def _settled(config: Config, settings: Mapping[str, Any], **own: Any) -> RunConf
 def _given(
     config: Config, settings: Mapping[str, Any], reward: Rewards = None, data: Rows = None, eval_data: Rows = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Tables, and the settings that win over them; rows and functions are written below the folder of runs. Raises
-    ConfigError."""
+    """Returns base settings and the settings that override them. Writes rows and functions below the folder of runs.
+    Raises ConfigError."""
     if not isinstance(config, str | os.PathLike | Mapping | RunConfig):
         raise ConfigError(f"config = {config!r:.60} is not a run; give the path of a TOML file, or its tables")
-    if isinstance(config, RunConfig):  # what nobody has set is left to recipes
+    if isinstance(config, RunConfig):  # recipes decide unset fields
         base = config.model_dump(mode="json", exclude_none=True, exclude_unset=True)
     else:
         base = dict(config) if isinstance(config, Mapping) else tables(config)
@@ -226,8 +288,8 @@ def _given(
 
 
 def _win(given: dict[str, Any], keyword: str, more: Mapping[str, Any]) -> None:
-    """Adds settings that an argument of its own brings. Raises ConfigError: they are given already."""
+    """Adds settings from a keyword argument to `given`. Raises ConfigError if `given` already has one of them."""
     for name in more:
         if twice := next((one for one in given if f"{one}.".startswith(f"{name}.")), None):
-            raise ConfigError(f"`{twice}` and {keyword}= are both given, and mean the same; give one of them")
+            raise ConfigError(f"`{twice}` and {keyword}= set the same setting; give only one of them")
     given |= more

@@ -1,8 +1,8 @@
-"""Records that cross the borders between executors. Plain data: numpy arrays, strings, numbers; no torch.
+"""Records that executors exchange. Plain data: numpy arrays, strings, numbers; no torch.
 
 Shape suffixes: T tokens of one sequence, P tokens of its prompt, W experts of a token in all layers.
 
-Life of a record::
+Order of the records::
 
     Prompt -> GenerationRequest -> Rollout (x group_size) -> RewardResult -> RolloutGroup -> TrainSample
 """
@@ -24,24 +24,24 @@ _NOTHING = np.empty(0, np.float32)  # shared, so that a message carries it once
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """One number for each token of a response, or several, from where it is made to where it is used.
+    """One number, or several, for each token of a response, from the executor that computes it to the loss.
 
-    A row in `COLUMNS` is all that a new one needs: it is parked, resumed, packed, recorded and handed to the loss by
-    what the row says.
+    A row in `COLUMNS` is all that a new column needs. Rollouts are parked, resumed, packed and recorded with every
+    column of the table, and the loss receives all columns by name.
     """
 
     name: str
     dtype: Any
     filled_by: str
-    """`generator`, as tokens are sampled; `rescorer`, as they leave it; `agents`, when a session ends; an executor that
-    scores whole rollouts (`reference`, `critic`); or `trainer`, when it makes a batch."""
+    """Executor that fills the column. `generator`: while it samples. `rescorer`: when tokens leave the generator.
+    `agents`: when a session ends. `reference` and `critic`: for whole rollouts. `trainer`: when it builds a batch."""
     default: float | bool | None = None
-    """Value for tokens sampled after the column's beginning, and for rollouts without it. None: each has its own."""
+    """Value for tokens that lack the column. None means that the column has no default."""
     is_recorded: bool = False
-    """Part of the row of a rollout."""
+    """The column is written to the row of a rollout."""
     is_wide: bool = False
-    """Arrays are [T, W]: W, and which unsigned type, is the model's; its largest number means that nothing is known of
-    a token. A response without the column is one of which nothing is known."""
+    """Arrays have shape [T, W]. The model determines W and the unsigned type. The largest number of that type marks
+    an unknown token. A response without the column has only unknown tokens."""
 
 
 OBSERVED = -1
@@ -57,19 +57,19 @@ COLUMNS: dict[str, Column] = {
         Column(name="policy_versions", dtype=np.int32, filled_by="generator", is_recorded=True),
         # Experts of the position that predicts the token, so of the prompt's last for the first: layer after layer.
         Column(name="routes", dtype=np.uint8, filled_by="generator", is_wide=True),
-        # The token was drawn among those whose natural-log probability is at least its own plus this, 0 or less.
+        # The token was sampled from tokens whose log-probability is at least its own plus this number, at most 0.
         Column(name="cutoffs", dtype=np.float32, filled_by="generator", default=-math.inf),
-        # Natural-log probability by a forward that reads no cache, with the weights that sampled it; NaN: nobody asked.
+        # Natural-log probability by a forward without a cache, with the weights that sampled it. NaN: not computed.
         Column(name="fresh_logprobs", dtype=np.float32, filled_by="rescorer", default=math.nan),
-        # Which token sequence of an outside agent's episode the token is of; each holds its own prompt.
+        # Number of the token sequence within an outside agent's episode. Each sequence includes its own prompt.
         Column(name="sequence", dtype=np.int32, filled_by="agents", is_recorded=True),
         # Natural-log probability under the frozen reference.
         Column(name="reference_logprobs", dtype=np.float32, filled_by="reference"),
-        # What the critic expected of the token and those after it, before it was known.
+        # The critic's estimate of the return from this token on, made before the token was sampled.
         Column(name="values", dtype=np.float32, filled_by="critic"),
-        # 0 where nothing is to be learnt.
+        # 0 for tokens without a training signal.
         Column(name="advantages", dtype=np.float32, filled_by="trainer"),
-        # False for tokens that nobody learns from.
+        # False for tokens that are excluded from the loss.
         Column(name="loss_mask", dtype=np.bool_, filled_by="trainer", default=True),
     )
 }
@@ -77,7 +77,7 @@ COLUMNS: dict[str, Column] = {
 
 
 def add_column(column: Column) -> None:
-    """Adds a column of a module outside this package, as that is imported. Raises ValueError: the name is taken."""
+    """Registers a column of a module outside this package at import. Raises ValueError if the name is taken."""
     if COLUMNS.setdefault(column.name, column) != column:
         raise ValueError(f"a column {column.name!r} exists, with another meaning; choose another name")
     _no_columns.cache_clear()
@@ -89,18 +89,19 @@ Columns = dict[str, np.ndarray]
 
 @cache
 def _no_columns() -> Columns:
-    """Columns of no token, as a generator makes them."""
+    """Returns the columns of zero tokens that a generator fills."""
     always = (one for one in COLUMNS.values() if one.filled_by == "generator" and not one.is_wide)
     return {column.name: np.empty(0, column.dtype) for column in always}
 
 
 def unknown_routes(num_tokens: int, width: int, dtype: Any) -> np.ndarray:
-    """Rows of a wide column of which nothing is known."""
+    """Returns rows of a wide column that mark unknown tokens."""
     return np.full((num_tokens, width), np.iinfo(dtype).max, dtype)
 
 
 def continued(before: Columns, sampled: Columns) -> Columns:
-    """The columns of a response of which `sampled` came after `before`; what one of them lacks gets its default."""
+    """Returns the columns of a response that begins with `before` and continues with `sampled`. Fills missing columns
+    with their default."""
     lengths = len(before["token_ids"]), len(sampled["token_ids"])
     if not lengths[0]:
         return sampled
@@ -113,7 +114,7 @@ def continued(before: Columns, sampled: Columns) -> Columns:
 
 
 def packed_columns(responses: Sequence[Columns]) -> Columns:
-    """The columns of several responses, end to end; what one of them lacks gets its default."""
+    """Returns the columns of several responses, end to end. Fills missing columns with their default."""
     likes = {name: values_T for columns in responses for name, values_T in columns.items()}
     return {
         name: np.concatenate([filled(columns, name, len(columns["token_ids"]), like) for columns in responses])
@@ -122,8 +123,8 @@ def packed_columns(responses: Sequence[Columns]) -> Columns:
 
 
 def observed(response: Columns, token_ids_T: np.ndarray) -> Columns:
-    """A response and what its environment answered: tokens that nobody sampled, so with log-probability 0 and without a
-    version."""
+    """Returns a response followed by the reply of its environment. The tokens of the reply were not sampled: they have
+    log-probability 0 and no policy version."""
     num = len(token_ids_T)
     answer = {
         "token_ids": token_ids_T.astype(np.int32),
@@ -134,7 +135,7 @@ def observed(response: Columns, token_ids_T: np.ndarray) -> Columns:
 
 
 def filled(columns: Columns, name: str, length: int, like: np.ndarray | None = None) -> np.ndarray:
-    """A column of a response; its default where the response lacks it, as wide as `like`."""
+    """Returns a column of a response, or its default if the response lacks it. `like` sets the width of a default."""
     if name in columns:
         return columns[name]
     column = COLUMNS[name]
@@ -146,7 +147,7 @@ def filled(columns: Columns, name: str, length: int, like: np.ndarray | None = N
 
 
 class _PerToken(Protocol):
-    """Views of the columns that this package knows, [T] each; empty where there is none."""
+    """Views of the columns that this package knows, [T] each. Empty means that the response lacks the column."""
 
     __slots__ = ()
 
@@ -184,7 +185,7 @@ class _PerToken(Protocol):
 
     @property
     def routes_bytes(self) -> int:
-        """Size of the recorded experts; 0 where there are none."""
+        """Bytes of the recorded experts. 0 means none."""
         return self.columns["routes"].nbytes if "routes" in self.columns else 0
 
     @property
@@ -193,34 +194,34 @@ class _PerToken(Protocol):
 
 
 class FinishReason(StrEnum):
-    """Why a rollout has no more tokens."""
+    """Reason why generation of a rollout stopped."""
 
     STOP = "stop"
     """A stop token was sampled; it is the last token of the rollout."""
     LENGTH = "length"
     """`max_new_tokens` or the end of the context was reached."""
     ABORTED = "aborted"
-    """The controller took it back; its tokens so far are valid."""
+    """The controller aborted the rollout. Its tokens so far are valid."""
     PARKED = "parked"
-    """`segment_tokens` were sampled; any generator can go on from its tokens."""
+    """`segment_tokens` were sampled. Any generator can continue the rollout."""
     FAILED = "failed"
-    """The engine could not generate it; `Rollout.error` says why."""
+    """The engine failed to generate the rollout. `Rollout.error` has the cause."""
 
     @property
     def is_final(self) -> bool:
-        """No generator goes on with it."""
+        """Returns whether no generator will continue the rollout."""
         return self not in (FinishReason.PARKED, FinishReason.ABORTED)
 
 
 class Outcome(StrEnum):
-    """Kind of judgment by a reward on one response."""
+    """Kind of result that a reward returns for one response."""
 
     SCORE = "score"
-    """Judged; `RewardResult.value` is the reward."""
+    """Scored. `RewardResult.value` is the reward."""
     WRONG = "wrong"
-    """Judged and wrong: reward `RewardResult.value`, usually 0."""
+    """Scored as wrong. `RewardResult.value` is the reward, usually 0."""
     INVALID = "invalid"
-    """Not judged (grader crashed, timed out, sandbox failed): masked out of the loss and counted, never scored 0."""
+    """Not scored, for example because the grader crashed or timed out. Masked out of the loss and counted, never 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,31 +229,31 @@ class Prompt:
     """One problem, rendered and tokenized."""
 
     prompt_id: str
-    """Name of the row in its data set, for example `gsm8k_train-17`; in a mixture behind the source's label."""
+    """Name of the row in its dataset, for example `gsm8k_train-17`. A mixture prefixes the label of the source."""
     text: str
     """The rendered prompt, after the template."""
     token_ids_T: np.ndarray
     """Tokens of `text`, int32 [T]."""
     answer: str
-    """Answer that the reward compares with; may be empty."""
+    """Reference answer for the reward. May be empty."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Every other field of the row, unchanged."""
     source: str = ""
-    """Label of its source, whose limit, environment and rewards are meant; empty: the run's."""
+    """Label of the source, which selects limits, environment and rewards. Empty means those of the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CandidateSets:
-    """Tokens among which given ones were drawn."""
+    """Sets of tokens that could be sampled at each position of given sequences."""
 
     temperature: float
     cutoffs: list[np.ndarray]
-    """Float32 [T - 1] for each sequence: of all tokens but the first."""
+    """float32 [T - 1] for each sequence: the cutoffs of all tokens but the first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """Parameters with which tokens are drawn."""
+    """Sampling parameters."""
 
     temperature: float = 1.0
     """Divides the logits; 0 means greedy."""
@@ -265,13 +266,13 @@ class SamplingParams:
     max_new_tokens: int = 128
     """Upper bound of generated tokens, over all segments."""
     stop_token_ids: tuple[int, ...] = ()
-    """A rollout ends with the first of these that it samples."""
+    """Sampling one of these tokens ends the rollout."""
     stop_strings: tuple[str, ...] = ()
-    """A rollout ends with the token that completes one of these in its text; that token is kept."""
+    """The token that completes one of these strings ends the rollout and is kept."""
     seed: int = 0
     """First part of the sampling key (seed, rollout id, position)."""
     is_repeatable: bool = False
-    """The rollout id is left out of the key, so that equal requests are answered equally."""
+    """Leaves the rollout id out of the sampling key, so that equal requests get equal responses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -286,26 +287,26 @@ class GenerationRequest:
     """Number of rollouts."""
     sampling: SamplingParams
     segment_tokens: int = 0
-    """A rollout is parked after so many new tokens; 0: never."""
+    """Number of new tokens after which a rollout is parked. 0 means never."""
     partials: tuple[Rollout, ...] = ()
-    """Parked or aborted rollouts of this group to go on with; when there are some, only their indices are generated."""
+    """Parked or aborted rollouts of this group to continue. If present, only their indices are generated."""
     has_turns: bool = False
-    """The engine holds what its rollouts that stop have computed, for when an environment has answered."""
+    """The engine keeps the KV cache of rollouts that stop, until the environment has replied."""
     purpose: Literal["train", "eval", "greedy"] = "train"
-    """Purpose of its rollouts: to learn from, to measure the policy, or as the baseline of the group."""
+    """Use of the rollouts: training, evaluation of the policy, or greedy baseline of the group."""
     is_rescored: bool = False
-    """The generator fills `fresh_logprobs` of the first rollout, to tell what a cache changes."""
+    """The generator fills `fresh_logprobs` of the first rollout, which measures the error of the cache."""
     from_version: int = 0
-    """Oldest policy version that may sample it. A request may leave before its generator serves that one; it waits
-    there."""
+    """Oldest policy version that may sample the request. A generator with an older version holds the request until it
+    has adopted this one."""
 
     @property
     def indices(self) -> Sequence[int]:
-        """Indices of the rollouts that are asked for."""
+        """Returns the indices of the requested rollouts."""
         return [one.index for one in self.partials] or range(self.group_size)
 
     def starts(self) -> Sequence[Rollout]:
-        """Rollouts that are asked for, each as it begins."""
+        """Returns the requested rollouts, each in its state at the start."""
         return self.partials or [Rollout.empty(self.group_id, index) for index in range(self.group_size)]
 
 
@@ -318,26 +319,26 @@ class Rollout(_PerToken):
     index: int
     """Position in its group, 0 to group_size - 1."""
     columns: Columns
-    """Columns of its tokens; those that the generator fills are always there."""
+    """Columns of the tokens. The columns that the generator fills are always present."""
     finish_reason: FinishReason
     error: str = ""
     """Set when `finish_reason` is FAILED."""
     prefills: tuple[tuple[int, int, int, int], ...] = ()
-    """(tokens by then, first position, position after the last, policy version) of each prefill, in order. One from
-    position 0 begins the cache anew. Empty: not known."""
+    """(tokens at that time, first position, end position, policy version) of each prefill, in order. A prefill from
+    position 0 rebuilds the cache. Empty means unknown."""
     prompt_routes: np.ndarray | None = None
-    """Experts of the prompt's tokens but the last, [P - 1, W], layer after layer, one array for all rollouts that share
-    a prefix; that of the last token is the first of the column `routes`. None: not recorded."""
+    """Experts of the prompt's tokens except the last, [P - 1, W], layer after layer. Rollouts with a common prefix
+    share the array. The first row of the column `routes` belongs to the last prompt token. None means not recorded."""
 
     @classmethod
     def empty(cls, group_id: int, index: int, reason: FinishReason = FinishReason.PARKED, error: str = "") -> Rollout:
-        """One without a token: not begun yet, or failed."""
+        """Returns a rollout without tokens, which has not started or has failed."""
         return cls(group_id=group_id, index=index, columns=dict(_no_columns()), finish_reason=reason, error=error)
 
     def with_only(self, *names: str) -> Rollout:
-        """The rollout with these columns alone: what is not read need not travel."""
+        """Returns the rollout with only these columns, to reduce the size of a message."""
         columns = {name: self.columns[name] for name in names}
-        return Rollout(  # once per rollout, and five times as fast as `replace`
+        return Rollout(  # called once per rollout; five times as fast as `replace`
             group_id=self.group_id, index=self.index, columns=columns, finish_reason=self.finish_reason,
             error=self.error,
         )  # fmt: skip
@@ -352,13 +353,13 @@ class Rollout(_PerToken):
 
     @property
     def num_turns(self) -> int:
-        """Turns of the policy; 0 for a rollout without tokens."""
+        """Number of turns of the policy. 0 for a rollout without tokens."""
         is_sampled_T = self.is_sampled_T
         return int(is_sampled_T[:1].sum() + (is_sampled_T[1:] & ~is_sampled_T[:-1]).sum())
 
     @property
     def turns(self) -> list[tuple[bool, np.ndarray]]:
-        """Its tokens in the order of who wrote them: (whether they were sampled, token ids int32)."""
+        """Returns the tokens in order, in pieces: (whether the policy sampled them, token ids int32)."""
         is_sampled_T, token_ids_T = self.is_sampled_T, self.token_ids_T
         ends = [*(np.flatnonzero(is_sampled_T[1:] != is_sampled_T[:-1]) + 1).tolist(), self.num_tokens]
         return [(bool(is_sampled_T[start]), token_ids_T[start:stop]) for start, stop in pairwise([0, *ends]) if stop]
@@ -366,7 +367,7 @@ class Rollout(_PerToken):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardItem:
-    """One response as a reward sees it."""
+    """Input of a reward for one response."""
 
     prompt: str
     response: str
@@ -376,7 +377,7 @@ class RewardItem:
 
 
 MAX_REASON_CHARS = 1000
-"""Longest reason of a reward: code of the user's may give one of any length, and every rollout carries its own."""
+"""Maximum length of a reward's reason, because every rollout carries one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -385,38 +386,38 @@ class RewardResult:
 
     outcome: Outcome
     value: float
-    """The reward; 0.0 for INVALID, where it must not be used."""
+    """The reward. 0.0 for INVALID, where it must not be used."""
     reason: str = ""
-    """Short and for people: `no #### line`, `grader timed out after 3 s CPU`."""
+    """Short explanation for people, such as `no #### line` or `grader timed out after 3 s CPU`."""
     first_part: RewardResult | None = None
-    """Result of a weighted sum's first part, which alone decides whether the response is right."""
+    """Result of the first part of a weighted sum, which decides whether the response is right."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Values of a weighted sum's parts by name, before their weights."""
+    """Values of the parts of a weighted sum by name, before weighting."""
     is_absent: bool = False
-    """The reward has no opinion about this row, as `None` says. A weighted sum leaves such a part out; INVALID where
-    no part has an opinion. Not on record."""
+    """The reward returned None for this row. A weighted sum leaves such a part out, and is INVALID if all parts are
+    absent. Not recorded."""
 
     def __post_init__(self) -> None:
-        """Cuts the reason."""
+        """Truncates the reason."""
         if isinstance(self.reason, str) and len(self.reason) > MAX_REASON_CHARS:
             object.__setattr__(self, "reason", self.reason[:MAX_REASON_CHARS])
 
     @property
     def is_right(self) -> bool:
-        """Scored above 0. An invalid result is not right: nobody has proved it."""
+        """Returns whether the value is above 0. An invalid result is not right."""
         judged = self.first_part or self
         return judged.outcome is Outcome.SCORE and judged.value > 0
 
     @property
     def right(self) -> bool | None:
-        """Whether the response is right. None means that the reward could not judge it."""
+        """Whether the response is right. None means that the reward could not score it."""
         judged = self.first_part or self
         return None if judged.outcome is Outcome.INVALID else self.is_right
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutGroup:
-    """All attempts at one prompt, scored: what the trainer consumes."""
+    """All rollouts of one prompt with their rewards: the unit that the trainer consumes."""
 
     group_id: int
     prompt: Prompt
@@ -426,9 +427,9 @@ class RolloutGroup:
     responses: tuple[str, ...]
     """Decoded text, one per rollout."""
     baseline: RewardResult | None = None
-    """Result of the prompt's greedy response, which nobody learns from; None where the advantage needs none."""
+    """Result of the prompt's greedy response, which is not trained on. None if the advantage needs no baseline."""
     environment_s: tuple[float, ...] = ()
-    """Seconds that the environment's replies took, one per rollout; empty where nothing is known."""
+    """Seconds of the environment's replies, one entry per rollout. Empty means unknown."""
 
     @property
     def oldest_version(self) -> int:
@@ -437,11 +438,11 @@ class RolloutGroup:
         return min(versions) if versions else -1
 
     def some(self, places: Sequence[int]) -> RolloutGroup:
-        """The group with some of its rollouts, by their places in it."""
+        """Returns the group with only the rollouts at these positions."""
         return self._of([self._row(place) for place in places])
 
     def with_more(self, other: RolloutGroup) -> RolloutGroup:
-        """The group with the rollouts of another part of it; where both have one, the other's stays."""
+        """Returns the union of two parts of the group. If both have a rollout, the one of `other` is kept."""
         rows = {
             part.rollouts[place].index: part._row(place)
             for part in (self, other)
@@ -477,25 +478,25 @@ class TrainSample(_PerToken):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleGroup:
-    """Samples that begin with the same prompt, which the trainer then computes only once."""
+    """Samples that share a prompt, which the trainer computes only once."""
 
     prompt_token_ids_T: np.ndarray
     """int32 [T]."""
     samples: tuple[TrainSample, ...]
     prompt_routes: np.ndarray | None = None
-    """Experts of the prompt's tokens but the last, [P - 1, W]; None: not recorded."""
+    """Experts of the prompt's tokens except the last, [P - 1, W]. None means not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCall:
-    """A tool that the policy calls, in the format of its model family."""
+    """A tool call by the policy, in the format of its model family."""
 
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
     """JSON values by name."""
     error: str = ""
-    """Fault in the form of the call, for the policy to read; empty when there is none."""
+    """Error in the format of the call, which the policy reads. Empty means valid."""
 
 
 RAISED = "environment: "
-"""Begins the reasons of results whose environment has raised."""
+"""Prefix of the reason of a result whose environment raised an exception."""

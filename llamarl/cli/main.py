@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from llamarl import __version__
+import llamarl
 from llamarl.config import ConfigError, did_you_mean
 from llamarl.config.ref import part_module
 from llamarl.observability.spans import MIN_FILES
@@ -99,7 +99,7 @@ def main() -> None:
         _print_help()
         return
     if name in ("-V", "--version"):
-        print(f"llamarl {__version__}")
+        print(f"llamarl {llamarl.__version__}")
         return
     if name not in COMMANDS:
         print(f"llamarl: unknown command `{name}`; {did_you_mean(name, COMMANDS)}", file=sys.stderr)

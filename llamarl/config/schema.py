@@ -39,8 +39,12 @@ class KubernetesConfig(Section):
 
 
 class LaunchConfig(Section):
-    slurm: dict[str, bool | int | str | time] = Field(default_factory=dict)
-    """Options of `sbatch` by long name, for example `partition`, `account`, `time`, `gpus_per_node`."""
+    slurm: dict[str, bool | int | str | time | list[str] | dict[str, bool | int | str | time]] = Field(
+        default_factory=dict
+    )
+    """Options of `sbatch` by long name, for example `partition`, `account`, `time`, `gpus_per_node`. Also `setup`
+    (lines before the first command), `template` (path of your own script) and `generators` (a table: `nodes` and
+    options of a second component for the generators)."""
     kubernetes: KubernetesConfig = KubernetesConfig()
     """Settings of `llamarl launch kubernetes`."""
 

@@ -1,5 +1,5 @@
-"""PPO with a critic (arXiv 1707.06347; for language models arXiv 2203.02155, section 3.5): advantages of tokens, not of
-groups, so that one rollout per prompt can be enough."""
+"""PPO with a critic (arXiv 1707.06347; for language models arXiv 2203.02155, section 3.5). Advantages are per token and
+not per group, so one rollout per prompt is enough."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llamarl.recipes._base import layered
 
 
 def ppo(base: RunConfig) -> RunConfig:
-    """PPO's clip at 0.2, generalized advantage estimation, and a price per token for leaving the first policy."""
+    """Sets PPO's clip range of 0.2, generalized advantage estimation, and a KL penalty to the initial policy."""
     return layered(
         base,
         {

@@ -21,7 +21,8 @@ def python_files(*folders: str) -> list[Path]:
 
 def documents() -> list[Path]:
     """Every page that people read."""
-    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *PACKAGE.rglob("*.md")])
+    folders = (ROOT / "docs", ROOT / "examples", PACKAGE)
+    return sorted([*ROOT.glob("*.md"), *(path for folder in folders for path in folder.rglob("*.md"))])
 
 
 def name_of(path: Path) -> str:

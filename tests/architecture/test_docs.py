@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+import yaml
 
 from llamarl.config import RunConfig, SftConfig, load_config, load_sft_config
 from llamarl.config.schema import Section
@@ -27,7 +32,7 @@ CHECKED_SUFFIXES = (".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".sh", ".jso
 FILE_AND_NAME = re.compile(r"([\w./-]+\.py): (\w+)")
 READERS_OWN = {"my_reward.py", "my_loss.py", "mine.toml", "my.toml", "train.jsonl", "test.jsonl"}
 """Names that stand for a file of the reader's."""
-OWN_FOLDERS = ("llamarl", "tests", "configs", "docs", "examples", "benchmarks", ".ci")
+OWN_FOLDERS = ("llamarl", "tests", "configs", "docs", "examples", "benchmarks", "deploy", ".ci", ".github")
 
 
 def _code_spans(page: Path) -> Iterator[str]:
@@ -173,7 +178,8 @@ def _check_llamarl(words: list[str]) -> None:
     command = words[:1] if words and not words[0].startswith("-") else []
     assert not (said := _refusal(*command)), said
     for position, word in enumerate(words):
-        if word.startswith(tuple(f"{folder}/" for folder in OWN_FOLDERS)):
+        is_output = position > 0 and words[position - 1] == "--to"
+        if word.startswith(tuple(f"{folder}/" for folder in OWN_FOLDERS)) and not is_output:
             assert (ROOT / word).exists(), f"no file {word}"
         if word.startswith(("configs/", "examples/")) and word.endswith(".toml"):
             hosts = ["--cluster.kind=hosts", "--cluster.listen=0.0.0.0:1"] if command == ["launch"] else []
@@ -211,7 +217,7 @@ def _check_shell_script(words: list[str]) -> None:
     assert (ROOT / words[0]).exists(), f"no file {words[0]}"
 
 
-def _accept(words: list[str]) -> None:
+def _accept(_: object) -> None:
     """Programs that are not ours."""
 
 
@@ -222,8 +228,74 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "python3": _check_python,
     "bash": _check_shell_script,
 } | dict.fromkeys(("git", "cd", "source", "pip", "cat", "less", "tail", "jq", "ls", "tensorboard", "curl"), _accept)
-CHECKS |= dict.fromkeys(("squeue", "kubectl"), _accept)  # those need a cluster
+CHECKS |= dict.fromkeys(("squeue", "kubectl", "docker", "sky", "sudo"), _accept)  # those need a cluster
 """How a shown command is checked, by its program."""
+
+
+@pytest.mark.parametrize("page", documents(), ids=name_of)
+def test_shown_code_is_code(page: Path) -> None:
+    """Python compiles, settings load, JSON parses, the shell reads each block."""
+    for language, text in FENCE.findall(page.read_text(encoding="utf-8")):
+        assert language in BLOCKS, (
+            f"{name_of(page)}: a block is marked {language!r}; mark it as one of {sorted(BLOCKS)}"
+        )
+        BLOCKS[language](text)
+
+
+def _check_settings(text: str) -> None:
+    """A part of a run file: its sections and settings exist. Code of the reader's own is not imported."""
+    tables = tomllib.loads(text)
+    schema: type[Section] = (
+        SftConfig if tables.keys() & (SftConfig.model_fields.keys() - RunConfig.model_fields) else RunConfig
+    )
+    unknown = [name for name in _names(tables, schema) if name]
+    assert not unknown, f"no setting {unknown}"
+
+
+def _names(tables: dict[str, Any], schema: type[Section], where: str = "") -> Iterator[str]:
+    """Dotted names that a schema lacks. The options of plugins are theirs."""
+    for key, value in tables.items():
+        field = schema.model_fields.get(key)
+        if field is None:
+            yield where + key
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, Section) and isinstance(value, dict):
+            yield from _names(value, field.annotation, f"{where}{key}.")
+
+
+def _check_bash(text: str) -> None:
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def _whole(text: str) -> str:
+    """JSON of which a page shows a member."""
+    return text if text[0] in "{[" else f"{{{text}}}"
+
+
+BLOCKS: dict[str, Callable[[str], Any]] = {
+    "": _accept,
+    "bash": _check_bash,
+    "json": lambda text: [json.loads(_whole(part)) for part in re.split(r"\n(?=[{\[])", text.strip())],
+    "python": lambda text: compile(text, "page", "exec", dont_inherit=True, flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT),
+    "text": _accept,
+    "toml": _check_settings,
+    "yaml": lambda text: list(yaml.safe_load_all(text)),
+}
+"""How a shown block is checked, by its language."""
+
+
+@pytest.mark.parametrize("page", documents(), ids=name_of)
+def test_pictures_are_pictures(page: Path) -> None:
+    """With a description for those who do not see them."""
+    for description, file in re.findall(r"!\[([^\]]*)\]\((?!https?://)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        path = page.parent / file
+        assert len(description.split()) > 3, f"{file} needs a description"
+        if path.suffix == ".svg":
+            assert ElementTree.parse(path).getroot().tag.endswith("svg")
+        else:
+            assert path.read_bytes()[:4] in (b"\xff\xd8\xff\xe0", b"\xff\xd8\xff\xe1", b"\x89PNG"), (
+                f"{file} is no picture"
+            )
 
 
 PRIVATE = re.compile(r"^\s*(?:from|import) llamarl[\w.]*\._\w+", re.MULTILINE)

@@ -11,7 +11,7 @@ import torch
 
 from examples.own_advantage import Rank
 from examples.own_loss import Faded
-from examples.own_reward import Brevity
+from examples.own_reward.reward import Brevity
 from llamarl.algorithms.losses._base import LossInputs
 from llamarl.types import Outcome, RewardItem
 from tests.architecture.repository import ROOT, tree

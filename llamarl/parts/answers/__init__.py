@@ -1,1 +1,1 @@
-"""Asking a model that exists: prompts to answer, held-out problems to score."""
+"""Queries to an existing model: prompts to answer and held-out problems to score."""

@@ -1,4 +1,4 @@
-"""Prompts in, responses out: a checkpoint's engine alone, without cluster, trainer or rewards."""
+"""Answers prompts with a checkpoint's engine, without a cluster, a trainer or rewards."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from llamarl.run.models import AskedModel
 
 BASE = {"model": {"path": ""}, "data": {"train": "jsonl"}, "eval": {"temperature": 1.0}}
-"""Settings of who asks for answers alone: samples are drawn."""
+"""Default settings for answering prompts: responses are sampled."""
 
 
 def prompt_tables(asked: AskedModel) -> dict[str, Any]:
-    """Tables with which the prompts of a file are answered as the run of a model would."""
+    """Returns tables of settings that format the prompts of a file as the model's run would."""
     tables = {name: dict(table) for name, table in BASE.items()} | {"model": {"path": asked.path}}
     for name, table in asked.settings.items():
         tables[name] = tables.get(name, {}) | table
@@ -35,7 +35,7 @@ def prompt_tables(asked: AskedModel) -> dict[str, Any]:
 
 
 class PromptRun:
-    """Requests for prompts, and as a context manager the engine that answers them."""
+    """Requests for prompts, and, as a context manager, the engine that answers them."""
 
     engine: RolloutEngine
 
@@ -43,7 +43,7 @@ class PromptRun:
     """Sentence that shows the first prompt as the model sees it."""
 
     def __init__(self, config: RunConfig, prompts: Sequence[str], *, chat: bool) -> None:
-        """Raises ConfigError: no tokenizer or template that can work; weights are not read yet."""
+        """Raises ConfigError if no tokenizer or template fits. Does not read weights."""
         self._config, self.tokenizer = config, open_tokenizer(config.model.path, config.data)
         check_vocabulary(self.tokenizer, load_shape(config.model.path).vocab_size)
         if chat and not self.tokenizer.has_chat_template:
@@ -88,7 +88,7 @@ def _sampling(config: RunConfig, end_token_ids: tuple[int, ...]) -> SamplingPara
 def _requests(
     prompts: Sequence[str], tokenizer: Tokenizer, data: DataConfig, samples: int, sampling: SamplingParams
 ) -> Iterator[GenerationRequest]:
-    """Tokenized one by one, as the engine has room: group id = number of the prompt, from 0."""
+    """Yields requests that are tokenized on demand. The group id is the number of the prompt, from 0."""
     for number, prompt in enumerate(prompts):
         text = render(ProblemRow(problem_id=str(number), question=prompt, answer=""), data, tokenizer)
         (token_ids_T,) = tokenizer.encode_prompts([text], is_chat=data.template == CHAT)
@@ -97,11 +97,11 @@ def _requests(
 
 @contextmanager
 def open_engine(config: RunConfig) -> Iterator[RolloutEngine]:
-    """An engine in this process, or a `Fleet` where several are asked for. Raises ConfigError, ExecutorError."""
+    """Opens an engine in this process, or a `Fleet` for several generators. Raises ConfigError, ExecutorError."""
     from llamarl.executors.generator import open_native
     from llamarl.parts.answers.fleet import Fleet
 
-    generator = config.generator.model_copy(update={"router_replay": False})  # nobody learns from it
+    generator = config.generator.model_copy(update={"router_replay": False})  # not trained on
     config = config.model_copy(update={"generator": generator})
     if generator.replicas * generator.tensor_parallel > 1:
         with Fleet(config) as fleet:
@@ -111,7 +111,8 @@ def open_engine(config: RunConfig) -> Iterator[RolloutEngine]:
 
 
 def generate(engine: RolloutEngine, requests: Iterator[GenerationRequest], ahead: int) -> Iterator[list[Rollout]]:
-    """Rollouts in the order in which they finish. At most `ahead` wait in the engine, and one request more."""
+    """Yields rollouts in the order in which they finish. The engine holds at most `ahead` rollouts and one request
+    more."""
     while True:
         waiting = engine.stats().waiting
         while waiting < ahead and (request := next(requests, None)):
@@ -124,7 +125,7 @@ def generate(engine: RolloutEngine, requests: Iterator[GenerationRequest], ahead
 
 
 def row_of(rollout: Rollout, prompts: Sequence[str], tokenizer: Tokenizer) -> dict[str, Any]:
-    """A response as a row of JSON."""
+    """Returns a response as a row of JSON."""
     logprob = float(rollout.behavior_logprobs_T.sum(dtype=np.float64))
     return {
         "prompt": prompts[rollout.group_id],

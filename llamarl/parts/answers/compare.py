@@ -1,4 +1,4 @@
-"""Two models on the same held-out problems."""
+"""Compares two models on the same held-out problems."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from llamarl.types import RolloutGroup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairedDifference:
-    """Accuracy of one model less that of another, on the same problems."""
+    """Accuracy of one model minus the accuracy of another on the same problems."""
 
     name: str | None
     """Name of the set."""
     points: float
-    """Mean difference over problems, -1 to 1; NaN: there is no problem that both judged."""
+    """Mean difference over problems, -1 to 1. NaN means that no problem has a verdict for both."""
     low: float
-    """Lower end of its interval of 95 %."""
+    """Lower end of the 95 % interval."""
     high: float
-    """Upper end of it."""
+    """Upper end of the interval."""
     num_prompts: int
-    """Problems with a judged response of each."""
+    """Problems with a verdict for both models."""
 
     def __str__(self) -> str:
         of_set = f"{plain(self.name)}: " if self.name else ""
@@ -36,16 +36,16 @@ class PairedDifference:
         return f"{of_set}{found} points (95%: {low} to {high}) {on}, {is_within}"
 
     def to_json(self) -> Row:
-        """Flat JSON, to stand beside the metrics of an evaluation."""
+        """Returns flat JSON, next to the metrics of an evaluation."""
         found = {"difference": self.points, "difference_low": self.low, "difference_high": self.high}
         return {name: finite(value) for name, value in found.items()}
 
 
 def compared(results: Sequence[EvalResult], others: Sequence[EvalResult]) -> list[PairedDifference]:
-    """Differences of two models on the same sets of problems, set by set."""
+    """Returns the differences of two models, set by set."""
     differences = []
     for one, other in zip(results, others, strict=True):
-        theirs = {group.prompt.prompt_id: _share(group) for group in other.groups}  # each may skip prompts of its own
+        theirs = {group.prompt.prompt_id: _share(group) for group in other.groups}  # each model may skip prompts
         pairs = [(_share(group), theirs.get(group.prompt.prompt_id)) for group in one.groups]
         known = [(mine, of_other) for mine, of_other in pairs if mine is not None and of_other is not None]
         points, low, high = paired_difference([mine for mine, _ in known], [of_other for _, of_other in known])
@@ -56,11 +56,10 @@ def compared(results: Sequence[EvalResult], others: Sequence[EvalResult]) -> lis
 
 
 def paired_difference(after: Sequence[float], before: Sequence[float]) -> tuple[float, float, float]:
-    """Mean difference of shares on the same problems, with its interval of 95 %; NaN where there are none.
+    """Returns the mean difference of paired shares and its 95 % interval. NaN means that there are no pairs.
 
-    What both find hard cancels. Two pairs that differ by all, one each way, are counted with the spread, after Bonett
-    and Price, J. Educ. Behav. Stat. 37 (2012), whose interval this is for one sample each: it has a width where nothing
-    differs.
+    Pairing cancels the difficulty of a problem. The spread includes two imaginary pairs with differences of 1 and -1,
+    after Bonett and Price, J. Educ. Behav. Stat. 37 (2012), so that the interval has a width even if no pair differs.
     """
     num = len(after)
     if not num:
@@ -73,6 +72,6 @@ def paired_difference(after: Sequence[float], before: Sequence[float]) -> tuple[
 
 
 def _share(group: RolloutGroup) -> float | None:
-    """Share of right responses among those that were judged; None: none was."""
+    """Returns the share of right responses with a verdict. None means that no response has one."""
     num_right, num_judged = judged(group)
     return num_right / num_judged if num_judged else None

@@ -32,7 +32,7 @@ from llamarl.types import RolloutGroup
 
 
 class _EvalProgress(NullScreen):
-    """Tells how many prompts are answered."""
+    """Reports the number of answered prompts."""
 
     def __init__(self, progress: Callable[[int, int], None]) -> None:
         self._progress = progress
@@ -48,17 +48,17 @@ def evaluate_checkpoint(
     tell: Callable[[str], None],
     only: Collection[str] = (),
 ) -> list[EvalResult]:
-    """Answers and scores the problems of `data.eval`, a result for each of its sets.
+    """Answers and scores the problems of `data.eval`. Returns one result per set.
 
     Args:
         config: settings of the evaluation.
-        progress: hears of (done, total) prompts, of all sets together.
-        tell: hears sentences for the user.
-        only: names of sets; empty: all.
+        progress: called with (done, total) prompts over all sets.
+        tell: called with sentences for the user.
+        only: names of the sets to evaluate. Empty means all.
 
     Raises:
-        ConfigError: model, data or a combination of them cannot work.
-        ExecutorError, Interrupted, Stalled: it failed, or was ended.
+        ConfigError: the model, the data or their combination cannot work.
+        ExecutorError, Interrupted, Stalled: the evaluation failed or was interrupted.
     """
     with fork_server(config.cluster.kind):
         loaded = load_held_out(config, load_shape(config.model.path).max_position_embeddings, only)
@@ -69,9 +69,9 @@ def evaluate_checkpoint(
 def measured_rates(
     config: RunConfig, model: str, progress: Callable[[int, int], None], tell: Callable[[str], None]
 ) -> tuple[EvalResult, list[str]]:
-    """Answers and scores the problems of `data.train`, each source's by its own settings and none left out by a filter:
-    the result, and lines of the file of pass rates that `data.filter` reads, with the name of the model.
-    Takes and raises what `evaluate_checkpoint` does."""
+    """Answers and scores the problems of `data.train` without filters, each source with its own settings. Returns the
+    result and the lines of a pass rate file for `data.filter`, with the name of the model. Has the arguments and errors
+    of `evaluate_checkpoint`."""
     config = unfiltered(config)
     with fork_server(config.cluster.kind):
         train = train_prompts(config, load_shape(config.model.path).max_position_embeddings)
@@ -83,8 +83,7 @@ def measured_rates(
 
 
 def _rates(groups: Sequence[RolloutGroup], rows: Sequence[ProblemRow]) -> Iterator[dict[str, Any]]:
-    """Rows of how often each problem was solved; what nobody could judge counts neither way. `rows` may go on after
-    them."""
+    """Yields the solve rate of each problem, over responses with a verdict. `rows` may be longer than `groups`."""
     for group, row in zip(groups, rows, strict=False):
         num_right, num_judged = judged(group)
         yield {
@@ -100,7 +99,7 @@ def _scored(
     config: RunConfig, sets: tuple[HeldOutSet, ...], stops_of: dict[str, tuple[str, ...]],
     progress: Callable[[int, int], None], begins: Callable[[], object],
 ) -> list[EvalResult]:  # fmt: skip
-    """`begins` is called when executors are up."""
+    """Calls `begins` when the executors have started."""
     tokenizer = open_tokenizer(config.model.path, config.data)
     check_vocabulary(tokenizer, load_shape(config.model.path).vocab_size)
     problems = Problems(train=(), eval=sets, stop_token_ids=tokenizer.eos_token_ids, stops_of=stops_of)
@@ -133,7 +132,7 @@ async def _evaluate(
 
 
 def unfiltered(config: RunConfig) -> RunConfig:
-    """The settings without `data.filter`, of sources too."""
+    """Returns the settings without `data.filter`, also for sources."""
     data = config.data.model_copy(update={"filter": None})
     if data.sources:
         data = data.model_copy(update={"train": [one.model_copy(update={"filter": None}) for one in data.sources]})
@@ -141,15 +140,15 @@ def unfiltered(config: RunConfig) -> RunConfig:
 
 
 def tell_invalid(results: Iterable[EvalResult]) -> None:
-    """Says on standard error of which sets some responses could not be judged, and why the first could not."""
+    """Prints to standard error which sets have responses without a verdict, and the reason of the first."""
     for entry in (result.metrics for result in results if result.metrics.num_invalid):
         said = unjudged(entry.num_invalid, entry.num_prompts * entry.k, entry.invalid_reason)
         print_to(sys.stderr, f"warning: {held_out(entry.name)}: {said}")
 
 
 def response_rows(results: Iterable[EvalResult]) -> Iterator[dict[str, Any]]:
-    """A row for each response of an evaluation: what was asked and answered, and what the reward says; of several sets
-    with the name of each."""
+    """Yields a row per response: prompt, response and result of the reward, and the name of the set if there are
+    several."""
     for result in results:
         of_set = {"set": result.metrics.name} if result.metrics.name else {}
         for group in result.groups:

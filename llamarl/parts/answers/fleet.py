@@ -1,4 +1,4 @@
-"""`Fleet`: generators in processes of their own, which answer together as one engine does; nobody trains them."""
+"""`Fleet`: generator processes that answer like a single engine. Their weights never change."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ from llamarl.types import GenerationRequest, Rollout
 
 T = TypeVar("T")
 STEP_S = 0.05
-"""Longest wait of one `step`: whoever steps hears of new requests between two."""
+"""Maximum duration of one `step` in seconds. New requests are accepted between two steps."""
 ANSWER_S = 24 * 3600.0
-"""Longest wait for a rollout; the death of a process is noticed at once."""
+"""Maximum wait for a rollout in seconds. The death of a process is noticed at once."""
 
 
 class _Member:
-    """One generator and what it owes."""
+    """One generator and its unfinished rollouts."""
 
     def __init__(self, handle: ExecutorHandle, timeout_s: float) -> None:
         self.short, self.long = port(GeneratorPort, handle, timeout_s), port(GeneratorPort, handle, ANSWER_S)
         self.owed = Counter[int]()
-        """Rollouts by request that `step` has not given yet; the caller's thread alone looks at it."""
+        """Number of rollouts by request that `step` has not returned yet. Only the caller's thread uses it."""
         self.num_open = 0
-        """Rollouts that it has not answered yet; the loop's thread alone looks at it."""
+        """Number of rollouts that the generator has not returned yet. Only the loop's thread uses it."""
         self.is_asked = asyncio.Event()
         self.stats = GeneratorStats()
 
 
 class Fleet:
-    """Replicas of a generator, and ranks of each, behind the calls of an engine (`RolloutEngine`); a request goes
-    to who owes least. Not thread-safe."""
+    """Replicas of a generator behind the interface of an engine (`RolloutEngine`). A request goes to the replica with
+    the fewest unfinished rollouts. Not thread-safe."""
 
     def __init__(self, config: RunConfig) -> None:
         """Starts the processes.
 
         Raises:
-            ConfigError: no such device or model, or no processes can be had here.
-            ExecutorError: one of them did not start.
+            ConfigError: the device, the model or the process cluster is not available.
+            ExecutorError: a process failed to start.
         """
         check_cluster(config.cluster)
         self._config, self._placer = config, LocalPlacer(config, only="generator")
@@ -81,7 +81,7 @@ class Fleet:
         self.close()
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Stops the processes."""
         limit_s = self._config.cluster.shutdown_timeout_s
         self._now(self._end(limit_s), 2 * limit_s + 1)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -91,18 +91,18 @@ class Fleet:
 
     @property
     def has_work(self) -> bool:
-        """Rollouts are to come, or wait to be fetched by `step`."""
+        """Returns whether rollouts are unfinished or ready for `step`."""
         return any(member.owed for member in self._members)
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
-        """Deals out requests. Raises ExecutorError."""
+        """Distributes requests. Raises ExecutorError."""
         for request in requests:
             member = min(self._members, key=lambda one: one.owed.total())
             member.owed[request.group_id] = len(request.indices)
             self._now(self._ask(member, request))
 
     def step(self) -> list[Rollout]:
-        """Rollouts that have finished; none after `STEP_S` without. Raises ExecutorError."""
+        """Returns finished rollouts, or none after `STEP_S` seconds. Raises ExecutorError."""
         with suppress(queue.Empty):
             found = self._news.get(timeout=STEP_S)
             if isinstance(found, Exception):
@@ -113,17 +113,17 @@ class Fleet:
         return []
 
     def abort(self, group_ids: Iterable[int]) -> list[Rollout]:
-        """Takes requests back; what there is of their rollouts comes out of `step`. Raises ExecutorError."""
+        """Cancels requests. Their partial rollouts are returned by `step`. Raises ExecutorError."""
         self._each(group_ids, lambda member, ids: member.short.abort(ids))
         return []
 
     def so_far(self, group_ids: Iterable[int]) -> list[Rollout]:
-        """Rollouts of these requests that decode now, as they are. Raises ExecutorError."""
+        """Returns copies of the rollouts of these requests that are being decoded. Raises ExecutorError."""
         found = self._each(group_ids, lambda member, ids: member.short.so_far(ids))
         return [rollout for rollouts in found for rollout in rollouts]
 
     def stats(self) -> EngineStats:
-        """State of all together; counters as of the last rollout that each has finished."""
+        """Returns the summed state. Counters are those of the last rollout that each generator finished."""
         most, owed = self._config.generator.max_running, [member.owed.total() for member in self._members]
         counted = [member.stats for member in self._members]
         return EngineStats(
@@ -138,7 +138,7 @@ class Fleet:
         )
 
     def _each(self, group_ids: Iterable[int], call: Callable[[_Member, Sequence[int]], Awaitable[T]]) -> list[T]:
-        """Answers of those who have any of these requests."""
+        """Returns the results of the call on each generator that has any of these requests."""
         ids = set(group_ids)
         found = [(member, sorted(mine)) for member in self._members if (mine := ids & member.owed.keys())]
 
@@ -148,7 +148,7 @@ class Fleet:
         return self._now(ask()) if found else []
 
     def _now(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 0.0) -> T:
-        """Result of what runs in the fleet's loop; its calls have deadlines of their own."""
+        """Runs a coroutine in the fleet's loop and returns its result. The calls inside have deadlines."""
         limit_s = timeout_s or 2 * self._config.cluster.timeout_s
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(None if math.isinf(limit_s) else limit_s)
 
@@ -169,7 +169,7 @@ class Fleet:
         await self._cluster.shutdown(limit_s)
 
     async def _collect(self, member: _Member) -> None:
-        """Fetches rollouts as long as any are owed; waits for `submit` otherwise."""
+        """Fetches rollouts while any are unfinished. Waits for `submit` otherwise."""
         try:
             while True:
                 await member.is_asked.wait()
@@ -179,5 +179,5 @@ class Fleet:
                     member.stats = collected.stats
                     member.num_open -= len(collected.rollouts)
                     self._news.put((member, list(collected.rollouts)))
-        except Exception as error:  # whoever steps hears of it, as nobody else does
+        except Exception as error:  # the next `step` raises it
             self._news.put(error)

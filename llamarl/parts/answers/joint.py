@@ -1,4 +1,4 @@
-"""The joint of answers: what Python asks (`llamarl/api.py`), and the engine of `llamarl serve`."""
+"""The joint of answers: the Python interface (`llamarl/api.py`) and the engine of `llamarl serve`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ Tables = dict[str, Any]
 
 
 def answered(model: str, prompts: Sequence[str], chat: bool, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of responses to `llamarl.generate`, in the order in which they finish. Raises ConfigError, ExecutorError."""
+    """Returns rows of responses for `llamarl.generate`, in the order in which they finish. Raises ConfigError,
+    ExecutorError."""
     from llamarl.run.models import asked_model
 
     with ExitStack() as opened:
@@ -37,17 +38,17 @@ def answered(model: str, prompts: Sequence[str], chat: bool, settings: Mapping[s
 def evaluated(
     model: str, run: RunConfig | None, place: object, given: Callable[[Tables], tuple[Tables, Tables]], *, trust: bool
 ) -> list[tuple[EvalMetrics, list[dict[str, Any]]]]:
-    """Metrics and rows of responses of each set of problems of `llamarl.evaluate`.
+    """Returns metrics and rows of responses for each set of problems of `llamarl.evaluate`.
 
     Args:
-        model: its folder, name of the Hub, or folder of a run.
-        run: that the evaluation is like.
-        place: path of that run's settings; anything else: it has none.
-        given: makes an evaluation's tables those of the call, with the settings that win over them.
-        trust: what the folder of a run that is the model makes this process execute, the user trusts.
+        model: model folder, run folder or Hub name.
+        run: run whose settings apply.
+        place: path of that run's settings. Anything else means that the settings have no file.
+        given: returns the tables of the call and the settings that override them, from the tables of an evaluation.
+        trust: the user trusts the code that the run folder names.
 
     Raises:
-        ConfigError, ExecutorError, KeyboardInterrupt, Stalled: as `llamarl.evaluate` does.
+        ConfigError, ExecutorError, KeyboardInterrupt, Stalled: as for `llamarl.evaluate`.
     """
     from llamarl.controller.supervision import Interrupted
     from llamarl.parts.answers.evaluate import evaluate_checkpoint, response_rows, tell_invalid

@@ -1,4 +1,4 @@
-"""Settings of an evaluation: those of a run that it is like, and what an evaluation is otherwise."""
+"""Settings of an evaluation, derived from the settings of a run."""
 
 from __future__ import annotations
 
@@ -21,25 +21,24 @@ OF_RUN: Any = {
     "data": True, "reward": True, "rollout": {"max_new_tokens", "stop_strings", "environment", "agent"},
     "generator": OF_GENERATOR,
 }  # fmt: skip
-"""Sections of a run, and settings of one, that an evaluation takes over."""
+"""Sections, and settings of one section, that an evaluation copies from a run."""
 
 
 def settings_for(model: str, run: RunConfig | None) -> dict[str, Any]:
-    """Tables of an evaluation of this model, on the problems of a run and by its reward, if one is given."""
+    """Returns the tables to evaluate this model on the problems and with the reward of a run, if a run is given."""
     of_run = run.model_dump(mode="json", exclude_none=True, include=OF_RUN) if run else {}
-    of_run.get("data", {}).pop("date", None)  # `ready` takes it, if the model's chat template does
+    of_run.get("data", {}).pop("date", None)  # `ready` sets it if the model's chat template uses it
     return BASE | {"model": {"path": model}} | of_run
 
 
 def completed(settings: Mapping[str, Any], settle: Callable[[dict[str, Any]], RunConfig]) -> RunConfig:
-    """Settled settings, with those that follow where nobody says otherwise: several samples are drawn, and one
-    generator needs no process of its own. What is said of `eval` wins over what sets of the run say. Raises
-    ConfigError."""
+    """Returns complete settings with the defaults of an evaluation: several samples are drawn at temperature 1, and a
+    single generator runs in this process. Settings of `eval` override those of a run's sets. Raises ConfigError."""
     settings, plain = dict(settings), _without(settings, EvalConfig.model_fields)
     config = settle(plain)
     said = config.eval.model_fields_set - (set() if config.eval.max_prompts < EVERY_PROMPT else {"max_prompts"})
     settings = _without(settings, said)
-    if config.eval.samples > 1:  # greedy ones are all the same
+    if config.eval.samples > 1:  # greedy samples would be identical
         settings["eval"] = {"temperature": 1.0} | settings["eval"]
     if config.generator.replicas * config.generator.tensor_parallel == 1:
         settings["cluster"] = {"kind": "inline"}
@@ -47,8 +46,8 @@ def completed(settings: Mapping[str, Any], settle: Callable[[dict[str, Any]], Ru
 
 
 def _without(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Tables in which sets of held-out problems do not settle these of `eval` themselves; where others say how many
-    samples there are, nor that they are greedy."""
+    """Returns the tables without these `eval` settings in the held-out sets. If `samples` is among them, the sets do
+    not fix greedy decoding either."""
 
     def stays(name: str, value: object) -> bool:
         return name not in names and not ("samples" in names and name == "temperature" and value == 0)
@@ -63,19 +62,19 @@ def ready(
     config: RunConfig, run: RunConfig | None, place: object, command: str, delays: Delays = nullcontext,
     which: Literal["train", "eval"] = "eval",
 ) -> RunConfig:  # fmt: skip
-    """Settings with commits of the names that an evaluation reads, those on record first, and with the date of the
-    run's prompts, where nobody gives one and this model's chat template writes it.
+    """Returns settings with the Hub commits that an evaluation reads (recorded ones first), and with the date of the
+    run's prompts if none is set and the model's chat template writes it.
 
     Args:
-        config: of the evaluation.
-        run: that it is like.
-        place: path of the run's settings, in its folder; None, or tables: it has none.
-        command: begins lines about the Hub's names, on standard error.
-        delays: entered while nothing else says how far this is.
-        which: the data that is read.
+        config: settings of the evaluation.
+        run: run whose settings apply.
+        place: path of the run's settings, in its folder. None or tables mean that there is no file.
+        command: prefix of messages about Hub names, on standard error.
+        delays: context manager that reports progress during slow steps.
+        which: data that is read.
 
     Raises:
-        ConfigError: a name means nothing, or the tokenizer cannot be read.
+        ConfigError: a name does not exist, or the tokenizer cannot be read.
     """
     folder = Path(from_home(place)).parent if isinstance(place, str | Path) else None
     options = [one.option for one in named(config) if one.option.startswith(("model.path", f"data.{which}"))]
@@ -89,14 +88,14 @@ def ready(
 def with_code_of(
     run: RunConfig, place: Path, config: RunConfig, command: str, *, is_trusted: bool
 ) -> RunConfig:  # fmt: skip
-    """Settings of an evaluation that may execute what the settings of the run that was named as the model say.
+    """Returns settings of an evaluation that may execute the code named in the settings of the model's run.
 
     Args:
         place: path of the run's settings, in its folder.
-        config: of the evaluation.
+        config: settings of the evaluation.
 
     Raises:
-        ConfigError: somebody else may have written what would be executed, and the user does not trust them.
+        ConfigError: another user could have written that code, and `is_trusted` is False.
     """
     if not set(code_of(config)) & set(code_of(run)):
         return config
@@ -105,7 +104,7 @@ def with_code_of(
 
 
 def check_names(config: RunConfig, only: Collection[str]) -> None:
-    """Raises ConfigError: a name is no set's."""
+    """Raises ConfigError if a name is not the name of a set."""
     known = [name for name in config.by_eval_set if name]
     if unknown := [name for name in only if name not in known]:
         has = (

@@ -1,4 +1,4 @@
-"""Several sets of held-out problems as lines of text."""
+"""Formats several sets of held-out problems as a table."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from llamarl.observability.screen import interval
 
 
 def eval_table(entries: Sequence[EvalMetrics]) -> str:
-    """Lines: a set of held-out problems each, below their head; then, of each that has some, what could not be
-    judged."""
+    """Returns lines: a header, a line per set, and a line for each set that has responses without a verdict."""
     head = "set", "accuracy", "95% interval", "pass@k", "invalid", "cut", "tokens", "prompts", "time"
     rows = [head, *map(_cells, entries)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -1,1 +1,1 @@
-"""Everything that only a CUDA device needs: kernels in Triton, steps as CUDA graphs, weights by NIXL."""
+"""Code for CUDA devices: Triton kernels, decode steps as CUDA graphs, weight transfer by NIXL."""

@@ -1,4 +1,4 @@
-"""Which Triton kernels serve on a GPU: those that reproduce torch there."""
+"""Checks at startup which Triton kernels reproduce torch on this GPU. Only those kernels are used."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from llamarl.kernels import build, copy
 from llamarl.kernels.attention import BLOCK_SIZE
 
 FAILURES = (ImportError, RuntimeError, OSError, AssertionError, subprocess.SubprocessError)
-"""Errors of Triton, beside its own, where it cannot compile: its C compiler needs Python's headers and libcuda."""
+"""Errors of a Triton that cannot compile, besides its own: its C compiler needs Python's headers and libcuda."""
 
 
 def load(
     device: torch.device, errors: Mapping[str, Callable[[ModuleType, torch.device], float]]
 ) -> tuple[dict[str, ModuleType], str]:
-    """The kernels `<name>.py` of which each is off by so little; else none, and why."""
+    """Returns the kernels `<name>.py` if all errors are within their tolerance, otherwise none and the reason."""
     if build.pinned() == "torch":
         return {}, f"{build.VARIABLE}=torch"
     if not torch.backends.cuda.is_built():
@@ -33,7 +33,7 @@ def load(
     except ImportError as error:
         return {}, str(error)
     try:
-        with torch.inference_mode(False):  # which a first caller may be in, and gradients are checked
+        with torch.inference_mode(False):  # a caller may be in inference mode, and gradients are checked
             off = {name: errors[name](kernel, device) for name, kernel in found.items()}
     except (*FAILURES, TritonError) as failed:
         return {}, f"{type(failed).__name__}: {failed}"
@@ -42,7 +42,7 @@ def load(
 
 
 def ops_error(ops: ModuleType, device: torch.device) -> float:
-    """Largest difference to torch in float32: a norm after an addition, a gated activation and a quantized row."""
+    """Returns the largest difference to torch in float32: norm after an addition, gated activation, quantized row."""
     generator = torch.Generator().manual_seed(0)
     x, delta, gate, up = torch.randn(4, 3, 200, generator=generator)
     weight, added = torch.rand(200, generator=generator), x + delta
@@ -58,7 +58,7 @@ def ops_error(ops: ModuleType, device: torch.device) -> float:
 
 
 def train_error(train: ModuleType, device: torch.device) -> float:
-    """Largest difference to torch in float32: a norm, a gated activation and a rotation of a part of the channels, and
+    """Returns the largest difference to torch in float32: norm, gated activation and rotation of some channels, and
     their gradients."""
     generator, apart = torch.Generator().manual_seed(0), list[Tensor]()
     x, up, grad = torch.randn(3, 6, 200, generator=generator)
@@ -83,14 +83,15 @@ def train_error(train: ModuleType, device: torch.device) -> float:
 
 
 def _rotated(x_N_H_K: Tensor, cos_N_1_R: Tensor, sin_N_1_R: Tensor) -> Tensor:
-    """The rotation of `ops.rotate_by_torch`, a file that asks this one for kernels."""
+    """Same as `ops.rotate_by_torch`, which cannot be imported here because that module imports this one."""
     size = cos_N_1_R.shape[-1]
     turned = x_N_H_K[..., :size] * cos_N_1_R + x_N_H_K[..., :size].roll(size // 2, -1) * sin_N_1_R
     return torch.cat((turned, x_N_H_K[..., size:]), -1)
 
 
 def logprobs_error(logprobs: ModuleType, device: torch.device) -> float:
-    """Largest difference to torch, relative: log-probabilities in two tiles, and the second one's gradient."""
+    """Returns the largest relative difference to torch: log-probabilities in two tiles, and the gradient of the
+    second."""
     generator = torch.Generator().manual_seed(0)
     logits_R_V, targets_R = torch.randn(3, 300, generator=generator), torch.tensor([5, 170, 299])
     largest_R, sums_R, logits_R = (torch.full((3,), start, device=device) for start in (-torch.inf, 0.0, 0.0))
@@ -107,7 +108,8 @@ def logprobs_error(logprobs: ModuleType, device: torch.device) -> float:
 
 
 def decode_error(decode: ModuleType, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Largest difference to float64: 2 rows over a shared prefix, 6 heads over 2, and a table with wider rows."""
+    """Returns the largest difference to float64: 2 rows with a shared prefix, 6 heads over 2, and a table with wider
+    rows."""
     num_heads, num_kv_heads, head_dim, prefix, width = 6, 2, 64, 300, 30
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 40, num_kv_heads, BLOCK_SIZE, head_dim, generator=generator).to(dtype)
@@ -128,7 +130,7 @@ def decode_error(decode: ModuleType, device: torch.device, dtype: torch.dtype = 
 
 
 def fingerprint_error(fingerprint: ModuleType, device: torch.device) -> float:
-    """Whether the share of a part in rows differs from torch's: 0 or 1."""
+    """Returns 0 if the fingerprint share of a part equals torch's, otherwise 1."""
     sample = torch.arange(5 * 3000, dtype=torch.int32, device=device).view(5, 3000)
     share = copy.share_of(fingerprint, sample, (9, 4001), (2, 70))
     return float(share is None or copy.read([share]) != [copy.share_by_torch(sample, (9, 4001), (2, 70))])
@@ -139,16 +141,16 @@ TOGETHER: tuple[dict[str, Callable[[ModuleType, torch.device], float]], ...] = (
     {"logprobs": logprobs_error, "train": train_error},
     {"fingerprint": fingerprint_error},
 )
-"""Files of kernels, with their checks; those of one line serve together, or not at all."""
+"""Files of kernels with their checks. The files of one line are used together or not at all."""
 
 
 def checked(name: str, device: torch.device) -> tuple[ModuleType | None, str]:
-    """The kernels of one file, or why they do not serve."""
+    """Returns the kernels of one file, or None and the reason why they are not used."""
     found, reason = _loaded(next(number for number, errors in enumerate(TOGETHER) if name in errors), device)
     return found.get(name), reason
 
 
 @functools.cache
 def _loaded(number: int, device: torch.device) -> tuple[dict[str, ModuleType], str]:
-    """Compiled, and checked against torch, at the first call."""
+    """Compiles the kernels and checks them against torch, at the first call."""
     return load(device, TOGETHER[number])

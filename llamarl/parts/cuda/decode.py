@@ -1,11 +1,11 @@
-"""Decode attention on GPUs over a KV cache in blocks: one query token of each row, split over the row's tokens.
+"""Decode attention on GPUs over a paged KV cache: one query token per row, split over the row's tokens.
 
-A program takes one part of a row's tokens, for one kv head with all of its query heads, so keys and values are read
-once. A second kernel joins the parts. Scores, softmax and sums are float32. Weights meet bfloat16 values as two
-bfloat16 numbers, high part and rest: 16 bits.
+A program handles one part of a row's tokens for one kv head with all of its query heads, so keys and values are read
+once. A second kernel combines the parts. Scores, softmax and sums are float32. Attention weights multiply bfloat16
+values as two bfloat16 numbers, high part and remainder: 16 bits.
 
-Lengths, and how wide a row of the table is, are read on the device: one captured launch serves every context. Without a
-GPU Triton's interpreter runs the kernels (`TRITON_INTERPRET=1` before Triton is imported).
+The kernels read lengths and the row width of the table on the device, so one captured launch serves every context.
+Without a GPU, Triton's interpreter runs the kernels (`TRITON_INTERPRET=1` before Triton is imported).
 
 Shape suffixes: B rows, H query heads, J kv heads, K head dim, C blocks, S tokens of one block, P parts; in the kernels
 T tokens of one tile, and R query heads of one kv head and K as powers of two.
@@ -24,16 +24,16 @@ from llamarl.kernels.attention import BLOCK_SIZE
 
 _TILE = 4 * BLOCK_SIZE
 _TILE_ROW_BYTES = 512
-"""Most bytes of a whole tile's row: wider keys have tiles half as long, as small GPUs give a program 99 KB."""
+"""Maximum bytes of a tile's row. Wider keys use tiles half as long, because small GPUs give a program 99 KB."""
 _LEAST_TILES = 4
-"""Tiles of a part at least: a short row is not split, and leaves the rest of its programs without work."""
+"""Minimum tiles of a part. Short rows are not split."""
 _PROGRAMS = 1024
-"""At least so many, where rows are long enough: 7 on each of an H100's 132 processors. An estimate."""
+"""Minimum number of programs if rows are long enough: 7 on each of an H100's 132 processors. An estimate."""
 _STAGES = 5
-"""Some are spent on the table, through which keys and values are found. On an H100 3 % faster than 3 with a cache of
-bfloat16, 20 % with one of float8 (`gpu-check`'s part `attention`)."""
+"""Pipeline stages, some of which hide the lookup in the table. On an H100 3 % faster than 3 stages with a bfloat16
+cache, 20 % with a float8 cache (`gpu-check`'s part `attention`)."""
 _WIDE_STAGES = 3
-"""In float32, and with wide heads: more would not fit small GPUs."""
+"""Pipeline stages for float32 and wide heads. More would not fit on small GPUs."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -46,15 +46,16 @@ def decode_attention(
     prefix_B: Tensor,
     own_B: Tensor,
 ) -> Tensor:
-    """softmax(q K / sqrt(head dim)) V of each row over its tokens, [B, H, K], typed as q.
+    """Returns softmax(q K / sqrt(head dim)) V of each row over its tokens, [B, H, K], in the type of q.
 
     Args:
-        q_B_H_K: rows may be apart; heads of one row lie next to each other.
-        keys_C_J_K_S: a view in which channels are neighbors, as in the values.
-        table: int32; block ids of each row, those of its prefix and then its own; the next row's begin `width` further.
+        q_B_H_K: rows may have any stride. Heads of a row are contiguous.
+        keys_C_J_K_S: a view whose channels are contiguous, as in the values.
+        table: int32; block ids of each row: first those of its prefix, then its remaining blocks. Rows are `width`
+            apart.
         width: int32 [1].
-        prefix_B: int32; tokens of the prefix, which end anywhere in its last block.
-        own_B: int32; tokens from the next block on, at least one.
+        prefix_B: int32; tokens of the prefix, which may end anywhere in its last block.
+        own_B: int32; tokens in the remaining blocks, at least one.
     """
     num_rows, num_heads, head_dim = q_B_H_K.shape
     num_kv_heads = keys_C_J_K_S.shape[1]
@@ -86,20 +87,22 @@ def decode_attention(
 
 @triton.jit
 def _span(prefix, own, S: tl.constexpr, T: tl.constexpr, P: tl.constexpr, LEAST: tl.constexpr):
-    """Start of the own tokens, the end of all, and places of one part: whole tiles."""
+    """Returns the start of the tokens after the prefix, the end of all tokens, and the positions of one part, in
+    tiles."""
     start = (prefix + S - 1) // S * S
     end = start + own
     return start, end, tl.maximum(((end + P - 1) // P + T - 1) // T, LEAST) * T
 
 
-# Where integers begin in the one array of a step differs from step to step: each alignment would be compiled anew.
+# The alignment of integers in a step's array varies; without this option each alignment would be compiled separately.
 @triton.jit(do_not_specialize_on_alignment=["table", "width", "prefixes", "owns"])
 def _attend_to_part(
     q, keys, values, table, width, prefixes, owns, sums, scales, q_row, key_block, key_head, key_place, value_block,
     value_head, value_place, factor, num_heads, head_dim, R: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr,
     S: tl.constexpr, T: tl.constexpr, P: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """`factor` brings scores to powers of two, `num_heads` are those of one kv head; EXACT multiplies in float32."""
+    """`factor` scales scores to base 2. `num_heads` is the number of query heads per kv head. EXACT multiplies in
+    float32."""
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     prefix, own = tl.load(prefixes + row), tl.load(owns + row)
     start, end, span = _span(prefix, own, S, T, P, LEAST)
@@ -113,7 +116,7 @@ def _attend_to_part(
         sum_R, sums_R_K = tl.full((R,), 0.0, tl.float32), tl.full((R, K), 0.0, tl.float32)
         for first in range(part * span, tl.minimum((part + 1) * span, end), T):
             place_T = first + t_T
-            # Each tile has such a place, as the gap behind the prefix is less than a block. Others are not even read.
+            # Each tile contains such a position, because the gap behind the prefix is less than a block.
             seen_T = (place_T < prefix) | ((place_T >= start) & (place_T < end))
             block_T = tl.load(of_row + place_T // S, mask=place_T < end, other=0).to(tl.int64)
             in_tile = seen_T[:, None] & (k_K < head_dim)[None, :]

@@ -1,8 +1,8 @@
-"""The fingerprint of `copy.cpp` on GPUs: one read of the memory, in words of 4 bytes.
+"""The fingerprint of `copy.cpp` on GPUs: one pass over the memory, in words of 4 bytes.
 
-A coefficient is that of the block times that of the word in it. Those of words are the same in every block and come
-from a table; that of the block is computed once for all of its words. Sums are of integers and wrap, so that the order
-in which programs add theirs does not matter. Without a GPU Triton's interpreter runs it (`TRITON_INTERPRET=1`).
+The coefficient of a word is the product of its block's coefficient and a coefficient from a table, the same for every
+block. The block's coefficient is computed once per block. Integer sums wrap, so the order of the additions does not
+matter. Without a GPU, Triton's interpreter runs the kernel (`TRITON_INTERPRET=1`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 _WORDS: tl.constexpr = tl.constexpr(2048)
-"""Words of a block."""
+"""Words per block."""
 _BLOCKS = 8
-"""Blocks of a program."""
+"""Blocks per program."""
 
 
 @triton.jit
@@ -47,20 +47,20 @@ def _add_up(words, table, sums, start, columns, whole_columns, programs, BLOCKS:
 
 
 def share(words: Tensor, rows: int, start: int, whole_columns: int, word_coefficients: Callable[[], Tensor]) -> Tensor:
-    """Share of a fingerprint by a part of a tensor: int64, as unsigned numbers, on the device.
+    """Returns the contribution of a part of a tensor to a fingerprint: int64, as unsigned numbers, on the device.
 
     Args:
-        words: int32, contiguous: the part's rows.
-        start: word of the whole tensor at which the part begins.
-        whole_columns: words from one row of the part to the next.
+        words: int32, contiguous: rows of the part.
+        start: offset of the part in the whole tensor, in words.
+        whole_columns: words between the starts of two rows of the part.
         word_coefficients: int64 [2048].
     """
     columns = words.numel() // rows
     sums = torch.zeros((), dtype=torch.int64, device=words.device)
     blocks = -(-columns // _WORDS.value) + 1
-    programs = -(-blocks // _BLOCKS)  # of a row; all in one dimension, as others end at 65,535
+    programs = -(-blocks // _BLOCKS)  # per row; all in one dimension, because other dimensions are limited to 65,535
     table = _table(words.device, word_coefficients)
-    with torch.cuda.device_of(words):  # threads that fetch weights begin on the first GPU
+    with torch.cuda.device_of(words):  # threads that fetch weights start with the first GPU
         arguments = words, table, sums, start, columns, whole_columns, programs
         _add_up[(rows * programs,)](*arguments, BLOCKS=_BLOCKS)  # pyrefly: ignore
     return sums

@@ -1,14 +1,14 @@
-"""`DecodeGraphs`: decode steps as CUDA graphs, one launch each in place of hundreds.
+"""`DecodeGraphs`: decode steps as CUDA graphs, with one launch each instead of hundreds.
 
-A graph repeats kernels on the addresses with which it was captured. So a step's inputs lie in one fixed buffer, padded
-to a few numbers of rows, and attention reads lengths, and how wide the table is, on the device: one graph for each
-number of rows serves every context. All of them are captured when an engine starts. Logits and sampling come after the
-graph, so it does not matter how rows are sampled.
+A graph repeats kernels on the addresses of its capture. The inputs of a step are therefore in one fixed buffer, padded
+to one of a few numbers of rows, and attention reads lengths and table width on the device: one graph per number of rows
+serves every context. An engine captures all graphs when it starts. Logits and sampling run after the graph, so sampling
+parameters do not matter.
 
-Weights are adopted by pointing the model elsewhere, to and fro between two buffers. There are graphs for both, and a
-step is replayed only by one that was captured with the addresses in use.
+Weights are adopted by switching the model between two buffers. There are graphs for both, and a step is replayed only
+by a graph that was captured with the current addresses.
 
-Off GPUs nothing is captured, and a replay runs the same function on the same buffers again: this is how it is tested.
+Without a GPU nothing is captured, and a replay calls the same function on the same buffers. Tests use this.
 
 Shape suffixes: B rows of a step, with padding; R rows of the largest; D model dim; W experts of a token in all layers.
 """
@@ -35,15 +35,15 @@ from llamarl.generation.model import GeneratorModel
 from llamarl.generation.rows import Rows
 
 _KEPT = 2
-"""Sets of weights: in use, and about to be."""
+"""Number of weight buffers: current and next."""
 
 
 class DecodeGraphs:
-    """Runs steps of an engine's running rows."""
+    """Runs decode steps of an engine's running rows."""
 
     def __init__(self, model: GeneratorModel, cache: KVCache, spare_block: int, max_running: int) -> None:
-        """`spare_block` is one that nobody reads: what padded rows write goes there. Tensor-parallel ranks capture at
-        the same time."""
+        """`spare_block` receives the writes of padded rows and is never read. Tensor-parallel ranks must capture at the
+        same time."""
         assert cache.library is None, "the C++ kernels are no part of a graph"
         self._model, self._cache, self._spare_block = model, cache, spare_block
         self.sizes = sizes(max_running)
@@ -54,9 +54,9 @@ class DecodeGraphs:
         self._width = width
         self._routes_R_W = new_routes(model.shape, max_running, cache.device)
         self._replays = dict[int, dict[int, Callable[[], Tensor]]]()
-        """Weights -> rows -> what gives their hidden states."""
+        """Weights -> rows -> function that returns the hidden states."""
         self.routes_B_W: Tensor | None = None
-        """Experts of the rows of the last step, until the next; None: the model is no mixture."""
+        """Experts of the last step's rows, valid until the next step. None means a dense model."""
         self._pool = torch.cuda.graph_pool_handle() if cache.device.type == "cuda" else None
         self._capture(model)
         if self._pool is not None:
@@ -65,7 +65,7 @@ class DecodeGraphs:
             self._capture(other)
 
     def __call__(self, rows: Rows, of_tokens: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
-        """Hidden states of the rows, until the next step, and how they are sampled; see `gather_inputs`."""
+        """Returns hidden states of the rows, valid until the next step, and sampling inputs. See `gather_inputs`."""
         count = len(rows)
         size = next(size for size in self.sizes if size >= count)
         if self._model.weights_at not in self._replays:
@@ -81,10 +81,10 @@ class DecodeGraphs:
         return StepInputs(self._array[: num_inputs(size, size, self._width)], size, size, routes_B_W)
 
     def _capture(self, model: GeneratorModel) -> None:
-        """All sizes with one set of weights; the largest first, in whose memory the others find room."""
+        """Captures all sizes with one set of weights, the largest first, so that the others reuse its memory."""
         for weights in list(self._replays)[: 1 - _KEPT]:
             del self._replays[weights]
-        model = copy.copy(model)  # bound to these weights, as a graph is
+        model = copy.copy(model)  # bound to these weights, like the graph
         replays = {size: self._captured(model, size) for size in reversed(self.sizes)}
         self._replays[model.weights_at] = replays
 
@@ -95,21 +95,21 @@ class DecodeGraphs:
             attend = TorchAttention(self._cache, inputs)
             return model(inputs.token_N, inputs.position_N, attend, inputs.routes_N_W)
 
-        # What a step with nothing to do looks like: libraries set themselves up in it, which cannot be captured.
+        # An empty step. Libraries initialize themselves in it, which cannot be captured.
         self._array.zero_()
         for values in (inputs.block_N, inputs.table):
             values.fill_(self._spare_block)
         inputs.own_B.fill_(1)
         if self._pool is None:
             return run
-        device = self._cache.device  # it need not be the current one
+        device = self._cache.device  # may differ from the current device
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             run()
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Meanwhile another thread may bring weights to the GPU, which must not end the capture.
+        # Another thread may copy weights to the GPU during the capture, which must not fail.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             hidden_B_D = run()
 
@@ -121,6 +121,6 @@ class DecodeGraphs:
 
 
 def sizes(max_running: int) -> list[int]:
-    """Numbers of rows for which there are graphs."""
+    """Returns the numbers of rows to capture."""
     steps = {1, 2, 4, *range(8, 257, 8), *range(256, max_running, 16), max_running}
     return sorted(size for size in steps if size <= max_running)

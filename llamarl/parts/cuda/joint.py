@@ -1,4 +1,4 @@
-"""The joint of CUDA devices: kernels that have been checked, and steps as graphs. Without torch until one is called."""
+"""The joint of CUDA: checked kernels and captured decode steps. Imports torch only when a function is called."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 
 
 NIXL = ("nixl_cu12", "nixl_cu13")
-"""Packages with NIXL, each for one version of CUDA."""
+"""Packages of NIXL, one per version of CUDA."""
 NO_NIXL = "`weight_sync.transport = 'nixl'` needs a package: pip install 'llamarl[nixl]'"
 
 
 def check_nixl() -> None:
-    """Looks for NIXL, which loads torch, without loading it. Raises ConfigError: this machine has none."""
+    """Looks for NIXL without importing it, because it imports torch. Raises ConfigError if it is not installed."""
     if not any(map(find_spec, NIXL)):
         raise ConfigError(NO_NIXL)
 
 
 def checked(name: str, device: torch.device) -> tuple[ModuleType | None, str]:
-    """The kernels of a file of this folder, or why they do not serve on this device."""
+    """Returns the kernels of a file of this folder, or None and the reason why they are not used on this device."""
     from llamarl.parts.cuda.checks import checked
 
     return checked(name, device)
 
 
 def decode_graphs(model: GeneratorModel, cache: KVCache, spare_block: int, max_running: int) -> StepGraphs:
-    """Decode steps of an engine, captured; see `DecodeGraphs`."""
+    """Returns captured decode steps of an engine. See `DecodeGraphs`."""
     from llamarl.parts.cuda.graphs import DecodeGraphs
 
     return DecodeGraphs(model, cache, spare_block, max_running)

@@ -1,6 +1,6 @@
-"""A tile of logits on GPUs, for `training/policy.py`, in one read each: the running softmax with the targets' logits,
-and the gradient, rounded to the type of the product that comes next. Torch takes seven passes, which cost more than the
-products.
+"""A tile of logits on GPUs for `training/policy.py`, in one pass each: the running softmax with the targets' logits,
+and the gradient, rounded to the type of the next matrix product. Torch takes seven passes, which cost more than the
+matrix products.
 
 Shape suffixes: R target tokens, T tokens of the vocabulary in a tile; in the kernels T columns of a block.
 """
@@ -15,14 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 2048
-"""Most columns of a row at once."""
+"""Maximum columns of a row per iteration."""
 
 
 def add_tile(logits_R_T: Tensor, columns_R: Tensor, largest_R_1: Tensor, sums_R_1: Tensor, targets_R_1: Tensor) -> None:
-    """Adds a tile to the largest logits, the sums of exponentials less those, and the targets' logits; all float32.
+    """Updates the running maximum, the running sum of exponentials, and the targets' logits with a tile; all float32.
 
     Args:
-        columns_R: int64; the target's column, anything outside where it is in another tile.
+        columns_R: int64; column of the target, outside of the tile's range if the target is in another tile.
     """
     _launch(_add_tile, logits_R_T, columns_R, largest_R_1, sums_R_1, targets_R_1)
 
@@ -30,14 +30,14 @@ def add_tile(logits_R_T: Tensor, columns_R: Tensor, largest_R_1: Tensor, sums_R_
 def gradient(
     logits_R_T: Tensor, columns_R: Tensor, normalizers_R: Tensor, scales_R_1: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """scale * (1 at the target - probability) of each logit, [R, T]."""
+    """Returns scale * (1 at the target - probability) of each logit, [R, T]."""
     grad_R_T = torch.empty_like(logits_R_T, dtype=dtype)
     _launch(_gradient, logits_R_T, columns_R, normalizers_R, scales_R_1, grad_R_T)
     return grad_R_T
 
 
 def _launch(kernel: Any, logits_R_T: Tensor, *arguments: Tensor) -> None:
-    """A program per row."""
+    """Launches one program per row."""
     assert all(one.is_contiguous() for one in (logits_R_T, *arguments))
     num_rows, width = logits_R_T.shape
     with torch.cuda.device_of(logits_R_T):

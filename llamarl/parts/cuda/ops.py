@@ -1,7 +1,8 @@
-"""The small operations of a decode step on GPUs, a launch each where torch takes several: one program per row or head.
+"""Small operations of a decode step on GPUs, with one launch each where torch needs several. One program per row or
+head.
 
-Where the product that follows multiplies 8-bit numbers, its input leaves quantized: values, and a float32 scale of each
-row, which is not finite where the row is not. Tested as `decode.py` is.
+If the next matrix product multiplies 8-bit numbers, the output is quantized: values, and a float32 scale per row. The
+scale of a row is not finite if the row is not. Tested like `decode.py`.
 
 Shape suffixes: N packed tokens, D and F channels of a row, H query heads, J kv heads, K head dim, C blocks, S tokens of
 one block; in the kernels D, F and K as powers of two.
@@ -24,8 +25,8 @@ Rows = tuple[Tensor, Tensor]
 def rms_norm(
     x_N_D: Tensor, weight_D: Tensor, eps: float, delta_N_D: Tensor | None, takes: torch.dtype | None
 ) -> Tensor | Rows:
-    """x / sqrt(mean(x^2) + eps) * weight, typed as the weight, after `delta` is added to x in place; quantized to
-    `takes`."""
+    """Adds `delta` to x in place, then returns x / sqrt(mean(x^2) + eps) * weight in the type of the weight, quantized
+    to `takes`."""
     assert x_N_D.is_contiguous()
     delta = x_N_D if delta_N_D is None else delta_N_D.contiguous()
     y, scales = _results(x_N_D.shape, weight_D, takes)
@@ -37,7 +38,7 @@ def rms_norm(
 
 
 def silu_mul(gate_N_F: Tensor, up_N_F: Tensor, takes: torch.dtype | None) -> Tensor | Rows:
-    """silu(gate) * up, quantized to `takes`; rows may be apart."""
+    """Returns silu(gate) * up, quantized to `takes`. Rows may have any stride."""
     assert gate_N_F.stride(1) == up_N_F.stride(1) == 1
     y, scales = _results(gate_N_F.shape, gate_N_F, takes)
     strides = gate_N_F.stride(0), up_N_F.stride(0)
@@ -63,12 +64,12 @@ def rotate_and_write(
     cached: tuple[Tensor, Tensor],
     places: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """Queries as `ops.rotate` gives them, in float32 arithmetic; keys, likewise, and values go to the cache.
+    """Returns queries as `ops.rotate` does, in float32 arithmetic. Writes rotated keys and values to the cache.
 
     Args:
         rotation: float32.
-        cached: keys [C, J, K, S], whose channels are neighbors, and values [C, J, S, K].
-        places: block and place in it of each token.
+        cached: keys [C, J, K, S] with contiguous channels, and values [C, J, S, K].
+        places: block and position in the block, for each token.
     """
     (num_tokens, num_heads, head_dim), num_kv_heads = q_N_H_K.shape, k_N_J_K.shape[1]
     keys, values = cached
@@ -93,7 +94,7 @@ def _results(shape: torch.Size, like: Tensor, takes: torch.dtype | None) -> Rows
 
 
 def _launch(kernel: Any, x_N_D: Tensor, *arguments: Any, **options: Any) -> None:
-    """A program per row of x."""
+    """Launches one program per row of x."""
     block = triton.next_power_of_2(x_N_D.shape[1])
     with torch.cuda.device_of(x_N_D):
         kernel[(len(x_N_D),)](*arguments, **options, D=block, num_warps=min(16, max(1, block // 512)))
@@ -101,14 +102,14 @@ def _launch(kernel: Any, x_N_D: Tensor, *arguments: Any, **options: Any) -> None
 
 @triton.jit
 def _store_row(y, scales, row, size, x_D, d_D, MOST: tl.constexpr):
-    """Stores a row as it is, or quantized: half to even, as torch rounds."""
+    """Stores a row, unchanged or quantized with rounding half to even, as in torch."""
     if MOST > 0:
         # Reductions may drop NaN; the second term is 0 or NaN.
         scale = tl.maximum(tl.max(tl.abs(x_D), 0), 1e-30) / MOST + tl.sum(x_D * 0.0, 0)
         tl.store(scales + row, scale)
         x_D = x_D / scale
         if MOST == 127.0:
-            x_D = (x_D + 12582912.0) - 12582912.0  # 1.5 * 2^23: no bits are left behind the point
+            x_D = (x_D + 12582912.0) - 12582912.0  # 1.5 * 2^23 leaves no fractional bits
     tl.store(y + row * size + d_D, x_D.to(y.dtype.element_ty), mask=d_D < size)
 
 
@@ -143,7 +144,7 @@ def _quantize_row(x, y, scales, size, MOST: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _bounded(x_K, MOST: tl.constexpr):
-    """Numbers bounded by the range of what is stored, beyond which they become its largest number; NaN stays."""
+    """Clamps numbers to the range of the storage type. NaN stays NaN."""
     if MOST > 0:
         x_K = tl.where(x_K > MOST, MOST, tl.where(x_K < -MOST, -MOST, x_K))
     return x_K
@@ -151,7 +152,7 @@ def _bounded(x_K, MOST: tl.constexpr):
 
 @triton.jit
 def _rotated(x, weight, cos_K, sin_K, k_K, head_dim, eps, NORMS: tl.constexpr):
-    """One head: channels, and those half a head away, by the same factor."""
+    """Returns one rotated head: each channel is combined with the channel half a head away."""
     other_K, inside = (k_K + head_dim // 2) % head_dim, k_K < head_dim
     x_K = tl.load(x + k_K, mask=inside, other=0.0).to(tl.float32)
     swapped_K = tl.load(x + other_K, mask=inside, other=0.0).to(tl.float32)

@@ -1,6 +1,6 @@
-"""The small operations of training on GPUs in bfloat16, forward and backward: one pass over memory each, sums float32.
+"""Small operations of bfloat16 training on GPUs, forward and backward: one pass over memory each, with float32 sums.
 
-Torch makes several passes of each, and widens what lies between them: half of a step. Tested as `decode.py` is.
+Torch makes several passes and widens intermediate values, which takes half of a step. Tested like `decode.py`.
 
 Shape suffixes: N packed tokens, D channels of a row, H heads, K head dim, R rotated channels of a head; in the kernels
 D, H and K as powers of two.
@@ -16,20 +16,20 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS = 512
-"""Programs that share the rows in the backward of a norm; each adds up its own part of the weight's gradient."""
+"""Programs that share the rows in the backward of a norm. Each sums a part of the weight's gradient."""
 _BLOCK = 2048
-"""Elements of a program of the gated activation."""
+"""Elements per program of the gated activation."""
 
 
 def rms_norm(x_N_D: Tensor, weight_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, in `dtype`."""
+    """Returns x / sqrt(mean(x^2) + eps) * weight, in `dtype`."""
     y_N_D = torch.empty_like(x_N_D, dtype=dtype)
     _launch(_norm, len(x_N_D), x_N_D, weight_D, y_N_D, x_N_D.shape[1], eps, **_of_width(x_N_D.shape[1]))
     return y_N_D
 
 
 def rms_norm_backward(grad_N_D: Tensor, x_N_D: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weight, typed as they are."""
+    """Returns the gradients of x and of the weight, in their types."""
     (num_rows, width), grad_x_N_D = x_N_D.shape, torch.empty_like(x_N_D)
     parts_P_D = torch.empty(min(_ROWS, num_rows), width, device=x_N_D.device)
     sizes = num_rows, width, eps
@@ -40,7 +40,7 @@ def rms_norm_backward(grad_N_D: Tensor, x_N_D: Tensor, weight_D: Tensor, eps: fl
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up of contiguous tensors."""
+    """Returns silu(gate) * up of contiguous tensors."""
     y, size = torch.empty_like(gate), gate.numel()
     _launch(_gate, -(-size // _BLOCK), gate, up, y, size, T=_BLOCK)
     return y
@@ -53,7 +53,7 @@ def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, T
 
 
 def rotated(x_N_H_K: Tensor, cos_N_1_R: Tensor, sin_N_1_R: Tensor, back: bool = False) -> Tensor:
-    """`ops.rotate_by_torch` in float32, of the type of `x`; `back`: what it makes of a gradient."""
+    """Returns `ops.rotate_by_torch` in float32, in the type of `x`. `back` applies it to a gradient."""
     num_tokens, num_heads, head_dim = x_N_H_K.shape
     y_N_H_K = torch.empty_like(x_N_H_K, memory_format=torch.contiguous_format)
     assert x_N_H_K.stride(2) == cos_N_1_R.stride(2) == sin_N_1_R.stride(2) == 1
@@ -75,7 +75,7 @@ def _power(size: int) -> int:
 
 
 def _of_width(width: int) -> dict[str, int]:
-    """Options of a kernel that has a row at once."""
+    """Returns options of a kernel that holds a whole row."""
     return {"D": _power(width), "num_warps": min(32, max(1, _power(width) // 512))}
 
 
@@ -90,12 +90,12 @@ def _norm(x, weight, y, width, eps, D: tl.constexpr):
 
 
 _KEPT = tl.constexpr(8192)
-"""Channels of a row for which weights and sums fit into registers beside it."""
+"""Maximum channels of a row for which weights and sums also fit into registers."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_backward(grad, x, weight, grad_x, parts, num_rows, width, eps, D: tl.constexpr):
-    """Let s = 1 / sqrt(mean(x^2) + eps) and h = grad * weight; then grad_x = s * h - x * s^3 * mean(h * x)."""
+    """With s = 1 / sqrt(mean(x^2) + eps) and h = grad * weight: grad_x = s * h - x * s^3 * mean(h * x)."""
     d_D = tl.arange(0, D)
     here_D = d_D < width
     part_D = tl.zeros((D,), tl.float32)
@@ -150,7 +150,8 @@ def _rotate(
     x, cos, sin, y, x_row, x_head, angle_row, num_heads, head_dim, rotary_dim, BACK: tl.constexpr, H: tl.constexpr,
     K: tl.constexpr,
 ):  # fmt: skip
-    """Channel i, and the one half of the rotated ones away; those behind them stay."""
+    """Combines each rotated channel with the one half of the rotated channels away. The other channels are
+    unchanged."""
     token, h_H, k_K = tl.program_id(0).to(tl.int64), tl.arange(0, H), tl.arange(0, K)
     turns_K = k_K < rotary_dim
     other_K = tl.where(turns_K, (k_K + rotary_dim // 2) % rotary_dim, k_K)

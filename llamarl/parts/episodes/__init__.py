@@ -1,1 +1,1 @@
-"""Rollouts of several turns: environments, agents of others, and the endpoint that they ask."""
+"""Rollouts with several turns: environments, external agents, and the endpoint that agents call."""

@@ -1,8 +1,8 @@
-"""`Agents`: episodes of outside programs, which ask the policy over the gateway.
+"""`Agents`: episodes of external programs that call the policy through the gateway.
 
-Each call is a rollout of its own under the admission of its group: it goes to generators in service, is parked and goes
-on, and survives their deaths as all rollouts do. What an episode is learnt from comes when it ends, so the loss of the
-gateway costs the episodes under way, which begin again.
+Each call is a separate rollout under the admission of its group: any generator may serve it, and it is parked, resumed
+and recovered like other rollouts. The training data of an episode arrives when the episode ends, so the death of the
+gateway restarts the unfinished episodes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class _RunningEpisode:
     task: AgentTask
     row: InFlightRollout
     since_s: float
-    """Time when the agent began, or was last answered, in seconds of the event loop's clock."""
+    """Time when the agent started or was last answered, in seconds of the event loop's clock."""
     calls: set[int] = field(default_factory=set)
-    """Ids of all its requests."""
+    """Ids of all requests of the agent."""
 
 
 class Agents:
-    """Episodes that outside programs run, of all groups: one kind of `Turns`."""
+    """Episodes of external programs, of all groups: one kind of `Turns`."""
 
     def __init__(
         self,
@@ -45,19 +45,19 @@ class Agents:
     ) -> None:
         """
         Args:
-            waited: hears how many seconds the policy has waited for an agent.
+            waited: called with the seconds that the policy waited for an agent.
         """
         self._port, self._timeout_s = port(GatewayPort, handle, timeout_s), timeout_s
         self._flight, self._supervisor, self._replicas = flight, supervisor, replicas
         self._waited = waited
         self._episodes = dict[Key, _RunningEpisode]()
         self._asking = dict[int, Key]()
-        """Key of the episode whose call generators work on, by the id of the request."""
+        """Key of the episode whose call is being generated, by the id of the request."""
         if isinstance(handle, RestartableHandle):
             handle.restore = self._restore
 
     async def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Agents begin; they ask for the rest."""
+        """Starts the agents, which then send their calls."""
         tasks, now_s = list[AgentTask](), asyncio.get_running_loop().time()
         for request in requests:
             prompt = self._flight.groups[request.group_id].prompt
@@ -69,15 +69,15 @@ class Agents:
         await self._port.submit(tasks)
 
     def take(self, finished: Sequence[Rollout]) -> None:
-        """All are answers to calls."""
+        """Handles finished rollouts, which are all answers to calls."""
         for one in finished:
             self._episodes[self._asking.pop(one.group_id)].since_s = asyncio.get_running_loop().time()
         if finished:
             self._supervisor.start(self._port.answer(finished), "answers to agents")
 
     async def loop(self) -> None:
-        """Consumes calls and ends of episodes; waits for the gateway; produces requests to generators, and whole
-        rollouts; unblocked by `submit` and `take`."""
+        """Consumes calls and ends of episodes. Waits for the gateway. Produces requests to generators, and complete
+        rollouts. Unblocked by `submit` and `take`."""
         clock = asyncio.get_running_loop()
         while True:
             news = await self._port.collect()
@@ -85,7 +85,7 @@ class Agents:
             for group_id, index, request in news.calls:
                 episode = self._episodes.get((group_id, index))
                 if episode is None or self._flight.is_dropped(request.group_id):
-                    continue  # a gateway's last word
+                    continue  # a late message of a gateway
                 self._waited(clock.time() - episode.since_s)
                 episode.calls.add(request.group_id)
                 self._asking[request.group_id] = group_id, index
@@ -100,13 +100,13 @@ class Agents:
             self._replicas.resume(to_ask)
 
     def _forget(self, episode: _RunningEpisode) -> None:
-        """Nobody waits for its calls."""
+        """Forgets the calls of an ended episode."""
         for call in episode.calls:
             self._asking.pop(call, None)
         self._replicas.drop(episode.calls)
 
     async def _restore(self, life: ExecutorHandle) -> str:
-        """All episodes begin again."""
+        """Restarts all episodes on a new gateway."""
         tasks, now_s = list[AgentTask](), asyncio.get_running_loop().time()
         for key, episode in self._episodes.items():
             self._forget(episode)
@@ -117,7 +117,7 @@ class Agents:
         return f"{len(tasks)} episodes of agents, from their beginnings"
 
     def describe(self) -> str:
-        """Episodes of agents under way, in a sentence for a stall report; empty: there is none."""
+        """Returns a sentence on unfinished agent episodes for a stall report. Empty means none."""
         if not self._episodes:
             return ""
         age_s = asyncio.get_running_loop().time() - min(one.since_s for one in self._episodes.values())

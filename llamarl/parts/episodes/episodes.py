@@ -1,8 +1,8 @@
-"""`Episodes`: rollouts that wait for their environment.
+"""`Episodes`: rollouts that interact with an environment.
 
-A turn is a segment: what was sampled leaves the generator as a parked rollout does, the observation is appended, and
-the rollout goes on wherever most is free. So versions per token, new weights between and within turns, the loss of a
-generator and the bound of staleness are what they are for parked rollouts.
+A turn is a segment: the sampled tokens leave the generator like a parked rollout, the observation is appended, and the
+rollout continues on the least loaded generator. Policy versions, weight updates, generator failures and the staleness
+bound therefore work as for parked rollouts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def open_turns(
     replicas: Replicas,
     waited: Callable[..., None],
 ) -> Episodes | Agents | None:
-    """Turns that an agent or an environment answers; None: a response is one turn. Raises ConfigError."""
+    """Returns the agents or environments that reply between turns. None means single-turn rollouts. Raises
+    ConfigError."""
     handle = executors.models.get("environment")
     if config.rollout.agent and handle:
         return Agents(handle, config.cluster.timeout_s, supervisor, flight, replicas, waited)
@@ -50,7 +51,7 @@ def open_turns(
 
 
 class Episodes:
-    """Episodes that an environment answers, of all groups: one kind of `Turns`."""
+    """Episodes with an environment, of all groups: one kind of `Turns`."""
 
     def __init__(
         self,
@@ -64,9 +65,9 @@ class Episodes:
     ) -> None:
         """
         Args:
-            environments: by the label of their source.
-            replicas: generators that go on, and hold what was computed until then.
-            waited: hears how many seconds a rollout has waited for a reply, and the reply.
+            environments: environments by the label of their source.
+            replicas: generators that continue rollouts and keep their KV cache.
+            waited: called with the seconds that a rollout waited for a reply, and the reply.
         """
         self._port = port(EnvironmentPort, handle, timeout_s)
         self._environments, self._timeout_s, self._supervisor = environments, timeout_s, supervisor
@@ -75,11 +76,11 @@ class Episodes:
             handle.restore = self._restore
 
     async def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """The policy begins."""
+        """Sends the first requests of the policy."""
         await self._replicas.submit(requests)
 
     def take(self, finished: Sequence[Rollout]) -> None:
-        """Asks for replies to the rollouts that end a turn; the others are whole."""
+        """Requests replies for rollouts at the end of a turn. The other rollouts are complete."""
         rows = [self._flight[one.group_id, one.index] for one in finished]
         turns = [row for row in rows if row.state is RolloutState.TURN]
         for row in turns:
@@ -93,27 +94,27 @@ class Episodes:
         return OpenTurn(*row.key, prompt, row.rollout.turns, row.environment_s or 0.0)
 
     def _leave(self, episodes: list[Key]) -> None:
-        """The environment is not asked about these any more, and has not ended them."""
+        """Cancels these unfinished episodes in the environment."""
         if episodes and any(one.is_stateful for one in self._environments.values()):
             self._supervisor.start(self._port.leave(episodes), "episodes that have ended")
 
     async def loop(self) -> None:
-        """Consumes replies; waits for episodes to be asked for; produces rollouts to go on with, and whole ones;
-        unblocked by `take`."""
+        """Consumes replies. Waits for episodes that need a reply. Produces rollouts to continue, and complete ones.
+        Unblocked by `take`."""
         clock = asyncio.get_running_loop()
         while True:
             to_go_on = list[GenerationRequest]()
             for replied in await self._port.collect():
                 row = self._flight.get((replied.group_id, replied.index))
                 if row is None or row.state is not RolloutState.TURN or row.rollout.num_tokens != replied.num_tokens:
-                    continue  # a new environment was asked twice, or what the old one had answered
+                    continue  # a repeated reply, after the environment restarted
                 self._waited(clock.time() - row.since_s, replied)
                 row.environment_s = (row.environment_s or 0.0) + replied.seconds
                 to_go_on += self._next(row, replied)
             self._replicas.resume(to_go_on)
 
     def _next(self, row: InFlightRollout, replied: Replied) -> list[GenerationRequest]:
-        """The request with which an episode goes on; none: it has ended."""
+        """Returns the request that continues an episode. Empty means that it has ended."""
         rollout = row.rollout
         if replied.observation_T is not None:
             num_tokens = rollout.num_tokens + len(replied.observation_T)
@@ -132,13 +133,13 @@ class Episodes:
         return []
 
     async def _restore(self, life: ExecutorHandle) -> str:
-        """A new environment is asked for all replies that are missing."""
+        """Requests all missing replies from a new environment."""
         turns = [*self._flight.in_state(RolloutState.TURN)]
         await port(EnvironmentPort, life, self._timeout_s).submit([*map(self._open_turn, turns)])
         return f"the turns of {len(turns)} episodes"
 
     def describe(self) -> str:
-        """Rollouts that wait for the environment, in a sentence for a stall report; empty: none waits."""
+        """Returns a sentence on rollouts that wait for the environment, for a stall report. Empty means none."""
         since_s = [row.since_s for row in self._flight.in_state(RolloutState.TURN)]
         if not since_s:
             return ""

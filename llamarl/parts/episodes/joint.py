@@ -1,4 +1,4 @@
-"""The joint of episodes: `Turns` of the controller, the executor that answers them, and what else a run asks first."""
+"""The joint of episodes: the controller's `Turns`, the executor behind them, and the checks before a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["build_environment", "check", "open_turns", "spec"]
 
 
 def check(config: RunConfig) -> None:
-    """Whether environment or agent can be had and work with the other settings. Raises ConfigError."""
+    """Raises ConfigError if the environment or agent does not exist or does not work with other settings."""
     rollout = config.rollout
     for label, one in config.by_source.items():
         with errors_name_source(label):
@@ -36,7 +36,7 @@ def check(config: RunConfig) -> None:
 
 
 def spec(config: RunConfig, place: Sequence[HostShare] = ()) -> ExecutorSpec:
-    """Specification of the executor that answers turns, or runs the agents that ask for them."""
+    """Returns the specification of the executor that replies to turns or runs agents."""
     path, rollout, folder = config.model.path, config.rollout, "llamarl.parts.episodes.executors"
     common: dict[str, Any] = {"arguments": config.data.template_arguments, "today": config.data.date}
     if rollout.agent:

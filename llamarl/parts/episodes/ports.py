@@ -1,4 +1,4 @@
-"""Interfaces of this part's executors, for the controller."""
+"""Interfaces of this part's executors for the controller."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from llamarl.types import Prompt, Rollout
 
 
 class OpenTurn(NamedTuple):
-    """One whose last turn wants a reply."""
+    """An episode whose last turn needs a reply."""
 
     group_id: int
     index: int
     prompt: Prompt
     turns: list[tuple[bool, np.ndarray]]
-    """`Rollout.turns`; the last one was sampled."""
+    """`Rollout.turns`. The last one was sampled."""
     spent_s: float = 0.0
-    """Seconds that its replies have taken."""
+    """Seconds of its replies so far."""
 
 
 class EnvironmentPort(Protocol):
-    """Answers turns."""
+    """Replies to turns."""
 
     async def submit(self, episodes: Sequence[OpenTurn]) -> None: ...
     async def leave(self, episodes: Sequence[tuple[int, int]]) -> None: ...
@@ -33,7 +33,7 @@ class EnvironmentPort(Protocol):
 
 
 class GatewayPort(Protocol):
-    """Runs agents, and hands on what they ask the policy."""
+    """Runs agents and forwards their calls to the policy."""
 
     async def submit(self, tasks: Sequence[AgentTask]) -> None: ...
     async def answer(self, rollouts: Sequence[Rollout]) -> None: ...

@@ -1,12 +1,12 @@
-"""Tool calls in what a policy writes, as the model families write them. No torch.
+"""Parses tool calls in the formats of the model families. No torch.
 
     qwen    text <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call> <tool_call>...</tool_call>
     llama   {"name": "add", "parameters": {"a": 1}}; {...}        perhaps behind `<|python_tag|>`, as are
             search.call(query="x")                                calls of built-in tools, and
             print(1 + 1)                                          code for the tool `python`
 
-Each family's key for the arguments is read in the other one's place, too. What was meant as a call and is none says so
-in `ToolCall.error`.
+Each family's key for the arguments is also accepted in the other format. A malformed call has its fault in
+`ToolCall.error`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _MOST_DIGITS = 300
 
 
 def tool_calls(text: str, written_in: ToolFormat) -> tuple[str, list[ToolCall]]:
-    """Splits what an assistant wrote into the text beside its calls, and the calls.
+    """Splits an assistant's text into the text outside of calls, and the calls.
 
     Args:
-        text: with special tokens, but for the stop token. What it thinks calls nothing.
+        text: includes special tokens except the stop token. Calls inside of thinking are ignored.
     """
     end = text.rfind("</think>") + len("</think>") if "</think>" in text else 0
     thought, text = text[:end], text[end:]
@@ -70,7 +70,7 @@ def _call(body: str) -> ToolCall:
 
 
 def _checked(value: Any) -> ToolCall:
-    """A call from its JSON."""
+    """Returns a call from its JSON."""
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or not name:
         return ToolCall(error='the call is no object with a "name"')
@@ -81,7 +81,7 @@ def _checked(value: Any) -> ToolCall:
 
 
 def _built_in(body: str) -> ToolCall:
-    """`name.call(argument=literal, ...)`."""
+    """Parses `name.call(argument=literal, ...)`."""
     name = body.partition(".")[0]
     try:
         call = ast.parse(body, mode="eval").body

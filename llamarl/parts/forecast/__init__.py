@@ -1,1 +1,1 @@
-"""Forecasts of a run before it runs: hardware, costs, theory, the search for a layout, a simulator. No torch."""
+"""Forecasts of a run before it starts: hardware, costs, theory, layout search, simulator. No torch."""

@@ -1,4 +1,4 @@
-"""Every integer layout that the solver looks at. Columns: L layouts of one executor; every array is int64 [L]."""
+"""Every integer layout that the solver considers. Columns: L layouts of one executor; every array is int64 [L]."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTEXT_PARALLEL = (1, 2, 4, 8)
 PIPELINE_PARALLEL = (1, 2, 4, 8, 16)
 MAX_GENERATOR_TP = 64
 EVERY_SLOT = 64
-"""Concurrency up to which every integer is tried; above it steps of 12 %."""
+"""Concurrency up to which every integer is tried. Above it, steps of 12 %."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,12 +45,12 @@ class TrainerLayouts(Candidates):
     cp_L: np.ndarray
     pp_L: np.ndarray
     ep_L: np.ndarray
-    """Ranks, among the data-parallel ones, that share the experts of a mixture by their numbers."""
+    """Data-parallel ranks that share the experts of a mixture by number."""
     dp_L: np.ndarray
     microbatch_tokens_L: np.ndarray
     """Tokens of one microbatch per data-parallel rank."""
     sharded: bool
-    """Trainer state is sharded over dp x cp (FSDP); otherwise each tp x pp group holds all of it."""
+    """Whether trainer state is sharded over dp x cp (FSDP). Otherwise each tp x pp group holds all of it."""
 
     @property
     def gpus_L(self) -> np.ndarray:
@@ -65,7 +65,7 @@ class TrainerLayouts(Candidates):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generators(Candidates):
-    """Replicas of `tp` GPUs, each of which decodes `slots` responses at once."""
+    """Replicas of `tp` GPUs. Each replica decodes `slots` responses concurrently."""
 
     tp_L: np.ndarray
     replicas_L: np.ndarray
@@ -80,18 +80,18 @@ class Generators(Candidates):
 
 
 def sum_parts(parts: dict[str, np.ndarray]) -> np.ndarray:
-    """Sum over causes, [L]."""
+    """Returns the sum over causes, [L]."""
     return np.sum(np.broadcast_arrays(*parts.values()), axis=0)
 
 
 def powers_of_two(limit: int) -> list[int]:
-    """1, 2, 4, ... up to `limit`."""
+    """Returns 1, 2, 4, ... up to `limit`."""
     return [1 << power for power in range(max(limit, 0).bit_length())]
 
 
 def trainer_candidates(request: PlanRequest, pool: Pool, rules: Rules) -> TrainerLayouts:
-    """Layouts of the trainer on at most `pool.count` GPUs that a run accepts; a data-parallel rank has whole groups, at
-    least one."""
+    """Returns trainer layouts on at most `pool.count` GPUs that a run accepts. A data-parallel rank has whole groups,
+    at least one."""
     rows: list[np.ndarray] = []
     for tp, cp, pp, ep in _model_parallel(request, pool, rules):
         group = tp * cp * pp
@@ -118,7 +118,7 @@ def trainer_candidates(request: PlanRequest, pool: Pool, rules: Rules) -> Traine
 
 
 def _model_parallel(request: PlanRequest, pool: Pool, rules: Rules) -> list[tuple[int, int, int, int]]:
-    """(tp, cp, pp, ep) that fit the pool. Tensor parallelism leaves a node only where one size must serve both
+    """Returns (tp, cp, pp, ep) that fit the pool. Tensor parallelism crosses nodes only if one size must serve both
     phases."""
     heads, moe = request.model.num_heads, request.model.moe
     if not rules.own_parallelism:
@@ -136,7 +136,7 @@ def _model_parallel(request: PlanRequest, pool: Pool, rules: Rules) -> list[tupl
 
 
 def _shares_experts(request: PlanRequest, ranks: int, ep: int) -> bool:
-    """A run's trainer shares a mixture's experts so."""
+    """Returns whether a run's trainer can share a mixture's experts over `ep` ranks."""
     try:
         check_mixture_layout(request.model, ParallelismConfig(fsdp=ranks, ep=ep), request.model.path, "trainer")
     except ConfigError:
@@ -145,7 +145,7 @@ def _shares_experts(request: PlanRequest, ranks: int, ep: int) -> bool:
 
 
 def slot_candidates(limit: int) -> np.ndarray:
-    """Concurrencies from 1 to `limit`, which is one of them."""
+    """Returns concurrencies from 1 to `limit`, including `limit`."""
     slots = list(range(1, min(limit, EVERY_SLOT) + 1))
     while slots[-1] < limit:
         slots.append(min(limit, math.ceil(slots[-1] * 1.12)))
@@ -153,7 +153,7 @@ def slot_candidates(limit: int) -> np.ndarray:
 
 
 def admitted(request: PlanRequest, replicas: int, staleness: int, rules: Rules) -> int:
-    """Most responses that one replica can have in flight.
+    """Returns the maximum number of responses that a replica can have in flight.
 
     With partial rollouts at most (S + 1) B0 are active, spread evenly; otherwise one replica's share of B0.
     """
@@ -163,7 +163,7 @@ def admitted(request: PlanRequest, replicas: int, staleness: int, rules: Rules) 
 
 
 def generator_candidates(request: PlanRequest, pool: Pool, rules: Rules, staleness: int) -> Generators:
-    """Replicas and concurrency of generators on at most `pool.count` GPUs."""
+    """Returns replicas and concurrencies of generators on at most `pool.count` GPUs."""
     heads = request.model.num_heads
     largest = min(pool.count, heads, MAX_GENERATOR_TP if rules.own_parallelism else pool.count)
     blocks: list[np.ndarray] = []

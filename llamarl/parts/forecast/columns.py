@@ -1,4 +1,4 @@
-"""Data of a first run: the source, and which columns hold question and answer, as the first rows show them."""
+"""Data of a first run: the source, and the columns with questions and answers, detected in the first rows."""
 
 from __future__ import annotations
 
@@ -15,40 +15,41 @@ from llamarl.config.section import near_path
 from llamarl.data.files import read_file, suffix
 
 SAMPLED = 64
-"""Rows that are looked at."""
+"""Rows that are inspected."""
 MOST_BYTES = 64 << 20
-"""A larger file is not fetched for its columns."""
+"""Maximum bytes of a file that is fetched to inspect its columns."""
 QUESTIONS = ("question", "prompt", "messages", "problem", "instruction", "query", "task", "input")
 ANSWERS = (
     *("answer", "final_answer", "expected_answer", "ground_truth", "gold", "target", "label", "solution", "output"),
     *("response", "completion", "reward_model.ground_truth"),
 )
-"""Columns, the best first. The first three questions, and the first answer, are those that a source takes by itself."""
+"""Candidate columns, the best first. A source finds the first three question columns and the first answer column
+itself."""
 KNOWN = ("question", "prompt", "messages", "answer")
 _TRAINED, _HELD_OUT = ("train", "training"), ("test", "validation", "dev", "eval")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundData:
-    """Settings of `data`, and sentences on why they are so."""
+    """Settings of `data`, and sentences with the reasons."""
 
     train: dict[str, Any]
     eval: dict[str, Any] | None = None
     why: list[str] = field(default_factory=list)
     reward: str = "math"
-    """File in `rewards` that compares such answers."""
+    """Name of the reward that compares such answers."""
 
 
 def found_data(name: str, question: str = "", answer: str = "") -> FoundData:
-    """Source and columns of a file, or of a data set of the Hub, of which the README, the list of files and, unless it
-    is large, one file are read.
+    """Detects source and columns of a file or of a Hub dataset. Of a dataset, reads the README, the list of files and
+    one file that is not large.
 
     Args:
-        question: column; empty: the best of `QUESTIONS`.
-        answer: the same for `ANSWERS`.
+        question: name of the question column. Empty means the best of `QUESTIONS`.
+        answer: name of the answer column. Empty means the best of `ANSWERS`.
 
     Raises:
-        ConfigError: there are no such data, or no column is known to hold questions or answers.
+        ConfigError: the data do not exist, or no column is recognized as question or answer.
     """
     if Path(name).is_file():
         if not suffix(name):
@@ -78,7 +79,7 @@ def found_data(name: str, question: str = "", answer: str = "") -> FoundData:
 
 
 def _of_hub(name: HubName) -> tuple[dict[str, Any], dict[str, Any] | None, list[dict[str, Any]], list[str]]:
-    """Sources to train and to evaluate on, first rows, and sentences. Raises ConfigError."""
+    """Returns training and evaluation sources, first rows, and sentences. Raises ConfigError."""
     try:
         hub = open_hub()
         pinned, _, found = hub.with_data(name)
@@ -111,7 +112,7 @@ def _rows(placed: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def _columns(name: str, rows: Sequence[Mapping[str, Any]], given: Mapping[str, str]) -> dict[str, str]:
-    """Options of the source for columns that it would not find by itself. Raises ConfigError."""
+    """Returns options of the source for columns that it does not find itself. Raises ConfigError."""
     found = dict[str, str]()
     for option, known, kinds in (("question", QUESTIONS, str | list), ("answer", ANSWERS, str | int | float)):
         wanted = (given[option],) if option in given else known
@@ -133,7 +134,7 @@ def _columns(name: str, rows: Sequence[Mapping[str, Any]], given: Mapping[str, s
 
 
 def _value(row: Mapping[str, Any], column: str) -> Any:
-    """Value of a column, or of one inside another; None: there is none."""
+    """Returns the value of a column, which may be nested. None means missing."""
     found: Any = row
     for part in [column] if column in row else column.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None

@@ -1,4 +1,4 @@
-"""Why nothing fits, by how much, and the nearest request that works."""
+"""Explains why nothing fits, by how much, and finds the nearest request that fits."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from llamarl.parts.forecast.sync import priced
 from llamarl.parts.forecast.training import training_memory
 
 MOST_GPUS = 1 << 17
-"""Beyond this no larger cluster is suggested."""
+"""Largest cluster that is suggested."""
 
 
 def plans(request: PlanRequest) -> tuple[Plan | None, Plan | None]:
-    """The best synchronous and asynchronous plan; at least one is there.
+    """Returns the best synchronous and asynchronous plan. At least one exists.
 
     Raises:
-        ConfigError: the request is impossible; the message says by how much and what would work.
+        ConfigError: the request is impossible. The message has the missing amount and a suggestion.
     """
     request.check()
     synchronous, asynchronous = (
@@ -34,7 +34,8 @@ def plans(request: PlanRequest) -> tuple[Plan | None, Plan | None]:
 
 
 def explain(request: PlanRequest) -> str:
-    """Which memory constraint fails on the first pool, by how many gigabytes, and the fewest GPUs that work."""
+    """Returns which memory constraint fails on the first pool, by how many gigabytes, and the smallest sufficient
+    number of GPUs."""
     pool = request.pools[0]
     usable = request.usable_bytes(pool)
     parts = training_memory(request, trainer_candidates(request, pool, ASYNCHRONOUS))
@@ -58,7 +59,8 @@ def explain(request: PlanRequest) -> str:
 
 
 def _nearest(request: PlanRequest) -> str:
-    """The least number of GPUs of the first pool's kind that works, or fewer tokens when none does."""
+    """Returns the smallest sufficient number of GPUs of the first pool's kind, or fewer tokens if no number is
+    sufficient."""
     low, high = request.pools[0].count, request.pools[0].count
     while high < MOST_GPUS and not _works(request, high):
         low, high = high, high * 2

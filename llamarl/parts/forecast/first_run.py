@@ -1,4 +1,4 @@
-"""`FirstRun`: settings of a run that fits its devices, by a plan, with the core's own sum of memory."""
+"""`FirstRun`: settings of a run that fits its devices, from a plan and the core's memory estimate."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from llamarl.parts.forecast.run_file import on_hosts, planned_settings
 from llamarl.parts.forecast.shapes import smaller
 
 LIGHT = {"weights": "bfloat16", "moments": "8bit"}
-"""Settings of a trainer that keeps least of each weight."""
+"""Settings of a trainer with the fewest bytes per weight."""
 LEARNING_RATES = 1e-6, 1e-5
-"""Peak learning rate of all weights, and of adapters, which take about ten times as much (as with supervised training,
+"""Peak learning rates of full training and of adapters, which need about ten times as much (as in supervised training,
 thinkingmachines.ai/blog/lora)."""
 MOST_GPUS = 64
-"""Beyond this no larger cluster is suggested."""
+"""Largest cluster that is suggested."""
 RESERVES = (0.25, 0.45)
-"""Shares of a device that are left free in turn, until a plan fits with what it does not count itself."""
+"""Shares of device memory to reserve, in order, until a plan fits with memory that the plan does not count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,21 +39,21 @@ class FirstRun:
     plan: Plan
     config: RunConfig
     held: list[RankMemory]
-    """Memory of each executor, by the sum that a start is refused by."""
+    """Memory of each executor, by the estimate that can refuse a start."""
     because: str = ""
-    """Why not all weights are trained, and what they would fit with; empty: they are, or nobody asked for it."""
+    """Reason for adapters, and what would make full training fit. Empty means full training or adapters on request."""
 
 
 def first_run(request: PlanRequest, given: dict[str, Any], adapters: str) -> FirstRun:
-    """The run to begin with: all weights are trained where that fits, else adapters.
+    """Returns the settings of a first run: full training if it fits, otherwise adapters.
 
     Args:
-        request: on one pool, without adapters.
-        given: settings that are no choice of a plan, as parsed TOML.
+        request: request on one pool, without adapters.
+        given: settings that a plan does not choose, as parsed TOML.
         adapters: `auto`, `always` or `never`.
 
     Raises:
-        ConfigError: it fits in no way; what comes nearest and fits is named.
+        ConfigError: no settings fit. The message names the nearest ones that would.
     """
     beside = _adapters(request)
     ways = {"auto": (None, beside), "always": (beside,), "never": (None,)}[adapters]
@@ -73,12 +73,12 @@ def first_run(request: PlanRequest, given: dict[str, Any], adapters: str) -> Fir
 
 
 def _adapters(request: PlanRequest) -> LoraConfig:
-    """Adapters of all projections that can have one."""
+    """Returns adapters for all supported projections."""
     return LoraConfig(rank=16, targets=[*ATTENTION]) if request.model.moe else LoraConfig(rank=16)
 
 
 def _lightly(request: PlanRequest, given: dict[str, Any]) -> str:
-    """Options with which all weights fit; empty: they do not, or are asked for."""
+    """Returns options with which full training fits. Empty means that it does not, or that they are set already."""
     kept = given.get("trainer", {})
     if kept.items() >= LIGHT.items():
         return ""
@@ -91,7 +91,7 @@ def _lightly(request: PlanRequest, given: dict[str, Any]) -> str:
 
 
 def _nearest(request: PlanRequest, given: dict[str, Any], ways: tuple[LoraConfig | None, ...]) -> Iterator[str]:
-    """Changes of a request with which it fits, each tried: adapters, a smaller model, more GPUs, a larger one."""
+    """Yields changes of the request that make it fit: adapters, a smaller model, more GPUs, a larger GPU."""
 
     def works(asked: PlanRequest, how: LoraConfig | None) -> bool:
         try:
@@ -124,7 +124,7 @@ def _size(gpu: Gpu) -> float:
 
 
 def _least(works: Callable[[int], bool], low: int) -> int:
-    """The least count over `low` that works, by halving; 0: none up to `MOST_GPUS`."""
+    """Returns the smallest sufficient count above `low`, by bisection. 0 means none up to `MOST_GPUS`."""
     high = 2 * low
     while high <= MOST_GPUS and not works(high):
         low, high = high, 2 * high
@@ -137,7 +137,7 @@ def _least(works: Callable[[int], bool], low: int) -> int:
 
 
 def _fitted(request: PlanRequest, given: dict[str, Any]) -> FirstRun:
-    """The first plan that fits with all that the core counts, which a plan leaves to a reserve. Raises ConfigError."""
+    """Returns the first plan that fits by the core's estimate, which counts more than a plan. Raises ConfigError."""
     reason: ConfigError | None = None
     for share in (request.constants.reserved_share, *RESERVES):
         constants = replace(request.constants, reserved_share=share)
@@ -156,7 +156,7 @@ def _fitted(request: PlanRequest, given: dict[str, Any]) -> FirstRun:
 
 
 def _settled(plan: Plan, request: PlanRequest, given: dict[str, Any]) -> FirstRun:
-    """The run of a plan, with microbatches and a cache that fit. Raises ConfigError."""
+    """Returns the settings of a plan, with microbatches and a cache that fit. Raises ConfigError."""
     pool, shape = request.pools[0], request.model
     if pool.gpu.name == CPU:
         settings, there, where = _of_cores(plan, given), available_bytes(), "this machine"
@@ -176,7 +176,7 @@ def _settled(plan: Plan, request: PlanRequest, given: dict[str, Any]) -> FirstRu
 
 
 def _of_cores(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a machine without GPUs: half of its cores train, the others generate."""
+    """Returns settings for a machine without GPUs: half of the cores train, the others generate."""
     cores = os.cpu_count() or 1
     planned = planned_settings(plan)
     planned["generator"] = {"device": "cpu", "threads": max(1, cores // 2), "max_running": plan.generator.slots}
@@ -187,7 +187,7 @@ def _of_cores(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def cpu_request(request: PlanRequest) -> PlanRequest:
-    """The same on the cores of this machine. Memory is theirs together, so none of them is held to a part of it."""
+    """Returns the request on the cores of this machine. They share its memory, so none has a separate limit."""
     pool = Pool(gpu=replace(request.pools[0].gpu, memory_bytes=1e18), count=max(2, os.cpu_count() or 1))
     return replace(request, pools=(pool,), constants=OF_CORES)
 
@@ -199,6 +199,6 @@ def _merged(given: dict[str, Any], planned: dict[str, Any]) -> dict[str, Any]:
     }
     found = given | sections
     rollout = found["rollout"]
-    # Slow groups are passed by a quarter of a step, which makes tokens at most one step older (docs/staleness.md).
+    # Slow groups are overtaken by a quarter of a step, which adds at most one step of staleness (docs/staleness.md).
     rollout["window"] = 1 + rollout["prompts_per_step"] // 4 if rollout["max_staleness"] else 1
     return found

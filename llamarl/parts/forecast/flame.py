@@ -1,5 +1,5 @@
-"""A flame graph of a run that is under way: where all of its processes on this machine spend their time, in one
-picture. Samples are py-spy's, which stops a process while it reads its stack: without that, lines are misplaced."""
+"""A flame graph of a running run: where all of its processes on this machine spend their time. py-spy takes the samples
+and stops a process while it reads its stack, because line numbers would be wrong otherwise."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from llamarl.run.folder import runner
 RATE_HZ = 100
 """Samples per second of each process."""
 SLACK_S = 60.0
-"""Beyond the duration, for the picture to be drawn."""
+"""Additional seconds to draw the graph."""
 _TITLE = re.compile(r"<title>process (\d+):(.*?)( \([\d,]+ samples, [\d.]+%\))</title>", re.DOTALL)
 _TEXT = re.compile(r"(<text[^>]*>)process (\d+):[^<]*</text>")
 _LOG = re.compile(r"/logs/([\w.-]+)\.log\b")
 
 
 def record(run: Path, duration_s: float, path: Path) -> None:
-    """Samples a run for so long, and writes the picture. Raises ConfigError."""
+    """Samples a run for `duration_s` seconds and writes the graph. Raises ConfigError."""
     sampler = Path(sys.executable).parent / "py-spy"
     program = str(sampler) if sampler.exists() else shutil.which("py-spy")
     if program is None:
@@ -60,7 +60,7 @@ def record(run: Path, duration_s: float, path: Path) -> None:
 
 
 def named(picture: str, controller: int) -> str:
-    """The picture with executors' names in place of what their processes were started by."""
+    """Returns the graph with the names of executors instead of the commands of their processes."""
     names = {str(controller): "controller"}
     for pid, command, _ in _TITLE.findall(picture):
         if found := _LOG.search(html.unescape(command)):

@@ -21,26 +21,26 @@ from llamarl.parts.forecast.request import PlanRequest, Rules
 
 
 def token_flops(request: PlanRequest, context_tokens: float) -> float:
-    """FLOPs of one token behind so many others."""
+    """Returns the FLOPs of one token at a context of this length."""
     return request.model.forward_flops(1, 1, context_tokens)
 
 
 def prompt_flops(request: PlanRequest) -> float:
-    """FLOPs to prefill one prompt, of which no logits are needed: its last token is decoded."""
+    """Returns the FLOPs to prefill one prompt. No logits are needed, because its last token is decoded."""
     return request.model.forward_flops(request.prompt_tokens, 0, request.prompt_tokens**2 / 2)
 
 
 def expert_flops(request: PlanRequest, tp: np.ndarray) -> np.ndarray:
-    """FLOPs by which the fullest rank of a replica is behind the others for one token, all ranks' together: where each
-    has some experts of a mixture whole, and not columns of all."""
+    """Returns the additional FLOPs of the fullest rank of a replica for one token, summed over ranks, if each rank has
+    whole experts of a mixture and not columns of all experts."""
     if request.model.moe is None:
         return np.zeros(len(tp))
     return 2.0 * (UNEVEN_EXPERTS - 1) * request.model.routed_scalars * has_whole_experts(request.model, tp)
 
 
 def read_bytes(model: DecoderSizes, weight_bytes: Number, active: Number) -> Number:
-    """Bytes of weights that a decode step of `active` responses reads: of E experts they touch E (1 - (1 - k/E)^c), and
-    the head has 16 bits beside weights of 8."""
+    """Returns the bytes of weights that a decode step with `active` responses reads. They touch E (1 - (1 - k/E)^c) of
+    E experts. The head is 16-bit if weights are 8-bit."""
     scalars: Number = model.layer_scalars
     if model.moe is not None:
         share = model.moe.experts_per_token / model.moe.num_experts
@@ -51,11 +51,12 @@ def read_bytes(model: DecoderSizes, weight_bytes: Number, active: Number) -> Num
 def decode_parts(
     request: PlanRequest, pool: Pool, generators: Generators, *, active: np.ndarray, context_tokens: float
 ) -> dict[str, np.ndarray]:
-    """Seconds of one decode step of one replica with `active` responses, by cause. Reading and multiplying overlap.
+    """Returns the seconds of one decode step of one replica with `active` responses, by cause. Reading and computing
+    overlap.
 
-    weights: bytes that are read / memory bandwidth. kv: keys and values of the active responses; a head cannot be
-    split, so at most `num_kv_heads` ways. compute: what the matrix products take beyond that. tensor: two all-reduces
-    per layer, latency plus bytes. overhead: host time per step. (Pope et al., arXiv 2211.05102, sections 2 and 3.)
+    weights: bytes / memory bandwidth. kv: keys and values of the active responses, split at most `num_kv_heads` ways.
+    compute: matrix products beyond the reading time. tensor: two all-reduces per layer, latency plus bytes. overhead:
+    host time per step. (Pope et al., arXiv 2211.05102, sections 2 and 3.)
     """
     model, constants, gpu = request.model, request.constants, pool.gpu
     tp, weight_bytes = generators.tp_L, generators.weight_bytes_L
@@ -77,18 +78,18 @@ def decode_parts(
 
 
 def steady_context_tokens(request: PlanRequest) -> float:
-    """Mean context of a busy slot: the prompt and E[L^2] / (2 E[L]) of the response (renewal theory)."""
+    """Returns the mean context of a busy slot: the prompt and E[L^2] / (2 E[L]) of the response (renewal theory)."""
     return request.prompt_tokens + request.lengths.square_tokens / (2 * request.lengths.mean_tokens)
 
 
 def steady_parts(request: PlanRequest, pool: Pool, generators: Generators) -> dict[str, np.ndarray]:
-    """`decode_parts` of a step with every slot busy."""
+    """Returns `decode_parts` of a step with every slot busy."""
     context_tokens = steady_context_tokens(request)
     return decode_parts(request, pool, generators, active=generators.slots_L, context_tokens=context_tokens)
 
 
 def drain_s(request: PlanRequest, pool: Pool, generators: Generators) -> np.ndarray:
-    """Seconds in which `slots` fresh responses end, the longest of the whole step among them.
+    """Returns the seconds until `slots` new responses, including the longest of the step, have ended.
 
     Integral of the decode time over t, with slots x S(t) responses active (at least one) up to E[max of B0].
     """
@@ -105,12 +106,12 @@ def drain_s(request: PlanRequest, pool: Pool, generators: Generators) -> np.ndar
 
 
 def generation_parts(request: PlanRequest, pool: Pool, generators: Generators, rules: Rules) -> dict[str, np.ndarray]:
-    """Seconds for one step's responses, by cause; they add up.
+    """Returns the seconds for one step's responses, by cause. They add up.
 
     decode: (samples per replica / slots) x mean length x decode step. stragglers: without partial rollouts the phase
-    ends with its longest response: (n/c - 1) x mean x step + drain, less the line above. prefill: each prompt once per
-    group. sync: adopting new weights, a shard per GPU over its network link, which is what the receiving side of
-    `sync.priced` takes; without direct sync all of them go through one node first.
+    ends with its longest response: (n/c - 1) x mean x step + drain, minus the decode time. prefill: each prompt once
+    per group. sync: adopting new weights, one shard per GPU over its network link, as on the receiving side of
+    `sync.priced`. Without direct sync all of them go through one node first.
     """
     constants, gpu = request.constants, pool.gpu
     slots, replicas, tp = generators.slots_L, generators.replicas_L, generators.tp_L
@@ -132,7 +133,7 @@ def generation_parts(request: PlanRequest, pool: Pool, generators: Generators, r
     network = gpu.network_bandwidth * constants.link_efficiency
     through_node = 0.0 if rules.direct_sync else 1 / (network * gpu.node_gpus)
     weights, merge = served_bytes(request.model, generators.weight_bytes_L), 0.0
-    if request.lora:  # float32 adapters go to each rank, which reads its frozen matrices and writes merged ones
+    if request.lora:  # float32 adapters go to each rank, which reads frozen matrices and writes merged ones
         merged = request.model.num_parameters * (BF16 + generators.weight_bytes_L) / tp
         merge = merged / (gpu.memory_bandwidth * constants.bandwidth_efficiency)
         weights = FP32 * request.trained_parameters * tp
@@ -145,19 +146,19 @@ def generation_parts(request: PlanRequest, pool: Pool, generators: Generators, r
 
 
 def _by_state(request: PlanRequest, pool: Pool, generators: Generators) -> np.ndarray:
-    """`drain_s`, computed once per distinct (tp, slots, weight bytes): replicas do not matter."""
+    """Returns `drain_s`, computed once per distinct (tp, slots, weight bytes), because it does not depend on
+    replicas."""
     key = (generators.tp_L * 4 + generators.weight_bytes_L) * 10**9 + generators.slots_L
     _, first, back = np.unique(key, return_index=True, return_inverse=True)
     return drain_s(request, pool, generators.take(first))[back]
 
 
 def generation_memory(request: PlanRequest, generators: Generators, *, resident_weights: bool) -> dict[str, np.ndarray]:
-    """Bytes per GPU, by part. weights: `weight_copies` buffers (none when the trainer's own weights serve). kv: prompt
-    and held tokens of every slot; a key/value head cannot be split, so beyond `num_kv_heads` ranks it is repeated. Both
-    are those of `models/memory.py`.
-    Prompts shared by a group are counted once per response, which is on the safe side.
+    """Returns the bytes per GPU, by part. weights: `weight_copies` buffers (none if the trainer's weights serve). kv:
+    prompt and held tokens of every slot; beyond `num_kv_heads` ranks, key/value heads are duplicated. Both follow
+    `models/memory.py`. Prompts shared by a group are counted once per response, as an upper bound.
     """
-    # Three deviations of the mean over slots, and never less room than the longest response needs.
+    # Three standard deviations of the mean over slots, and at least the longest response.
     held, spread = request.lengths.held_tokens, np.sqrt(max(0.0, request.lengths.square_tokens) / generators.slots_L)
     response = np.minimum(request.lengths.limit_tokens, held + 3 * spread)
     load = GeneratorLoad(

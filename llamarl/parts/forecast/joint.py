@@ -1,4 +1,4 @@
-"""The joint of forecasts: what `llamarl train --dry-run` says."""
+"""The joint of forecasts: the output of `llamarl train --dry-run`."""
 
 from llamarl.parts.forecast.cli.explain import built_in_model, explained
 

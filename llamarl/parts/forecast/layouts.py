@@ -1,4 +1,4 @@
-"""Layouts that trainers and generators would have: what each rank holds of each parameter, from sizes and names alone.
+"""Layouts of trainers and generators: the part of each parameter on each rank, from sizes and names.
 
 Shape suffixes: R ranks, N dims of the parameter.
 """
@@ -37,18 +37,18 @@ class Shard:
 
 
 Placement = Shard | None
-"""Cut on one mesh axis; None: every rank along it holds the same."""
+"""Sharding on one mesh axis. None means replicated."""
 
 
 def chunks(starts: np.ndarray, stops: np.ndarray, num: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bounds of `num` pieces of each range, as `torch.chunk` cuts; the pieces are a new last axis."""
+    """Returns the bounds of `num` pieces of each range, as `torch.chunk` cuts them. The pieces are a new last axis."""
     size = (stops - starts)[..., None]
     edges = np.minimum(np.arange(num + 1) * -(-size // num), size) + starts[..., None]
     return edges[..., :-1], edges[..., 1:]
 
 
 def mesh_boxes(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement]) -> RankBoxes:
-    """The part of each rank of a mesh, ranks counted with the last axis fastest: what DTensor holds there."""
+    """Returns the part of each rank of a mesh, as DTensor shards it. The last axis varies fastest."""
     cuts = [(axis, placement) for axis, placement in enumerate(placements) if placement is not None]
     ordered = [one for one in cuts if not one[1].strided] + [one for one in reversed(cuts) if one[1].strided]
     num_dims = len(sizes := tuple(shape) or (1,))
@@ -77,10 +77,11 @@ def trainer_layout(
     first_device: int = 0,
     host_size: int = 8,
 ) -> ShardLayout:
-    """Ranks of a mesh (pp, replicate, fsdp, tp): FSDP2 cuts the rows of what tensor parallelism leaves. With `ep` the
-    experts of a mixture go by number to as many neighbors, and FSDP2 cuts the rows of each over the others.
+    """Returns the layout on ranks of a mesh (pp, replicate, fsdp, tp). FSDP2 shards the rows that tensor parallelism
+    leaves. With `ep` the experts of a mixture are distributed by number over `ep` neighbors, and FSDP2 shards the rows
+    of each expert.
 
-    The embedding is on the first pipeline stage, what follows the layers on the last, a tied embedding on both.
+    The embedding is on the first pipeline stage, the final norm and head on the last, and a tied embedding on both.
 
     Args:
         parameters: name (Hugging Face) and shape.
@@ -118,7 +119,7 @@ def trainer_layout(
 
 
 def _on_stages(boxes: RankBoxes, where: tuple[int, ...], pp: int) -> RankBoxes:
-    """The same boxes on the ranks of some pipeline stages, nothing on the others."""
+    """Returns the boxes on the ranks of some pipeline stages, and nothing on the others."""
     here = np.isin(np.arange(pp), where)[:, None, None]
     return RankBoxes(*((here * one).reshape(-1, one.shape[1]) for one in (boxes.starts_R_N, boxes.stops_R_N)))
 
@@ -133,14 +134,14 @@ def generator_layout(
     first_device: int = 0,
     host_size: int = 8,
 ) -> ShardLayout:
-    """Replicas of tensor-parallel ranks, the ranks of a replica next to each other; experts as the engine has them.
+    """Returns the layout of tensor-parallel replicas with consecutive ranks. Experts are distributed as in the engine.
 
     Args:
         parameters: name (Hugging Face) and shape.
-        dtype: of what `is_quantizable`; if that is 8 bits wide the rest is bfloat16, and routers are float32 always.
+        dtype: type of quantizable weights. If it is 8-bit, the rest is bfloat16. Routers are always float32.
 
     Raises:
-        ValueError: a parameter cannot be cut evenly.
+        ValueError: a parameter cannot be divided evenly.
     """
     made, alike = dict[tuple[object, ...], RankBoxes](), dict[tuple[object, ...], RankBoxes]()
     held: dict[str, Held] = {}
@@ -157,7 +158,7 @@ def generator_layout(
 
 
 def _served_box(name: str, shape: tuple[int, ...], tp: int, rank: int, num_kv_heads: int) -> Box:
-    """Part of a rank of a generator. Raises ValueError: it cannot be cut evenly."""
+    """Returns the part of a generator's rank. Raises ValueError if the parameter cannot be divided evenly."""
     dim = sharded_dim(name)
     if is_expert(name) and dim is not None and cuts_by_expert(shape[0], shape[dim], tp):
         return expert_box(shape, tp, rank)

@@ -1,4 +1,4 @@
-"""`Lengths` of responses: a lognormal cut at the limit, or the lengths of those of a run."""
+"""`Lengths` of responses: a truncated lognormal, or the measured lengths of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llamarl.run.rollouts import rollout_rows
 
 NUM_CELLS = 128
 MEAN_SHARE, SIGMA = 0.3, 0.7
-"""Mean response as a share of the limit, and log-deviation, when nothing better is known."""
+"""Default mean response as a share of the limit, and default standard deviation of the log."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class Lengths:
 
     @property
     def held_tokens(self) -> float:
-        """Response tokens that one busy slot holds, at most on average over slots.
+        """Mean response tokens of a busy slot, as an upper bound.
 
         Slots out of step hold E[L^2] / (2 E[L]) (renewal theory); slots that start together hold max of t S(t).
         """
@@ -57,7 +57,7 @@ class Lengths:
 
     @classmethod
     def lognormal(cls, *, limit_tokens: int, mean_tokens: float | None = None, sigma: float = SIGMA) -> Lengths:
-        """min(X, limit) with X lognormal of log-deviation `sigma`, shifted so that the mean is `mean_tokens`.
+        """Returns min(X, limit) with X lognormal with log deviation `sigma`, and mean `mean_tokens` of the minimum.
 
         Raises:
             ConfigError: the mean cannot be reached below the limit.
@@ -77,15 +77,15 @@ class Lengths:
             survival_C = _lognormal_survival(middles_C, mu, sigma)
             too_long = survival_C.mean() * limit_tokens > mean_tokens
             low, high = (low, mu) if too_long else (mu, high)
-        # A cell grid cannot hold every mean exactly; the rest of a narrow distribution goes to one cell.
+        # A grid cannot represent every mean exactly; the remainder of a narrow distribution goes to one cell.
         if sigma == 0 or abs(survival_C.mean() * limit_tokens / mean_tokens - 1) > 1e-3:
             survival_C = np.clip(mean_tokens / limit_tokens * NUM_CELLS - np.arange(NUM_CELLS), 0, 1)
         return cls(limit_tokens=limit_tokens, middles_C=middles_C, survival_C=survival_C)
 
     @classmethod
     def from_rollouts(cls, path: str | Path) -> Lengths:
-        """Reads the `token_ids` that a run was trained on: its folder, or what `export --rollouts` wrote. Raises
-        ConfigError."""
+        """Reads the `token_ids` that a run was trained on, from its folder or from a file of `export --rollouts`.
+        Raises ConfigError."""
         fix = "give the folder of a run, or a file of `llamarl export --rollouts`"
         try:
             lengths = np.array([len(row["token_ids"]) for row in rollout_rows(Path(path), fix)], dtype=np.float64)
@@ -97,7 +97,8 @@ class Lengths:
 
     @classmethod
     def measured(cls, lengths: np.ndarray) -> Lengths:
-        """Distribution of these response lengths, at least one of them with a token; the longest is the limit."""
+        """Returns the distribution of these response lengths, of which at least one is positive. The longest is the
+        limit."""
         limit = int(lengths.max())
         middles_C = (np.arange(NUM_CELLS) + 0.5) * (limit / NUM_CELLS)
         survival_C = (lengths[None, :] > middles_C[:, None]).mean(axis=1)

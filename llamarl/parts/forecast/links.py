@@ -1,4 +1,4 @@
-"""Collectives over NVLink and the network."""
+"""Durations of collectives over NVLink and the network."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from llamarl.parts.forecast.hardware import Gpu
 
 
 def collective_bandwidth(gpu: Gpu, constants: Constants, size: np.ndarray, inner: np.ndarray | int) -> np.ndarray:
-    """Bytes per second and GPU of a large ring collective over `size` ranks that stand `inner` GPUs apart.
+    """Returns the bytes per second and GPU of a large ring collective over `size` ranks that are `inner` GPUs apart.
 
-    Inside a node it is the node's link. Across nodes the ring enters each node once, over the adapters of all the
-    group's GPUs there, so the network counts as many times as the group has members in a node (NCCL's bus bandwidth).
+    Inside a node this is the node's link. Across nodes the ring enters each node once, over the adapters of the group's
+    GPUs there, so the network bandwidth is multiplied by the group's members per node (NCCL's bus bandwidth).
     """
     members = np.clip(gpu.node_gpus // np.maximum(inner, 1), 1, np.maximum(size, 1))
     is_inside = size * inner <= gpu.node_gpus
@@ -21,8 +21,8 @@ def collective_bandwidth(gpu: Gpu, constants: Constants, size: np.ndarray, inner
 
 
 def exchange_s(gpu: Gpu, constants: Constants, size: np.ndarray, sent_bytes: np.ndarray) -> np.ndarray:
-    """Seconds in which each of `size` neighbors sends so many bytes, as many to each other one. What stays in a node
-    goes over its link, beside what leaves it over the GPU's own adapter."""
+    """Returns the seconds of an all-to-all in which each of `size` neighbors sends `sent_bytes`. Traffic within a node
+    uses the node's link, in parallel with traffic over the GPU's network adapter."""
     others = np.maximum(size - 1, 1)
     inside = np.minimum(size, gpu.node_gpus) - 1
     slower = np.maximum(inside / gpu.node_bandwidth, (size - 1 - inside) / gpu.network_bandwidth)
@@ -30,9 +30,9 @@ def exchange_s(gpu: Gpu, constants: Constants, size: np.ndarray, sent_bytes: np.
 
 
 def small_reduction_s(gpu: Gpu, constants: Constants, size: np.ndarray) -> np.ndarray:
-    """Seconds before the first byte of an all-reduce over `size` neighbors: a hop in the node, then a tree of nodes.
+    """Returns the latency of an all-reduce over `size` neighbors: one hop in the node, then a tree of nodes.
 
-    Zero for one rank; `node_latency_s` inside a node; two network hops more per tree level above (alpha-beta model,
+    Zero for one rank, `node_latency_s` inside a node, and two network hops per additional tree level (alpha-beta model,
     Thakur et al. 2005).
     """
     nodes = np.ceil(size / gpu.node_gpus)

@@ -1,4 +1,4 @@
-"""The answer: a layout for trainer and generators with its predicted times, memory and cost."""
+"""`Plan`: a layout for trainer and generators with predicted times, memory and cost."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ CAUSES = {
     "sync": "interconnect (weight sync)",
     "publish": "memory bandwidth (weight sync)",
 }
-"""Names for people of the parts of an executor's time; the largest part is what binds it."""
+"""Display names of the parts of an executor's time. The largest part is the bottleneck."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorPlan:
-    """Fields that the plans of trainer and generators share."""
+    """Common fields of the plans of trainer and generators."""
 
     pool: Pool
     tp: int
     time_parts: dict[str, float]
-    """Seconds per step, by cause; of generators with the decode step split up."""
+    """Seconds per step, by cause. For generators, the decode step is split up."""
     memory_parts: dict[str, float]
     """Bytes per GPU, by part."""
 
@@ -69,12 +69,12 @@ class GeneratorPlan(ExecutorPlan):
 
     replicas: int
     slots: int
-    """Responses that one replica decodes at once."""
+    """Responses that a replica decodes concurrently."""
     weight_bytes: int
     latency_s: float
-    """Seconds from the first to the last token of the longest response of a step."""
+    """Seconds to generate the longest response of a step."""
     memory_full: bool
-    """More slots would not fit, though more responses are waiting."""
+    """More responses are waiting, but more slots would not fit."""
 
     @property
     def gpus(self) -> int:
@@ -94,9 +94,9 @@ class Plan:
     trainer: TrainerPlan
     generator: GeneratorPlan
     staleness: int
-    """S that the run needs; 0 is synchronous."""
+    """Staleness S of the run. 0 is synchronous."""
     sync: str = ""
-    """Way of the weights from trainer to generators, and why; empty until they have been priced."""
+    """Route of the weights from trainer to generators, and the reason. Empty until priced."""
 
     @property
     def step_s(self) -> float:
@@ -113,13 +113,13 @@ class Plan:
 
     @property
     def gpus(self) -> int:
-        """GPUs in use: the sum of both executors, or the larger one when they share."""
+        """GPUs in use: the sum of both executors, or the maximum if they share GPUs."""
         both = (self.trainer.gpus, self.generator.gpus)
         return sum(both) if self.rules.overlap else max(both)
 
     @property
     def peak_bytes(self) -> float:
-        """Most memory that one GPU needs at a time, under the rule of the placement."""
+        """Maximum memory that a GPU needs at a time under the rules of the placement."""
         trainer, generator = self.trainer.memory_parts, self.generator.memory_parts
         if self.rules.own_memory:
             return max(sum(trainer.values()), sum(generator.values()))
@@ -145,12 +145,12 @@ class Plan:
 
     @property
     def gpu_hours_per_step(self) -> float:
-        """Hours of all GPUs in use, of whatever kind."""
+        """Hours of all GPUs in use, of any kind."""
         return self.gpus * self.step_s / 3600
 
     @property
     def num_hosts(self) -> int:
-        """Machines of `node_gpus` GPUs; a trainer and generators of one kind share one of them."""
+        """Machines of `node_gpus` GPUs. Trainer and generators on the same kind share one machine if possible."""
         trainer, generator = self.trainer, self.generator
         together = not self.rules.overlap or trainer.pool.gpu.name == generator.pool.gpu.name
         each = [(trainer, self.gpus)] if together else [(trainer, trainer.gpus), (generator, generator.gpus)]
@@ -158,12 +158,13 @@ class Plan:
 
     @property
     def is_runnable(self) -> bool:
-        """A run can be so: roles that share GPUs do it on one machine (`cluster.placement = "colocated"`)."""
+        """Whether a run can use the plan: roles that share GPUs must be on one machine (`cluster.placement =
+        "colocated"`)."""
         return self.rules.overlap or self.num_hosts == 1
 
     @property
     def step_binds(self) -> str:
-        """Name of what decides the step time."""
+        """Name of the bottleneck of the step."""
         if not self.rules.overlap:
             return "both phases in turn"
         if self.step_s > 1.001 * max(self.trainer.busy_s, self.generator.busy_s):

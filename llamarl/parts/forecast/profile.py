@@ -1,7 +1,7 @@
 """A short real run as measured constants: costs for the simulator, efficiencies for the planner.
 
-Fits leave disturbed steps out. Seconds of trainer and generators are processor time on a CPU, hence nearly free of
-whoever else used the cores; the simulation puts that sharing back.
+Fits exclude disturbed steps. On a CPU, trainer and generator times are CPU times, which barely depend on other users of
+the cores. The simulation models sharing of cores.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from llamarl.parts.forecast.training import step_flops
 from llamarl.training.probe import is_probed
 
 UNLIMITED_BANDWIDTH = 1e18
-"""On CPUs reading the weights is not measured apart from the rest of a forward, so it is no part of its own."""
+"""Bandwidth that makes reading free. On CPUs the time to read weights is measured as a part of the forward."""
 LEAST_S = 1e-9
-"""Least value of a fit that ends at or below zero."""
+"""Minimum value of a fit."""
 DISTURBED = 3.0
-"""A step that takes so many times longer than its simulation, compared with the other steps, had the machine taken."""
+"""Ratio of a step's duration to its simulation, relative to other steps, above which the machine was disturbed."""
 TRIMMED = 0.1
-"""Share of the shortest and of the longest spans that a mean leaves out."""
+"""Share of the shortest and of the longest spans that a mean excludes."""
 
 
 def make_profile(run: RecordedRun, *, cores: float, gpu: str | None) -> dict[str, Any]:
-    """Profile of a run, which `llamarl plan --profile` and `llamarl simulate --costs` read.
+    """Returns the profile of a run, for `llamarl plan --profile` and `llamarl simulate --costs`.
 
     Args:
-        cores: of the machine, shared by executors on `cpu`.
-        gpu: kind of the device when it is none of these cores.
+        cores: cores of the machine, shared by executors on `cpu`.
+        gpu: kind of the GPU, for runs on GPUs.
 
     Raises:
-        ConfigError: the run was on GPUs and nobody says of which kind, or something cannot be measured.
+        ConfigError: the run was on GPUs and `gpu` is missing, or a value cannot be measured.
     """
     devices = {run.config.trainer.device, run.config.generator.device}
     if gpu is None and devices != {"cpu"}:
@@ -70,8 +70,8 @@ def make_profile(run: RecordedRun, *, cores: float, gpu: str | None) -> dict[str
 
 
 def _contention(run: RecordedRun, costs: Costs) -> float:
-    """`Costs.contention` with which a simulation takes as long as the run, disturbed steps apart; at least 1, and 1
-    where no simulation is possible."""
+    """Returns `Costs.contention` for which a simulation takes as long as the run, except disturbed steps. At least 1,
+    and 1 if the run cannot be simulated."""
     config = run.config.model_copy(update={"steps": len(run.step_s) + 1})
 
     def step_s(contention: float) -> np.ndarray:
@@ -81,7 +81,7 @@ def _contention(run: RecordedRun, costs: Costs) -> float:
 
     try:
         without_s, twice_s = step_s(1.0), step_s(2.0)
-    except ConfigError:  # executors that only a real run has
+    except ConfigError:  # executors without a simulation
         return 1.0
     undisturbed = run.step_s < DISTURBED * without_s * float(np.median(run.step_s / without_s))
     longer_s, most_s = ((one - without_s)[undisturbed].sum() for one in (run.step_s, twice_s))
@@ -89,7 +89,7 @@ def _contention(run: RecordedRun, costs: Costs) -> float:
 
 
 def measure(run: RecordedRun) -> Costs:
-    """All fits of a run. Raises ConfigError: the trace lacks the work of an executor."""
+    """Returns all fits of a run. Raises ConfigError if the trace lacks the work of an executor."""
     decode_base_s, decode_per_rollout_s, prefill_token_s = _forward(run)
     train_base_s, train_token_s = robust_line(run.counters["num_input_tokens"], run.counters["train_s"])
     trains, publishes = _spans(run, "trainer", "train"), _spans(run, "trainer", "weight_sync")
@@ -119,7 +119,7 @@ def measure(run: RecordedRun) -> Costs:
         probe_s=(pause_s - adopt_s) * len(publishes) / max(1, num_probed),
         save_bytes=run_request(run, Constants()).saved_bytes,
         score_s=score_s * len(scores_s) / ((len(trains) - 1) * samples),
-        score_workers=1,  # the seconds of a response are what it adds to a call, workers included
+        score_workers=1,  # seconds per response already account for parallel workers
         prompt_tokens=_prompt_tokens(run),
         measured_groups=tuple(map(tuple, run.groups)),
         skips_equal_rewards=run.skips_equal_rewards,
@@ -132,10 +132,10 @@ def measure(run: RecordedRun) -> Costs:
 def planner_constants(
     run: RecordedRun, costs: Costs, gpu: Gpu | None, cores: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """`constants` and `gpu` with which the planner's formulas give the measured seconds for the run's own work.
+    """Returns `constants` and `gpu` for which the planner's formulas reproduce the measured seconds of the run.
 
-    Peak FLOPs of a CPU core are what training reached, so that its efficiency is 1. Skipped samples make training
-    look faster than it is; that stays in the efficiency.
+    Peak FLOPs of a CPU core are set to the rate of training, so that its efficiency is 1. Skipped samples make training
+    look faster, which the efficiency then includes.
     """
     default = Constants()
     request = run_request(run, replace(default, recompute=0.0))
@@ -175,7 +175,7 @@ def planner_constants(
 
 
 def run_request(run: RecordedRun, constants: Constants, pools: tuple[Pool, ...] = ()) -> PlanRequest:
-    """The run's own work as the planner sees it."""
+    """Returns the run's workload as a planning request."""
     tokens = np.array([tokens for group in run.groups for tokens, _ in group], dtype=np.float64)
     return PlanRequest.of_run(
         run.config.data,
@@ -189,13 +189,13 @@ def run_request(run: RecordedRun, constants: Constants, pools: tuple[Pool, ...] 
 
 
 def _prompt_tokens(run: RecordedRun) -> int:
-    """Mean prompt. Its last token is decoded and not prefilled."""
+    """Returns the mean prompt length, without the last token, which is decoded."""
     groups = len(run.counters["train_s"]) * run.config.rollout.prompts_per_step
     return max(1, round(float(run.counters["prefill_tokens"].sum()) / groups) + 1)
 
 
 def robust_line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Intercept and slope, both at least `LEAST_S`: least squares over the points near the Theil-Sen line.
+    """Returns intercept and slope, both at least `LEAST_S`: least squares over the points near the Theil-Sen line.
 
     That line has the median slope over all pairs of points.
     """
@@ -211,22 +211,22 @@ def robust_line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     intercept = float(np.mean(y[near] - slope * x[near]))
     if slope > 0 and intercept >= 0:
         return max(intercept, LEAST_S), float(slope)
-    # Noise can tilt the line; work without tokens, or tokens without work, then do not exist.
+    # Noise can tilt the line; the work without tokens, or the tokens, then take no time.
     if slope > 0:
         return LEAST_S, float(y[near].sum() / x[near].sum())
     return max(float(np.median(y)), LEAST_S), LEAST_S
 
 
 def _near(values: np.ndarray) -> np.ndarray:
-    """Which lie within three robust deviations of the median."""
+    """Returns which values are within three robust standard deviations of the median."""
     rest = np.abs(values - np.median(values))
     return rest <= 3 * 1.4826 * np.median(rest) + 1e-12
 
 
 def _forward(run: RecordedRun) -> tuple[float, float, float]:
-    """Seconds of a decode step, per rollout in it, and per prefilled token.
+    """Returns the seconds of a decode step, per rollout in it, and per prefilled token.
 
-    Each optimizer step holds the sums of a least-squares line through all its forwards; their medians are taken.
+    Each optimizer step has the sums of a least-squares fit over all its forwards. Medians over steps are used.
     """
     if run.config.generator.backend != "native":
         raise ConfigError(
@@ -242,7 +242,7 @@ def _forward(run: RecordedRun) -> tuple[float, float, float]:
             "step; profile a run with responses of different lengths"
         )
     moment = c["decode_steps"] * c["decode_rows_s"] - c["decode_rows"] * c["decode_s"]
-    # Steps with many forwards and a wide spread tell most; a median over all would count the others as much.
+    # Steps with many forwards and a wide spread have the most information; a plain median would weigh all equally.
     known &= spread >= np.median(spread[known]) / 4
     per_rollout_s = max(float(np.median(moment[known] / spread[known])), LEAST_S)
     bases_s = (c["decode_s"] - per_rollout_s * c["decode_rows"])[known] / c["decode_steps"][known]
@@ -255,10 +255,10 @@ def _forward(run: RecordedRun) -> tuple[float, float, float]:
 
 
 def _background_s(run: RecordedRun) -> np.ndarray:
-    """Processor seconds per step of controller and messages.
+    """Returns the CPU seconds per step of controller and messages.
 
-    They count on cores that are shared, hence the other threads of executors on other devices do too; with several
-    threads of computation they cannot be told apart from these, and only the controller counts.
+    On shared cores, other threads of executors on other devices also count. With several compute threads they cannot be
+    separated, and only the controller counts.
     """
     counters, settings = run.counters, run.config
     own = (settings.generator.threads == 1) * counters["background_s"]
@@ -267,7 +267,8 @@ def _background_s(run: RecordedRun) -> np.ndarray:
 
 
 def _call_s(trains: Sequence[Span], publishes: Sequence[Span]) -> float:
-    """Median seconds from the end of a train step to the start of its publication: one answer and one call."""
+    """Returns the median seconds from the end of a train step to the start of its publication: one answer and one
+    call."""
     ends_s, starts_s = np.array([span.end_s for span in trains]), np.array([span.start_s for span in publishes])
     before = np.searchsorted(ends_s, starts_s, side="right") - 1
     gaps_s = (starts_s - ends_s[before])[before >= 0]

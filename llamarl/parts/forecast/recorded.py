@@ -1,4 +1,4 @@
-"""`RecordedRun`: files in a run's folder that tell how long things take."""
+"""`RecordedRun`: the files of a run folder from which durations are measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llamarl.observability.spans import Span
 from llamarl.run.rollouts import rollout_rows
 
 MIN_STEPS = 8
-"""Steps after the first that a profile needs: medians of fewer follow single disturbances."""
+"""Minimum number of steps after the first for a profile, because medians of fewer follow single disturbances."""
 COUNTERS = (
     "num_input_tokens",
     "train_s",
@@ -38,13 +38,13 @@ COUNTERS = (
 )
 """Names under `extra.` in metrics.jsonl."""
 OF_TRAINING = ("journal.jsonl", "rollouts.jsonl", "trace.json")
-"""Files of a run of `llamarl train`: one at least."""
+"""Files of a run of `llamarl train`. At least one exists."""
 _FIX = "profile a run that has ended by itself"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedRun:
-    """One run, its first step left out: it begins with empty generators and cold caches."""
+    """One run without its first step, which begins with empty generators and cold caches."""
 
     path: Path
     config: RunConfig
@@ -53,15 +53,16 @@ class RecordedRun:
     step_s: np.ndarray
     """Seconds of each step, float64."""
     skips_equal_rewards: bool
-    """Some response tokens were not computed, as their advantage was 0."""
+    """Some response tokens were not computed because their advantage was 0."""
     groups: list[list[tuple[int, float]]]
-    """Tokens and reward of each response, in the order of the groups' prompts; the first step's too."""
+    """Tokens and reward of each response, in the order of the groups' prompts, including the first step."""
     spans: dict[str, list[Span]]
-    """Work of each executor, in seconds from some origin."""
+    """Spans of each executor, in seconds from a common origin."""
 
 
 def read_run(path: str | Path) -> RecordedRun:
-    """Reads a run folder. Raises ConfigError: it is none, a file is missing or damaged, or the run was too short."""
+    """Reads a run folder. Raises ConfigError if it is not a run, a file is missing or damaged, or the run is too
+    short."""
     folder = Path(path)
     if not (folder / "config.toml").is_file():
         raise not_a_run(folder)
@@ -71,7 +72,7 @@ def read_run(path: str | Path) -> RecordedRun:
             "`llamarl train`"
         )
     read = [row for _, row in read_run_rows(folder / "metrics.jsonl", _FIX) if row.get("kind") == "step"]
-    steps = {row["step"]: row for row in read if row.get("step_s", 0) is not None}  # None: it was trained again
+    steps = {row["step"]: row for row in read if row.get("step_s", 0) is not None}  # None: trained again
     rows = [steps[step] for step in sorted(steps)][1:]
     if len(rows) < MIN_STEPS:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Plans and simulations as text for people, and as JSON for programs and for the page."""
+"""Plans and simulations as text, as JSON, and as data of the page."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from llamarl.parts.forecast.simulator.result import Simulation
 from llamarl.parts.forecast.solver import fastest_phases, solve
 
 ERROR = 0.25
-"""Times and costs nearer than this share are a tie: the median error of the planner's steps against runs, of the worse
-of two sets of settings (`own_machine` in `benchmarks/results/prediction-seed0-2026-11-22.json`; of the other 21 %). The
-simulator errs by 2.7 % and 11.2 % there. Against the paper the planner is 11 % too fast for 70B and 57 % for 405B."""
+"""Relative difference of times and costs below which they count as equal: the median error of the planner's steps
+against runs, for the worse of two sets of settings (`own_machine` in
+`benchmarks/results/prediction-seed0-2026-11-22.json`; 21 % for the other). The simulator's errors there are 2.7 % and
+11.2 %. Against the paper the planner is 11 % too fast for 70B and 57 % for 405B."""
 BETTER = 1 + ERROR
-"""A factor over this is told from 1; one under its inverse, too."""
+"""Ratio above which two values count as different. Ratios below its inverse do, too."""
 BAR = 40
-"""Width of the longest bar, in letters."""
+"""Width of the longest bar in characters."""
 SHARES, SPLIT = 24, ("share", "step", "trainer", "generators")
-"""Points of a split sweep, and the numbers of each: the last two are of phases at their fastest."""
+"""Points of a split sweep, and the values of each. The last two are for each phase at its fastest."""
 NUM_GENERATORS = 12
-"""Generators whose work the page gets."""
+"""Number of generators on the page's timeline."""
 
 
 def choose(synchronous: Plan | None, asynchronous: Plan | None) -> Plan:
-    """The plan to run: the asynchronous one where it is faster or cheaper by more than the planner's error and in
-    neither worse by as much, or where no run can be as the synchronous one is; else that.
+    """Returns the plan to run: the asynchronous one if it is faster or cheaper by more than the planner's error and not
+    worse in the other, or if no run can use the synchronous one; otherwise the synchronous one.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no plan.
     """
     plan = asynchronous or synchronous
     if plan is None:
@@ -51,25 +52,26 @@ def choose(synchronous: Plan | None, asynchronous: Plan | None) -> Plan:
 
 
 def _gains(synchronous: Plan, asynchronous: Plan) -> tuple[float, float]:
-    """Factors by which asynchrony shortens a step, and makes it cheaper (free GPUs count by their hours)."""
+    """Returns the factors by which asynchrony shortens a step and makes it cheaper (free GPUs count by GPU hours)."""
     cost, _ = _costs(synchronous, asynchronous)
     return synchronous.step_s / asynchronous.step_s, cost[0] / cost[1]
 
 
 def _costs(*plans: Plan) -> tuple[list[float], str]:
-    """Cost of a step of each, and its unit: dollars, or hours of GPUs where one has none to pay."""
+    """Returns the cost of a step of each plan, and the unit: dollars, or GPU hours if a GPU has no price."""
     dollars = [plan.dollars_per_step for plan in plans]
     return (dollars, "USD") if all(dollars) else ([plan.gpu_hours_per_step for plan in plans], "GPU-hours")
 
 
 def verdict(synchronous: Plan | None, asynchronous: Plan | None) -> str:
-    """Sentences: which placement, by how much at what cost, and what is within the planner's error."""
+    """Returns sentences: the placement to use, the gain in time and cost, and which gains are within the planner's
+    error."""
     if synchronous is None:
         return "Use the asynchronous plan: the synchronous one fits in no layout."
     if asynchronous is None:
         way = "Use the synchronous plan" if synchronous.is_runnable else "No run can be so"
         is_asked = synchronous.request.max_staleness == 0
-        reason = "rollout.max_staleness = 0" if is_asked else "trainer and generators do not fit on GPUs of their own"
+        reason = "rollout.max_staleness = 0" if is_asked else "trainer and generators do not fit on separate GPUs"
         return f"{way}: {reason}.{_too_many(synchronous)}"
     at = f" at staleness up to {asynchronous.staleness}"
     compared = f"Asynchronous against synchronous: {_compared(synchronous, asynchronous)}."
@@ -91,7 +93,7 @@ def verdict(synchronous: Plan | None, asynchronous: Plan | None) -> str:
 
 
 def _too_many(plan: Plan) -> str:
-    """Sentence about a synchronous plan that no run can have."""
+    """Returns a sentence about a synchronous plan that no run can use."""
     if plan.is_runnable:
         return ""
     kind = plan.trainer.pool.gpu
@@ -102,7 +104,7 @@ def _too_many(plan: Plan) -> str:
 
 
 def _compared(synchronous: Plan, asynchronous: Plan) -> str:
-    """Time and cost of a step of both, with the GPUs that they use."""
+    """Returns time and cost of a step of both, with their numbers of GPUs."""
     faster, cheaper = _gains(synchronous, asynchronous)
     (theirs, ours), unit = _costs(synchronous, asynchronous)
     pairs = (
@@ -120,7 +122,7 @@ def _times(factor: float, what: str) -> str:
 
 
 def render_plans(request: PlanRequest, synchronous: Plan | None, asynchronous: Plan | None) -> str:
-    """Which plan to use, then both side by side and in detail."""
+    """Returns text: the plan to use, then both side by side and in detail."""
     model, lengths = request.model, request.lengths
     pools = " + ".join(f"{pool.count} x {pool.gpu.name}" for pool in request.pools)
     lora = f", adapters of rank {request.lora.rank} trained," if request.lora else ""
@@ -144,7 +146,7 @@ def render_plans(request: PlanRequest, synchronous: Plan | None, asynchronous: P
 
 
 def size(parameters: float) -> str:
-    """`8.03B`, `494M`."""
+    """Returns `8.03B`, `494M`."""
     return f"{parameters / 1e9:.3g}B" if parameters >= 1e9 else f"{parameters / 1e6:.3g}M"
 
 
@@ -193,7 +195,7 @@ def _parts(parts: dict[str, float], unit: float) -> str:
 
 
 def summary(simulation: Simulation) -> dict[str, Any]:
-    """Flat JSON. All but the last four are functions of settings and seed."""
+    """Returns flat JSON. All values except the last four are functions of settings and seed."""
     steps_s, accounts, split = simulation.step_s, simulation.accounts, simulation.split
     known = len(steps_s) > 0
     return {
@@ -224,7 +226,7 @@ def summary(simulation: Simulation) -> dict[str, Any]:
 
 
 def render_simulation(simulation: Simulation) -> str:
-    """Text of a simulation for the terminal."""
+    """Returns the text of a simulation for the terminal."""
     split, steps_s, found = simulation.split, simulation.step_s, summary(simulation)
     load = simulation.controller_s_per_group * simulation.num_groups / max(simulation.virtual_s, 1e-9)
     facts = {
@@ -261,7 +263,7 @@ def _bars(counts: dict[str, int]) -> str:
 
 
 def plan_curves(request: PlanRequest, staleness: int) -> list[dict[str, Any]]:
-    """Charts for the page: the first pool cut in two at each share, and the speed of each staleness."""
+    """Returns charts for the page: the first pool split at each share, and the speed at each staleness."""
     pool = request.pools[0]
     counts = sorted({round(pool.count * index / SHARES) for index in range(1, SHARES)} - {0, pool.count})
     halves = [tuple(Pool(gpu=pool.gpu, count=one) for one in (count, pool.count - count)) for count in counts]
@@ -284,21 +286,21 @@ def plan_curves(request: PlanRequest, staleness: int) -> list[dict[str, Any]]:
 
 
 def write_forecast(folder: Path, found: dict[str, Any], text: str, charts: Sequence[dict[str, Any]] = ()) -> None:
-    """Writes a summary, and what else the page shows of a plan or a simulation. Raises OSError."""
+    """Writes a summary and the page's data of a plan or a simulation. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "summary.json", json.dumps(found, indent=2) + "\n")
     write_atomically(folder / "forecast.json", json.dumps({"text": text, "charts": charts}) + "\n")
 
 
 def chosen(spans: Mapping[str, list[Span]], num_generators: int) -> dict[str, list[Span]]:
-    """Trainer, reward and some of the generators that did something, evenly spread, the first and the last included."""
+    """Returns trainer, reward and some active generators, evenly spaced, including the first and the last."""
     generators = [name for name, work in spans.items() if role_of(name) == "generator" and work]
     places = np.linspace(0, len(generators) - 1, min(num_generators, len(generators))).astype(int)
     return {name: list(spans[name]) for name in ("trainer", "reward", *(generators[place] for place in places))}
 
 
 def write_events(path: Path, simulation: Simulation) -> None:
-    """Writes who worked when, and how it ended, in the rows that a run writes. Raises OSError."""
+    """Writes spans and the end of the simulation in the format of a run. Raises OSError."""
     (begin_s, end_s), is_whole = simulation.loop_s, simulation.end == "finished"
     end = {"end": "finished"} if is_whole else {"end": "failed", "reason": simulation.end}
     rows = [

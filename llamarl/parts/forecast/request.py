@@ -1,4 +1,4 @@
-"""`PlanRequest`: the model, the work of one step, the machines, and the freedoms that a plan has."""
+"""`PlanRequest`: the model, the workload of one step, the machines, and the freedom of the plan."""
 
 from __future__ import annotations
 
@@ -20,33 +20,34 @@ from llamarl.parts.forecast.shapes import DecoderShape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """Freedoms of a placement. All False is the synchronous baseline of the theory; all True is asynchronous."""
+    """Freedom of a placement. All False is the synchronous baseline of the theory, all True is asynchronous."""
 
     own_memory: bool = False
-    """Training and generation each have the device memory to themselves."""
+    """Training and generation do not share device memory."""
     own_parallelism: bool = False
-    """Each has its own layout, and trainer state is sharded over data-parallel ranks. Otherwise one tensor-parallel
-    size serves both, and each such group holds the whole trainer state, as in the paper's synchronous problem."""
+    """Training and generation have separate layouts, and trainer state is sharded over data-parallel ranks. Otherwise
+    both use one tensor-parallel size, and each group holds the whole trainer state, as in the paper's synchronous
+    problem."""
     own_precision: bool = False
     """Generation may use 8-bit weights."""
     overlap: bool = False
-    """Trainer and generators work at the same time, on GPUs of their own; otherwise in turn, each on all of them."""
+    """Trainer and generators work concurrently, on separate GPUs. Otherwise they alternate, each on all GPUs."""
     partial_rollouts: bool = False
-    """Generation never waits for the longest response of a step."""
+    """Generation does not wait for the longest response of a step."""
     direct_sync: bool = False
-    """Weights go from shard to shard; otherwise through one node."""
+    """Weights go from shard to shard. Otherwise they go through one node."""
 
     @property
     def one_layout(self) -> bool:
-        """Training and generation hold the same weights in the same groups."""
+        """Whether training and generation hold the same weights in the same groups."""
         return not self.own_memory and not self.own_parallelism
 
 
 BASELINE = Rules()
-"""The synchronous problem of the paper (DeepSpeed-Chat-like): everything shared."""
+"""The synchronous problem of the paper (like DeepSpeed-Chat): everything is shared."""
 SYNCHRONOUS = Rules(own_parallelism=True, own_precision=True, direct_sync=True)
-"""The best synchronous colocated system: weights are resharded between the phases, KV cache and activations take
-turns in memory; only the trainer state and the generator's weights stay side by side."""
+"""The best synchronous colocated system: weights are resharded between the phases, and KV cache and activations use the
+same memory in turn. Only trainer state and the generator's weights are in memory together."""
 ASYNCHRONOUS = replace(SYNCHRONOUS, own_memory=True, overlap=True, partial_rollouts=True)
 
 
@@ -56,40 +57,41 @@ class PlanRequest:
 
     model: DecoderShape
     prompt_tokens: int
-    """Mean (and longest) prompt, in tokens."""
+    """Mean and maximum prompt length in tokens."""
     lengths: Lengths
-    """Response lengths."""
+    """Distribution of response lengths."""
     prompts_per_step: int
-    """Prompts of an optimizer step, P."""
+    """Prompts per optimizer step, P."""
     group_size: int
-    """Responses to each prompt, G."""
+    """Responses per prompt, G."""
     max_staleness: int
-    """Largest S that the plan may use, in optimizer steps; with 0 there is no asynchronous plan."""
+    """Maximum staleness S of the plan, in optimizer steps. With 0 there is no asynchronous plan."""
     pools: tuple[Pool, ...]
     """Machines. With two pools, trainer and generators may each use either."""
     constants: Constants
     lora: LoraConfig | None = None
-    """Adapters that are trained instead of the weights."""
+    """Adapters to train instead of the weights."""
     weight_bytes: int = 4
     """Bytes of a trained weight, and of its gradient."""
     moment_bytes: float = MOMENTS_BYTES["float32"]
     """Bytes of both moments of a trained weight."""
     keeps_moments: bool = True
-    """They lie on the device, not in its host's memory."""
+    """Moments are on the device, not in its host's memory."""
 
     @property
     def trained_parameters(self) -> int:
-        """Scalars that the optimizer changes."""
+        """Parameters that the optimizer updates."""
         return adapter_parameters(self.model, self.lora) if self.lora else self.model.num_parameters
 
     @property
     def saved_bytes(self) -> float:
-        """Bytes of a checkpoint: what is trained, and its moments."""
+        """Bytes of a checkpoint: trained weights and their moments."""
         return self.trained_parameters * (self.weight_bytes + self.moment_bytes)
 
     @classmethod
     def of_run(cls, data: DataConfig, rollout: RolloutConfig, **others: Any) -> PlanRequest:
-        """The work of a run's step; `others` are the fields that settings do not have, or that differ from them."""
+        """Returns the request for the workload of a run. `others` are the fields that settings lack or that differ from
+        them."""
         settings: dict[str, Any] = {
             "prompt_tokens": data.max_prompt_tokens,
             "prompts_per_step": rollout.prompts_per_step,
@@ -99,7 +101,7 @@ class PlanRequest:
         return cls(**settings | others)
 
     def with_trainer(self, trainer: TrainerConfig) -> PlanRequest:
-        """The request with weights and moments kept as a run's trainer does."""
+        """Returns the request with weights and moments stored as in a run's trainer."""
         return replace(
             self, lora=trainer.lora, weight_bytes=WIDTHS[trainer.weights], moment_bytes=MOMENTS_BYTES[trainer.moments],
             keeps_moments=trainer.moments_on == "device",
@@ -112,7 +114,7 @@ class PlanRequest:
 
     @property
     def step_tokens(self) -> float:
-        """Tokens that a step computes: of a prompt once, for all of its responses."""
+        """Tokens that a step computes. A prompt counts once for all of its responses."""
         return self.prompts_per_step * self.prompt_tokens + self.num_samples * self.lengths.mean_tokens
 
     @property
@@ -121,7 +123,7 @@ class PlanRequest:
         return self.prompt_tokens + self.lengths.limit_tokens
 
     def rank_samples(self, ranks: np.ndarray) -> np.ndarray:
-        """Samples of the fullest of so many data-parallel ranks: groups stay whole."""
+        """Returns the samples of the fullest of `ranks` data-parallel ranks. Groups are not split."""
         return np.ceil(self.prompts_per_step / ranks) * self.group_size
 
     def usable_bytes(self, pool: Pool) -> float:
@@ -129,7 +131,7 @@ class PlanRequest:
         return pool.gpu.memory_bytes * (1 - self.constants.reserved_share)
 
     def check(self) -> None:
-        """Raises ConfigError: a number that no layout can satisfy, with the nearest one that works."""
+        """Raises ConfigError for a number that no layout can satisfy, with the nearest number that works."""
         for pool in self.pools:
             if pool.count < 1:
                 raise ConfigError(f"{pool.count} GPUs of kind {pool.gpu.name} is not a cluster; use --gpus 1 or more")
@@ -154,12 +156,12 @@ class PlanRequest:
 
 
 def precisions(pool: Pool, rules: Rules) -> tuple[int, ...]:
-    """Bytes per weight that a generator may use."""
+    """Returns the bytes per weight that a generator may use."""
     return pool.gpu.scalar_bytes if rules.own_precision else (BF16,)
 
 
 def uncounted(config: RunConfig) -> str:
-    """Sentence on limits of single sources, which a forecast does not know; empty: there are none."""
+    """Returns a sentence on limits of single sources, which a forecast ignores. Empty means none."""
     names = [
         f"data.train.{number}.{name}"
         for number, source in enumerate(config.data.sources)

@@ -1,4 +1,4 @@
-"""A plan as a run file: every choice of the plan is a setting of the run."""
+"""Converts a plan to a run file: every choice of the plan becomes a setting."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from llamarl.parts.forecast.room import CACHE_SHARE, room_for_cache, with_cache,
 
 AXES = {"fsdp": "dp", "tp": "tp", "pp": "pp", "cp": "cp", "ep": "ep"}
 LISTEN = "controller:6700"
-"""`cluster.listen` of a planned run on several hosts until it has an address of its own."""
+"""Placeholder of `cluster.listen` in a planned run on several hosts."""
 
 
 def run_toml(plan: Plan, *, data_path: str, base: RunConfig | None = None) -> str:
-    """The run file; what the plan expects of it stands above as comments.
+    """Returns the run file. Comments at the top have the expected performance.
 
     Args:
         data_path: JSONL file of training prompts, for a run without `base`.
-        base: a run whose other settings are kept.
+        base: run whose other settings are kept.
 
     Raises:
-        ConfigError: a setting that is kept does not go with the plan, or a run of it does not fit.
+        ConfigError: a kept setting contradicts the plan, or the run does not fit.
     """
     train = {"name": "jsonl", "path": data_path}
     data: dict[str, Any] = {"name": Path(plan.request.model.name).name, "data": {"train": train}}
@@ -38,8 +38,8 @@ def run_toml(plan: Plan, *, data_path: str, base: RunConfig | None = None) -> st
 
 
 def _bounded(plan: Plan, config: RunConfig) -> RunConfig:
-    """The run with a cache that a start accepts, which counts more than a synchronous plan. Raises ConfigError: there
-    is no room for one sequence."""
+    """Returns the run with a KV cache that a start accepts, because a start counts more than a synchronous plan. Raises
+    ConfigError if one sequence does not fit."""
     pool, shape = plan.trainer.pool, plan.request.model
     is_shared = config.cluster.placement == "colocated" and pool.gpu.name != CPU
     if not is_shared or config.generator.kv_cache_bytes is not None:
@@ -56,7 +56,7 @@ def _bounded(plan: Plan, config: RunConfig) -> RunConfig:
 
 
 def _bounds(plan: Plan, planned: RunConfig, config: RunConfig) -> str:
-    """Comment on what a run has less of than its plan; empty: nothing."""
+    """Returns a comment on values that are smaller in the run than in its plan. Empty means none."""
     cache, planned_bytes = config.generator.kv_cache_bytes, plan.generator.memory_parts["kv"]
     tokens, planned_tokens = config.trainer.microbatch_tokens, planned.trainer.microbatch_tokens
     if config is planned or cache is None or (cache >= 0.99 * planned_bytes and tokens == planned_tokens):
@@ -69,7 +69,7 @@ def _bounds(plan: Plan, planned: RunConfig, config: RunConfig) -> str:
 
 
 def expected(plan: Plan) -> str:
-    """Comment on what the plan expects of a run."""
+    """Returns a comment on the expected performance of a run."""
     trainer, generator = plan.trainer, plan.generator
     return (
         f"# Planned: {plan.step_s:.2f} s per step, {plan.samples_per_s:.1f} samples/s on {plan.gpus} GPUs,\n"
@@ -79,7 +79,7 @@ def expected(plan: Plan) -> str:
 
 
 def planned_settings(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Every choice of a plan, by section. Raises ConfigError: no run can be so."""
+    """Returns every choice of a plan, by section. Raises ConfigError if no run can use the plan."""
     _check(plan)
     request, trainer, generator = plan.request, plan.trainer, plan.generator
     return {
@@ -109,7 +109,7 @@ def planned_settings(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def _check(plan: Plan) -> None:
-    """Raises ConfigError: no run can be so."""
+    """Raises ConfigError if no run can use the plan."""
     if not plan.is_runnable:
         most = plan.trainer.pool.gpu.node_gpus
         cause = f"shares {plan.gpus} GPUs, and cluster.placement = 'colocated' is for one machine of {most}"
@@ -120,7 +120,7 @@ def _check(plan: Plan) -> None:
 
 
 def on_hosts(cluster: dict[str, Any], num_hosts: int) -> dict[str, Any]:
-    """The settings that are kept, for so many hosts."""
+    """Returns the kept cluster settings, changed to `num_hosts` hosts."""
     if num_hosts > 1 and cluster.get("kind", "monarch") != "inline":
         return {"listen": LISTEN} | cluster | {"kind": "hosts", "num_hosts": num_hosts}
     if cluster.get("kind") == "hosts":
@@ -129,5 +129,5 @@ def on_hosts(cluster: dict[str, Any], num_hosts: int) -> dict[str, Any]:
 
 
 def _device(pool: Pool, dtype: str) -> dict[str, str]:
-    """Settings of a device. On a CPU, which type is fast depends on the model, and the run's own stands."""
+    """Returns the settings of a device. On a CPU the fastest type depends on the model, so the run's type is kept."""
     return {"device": "cpu"} if pool.gpu.name == CPU else {"device": "cuda", "dtype": dtype}

@@ -1,4 +1,4 @@
-"""`DecoderShape`: sizes of a model, by Hugging Face config or built-in name."""
+"""`DecoderShape`: sizes of a model, from a Hugging Face config or by built-in name."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class DecoderShape(DecoderSizes):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], name: str = "config.json") -> DecoderShape:
-        """The decoder that a parsed `config.json` describes. Raises ConfigError: a key is missing, or the model is not
-        computed here."""
+        """Returns the shape for a parsed `config.json`. Raises ConfigError if a key is missing or the model is not
+        supported."""
         shape = ModelShape.from_hf(config)
         sizes = {field.name: getattr(shape, field.name) for field in fields(DecoderSizes)}
         return cls(name=name, path=name, **sizes)
@@ -42,7 +42,7 @@ _COLUMNS = (
 
 
 def _moe(num_layers: int, num_experts: int, experts_per_token: int, expert_size: int, **others: Any) -> MoeShape:
-    """Mixtures in the last `num_layers` layers behind `dense` ones."""
+    """Returns fields of a mixture in the last `num_layers` layers behind `dense` layers."""
     first = others.pop("dense", 0)
     return MoeShape(
         num_experts=num_experts, experts_per_token=experts_per_token, expert_size=expert_size,
@@ -90,13 +90,13 @@ _TUNED = re.compile(r"-(instruct|base|it)(-\d{4})?$|-v0\.1$")
 
 
 def built_in(name: str) -> DecoderShape | None:
-    """The built-in shape that a name means: its own, or one of the Hub's, such as `Qwen/Qwen2.5-7B-Instruct`."""
+    """Returns the built-in shape by its name or by a Hub name, such as `Qwen/Qwen2.5-7B-Instruct`."""
     return MODELS.get(_TUNED.sub("", _LLAMA.sub("llama3-", name.lower().rsplit("/", 1)[-1].partition("@")[0])))
 
 
 def smaller(model: DecoderSizes) -> list[DecoderShape]:
-    """Built-in shapes of the same family with fewer parameters, the largest first; of one without dense shapes here, of
-    all. Mixtures are among those of a mixture only."""
+    """Returns built-in shapes of the same family with fewer parameters, the largest first. All families count if the
+    family has no dense shape here. A mixture is suggested only for a mixture."""
     kin = model.family.removesuffix("_moe")
     is_known = any(one.family == kin and one.moe is None for one in MODELS.values())
     found = [
@@ -108,13 +108,13 @@ def smaller(model: DecoderSizes) -> list[DecoderShape]:
 
 
 def config_only(files: Collection[str]) -> list[str]:
-    """The one of a repository's files that says a model's shape, if it is there."""
+    """Returns the file that describes a model's shape, if a repository has it."""
     return [path for path in files if path == "config.json"]
 
 
 def model_of_run(config: RunConfig, place: str) -> DecoderShape:
-    """The shape of a run's model; where a warm start has not made the model yet, the shape that it will have. `place`
-    is the option that names the run's file. Raises ConfigError."""
+    """Returns the shape of a run's model, or the future shape if a warm start has not created it. `place` is the option
+    that names the run's file. Raises ConfigError."""
     path, warm_start = config.model.path, config.model.warm_start
     if warm_start and not Path(path, "config.json").is_file():
         shape = load_sft_config(warm_start).shape
@@ -132,8 +132,8 @@ def model_of_run(config: RunConfig, place: str) -> DecoderShape:
 
 
 def find_model(name: str, option: str = "--model") -> DecoderShape:
-    """A built-in shape, or that of a Hugging Face folder or `config.json`; of a name of the Hub that in the cache, else
-    what is built in. Raises ConfigError."""
+    """Returns a built-in shape, or the shape of a Hugging Face folder or `config.json`. For a Hub name, the cached
+    config has priority over the built-in shape. Raises ConfigError."""
     if name in MODELS:
         return MODELS[name]
     path, of_hub, known = Path(name), hub_name(name), built_in(name)
@@ -153,7 +153,7 @@ def find_model(name: str, option: str = "--model") -> DecoderShape:
 
 
 def _unknown(name: str) -> str:
-    """End of a sentence about a model that is nowhere: what its name says is not computed, else how to get it."""
+    """Returns the end of a message about an unknown model: the family is not supported, or how to get the model."""
     for family in sorted(OTHERS, key=len, reverse=True):
         words = "[-_.]?".join(re.findall("[a-z]+|[0-9]+", family))
         words += r"(?!\.[5-9])" * (family == "glm4")  # from 4.5 on it is another family, which is computed

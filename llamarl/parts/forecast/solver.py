@@ -23,33 +23,33 @@ from llamarl.parts.forecast.request import ASYNCHRONOUS, SYNCHRONOUS, PlanReques
 from llamarl.parts.forecast.training import training_memory, training_parts
 
 STALENESS_SHARE = 0.10
-"""The smallest staleness is taken whose step is longer than the best one's by no more than this share."""
+"""The plan has the smallest staleness whose step is at most this share longer than the best step."""
 Layouts = TypeVar("Layouts", TrainerLayouts, Generators)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _FittingCandidates(Generic[Layouts]):
-    """Candidates of one executor that fit with the memory to themselves."""
+    """Candidates of one executor that fit if it does not share the memory."""
 
     layouts: Layouts
     time_s_L: np.ndarray
     kept_L: np.ndarray
     """Bytes that stay while the other executor works: trainer state, or a generator's weights."""
     transient_L: np.ndarray
-    """Bytes of its own phase alone."""
+    """Bytes that are needed only during the executor's phase."""
     latency_s_L: np.ndarray
-    """Seconds of the longest response; 0 for trainers."""
+    """Seconds to generate the longest response. 0 for trainers."""
 
 
 def synchronous_plan(request: PlanRequest) -> Plan | None:
-    """The best colocated plan on one pool, or None when nothing fits."""
+    """Returns the best colocated plan on one pool. None means that nothing fits."""
     plans = [solve(request, (pool, pool), SYNCHRONOUS, 0) for pool in request.pools]
     return min((plan for plan in plans if plan), key=lambda plan: plan.step_s, default=None)
 
 
 def asynchronous_plan(request: PlanRequest) -> Plan | None:
-    """The best disaggregated plan over assignments of the pools, at the smallest staleness that is nearly as fast as
-    the fastest; None when nothing fits."""
+    """Returns the best disaggregated plan over assignments of the pools, at the smallest staleness that is nearly as
+    fast as the fastest. None means that nothing fits."""
     pairs = [(first, second) for first in request.pools for second in request.pools]
     found = list[Plan]()
     for staleness in range(1, request.max_staleness + 1):
@@ -60,11 +60,11 @@ def asynchronous_plan(request: PlanRequest) -> Plan | None:
 
 
 def solve(request: PlanRequest, pools: tuple[Pool, Pool], rules: Rules, staleness: int) -> Plan | None:
-    """The plan of least step time under `rules`, or None when nothing fits.
+    """Returns the plan with the shortest step under `rules`. None means that nothing fits.
 
     Args:
-        pools: of trainer and generators; the same object when they share it.
-        staleness: S; 0 unless `rules.overlap`.
+        pools: pools of trainer and generators; the same object if they share it.
+        staleness: S. 0 unless `rules.overlap`.
     """
     trainers, generators = _trainers(request, pools[0], rules), _generators(request, pools[1], rules, staleness)
     if not len(trainers.time_s_L) or not len(generators.time_s_L):
@@ -86,7 +86,8 @@ def solve(request: PlanRequest, pools: tuple[Pool, Pool], rules: Rules, stalenes
 
 
 def fastest_phases(request: PlanRequest, pools: tuple[Pool, Pool], staleness: int) -> tuple[float, float] | None:
-    """Seconds of training and of generation when each is as fast as its own pool allows, or None."""
+    """Returns the seconds of training and of generation if each uses the fastest layout of its pool. None means none
+    fits."""
     trainers = _trainers(request, pools[0], ASYNCHRONOUS).time_s_L
     generators = _generators(request, pools[1], ASYNCHRONOUS, staleness).time_s_L
     return (float(trainers.min()), float(generators.min())) if len(trainers) and len(generators) else None
@@ -123,7 +124,8 @@ def _generators(request: PlanRequest, pool: Pool, rules: Rules, staleness: int) 
 
 
 def _best_below(key_L: np.ndarray, time_s_L: np.ndarray, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Least time among candidates with key <= limit (infinite if none), and its row (0 if none), for each limit."""
+    """Returns for each limit the shortest time among candidates with key <= limit (infinite if none), and its row (0 if
+    none)."""
     order = np.lexsort((time_s_L, key_L))
     running = np.minimum.accumulate(time_s_L[order])
     is_new = np.concatenate([[True], running[1:] < running[:-1]])
@@ -140,10 +142,10 @@ def _disaggregated(
     staleness: int,
     rules: Rules,
 ) -> tuple[int, int] | None:
-    """min over layouts of max(trainer, generators, (longest response + trainer) / (S + 1)).
+    """Minimizes max(trainer, generators, (longest response + trainer) / (S + 1)) over layouts.
 
-    The third term is the staleness bound: a response admitted when step k - S - 1 is adopted must be done when step k
-    starts, (S + 1) steps later less one train step.
+    The third term is the staleness bound: a response admitted when step k - S - 1 is adopted must be complete when step
+    k starts, (S + 1) steps later minus one train step.
     """
     room = pools[0].count - generators.layouts.gpus_L * (pools[0] is pools[1])
     train_s, rows = _best_below(trainers.layouts.gpus_L, trainers.time_s_L, room)
@@ -152,7 +154,7 @@ def _disaggregated(
     least_s = float(step_s.min())
     if not np.isfinite(least_s):
         return None
-    # Among equals the fewest GPUs: what does not shorten the step is better given back.
+    # The fewest GPUs among equals: GPUs that do not shorten the step are better released.
     generator = int(np.lexsort((generators.layouts.gpus_L, step_s))[0])
     allowed_s = min(least_s, (staleness + 1) * least_s - latency_s[generator])
     fits = np.flatnonzero((trainers.layouts.gpus_L <= room[generator]) & (trainers.time_s_L <= allowed_s))
@@ -166,9 +168,9 @@ def _in_turn(
     generators: _FittingCandidates[Generators],
     rules: Rules,
 ) -> tuple[int, int] | None:
-    """Rows of trainer and generators that make the fastest step one after the other. With layouts of their own in one
-    memory, trainer state and both weight copies stay and the rest takes turns; with one layout, the groups are equal
-    and everything is there at once."""
+    """Returns the rows of trainer and generators with the shortest sequential step. With separate layouts in one
+    memory, trainer state and both weight copies stay, and the rest shares memory in turn. With one layout, the groups
+    are equal and everything is in memory at once."""
     best = math.inf, 0, 0
     kind = generators.kept_L if rules.own_parallelism else generators.layouts.tp_L
     for value in np.unique(kind):

@@ -1,7 +1,7 @@
-"""Seconds of weight sync: the reshard plan between the two layouts of a plan, on the links of its machines.
+"""Duration of weight sync: the reshard plan between the two layouts of a plan, on the links of its machines.
 
-The search knows one side of a pair at a time, so it counts the bytes that a generator's adapter must receive. The plan
-that it finds is then priced here, by its own copies.
+The search considers one side at a time, so it counts the bytes that a generator's adapter receives. The resulting plan
+is then priced here by its actual copies.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def weight_transfer(
     first_device: int,
     host_size: int,
 ) -> tuple[Transfer, str]:
-    """The estimate of one sync, and why it goes that way.
+    """Returns the estimate of one sync, and the reason for its route.
 
     Args:
         trainer: pipeline stages, copies, FSDP shards, tensor-parallel ranks, ranks that share experts by number.
         generator: replicas, tensor-parallel ranks, bytes per weight.
-        first_device: of the generators; the trainer's is 0.
+        first_device: first device of the generators. The trainer starts at 0.
     """
     pp, copies, shards, trainer_tp, ep = trainer
     replicas, tp, weight_bytes = generator
-    # A size that the ranks cannot share evenly counts as padded. Experts are those of a run, which shares them evenly.
+    # Uneven shards count as padded. Experts are those of a run, which distributes them evenly.
     # Norms and biases are few bytes in very many pieces.
     parameters = {
         name: shape if is_expert(name) else tuple(-(-size // tp) * tp for size in shape)
@@ -61,10 +61,9 @@ def weight_transfer(
 
 
 def priced(plan: Plan) -> Plan:
-    """The plan with weight sync as long as its own copies take.
+    """Returns the plan with the duration of its weight sync by its actual copies.
 
-    Without direct sync there are no copies from shard to shard, and the plan stays as it is; so it does where adapters
-    alone travel.
+    Without direct sync, or if only adapters are sent, the plan is unchanged.
     """
     if plan.request.lora:
         return replace(plan, sync="adapters alone, merged where they arrive")
@@ -74,7 +73,7 @@ def priced(plan: Plan) -> Plan:
     gpus, share = (trainer.pool.gpu, generator.pool.gpu), plan.request.constants.link_efficiency
     shards, host_size = trainer.dp * trainer.cp, generator.pool.gpu.node_gpus
     first = trainer.gpus if plan.rules.overlap else 0
-    if trainer.pool is not generator.pool:  # machines of another kind are hosts of their own
+    if trainer.pool is not generator.pool:  # different kinds of machines are different hosts
         first = -(-first // host_size) * host_size
     transfer, reason = weight_transfer(
         plan.request.model,

@@ -11,12 +11,12 @@ from llamarl.parts.forecast.links import collective_bandwidth, exchange_s
 from llamarl.parts.forecast.request import PlanRequest
 
 PASSES = 3
-"""Weight gathers, activation reductions and exchanges of one microbatch: forward, recomputed forward, backward."""
+"""Weight gathers, activation reductions and exchanges per microbatch: forward, recomputed forward, backward."""
 
 
 def step_flops(request: PlanRequest) -> float:
-    """FLOPs of one optimizer step with recompute: a prompt once for its responses, logits of these alone, and causal
-    attention over half the squared lengths."""
+    """Returns the FLOPs of one optimizer step with recompute. A prompt counts once for its responses, logits only for
+    responses, and causal attention over half of the squared lengths."""
     lengths, prompt = request.lengths, request.prompt_tokens
     squares = request.prompts_per_step * prompt**2
     squares += request.num_samples * (2 * prompt * lengths.mean_tokens + lengths.square_tokens)
@@ -27,16 +27,16 @@ def step_flops(request: PlanRequest) -> float:
 
 
 def routed_flops(request: PlanRequest) -> float:
-    """FLOPs of one optimizer step, recompute included, in the experts that routers choose."""
+    """Returns the FLOPs of one optimizer step, including recompute, in routed experts."""
     passes = 3 + request.constants.recompute - (request.lora is not None)
     return 2.0 * request.model.routed_scalars * request.step_tokens * passes
 
 
 def inverse_efficiency(request: PlanRequest, ep: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Time of the products of microbatches of so many tokens on a rank, over their time at the peak.
+    """Returns the duration of matrix products with `tokens` tokens per microbatch on a rank, relative to peak.
 
-    Half of `train_efficiency` is reached with few tokens, by a mixture's experts with few rows of each expert. Where
-    ranks share them by number, a rank has all ranks' rows of its own, and the fullest is waited for.
+    Few tokens reach half of `train_efficiency`, and a mixture's experts do with few rows per expert. If ranks share
+    experts by number, a rank processes the rows of all ranks for its experts, and all wait for the fullest rank.
     """
     model, constants = request.model, request.constants
     dense = 1 + constants.half_efficiency_tokens / tokens
@@ -49,8 +49,8 @@ def inverse_efficiency(request: PlanRequest, ep: np.ndarray, tokens: np.ndarray)
 
 
 def exchanged_bytes(request: PlanRequest, ep: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Bytes that a rank sends in one pass through a layer with experts, on average: the rows of its tokens to the ranks
-    of their experts, and what is made of others' rows back, in bfloat16; 1 / ep of them stays."""
+    """Returns the mean bytes that a rank sends in one pass through a layer with experts: rows of its tokens to the
+    ranks of their experts, and results back, in bfloat16. 1 / ep of them stays on the rank."""
     per_token = request.model.rows_per_token * request.model.hidden_size * BF16
     return tokens * per_token * (ep - 1) / ep
 
@@ -58,7 +58,7 @@ def exchanged_bytes(request: PlanRequest, ep: np.ndarray, tokens: np.ndarray) ->
 def training_parts(
     request: PlanRequest, pool: Pool, layouts: TrainerLayouts, *, publishes: bool = False
 ) -> dict[str, np.ndarray]:
-    """Seconds of one optimizer step on `pool`, by cause; they add up.
+    """Returns the seconds of one optimizer step on `pool`, by cause. They add up.
 
     compute: FLOPs / (GPUs x peak x efficiency), efficiency falling with few tokens per GPU, for the rank with the most
     groups; of a mixture's experts by the rows of each, on the fullest rank. tensor: `PASSES` x 2 reductions of the
@@ -90,9 +90,9 @@ def training_parts(
     context = context / collective_bandwidth(gpu, constants, cp, inner=tp)
     between_stages = 2 * (pp > 1) * activation_bytes / tp / (gpu.network_bandwidth * constants.link_efficiency)
     overhead = constants.step_overhead_s + microbatches * constants.microbatch_overhead_s
-    learnt = 0 if request.lora else model.expert_parameters
-    state = (request.trained_parameters - learnt) / layouts.shards_L
-    state = (state + learnt * expert_share(model, layouts.shards_L, ep)) / (tp * pp)
+    trained = 0 if request.lora else model.expert_parameters
+    state = (request.trained_parameters - trained) / layouts.shards_L
+    state = (state + trained * expert_share(model, layouts.shards_L, ep)) / (tp * pp)
     memory_bandwidth = gpu.memory_bandwidth * constants.bandwidth_efficiency
     parts = {
         "compute": compute,
@@ -109,19 +109,19 @@ def training_parts(
 
 
 def _gathering_s(request: PlanRequest, pool: Pool, layouts: TrainerLayouts, microbatches: np.ndarray) -> np.ndarray:
-    """Seconds in which weights are gathered and gradients scattered, hidden or not. Above one shard this repeats with
-    each microbatch; plain replicas reduce gradients once per step."""
+    """Returns the seconds to gather weights and scatter gradients, hidden or not. With several shards this repeats for
+    each microbatch. Plain replicas reduce gradients once per step."""
     model, constants, gpu = request.model, request.constants, pool.gpu
     tp, ep, shards, copies = layouts.tp_L, layouts.ep_L, layouts.shards_L, layouts.dp_L * layouts.cp_L
-    learnt = 0 if request.lora else model.expert_parameters
-    others = (PASSES - 1) * (model.num_parameters - model.expert_parameters) + request.trained_parameters - learnt
+    trained = 0 if request.lora else model.expert_parameters
+    others = (PASSES - 1) * (model.num_parameters - model.expert_parameters) + request.trained_parameters - trained
     gathered = BF16 * others / (tp * layouts.pp_L) * (shards - 1) / shards * microbatches
     reduced = 0.0
     if not layouts.sharded:
         reduced = 2 * BF16 * request.trained_parameters / (tp * layouts.pp_L) * (copies - 1) / copies
     outer = collective_bandwidth(gpu, constants, shards if layouts.sharded else copies, inner=tp)
     fewer = shards / ep  # ranks that share the experts of the same numbers
-    held = ((PASSES - 1) * model.expert_parameters + learnt) * expert_share(model, shards, ep) / (tp * layouts.pp_L)
+    held = ((PASSES - 1) * model.expert_parameters + trained) * expert_share(model, shards, ep) / (tp * layouts.pp_L)
     of_experts = BF16 * held * (fewer - 1) * microbatches / collective_bandwidth(gpu, constants, fewer, inner=tp * ep)
     hops = ((shards > 1) + 1.0 * ((ep > 1) & (fewer > 1))) * np.ceil(shards * tp / gpu.node_gpus)
     latency = PASSES * np.ceil(model.num_layers / layouts.pp_L) * microbatches * hops * constants.network_latency_s
@@ -129,10 +129,11 @@ def _gathering_s(request: PlanRequest, pool: Pool, layouts: TrainerLayouts, micr
 
 
 def training_memory(request: PlanRequest, layouts: TrainerLayouts) -> dict[str, np.ndarray]:
-    """Bytes per GPU, by part; they add up: those of `models/memory.py`, with recomputed activations in bfloat16.
+    """Returns the bytes per GPU, by part, as in `models/memory.py`, with recomputed activations in bfloat16. They add
+    up.
 
-    state: weights, gradients and moments. gathered: copies of weights that are computed with, of layers gathered and
-    sent where state is sharded. activations: of the largest microbatch, and what its log-probabilities take.
+    state: weights, gradients and moments. gathered: full copies of weights during computation, and gathered layers if
+    state is sharded. activations: of the largest microbatch, including its log-probabilities.
     """
     longest = request.rank_samples(layouts.dp_L) * request.longest_tokens
     tokens = np.minimum(layouts.microbatch_tokens_L, longest)

@@ -1,7 +1,7 @@
-"""Estimates of how long a reshard plan takes on given links, and which of the two ways to go is faster.
+"""Estimates how long a reshard plan takes on given links, and whether direct or relayed transfer is faster.
 
-Every device has a network adapter of its own and a link to the other devices of its host, both with two directions at
-once. A transfer takes as long as its busiest link; relays begin with the first stripe, so their time overlaps.
+Every device has a separate network adapter and a link to the other devices of its host, both bidirectional. The busiest
+link determines the duration. Relays begin with the first stripe, so their times overlap.
 
 Shape suffixes: V devices, R source ranks.
 """
@@ -17,12 +17,12 @@ from llamarl.sharding.parallel_layout import DTYPE_BYTES, ShardLayout
 from llamarl.sharding.reshard import ReshardPlan, plan_reshard
 
 RELAY_GAIN = 0.05
-"""Relays must save more than this share: they are a second stage, and take the generators' adapters too."""
+"""Relays must save more than this share, because they add a stage and use the generators' adapters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkSpeeds:
-    """Bytes per second of one device, one way, as software reaches them."""
+    """Achievable bytes per second of one device in one direction."""
 
     network: float
     """Between hosts."""
@@ -32,7 +32,7 @@ class LinkSpeeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Bytes that each device sends and receives; what stays on a device is free."""
+    """Bytes that each device sends and receives. Data that stays on a device is free."""
 
     network_out_V: np.ndarray
     network_in_V: np.ndarray
@@ -41,17 +41,17 @@ class Traffic:
 
     @classmethod
     def zero(cls, num_devices: int) -> Traffic:
-        """Traffic of no transfer."""
+        """Returns the traffic of no transfer."""
         return cls(**{name: np.zeros(num_devices) for name in cls.__slots__})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
-    """An estimate."""
+    """Estimate of a transfer."""
 
     seconds: float
     busiest: str
-    """The link that decides: which direction, which device."""
+    """The busiest link: direction and device."""
     busiest_bytes: float
     """Bytes that the busiest link carries."""
     network_bytes: float
@@ -61,13 +61,14 @@ class Transfer:
 
 
 def delta_share(dtype: str, changed: float) -> float:
-    """Bytes of a delta over those of all values: 2 bytes of place and the value for each change, 4 for each 65,536."""
+    """Returns the bytes of a delta relative to full values: 2 bytes of offset and the value per change, 4 bytes per
+    65,536."""
     size = DTYPE_BYTES[dtype]
     return min(1.0, (changed * (2 + size) + 4 / 65_536) / size)
 
 
 def traffic(plan: ReshardPlan, changed: Mapping[str, float] | None = None, is_relayed: bool = False) -> Traffic:
-    """Bytes of one transfer by device."""
+    """Returns the bytes of one transfer by device."""
     source, destination = plan.source, plan.destination
     found = Traffic.zero(int(max(source.devices_R.max(), destination.devices_R.max())) + 1)
     shares = {dtype: delta_share(dtype, share) for dtype, share in (changed or {}).items()}
@@ -82,7 +83,7 @@ def traffic(plan: ReshardPlan, changed: Mapping[str, float] | None = None, is_re
 
 
 def _near(found: Traffic, plan: ReshardPlan, takers: np.ndarray, sent_R: np.ndarray) -> np.ndarray:
-    """Bytes that each of `takers` receives from source ranks on its host; `found` gets those on links inside hosts."""
+    """Returns the bytes that each of `takers` receives from source ranks on its host. Adds them to `found`."""
     ours, our_hosts = plan.source.devices_R, plan.source.hosts_R
     theirs, their_hosts = plan.destination.devices_R[takers], plan.destination.hosts_R[takers]
     num_devices = len(found.network_in_V)
@@ -96,7 +97,7 @@ def _near(found: Traffic, plan: ReshardPlan, takers: np.ndarray, sent_R: np.ndar
 
 
 def _direct(found: Traffic, plan: ReshardPlan, takers: np.ndarray, sent_R: np.ndarray, near: np.ndarray) -> None:
-    """Each of `takers` receives the rest of `sent_R` from source ranks on other hosts."""
+    """Adds the bytes that each of `takers` receives from source ranks on other hosts."""
     theirs, their_hosts = plan.destination.devices_R[takers], plan.destination.hosts_R[takers]
     near_takers = np.bincount(their_hosts, minlength=len(found.network_in_V))[plan.source.hosts_R]
     np.add.at(found.network_in_V, theirs, sent_R.sum() - near)
@@ -104,17 +105,17 @@ def _direct(found: Traffic, plan: ReshardPlan, takers: np.ndarray, sent_R: np.nd
 
 
 def _chained(found: Traffic, plan: ReshardPlan, takers: np.ndarray, sent_R: np.ndarray, near: np.ndarray) -> None:
-    """The first of `takers` on each other host receives it once, and passes it on to the next host; within a host it
-    goes from one to the next."""
+    """Adds the bytes of chains: the first of `takers` on each other host receives the data once and forwards it to the
+    next host, and within a host each taker forwards it to the next one."""
     order = np.argsort(plan.destination.hosts_R[takers], kind="stable")
     theirs, far = plan.destination.devices_R[takers][order], (sent_R.sum() - near)[order]
     hosts, sizes = np.unique(plan.destination.hosts_R[takers], return_counts=True)
     first = np.cumsum(sizes) - sizes
     np.add.at(found.network_in_V, theirs[first], far[first])
     passed = far[first]
-    passed[-1] = 0  # to nobody
+    passed[-1] = 0  # the end of the chain
     if len(hosts) > 1:
-        passed[-2] -= near[order][-1]  # nor to a host that has a part of it
+        passed[-2] -= near[order][-1]  # the last host already has a part
     np.add.at(found.network_out_V, theirs[first], passed)
     has_others = len(hosts) > np.isin(plan.source.hosts_R, hosts)
     np.add.at(found.network_out_V, plan.source.devices_R, sent_R * has_others)
@@ -127,12 +128,12 @@ def _chained(found: Traffic, plan: ReshardPlan, takers: np.ndarray, sent_R: np.n
 def estimate(
     plan: ReshardPlan, links: LinkSpeeds, changed: Mapping[str, float] | None = None, is_relayed: bool = False
 ) -> Transfer:
-    """Seconds of the busiest link.
+    """Returns the duration of the busiest link.
 
     Args:
-        changed: of values of a type (a key of DTYPE_BYTES) only this share travels, as a delta.
-        is_relayed: receivers pass on what they have (`llamarl/weight_sync/relays.py`). What several ranks of one
-            replica need (norms, shared heads) counts as if passed on among them, too; it is sent to each.
+        changed: share of changed values by type (a key of DTYPE_BYTES). Only these are sent, as a delta.
+        is_relayed: receivers forward data (`llamarl/weight_sync/relays.py`). Parts that several ranks of a replica need
+            (norms, shared heads) count as forwarded among them, although they are sent to each.
     """
     bytes_on = traffic(plan, changed, is_relayed)
     ways = {
@@ -155,11 +156,12 @@ def estimate(
 
 
 def fastest(source: ShardLayout, destination: ShardLayout, links: LinkSpeeds) -> tuple[ReshardPlan, Transfer, str]:
-    """The plan, the estimate of the faster way to carry it out, direct or relayed, and why.
+    """Returns the plan, the estimate of the faster route, direct or relayed, and the reason.
 
-    Direct copies put R / T of the weights through each of T trainers' adapters for R replicas. With relays a trainer
-    sends each part once, and it enters each host once: the ranks that need the same form a chain. It gains where
-    trainers are fewer than generators; elsewhere the receivers' adapters decide, and one stage is simpler.
+    Direct copies send R / T of the weights through the adapter of each of T trainers for R replicas. With relays a
+    trainer sends each part once, and it enters each host once: ranks that need the same part form a chain. Relays help
+    if there are fewer trainers than generators. Otherwise the receivers' adapters are the bottleneck, and one stage is
+    simpler.
     """
     plan = plan_reshard(source, destination)
     direct, relayed = (estimate(plan, links, is_relayed=is_relayed) for is_relayed in (False, True))

@@ -1,1 +1,1 @@
-"""A run on several hosts: who has come, who computes where, how they trust each other, what schedulers are handed."""
+"""A run on several hosts: registration, placement, certificates, and job scripts for schedulers."""

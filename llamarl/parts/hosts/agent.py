@@ -1,7 +1,7 @@
-"""`HostAgent`: one host of a run, which calls home, runs Monarch's worker loop as its child and answers the registry.
+"""`HostAgent`: represents one host of a run. It connects to the registry, answers it, and runs Monarch's worker loop.
 
-When the controller is silent, or the connection ends, all that the host has started for it ends, and the agent calls
-again under a fresh identity and port of the engine: Monarch takes no other back.
+If the controller is silent or the connection ends, the agent stops everything that the host started for it. It then
+reconnects under a new identity and engine port, because Monarch never accepts an old one again.
 """
 
 from __future__ import annotations
@@ -40,45 +40,47 @@ from llamarl.net.entrance import Entrance, listen
 from llamarl.net.reasons import plain
 from llamarl.observability.files import code_fingerprint
 from llamarl.parts.hosts.certificates import client_context, monarch_env
+from llamarl.parts.hosts.heartbeat import beat
 from llamarl.parts.hosts.home import BLAST_S, BROKEN, HUNG_UP, MAX_LINE_BYTES, SILENT_S, Line, on_loop, own_inventory
 from llamarl.run.placement import count_devices
 
 CONTROLLER_SILENT_S = 4.0
-"""A little more patience than the registry has: it should be the one who says what is lost."""
+"""Seconds without a message after which the agent gives up. Longer than the registry's limit, so that the registry
+reports the loss first."""
 ENGINE_S = 30.0
-"""Longest wait in seconds for the engine to start."""
+"""Maximum seconds for the engine to start."""
 BACK_OFF_S = 0.3, 2.0
-"""Seconds between calls to the registry, at first and at most."""
+"""Initial and maximum seconds between attempts to connect."""
 SAY_S = 60.0
-"""Seconds after which the agent says once more why it calls again."""
+"""Seconds after which the agent repeats why it reconnects."""
 NAME_S = 10.0
-"""Longest wait in seconds for a name to be looked up."""
+"""Maximum seconds of a DNS lookup."""
 DRAIN = signal.SIGUSR1
-"""Lets an agent leave in order, as `--drain` does."""
+"""Signal that makes an agent leave in order, as `--drain` does."""
 LEAVE_S = 100.0
-"""Longest wait for the controller to let a host go that asked to leave; spot machines get two minutes' notice."""
+"""Maximum seconds for the controller to release a host that asked to leave. Spot machines get two minutes' notice."""
 LOG_BYTES = 64 << 10
-"""Bytes of one log that go with one beat, and the last ones of a log that is behind by more than `LOG_BEHIND_BYTES`."""
+"""Maximum bytes of one log per beat. A log that is behind by more than `LOG_BEHIND_BYTES` skips to its last bytes."""
 LOG_BEHIND_BYTES = 4 << 20
 LOG_TOTAL_BYTES = MAX_LINE_BYTES // 8
-"""Bytes of all logs with one beat; JSON takes up to six characters for a byte."""
+"""Maximum bytes of all logs per beat. JSON needs up to six characters per byte."""
 REAPED_S, REAPED_LOOK_S = 0.5, 0.02
-"""Longest wait for the engine to reap a process that has ended, as then the system says how, and between two looks."""
+"""Maximum seconds for the engine to reap an ended process, so that the exit status is known, and polling interval."""
 END_S = 3.0
-"""Longest wait in seconds for killed processes to be gone."""
+"""Maximum seconds for killed processes to disappear."""
 PR_SET_CHILD_SUBREAPER = 36
 
 
 class HostRefused(ConfigError):
-    """The controller does not want this host; the message says why."""
+    """The controller rejected this host. The message has the reason."""
 
 
 class WorkerLoop:
-    """The worker loop, and every process that has come from it."""
+    """The worker loop and all processes that it started."""
 
     def __init__(self, address: str, env: dict[str, str], log: Path) -> None:
         self._reader, self._lifeline = os.pipe()
-        code = "from llamarl.cluster.fork_server import begin; begin()\n"  # before what takes long to import
+        code = "from llamarl.cluster.fork_server import begin; begin()\n"  # before slow imports
         code += "import sys; from llamarl.cluster.monarch import serve_host; serve_host(sys.argv[1])"
         with open_own(log, "ab") as output:
             self._process = subprocess.Popen(
@@ -88,7 +90,8 @@ class WorkerLoop:
             )  # fmt: skip
 
     def url(self) -> str:
-        """Address where the engine can be attached, once it says so. Raises EOFError: it has ended."""
+        """Returns the address where the engine can be attached, once it is printed. Raises EOFError if the loop has
+        ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -96,13 +99,13 @@ class WorkerLoop:
         return json.loads(line)["url"]
 
     def check(self) -> None:
-        """Raises EOFError: it has ended."""
+        """Raises EOFError if the loop has ended."""
         if self._process.poll() is not None:
             raise EOFError("the engine has ended")
         _reap()
 
     def end(self) -> None:
-        """Kills everything; waits until it is gone, for seconds at most."""
+        """Kills everything and waits a few seconds for it to end."""
         for descriptor in (self._lifeline, self._reader):
             os.close(descriptor)
         deadline_s = time.monotonic() + END_S
@@ -116,7 +119,7 @@ class WorkerLoop:
 
 
 class HostAgent:
-    """`run` is all that it does."""
+    """Agent of a host. `run` does all of the work."""
 
     def __init__(
         self,
@@ -127,17 +130,19 @@ class HostAgent:
         once: bool,
         tell: Callable[[str], None],
         weights_address: str = "",
+        give_up_s: float = math.inf,
     ) -> None:
         """
         Args:
-            controllers: `host:port` of each registry that may answer.
-            address: of this host, on its certificate.
-            once: it ends with the first run that it took part in.
-            tell: gets a sentence for people.
-            weights_address: of this host, for weights; empty: `address`.
+            controllers: `host:port` of each registry to try.
+            address: address of this host, as on its certificate.
+            once: exits after the first run.
+            tell: called with sentences for people.
+            weights_address: address of this host for weights. Empty means `address`.
+            give_up_s: seconds without a controller after which the agent ends.
 
         Raises:
-            ConfigError: there is no certificate for it.
+            ConfigError: there is no certificate for this host.
         """
         self._controllers = deque(controllers)
         self._context, self._env = client_context(pki, name), monarch_env(pki, name)
@@ -147,35 +152,41 @@ class HostAgent:
         self._inventory = own_inventory(name, address, str(self._logs), gpus, weights_address)
         self._run = ""
         self._sent = dict[str, int]()
-        """Bytes of each log."""
+        """Sent bytes of each log."""
         self._line: Line | None = None
         self._has_served = False
         self._task: asyncio.Task[Any] | None = None
         self._is_leaving = self._is_done = False
+        self._give_up_s = give_up_s
 
     async def run(self) -> int:
-        """Until it is let go, or asked to end a second time. The exit code; raises Refused."""
+        """Runs until the controller releases the host, or a second request to stop. Returns the exit code. Raises
+        HostRefused."""
         loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._leave)
         loop.add_signal_handler(DRAIN, self._drain)
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what the engine leaves behind comes here
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # adopts orphans of the engine
+        beating = asyncio.create_task(beat())
         try:
             await self._stay()
         except asyncio.CancelledError:
             self._tell(f"{self._inventory.name} ends")
         finally:
+            beating.cancel()
             shutil.rmtree(self._logs, ignore_errors=True)
         return 0
 
     @property
     def _place(self) -> str:
-        """`host:port` of the registry that is called, or answers."""
+        """Returns `host:port` of the current registry."""
         return self._controllers[0]
 
     async def _stay(self) -> None:
-        """Calls one registry after the other until it is let go for good."""
+        """Connects to one registry after the other until the host is released permanently, or none has answered for
+        `give_up_s`."""
         pause_s, said_s = BACK_OFF_S[0], dict[str, float]()
+        last_s = time.monotonic()
         while not self._is_done:
             started_s, self._has_served = time.monotonic(), False
             try:
@@ -188,7 +199,11 @@ class HostAgent:
                 self._controllers.rotate(-1)
             if self._is_leaving:
                 return
-            # A slow refusal, such as a name server's, is no stay.
+            last_s = time.monotonic() if self._has_served else last_s
+            if time.monotonic() - last_s >= self._give_up_s:
+                self._tell(f"no controller has answered for {self._give_up_s:g} s; {self._inventory.name} ends")
+                return
+            # A slow refusal, for example by a DNS server, does not count as a session.
             if self._has_served and time.monotonic() - started_s > 2 * BACK_OFF_S[1]:
                 pause_s, said_s = BACK_OFF_S[0], {}
             if not self._is_done:
@@ -196,7 +211,7 @@ class HostAgent:
             pause_s = min(2 * pause_s, BACK_OFF_S[1])
 
     def _leave(self) -> None:
-        """Asks to be let go; the second time, and with nobody to ask, it ends."""
+        """Asks to leave. Exits at the second request, or if no registry is connected."""
         if self._is_leaving or self._line is None:
             assert self._task is not None
             self._task.cancel()
@@ -206,16 +221,16 @@ class HostAgent:
         asyncio.get_running_loop().call_later(LEAVE_S, self._leave)
 
     def _drain(self) -> None:
-        """Asks to be let go; however often it is told to."""
+        """Asks to leave. Repeated requests have no further effect."""
         if not self._is_leaving:
             self._leave()
 
     async def _take_part(self) -> None:
-        """One stay: from the call to the end of the connection. Raises HostRefused, and what is in `BROKEN`."""
+        """Runs one session, from connecting to the end of the connection. Raises HostRefused and errors in `BROKEN`."""
         line = await call(self._place, self._context, self._address)
         try:
             run = await self._run_of(line)
-            inventory = self._inventory.model_copy(update={"code": code_fingerprint()})  # the engine runs what is there
+            inventory = self._inventory.model_copy(update={"code": code_fingerprint()})  # current code for the engine
             line.tell(**inventory.model_dump())
             self._welcomed(run, await line.hear(CONTROLLER_SILENT_S))
             keeper = MirrorKeeper(mirror_folder(""), self._address)
@@ -234,7 +249,7 @@ class HostAgent:
             line.close()
 
     async def _run_of(self, line: Line) -> str:
-        """Id of the run that answers. Raises what is in `BROKEN`."""
+        """Returns the id of the run that answers. Raises errors in `BROKEN`."""
         try:
             return str((await line.hear(CONTROLLER_SILENT_S))["run"])
         except ssl.SSLError as error:
@@ -255,7 +270,7 @@ class HostAgent:
             self._sent |= {str(file): int(size) for file, size in message["logs"].items()}
 
     async def _serve(self, line: Line, engine: WorkerLoop) -> None:
-        """Answers until it is let go. Raises what is in `BROKEN`."""
+        """Answers the registry until the host is released. Raises errors in `BROKEN`."""
         tasks = set[asyncio.Task[None]]()
         try:
             while True:
@@ -287,7 +302,7 @@ class HostAgent:
             line.tell(answer=number, time=time.time(), **found)
 
     def _new_logs(self) -> Iterator[dict[str, Any]]:
-        """Pieces that have been added to the logs, one of each log, as far as a message holds them."""
+        """Yields new pieces of the logs, one per log, up to the size of a message."""
         room = LOG_TOTAL_BYTES
         for path in sorted(self._logs.iterdir()):
             at, size = self._sent.get(path.name, 0), path.stat().st_size
@@ -304,7 +319,7 @@ class HostAgent:
                 yield {"file": path.name, "upto": at + len(data), "data": note + data.decode("latin-1")}
 
     async def _offer(self, num_bytes: int, secret: str) -> dict[str, Any]:
-        """Opens a port, where weights take theirs, for one who measures the wire from here."""
+        """Opens a port in the range for weights, to measure bandwidth from here."""
 
         async def give(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, proved: Callable[[], None]) -> None:
             with suppress(*BROKEN):
@@ -326,7 +341,7 @@ class HostAgent:
 
 
 async def _pull(address: str, port: int, num_bytes: int, secret: str) -> dict[str, Any]:
-    """Bytes per second from another host, or why none come; it connects as a generator does to a trainer."""
+    """Returns bytes per second from another host, or an error. Connects as a generator connects to a trainer."""
     writer = None
     try:
         async with asyncio.timeout(LOST_S):
@@ -345,7 +360,7 @@ async def _pull(address: str, port: int, num_bytes: int, secret: str) -> dict[st
 
 
 async def _kill(pids: list[int]) -> dict[str, Any]:
-    """Ends processes of executors and all that they have started, those alone that have come from this agent."""
+    """Kills processes of executors and their descendants, but only descendants of this agent."""
     own = descendants(os.getpid())
     for pid in own.intersection(pids):
         kill_group(pid)
@@ -353,13 +368,13 @@ async def _kill(pids: list[int]) -> dict[str, Any]:
 
 
 def _forget_states() -> None:
-    """The run is over whose trainer or critic had them in this host's memory."""
+    """Forgets the copies of trainer and critic state in this host's memory, because the run has ended."""
     if MEMORY in os.environ:
         shutil.rmtree(mirror_folder(""), ignore_errors=True)
 
 
 async def _watch(line: Line, pid: int) -> dict[str, Any]:
-    """Tells the registry how a process has ended, as soon as it has, and ends what it has left behind."""
+    """Reports at once how a process has ended, and kills what it left behind."""
     cause = ""
     try:
         descriptor = os.pidfd_open(pid)
@@ -383,7 +398,7 @@ async def _watch(line: Line, pid: int) -> dict[str, Any]:
 
 
 def _cause_of(pid: int) -> str | None:
-    """Cause of death of a process that nobody has waited for yet; None: it has been reaped."""
+    """Returns the cause of death of a process that has not been reaped. None means that it was reaped."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -393,7 +408,7 @@ def _cause_of(pid: int) -> str | None:
 
 
 async def _fetch(names: list[str]) -> dict[str, Any]:
-    """Fetches models of the Hub, in a thread; the process that does it is one of those that end with a stay."""
+    """Fetches models of the Hub in a thread. Its process ends with the session."""
 
     def fetch() -> str:
         for name in filter(None, map(hub_name, names)):
@@ -407,16 +422,16 @@ async def _fetch(names: list[str]) -> dict[str, Any]:
 
 
 async def _look(**asked: Any) -> dict[str, Any]:
-    """Looks for files in a thread: a network file system may take its time."""
+    """Checks for files in a thread, because a network file system may be slow."""
     return await asyncio.to_thread(_seen, **asked)
 
 
 def _seen(paths: list[str], folder: str, token: str) -> dict[str, Any]:
-    """Which paths are not here, and whether `folder` is the controller's and can be written to."""
+    """Returns the missing paths, and whether `folder` is the controller's folder and writable."""
     missing = [path for path in paths if not Path(path).exists()]
     try:
         is_shared = not folder or (Path(folder) / token).read_text() == token
-        if folder and is_shared:  # not what other hosts read now
+        if folder and is_shared:  # not in a file that other hosts read now
             own = Path(folder) / f"{token}-{os.getpid()}"
             own.touch()
             own.unlink(missing_ok=True)
@@ -426,7 +441,7 @@ def _seen(paths: list[str], folder: str, token: str) -> dict[str, Any]:
 
 
 def descendants(pid: int) -> set[int]:
-    """Processes that have come from this one, whose parents live or have left them to it."""
+    """Returns the descendants of this process, including adopted orphans."""
     children = dict[int, list[int]]()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -448,7 +463,7 @@ def _reap() -> None:
 
 
 async def call(place: str, context: ssl.SSLContext, address: str) -> Line:
-    """The registry at a place, `host:port`, from this host's `address`. Raises HostRefused, and what is in `BROKEN`."""
+    """Connects to the registry at `host:port` from this host's `address`. Raises HostRefused and errors in `BROKEN`."""
     host, _, port = place.rpartition(":")
     loop = asyncio.get_running_loop()
     looking = loop.getaddrinfo(host, int(port), family=socket.AF_INET, type=socket.SOCK_STREAM)
@@ -458,7 +473,7 @@ async def call(place: str, context: ssl.SSLContext, address: str) -> Line:
         raise TimeoutError(f"no name server says within {NAME_S:g} s who {host} is") from None
     try:
         source = (str(ipaddress.ip_address(address)), 0)
-    except ValueError:  # a name: the system chooses
+    except ValueError:  # a name: the system chooses the address
         source = None
     calling = asyncio.open_connection(str(found[0][-1][0]), int(port), local_addr=source)
     line = Line(*await asyncio.wait_for(calling, SILENT_S), context, host)

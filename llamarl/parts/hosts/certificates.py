@@ -1,7 +1,7 @@
-"""Certificates by which the hosts of a run know each other: one folder with `ca.crt` and, per name, `.crt` and `.key`.
+"""Certificates that authenticate the hosts of a run: one folder with `ca.crt` and, per name, `.crt` and `.key`.
 
-The authority is the run's own. Its key (`ca.key`) stays in the folder where certificates are made: a host needs
-`ca.crt` and its own two files. Keys are ECDSA P-256, made by the program `openssl`.
+Each run has its own authority. Its key (`ca.key`) stays in the folder where certificates are created: a host needs only
+`ca.crt` and the two files of its name. Keys are ECDSA P-256, created by the program `openssl`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ from llamarl.config import ConfigError
 from llamarl.net.reasons import ELSEWHERE, plain
 
 CONTROLLER = "controller"
-"""Name of the controller's own certificate."""
+"""Name of the controller's certificate."""
 RESERVED = ("ca", CONTROLLER)
-"""Names that no host can have: its files would be others'."""
+"""Names that a host cannot have because their files have other uses."""
 AUTHORITY_DAYS = 3650
 """Validity of `ca.crt`."""
 OPENSSL_S = 60.0
@@ -52,7 +53,7 @@ subjectAltName = {alternative_names}
 
 
 def check_member(name: str, address: str) -> None:
-    """Raises ConfigError unless a certificate can carry them; an address is an IP address or a DNS name."""
+    """Raises ConfigError unless a certificate can contain the name and the address (IP address or DNS name)."""
     if not NAME.fullmatch(name):
         rule = "letters, digits, dots, dashes and underscores, at most 63"
         raise ConfigError(f"`{name}={address}`: {name!r} is not the name of a host; use {rule}")
@@ -61,12 +62,12 @@ def check_member(name: str, address: str) -> None:
 
 
 def make_certificates(folder: Path, members: Mapping[str, tuple[str, ...]], days: int) -> bool:
-    """Makes a certificate with a new key for each of `members`: file name -> DNS names and IP addresses.
+    """Creates a certificate with a new key for each of `members`: file name -> DNS names and IP addresses.
 
-    Returns whether the authority is new too. What the folder held under these names is replaced.
+    Returns whether the authority is also new. Replaces existing files of these names.
 
     Raises:
-        ConfigError: the folder is not one of certificates, or has no `ca.key`; `openssl` is missing or fails.
+        ConfigError: the folder has other contents or no `ca.key`, or `openssl` is missing or fails.
     """
     if shutil.which("openssl") is None:
         raise ConfigError("the program `openssl` is missing; install the package openssl on this machine")
@@ -78,8 +79,11 @@ def make_certificates(folder: Path, members: Mapping[str, tuple[str, ...]], days
             made = Path(scratch)
             if is_new:
                 _make_authority(made)
-            for name, names in members.items():
-                _make_member(made, made if is_new else folder, name, names, days)
+            authority = made if is_new else folder
+            with ThreadPoolExecutor(max_workers=2 * (os.cpu_count() or 1)) as threads:  # each runs a program
+                waits = [threads.submit(_make_member, made, authority, name, of, days) for name, of in members.items()]
+                for wait in waits:
+                    wait.result()
             for path in [*made.glob("*.key"), *made.glob("*.crt")]:
                 path.chmod(0o600 if path.suffix == ".key" else 0o644)
                 path.replace(folder / path.name)
@@ -89,7 +93,7 @@ def make_certificates(folder: Path, members: Mapping[str, tuple[str, ...]], days
 
 
 def _check_folder(folder: Path) -> bool:
-    """Whether it gets an authority; raises ConfigError when it must not be written to."""
+    """Returns whether a new authority is needed. Raises ConfigError if the folder must not be written."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file; name a folder for the certificates")
     if (folder / "ca.crt").exists():
@@ -110,7 +114,7 @@ def _make_authority(made: Path) -> None:
 
 def _make_member(made: Path, authority: Path, name: str, names: tuple[str, ...], days: int) -> None:
     alternatives = ", ".join(("IP:" if _is_ip(each) else "DNS:") + each for each in dict.fromkeys(names))
-    settings, request, key = made / "settings", made / "request", made / f"{name}.key"
+    settings, request, key = made / f"{name}.settings", made / f"{name}.request", made / f"{name}.key"
     settings.write_text(_SETTINGS.format(common_name=name, alternative_names=alternatives))
     _new_key(key)
     _openssl("req", "-new", "-config", settings, "-key", key, "-out", request)
@@ -143,30 +147,31 @@ def _is_ip(address: str) -> bool:
 
 
 def server_context(pki: Path, name: str) -> ssl.SSLContext:
-    """TLS 1.3 for the end that listens: whoever calls must have a certificate of the same authority.
+    """Returns a TLS 1.3 context for the listening end. Clients must have a certificate of the same authority.
 
-    That it is the caller's own is not settled by that: ask `mismatch`. Raises ConfigError.
+    The certificate may belong to another member: check it with `mismatch`. Raises ConfigError.
     """
     return _context(pki, name, ssl.PROTOCOL_TLS_SERVER)
 
 
 def client_context(pki: Path, name: str) -> ssl.SSLContext:
-    """TLS 1.3 for the end that calls; `server_hostname` must be in the other's certificate. Raises ConfigError.
+    """Returns a TLS 1.3 context for the connecting end. The peer's certificate must contain `server_hostname`. Raises
+    ConfigError.
 
-    The handshake ends before the other end has looked at this one's certificate: its refusal comes with the first
-    read, and gets lost when something was written before.
+    The handshake completes before the peer has checked this end's certificate: its refusal arrives with the first read,
+    and is lost if something was written before.
     """
     return _context(pki, name, ssl.PROTOCOL_TLS_CLIENT)
 
 
 def monarch_env(pki: Path, name: str) -> dict[str, str]:
-    """Variables by which Monarch's `tls://` finds the certificates. Raises ConfigError."""
+    """Returns the variables by which Monarch's `tls://` finds the certificates. Raises ConfigError."""
     authority, certificate, key = _files(pki, name)
     return {"HYPERACTOR_TLS_CA": authority, "HYPERACTOR_TLS_CERT": certificate, "HYPERACTOR_TLS_KEY": key}
 
 
 def check_controller(pki: Path, listen: str) -> None:
-    """Whether hosts that call the controller at `cluster.listen` will believe its certificate. Raises ConfigError."""
+    """Raises ConfigError unless the controller's certificate is valid for hosts that connect to `cluster.listen`."""
     address = listen.rpartition(":")[0]
     try:
         _shown(pki, address)
@@ -182,13 +187,14 @@ def check_controller(pki: Path, listen: str) -> None:
 
 
 def controller_names(pki: Path) -> list[str]:
-    """Names and addresses on the controller's certificate, which is valid. Raises SSLError, and ConfigError."""
+    """Returns names and addresses of the controller's certificate, which must be valid. Raises SSLError and
+    ConfigError."""
     return [value for _, value in _shown(pki, None).get("subjectAltName", ())]
 
 
 def _shown(pki: Path, address: str | None) -> dict[str, Any]:
-    """The controller's certificate, as one sees it who calls at an address; None: at any. Raises
-    SSLCertVerificationError, and ConfigError."""
+    """Returns the controller's certificate as a client at an address sees it. None means any address. Raises
+    SSLCertVerificationError and ConfigError."""
     context, there, back = client_context(pki, CONTROLLER), ssl.MemoryBIO(), ssl.MemoryBIO()
     context.check_hostname = address is not None
     client = context.wrap_bio(back, there, server_hostname=address)
@@ -200,14 +206,16 @@ def _shown(pki: Path, address: str | None) -> dict[str, Any]:
 
 
 def mismatch(certificate: Mapping[str, Any] | None, *names: str) -> str:
-    """Why a peer's certificate (`getpeercert()`) is not of one who has all these names and addresses; else empty."""
+    """Returns why a peer's certificate (`getpeercert()`) lacks one of these names and addresses. Empty means that it
+    has all."""
     has = [value for _, value in (certificate or {}).get("subjectAltName", ())]
     lacks = [name for name in names if name not in has]
     return f"its certificate is for {', '.join(has) or 'nobody'}, not for {', '.join(lacks)}" if lacks else ""
 
 
 def _files(pki: Path, name: str) -> tuple[str, str, str]:
-    """Authority, certificate and key; raises ConfigError when one is not there, or the key is everybody's."""
+    """Returns authority, certificate and key. Raises ConfigError if a file is missing or the key is readable by
+    others."""
     paths = [Path(os.path.abspath(pki)) / file for file in ("ca.crt", f"{name}.crt", f"{name}.key")]
     for path in paths:
         if not os.access(path, os.R_OK):

@@ -26,11 +26,11 @@ from llamarl.observability.spans import Span
 from llamarl.parts.hosts.registry import Host, Registry
 
 LOST_S = 1.0
-"""Longest wait in seconds for the rest of an executor that has lost a host."""
+"""Maximum seconds to wait for the other ranks of an executor that has lost a host."""
 
 
 class HostedHandle(MonarchHandle):
-    """An executor on other machines, whose agents know whether they are there, and end its processes."""
+    """An executor on other machines. Their agents report its processes and kill them."""
 
     def __init__(self, spec: ExecutorSpec, meshes: Sequence[tuple[ProcMesh, Rank]], hosts: Sequence[Host]) -> None:
         super().__init__(spec, meshes)
@@ -56,11 +56,11 @@ class HostedHandle(MonarchHandle):
             host.when_ended(self.pids[rank], partial(self._process_told, rank))
 
     def _process_told(self, rank: int, cause: str) -> None:
-        """The agent there says that a process has ended; Monarch may know better how."""
+        """Handles the agent's report that a process has ended. Monarch may know a better cause."""
         self._dead(rank, cause or None)
 
     async def _statuses(self, method: str, timeout_s: float) -> list[HostStatus]:
-        """Statuses of all ranks, with spans by this machine's clock."""
+        """Returns the statuses of all ranks, with spans in this machine's clock."""
         statuses = await super()._statuses(method, timeout_s)
         return [
             replace(status, spans=[Span(name, start_s - host.offset_s, end_s - host.offset_s)
@@ -71,12 +71,12 @@ class HostedHandle(MonarchHandle):
     async def _stop(self, deadline_s: float, timeout_s: float) -> None:
         if not any(host.lost for host in self._places):
             await super()._stop(deadline_s, timeout_s)
-        else:  # its ranks do not answer all, and Monarch waits for them
+        else:  # some ranks do not answer, and Monarch would wait for them
             self._kill()
             await asyncio.wait((asyncio.ensure_future(self._leave()),), timeout=min(timeout_s / 2, LOST_S))
 
     def _kill(self) -> None:
-        for pid, host in zip(self.pids, self._places, strict=False):  # none while it starts
+        for pid, host in zip(self.pids, self._places, strict=False):  # empty during startup
             host.tell("kill", pids=[pid])
 
 
@@ -86,10 +86,10 @@ class HostsCluster(MonarchCluster):
     def __init__(self, registry: Registry, address: str, env: Mapping[str, str]) -> None:
         """
         Args:
-            address: of this machine, on the controller's certificate.
-            env: where Monarch finds the certificate.
+            address: address of this machine, as on the controller's certificate.
+            env: variables by which Monarch finds the certificate.
         """
-        os.environ.update({**env, ADDRESS: address})  # ranks meet here
+        os.environ.update({**env, ADDRESS: address})  # rendezvous address of ranks
         super().__init__(None, f"tls://{address}:0")
         self._registry = registry
 
@@ -101,7 +101,7 @@ class HostsCluster(MonarchCluster):
             raise HostFailed(spec.name, tuple(range(spec.num_ranks)), f"host {error} is not here") from None
         meshes, first = list[tuple[ProcMesh, Rank]](), 0
         for num_ranks, pairs in groupby(zip(hosts, spec.hosts, strict=True), lambda pair: pair[1].num_ranks):
-            alike = list(pairs)  # a mesh has as many ranks on each of its hosts
+            alike = list(pairs)  # a mesh has the same number of ranks on each host
             machines = attach_to_workers(name=f"at_{spec.name}", ca=TRUST, workers=[host.url for host, _ in alike])
             meshes.append(self._start(spec, machines, num_ranks, partial(_command_at, alike, first)))
             first += num_ranks * len(alike)
@@ -116,7 +116,7 @@ class HostsCluster(MonarchCluster):
 def _command_at(
     alike: Sequence[tuple[Host, HostShare]], first: int, spec: ExecutorSpec, place: int
 ) -> BootstrapCommand:
-    """Command that starts a rank of a mesh on other hosts, whose ranks begin with `first`."""
+    """Returns the command that starts a rank of a mesh on other hosts, whose ranks begin with `first`."""
     number, local = divmod(place, alike[0][1].num_ranks)
     host, share = alike[number]
     env = spec.env | share.env | {ADDRESS: host.inventory.address, WEIGHTS_ADDRESS: host.inventory.weights_address}

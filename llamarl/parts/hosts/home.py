@@ -1,6 +1,7 @@
-"""Messages between the agent of a host and the registry of a run: a JSON object per line, over TLS.
+"""Messages between the agent of a host and the registry of a run: one JSON object per line, over TLS.
 
-The registry asks each `BEAT_S`, the agent answers; whoever hears nothing for `SILENT_S` has lost the other.
+The registry sends a message every `BEAT_S` seconds and the agent answers. Each end gives up after `SILENT_S` of
+silence.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ BEAT_S = 0.5
 SILENT_S = 3.0
 HUNG_UP = "the other end has closed the connection"
 BLAST_S = 30.0
-"""Longest measurement of a wire."""
+"""Maximum seconds of a bandwidth measurement."""
 MAX_LINE_BYTES = 4 << 20
 PACKAGES = ("torch", "torchmonarch")
-"""Packages of which all hosts have the same version."""
+"""Packages whose versions must be equal on all hosts."""
 
 
 T = TypeVar("T")
 
 
 class BadMessage(Exception):
-    """A message has arrived that is none of ours."""
+    """Invalid message."""
 
 
 BROKEN = (OSError, EOFError, TimeoutError, BadMessage)
-"""Errors of a line whose other end is gone, silent, or none of ours."""
+"""Errors of a connection whose other end is gone, silent or sends invalid messages."""
 
 
 class Inventory(Section):
@@ -51,7 +52,7 @@ class Inventory(Section):
     weights_address: str
     """Address at which its executors send and receive weights."""
     logs: str
-    """Folder there that its executors write to."""
+    """Folder on the host for the logs of executors."""
     cores: int
     memory_bytes: int
     gpus: int
@@ -65,23 +66,23 @@ class Inventory(Section):
 
     @property
     def room(self) -> str:
-        """Addresses and resources of the host, for people."""
+        """Addresses and resources of the host as text."""
         gpus = f", {self.gpus} GPUs" if self.gpus else ""
         return f"{self.addresses}, {self.cores} cores, {self.memory_bytes / 2**30:.0f} GiB{gpus}"
 
     @property
     def addresses(self) -> str:
-        """Address of the host, and that of weights where they have their own."""
+        """Address of the host, and the address for weights if different."""
         return f"{self.address} (weights: {self.weights_address})" if self.has_own_wire else self.address
 
     @property
     def has_own_wire(self) -> bool:
-        """Weights have an address of their own."""
+        """Whether weights use a separate address."""
         return self.weights_address != self.address
 
 
 class Line:
-    """One end. TLS is done here, as asyncio's own keeps to itself why it refuses the other end."""
+    """One end of a connection. Handles TLS itself, because asyncio hides why it rejects the other end."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class Line:
         context: ssl.SSLContext,
         server_hostname: str | None = None,
     ) -> None:
-        """`server_hostname`: of the other end, by the one that calls."""
+        """`server_hostname`: name of the other end, given by the connecting end."""
         self._reader, self._writer = reader, writer
         self._in, self._out, self._text = ssl.MemoryBIO(), ssl.MemoryBIO(), bytearray()
         self._tls = context.wrap_bio(
@@ -98,19 +99,19 @@ class Line:
         )
 
     async def secure(self) -> dict[str, Any]:
-        """The handshake; what the other end's certificate says. Raises what is in `BROKEN`."""
-        async with asyncio.timeout(PROOF_S):  # many hosts may call at once
+        """Performs the handshake. Returns the other end's certificate. Raises errors in `BROKEN`."""
+        async with asyncio.timeout(PROOF_S):  # many hosts may connect at once
             await self._done(self._tls.do_handshake)
         return dict(self._tls.getpeercert() or {})
 
     def tell(self, **message: Any) -> None:
-        """Sends without waiting."""
+        """Sends a message without waiting."""
         self._tls.write(json.dumps(message).encode() + b"\n")
         self._flush()
 
     async def hear(self, timeout_s: float = SILENT_S) -> dict[str, Any]:
-        """The next message. Raises what is in `BROKEN`."""
-        async with asyncio.timeout(timeout_s):  # which, unlike `wait_for`, starts no task: twice a second for each host
+        """Returns the next message. Raises errors in `BROKEN`."""
+        async with asyncio.timeout(timeout_s):  # starts no task, unlike `wait_for`; runs twice a second per host
             line = await self._line()
         try:
             return dict(json.loads(line))
@@ -118,7 +119,7 @@ class Line:
             raise BadMessage("it speaks otherwise") from None
 
     def close(self) -> None:
-        """Ends the connection once all has been sent; may be called again."""
+        """Closes the connection after all messages have been sent. May be called twice."""
         self._writer.close()
 
     async def _line(self) -> bytes:
@@ -133,7 +134,7 @@ class Line:
         return line
 
     async def _done(self, step: Callable[[], T]) -> T:
-        """Result of a step of TLS that may need more from the other end."""
+        """Returns the result of a step of TLS that may need more data from the other end."""
         while True:
             try:
                 return step()
@@ -156,7 +157,8 @@ class Line:
 
 
 def own_inventory(name: str, address: str, logs: str, gpus: int, weights_address: str = "") -> Inventory:
-    """Inventory of this machine, whose GPUs have been counted; without another address weights take the same."""
+    """Returns the inventory of this machine, given its number of GPUs. Weights use `address` unless another one is
+    given."""
     return Inventory(
         name=name,
         address=address,
@@ -176,7 +178,7 @@ def on_loop(
     serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter, Proved], Coroutine[None, None, None]],
     limit: int = 1 << 16,
 ) -> Serve:
-    """Connections go to coroutines on the event loop that runs now; `limit`: bytes that are read ahead."""
+    """Listens for connections and runs a coroutine for each on the current event loop. `limit`: bytes to read ahead."""
     loop = asyncio.get_running_loop()
 
     async def begin(accepted: socket.socket, proved: Proved) -> None:
@@ -189,7 +191,7 @@ def on_loop(
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address as `host` sees it; nothing is sent. Raises OSError: there is no way there."""
+    """Returns this machine's address on the route to `host`. Sends nothing. Raises OSError if there is no route."""
     family, kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)

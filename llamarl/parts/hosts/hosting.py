@@ -1,4 +1,4 @@
-"""`HostPlacer`: the host and the devices of each executor, while hosts come and go. No torch."""
+"""`HostPlacer`: assigns executors to hosts and devices while hosts join and leave. No torch."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from llamarl.run.placement import Assignment, Assignments, Placer, WantedExecuto
 
 MAX_REPLICAS = 10_000
 TRAINED = ("trainer", "critic")
-"""Roles whose state is saved in the run's folder."""
+"""Roles whose state is saved in the run folder."""
 
 
 class NoRoom(ConfigError):
-    """No host that is here can take an executor."""
+    """No connected host has a place for an executor."""
 
 
 MAX_GPUS = 64
-"""Most GPUs of an imagined host."""
+"""Maximum GPUs of an imagined host."""
 
 
 class HostPlacer(Placer):
-    """All executors of a run on hosts that come and go."""
+    """Places the executors of a run on hosts that join and leave."""
 
     def __init__(self, config: RunConfig, hosts: Mapping[str, Host], only: str = "") -> None:
         """
         Args:
-            hosts: those that are here, by name; it changes as they come and go.
+            hosts: connected hosts by name. Changes as hosts join and leave.
             only: as for `Placer`.
 
         Raises:
@@ -44,23 +44,23 @@ class HostPlacer(Placer):
         super().__init__(config, only)
         self._hosts = hosts
         self.models = list[str]()
-        """Models of the Hub that a host has to have, so that executors may be there."""
+        """Models of the Hub that a host needs before executors may run there."""
         self.ready = set[Host]()
-        """Hosts that have them."""
+        """Hosts that have these models."""
         self.lacks = dict[Host, str]()
-        """Files that trainer and critic need and hosts lack, a sentence for each that was looked at; empty: they may be
-        started again there."""
+        """Files that trainer and critic need and hosts lack, as a sentence per checked host. Empty means that they may
+        be restarted there."""
         self._here = dict[str, Host]()
-        """Hosts at one moment, by name: they come and go in another thread."""
+        """Snapshot of the hosts, which join and leave in another thread."""
         self._stands_still = False
-        """Many executors are placed at this moment."""
+        """Whether many executors are being placed in one snapshot."""
         self._queue: list[tuple[bool, int, str]] | None = None
-        """Hosts for generators at this moment, a heap: whether trainer or critic is there, number of generators, name.
-        None: nobody has asked."""
+        """Heap of hosts for generators in the snapshot: whether trainer or critic is there, number of generators, name.
+        None means not built."""
         self._layouts = dict[str, ParallelismConfig]()
-        """Layouts of trainer and critic that are not those of the settings."""
+        """Layouts of trainer and critic that differ from the settings."""
         self._displaced = list[str]()
-        """Generators that nobody has been told of yet."""
+        """Generators that were displaced and not reported yet."""
         for wanted in self._wanted:
             if wanted.device not in ("cpu", "cuda"):
                 raise ConfigError(
@@ -87,7 +87,7 @@ class HostPlacer(Placer):
             raise
 
     def can_not_move(self, executors: Sequence[str]) -> str:
-        """Why some executors could not start again, all of them, on hosts that stay; empty: they could."""
+        """Returns why executors could not all restart on the remaining hosts. Empty means that they could."""
         before = Assignments(self._assigned), dict(self._layouts), list(self._displaced)
         try:
             for executor in executors:
@@ -107,7 +107,7 @@ class HostPlacer(Placer):
         return told
 
     def _begin(self, *, is_short: bool) -> None:
-        """Places all executors. With fewer hosts than there were, trainer and critic may have smaller layouts, and one
+        """Places all executors. With fewer hosts than before, trainer and critic may have smaller layouts, and one
         generator is enough. Raises NoRoom."""
         reason: NoRoom | None = None
         for share in self._shares("trainer") if is_short else [1.0]:
@@ -124,7 +124,7 @@ class HostPlacer(Placer):
         raise reason
 
     def _take_first(self, wanted: WantedExecutor, *, is_short: bool) -> None:
-        """Raises NoRoom."""
+        """Places one executor at the start. Raises NoRoom."""
         if layout := self._layouts.get(wanted.executor):
             wanted = wanted._replace(num_ranks=layout.num_ranks)
         try:
@@ -134,12 +134,12 @@ class HostPlacer(Placer):
                 raise
 
     def _shares(self, executor: str) -> list[float]:
-        """Ranks that an executor may have, of those that it should have; the most first."""
+        """Returns the shares of its ranks that an executor may start with, in descending order."""
         layout = self._settings(executor).parallelism
         return list(dict.fromkeys(one.num_ranks / layout.num_ranks for one in (layout, *layout.smaller())))
 
     def _at_most(self, executor: str, share: float) -> ParallelismConfig | None:
-        """Layout of a share of the ranks, of one at least; None: that of the settings."""
+        """Returns the layout for a share of the ranks, at least one. None means the layout of the settings."""
         layout = self._settings(executor).parallelism
         able = (one for one in layout.smaller() if one.num_ranks <= max(1.0, share * layout.num_ranks))
         return None if share >= 1 else next(able, None)
@@ -148,8 +148,8 @@ class HostPlacer(Placer):
         return self._config.trainer if executor == "trainer" else self._config.critic
 
     def _train_again(self, executor: str) -> tuple[HostShare, ...]:
-        """Place for trainer or critic: in the layout of the settings or else the nearest, on free devices or else on
-        those of generators, of which one stays. Raises NoRoom."""
+        """Returns a place for trainer or critic, in the layout of the settings or the nearest one, on free devices or
+        on those of generators. One generator stays. Raises NoRoom."""
         number = sum(not host.is_leaving for host in dict(self._hosts).values())
         if number < (fewest := self._config.cluster.fewest_hosts):
             setting = "min_hosts" if self._config.cluster.min_hosts else "num_hosts; cluster.min_hosts allows for fewer"
@@ -157,7 +157,7 @@ class HostPlacer(Placer):
             raise NoRoom(f"{number} {are} left, and the run needs {fewest} (cluster.{setting})")
         usable, reason = self._usable(), None
         for lost in [name for name in self.of_role("generator") if self._assigned[name].ranks.keys() - usable.keys()]:
-            self.leave(lost)  # nobody may have said so yet
+            self.leave(lost)  # may not have been reported yet
         wanted = next(one for one in self._wanted if one.executor == executor)
         for share in self._shares(executor):
             layout = self._at_most(executor, share)
@@ -170,7 +170,7 @@ class HostPlacer(Placer):
         raise reason
 
     def _displacing(self, wanted: WantedExecutor, layout: ParallelismConfig | None) -> tuple[HostShare, ...]:
-        """Takes a place with as few generators displaced as it needs. Raises NoRoom."""
+        """Takes a place, displacing as few generators as possible. Raises NoRoom."""
         before, generators = self._assigned, self.of_role("generator")
         for first in range(len(generators), min(len(generators), 1) - 1, -1):
             left = set(generators[first:])
@@ -187,15 +187,16 @@ class HostPlacer(Placer):
                     self._layouts |= {wanted.executor: layout} if layout else {}
                     return place
         self._assigned = before
-        self._assign(wanted)  # which says why, if devices are too few
+        self._assign(wanted)  # raises with the reason if there are too few devices
         raise NoRoom(f"{wanted.executor} would leave no device to a generator")
 
     def _usable(self) -> dict[str, Host]:
-        """Hosts where executors may be, by name."""
+        """Returns the hosts where executors may run, by name."""
         return {name: host for name, host in dict(self._hosts).items() if not self.models or host in self.ready}
 
     def keepers(self) -> list[tuple[str, str]]:
-        """Hosts without trainer and critic come first; none, where the run does not go on with fewer."""
+        """Returns hosts for copies of checkpoints, those without trainer and critic first. Empty if the run needs all
+        hosts."""
         cluster = self._config.cluster
         if not self._config.checkpoint.mirror or cluster.fewest_hosts == cluster.num_hosts:
             return []
@@ -204,15 +205,15 @@ class HostPlacer(Placer):
         return [host.keeper for _, host in here if not host.is_leaving]
 
     def on_host(self, name: str) -> list[str]:
-        """Executors that are there."""
+        """Returns the executors on a host."""
         return list(self._assigned.at(name))
 
     def hosts_of(self, *roles: str) -> set[str]:
-        """Names of hosts that have executors of some roles."""
+        """Returns the names of hosts with executors of these roles."""
         return {host for one in self._assigned.values() if one.wanted.role in roles for host in one.ranks}
 
     def free_generator_slots(self) -> int:
-        """Number of generators that still have a place, up to `generator.replicas` in all."""
+        """Returns the number of free places for generators, up to `generator.replicas` in total."""
         left = (self._config.generator.replicas or MAX_REPLICAS) - len(self.of_role("generator"))
         wanted, taken = self._generator(0), list[str]()
         with suppress(NoRoom), self._standing_still():
@@ -227,7 +228,7 @@ class HostPlacer(Placer):
         return self._crowded({name: host.inventory.cores for name, host in dict(self._hosts).items()})
 
     def _assign(self, wanted: WantedExecutor) -> Assignment:
-        """Raises NoRoom."""
+        """Assigns an executor to hosts and devices. Raises NoRoom."""
         if not self._stands_still:
             self._here = self._usable()
         if wanted.role != "generator" or not self._stands_still:
@@ -244,7 +245,7 @@ class HostPlacer(Placer):
         free = {name: self._free_devices(name) for name in names}
         spreads |= num_ranks > max(self._here[name].inventory.gpus for name in names)
         able = [name for name in names if len(free[name]) >= num_ranks][:1]
-        if not able and spreads:  # as few hosts as have enough
+        if not able and spreads:  # the fewest hosts with enough devices
             able = sorted(names, key=lambda name: -len(free[name]))
         devices, left = dict[str, tuple[int, ...]](), num_ranks
         for name in able:
@@ -256,11 +257,11 @@ class HostPlacer(Placer):
             return Assignment(wanted=wanted, ranks=ranks, devices=devices)
         has = ", ".join(f"{name} has {len(own)}" for name, own in free.items())
         table = "".join(f"\n  {line}" for line in self.table())
-        raise NoRoom(f"{wanted.executor} needs {num_ranks} GPUs, and of those that are free {has}:{table}")
+        raise NoRoom(f"{wanted.executor} needs {num_ranks} GPUs; free GPUs: {has}:{table}")
 
     @contextmanager
     def _standing_still(self) -> Iterator[None]:
-        """Meanwhile hosts count as they are now: each generator costs no look at all of them."""
+        """Takes a snapshot of the hosts, so that placing many generators is fast."""
         self._here, self._queue, self._stands_still = self._usable(), None, True
         try:
             yield
@@ -268,7 +269,8 @@ class HostPlacer(Placer):
             self._stands_still = False
 
     def _assign_in_turn(self, wanted: WantedExecutor) -> Assignment | None:
-        """Place for one of many generators, on the first host of their queue that has room; None: no single one has.
+        """Places one of many generators on the first host in the heap with a free place. None means that no single host
+        has one.
 
         Raises NoRoom.
         """
@@ -281,23 +283,23 @@ class HostPlacer(Placer):
             if self._may_have(name, num_ranks) if on_cpu else len(devices) == num_ranks:
                 heapreplace(self._queue, (beside, number + 1, name))
                 return Assignment(wanted=wanted, ranks={name: num_ranks}, devices={name: devices})
-            heappop(self._queue)  # it has none for the next one either
+            heappop(self._queue)  # nor for the next generator
         return None
 
     def _order(self, names: Iterable[str]) -> list[tuple[bool, int, str]]:
-        """Hosts for generators, the best first."""
+        """Returns hosts for generators, the best first."""
         beside = set[str]() if self._patterns("generator") else self.hosts_of(*TRAINED)
         return sorted((name in beside, len(self._generators_at(name)), name) for name in names)
 
     def _patterns(self, *roles: str) -> list[str]:
-        """Patterns of hosts for the last role that has any."""
+        """Returns the host patterns of the last of these roles that has any."""
         for role in reversed(roles):
             if patterns := getattr(self._config.cluster.place, role):
                 return patterns
         return []
 
     def _candidates(self, wanted: WantedExecutor) -> Iterator[str]:
-        """Hosts for an executor, the first the best. Raises NoRoom: there are none."""
+        """Yields hosts for an executor, the best first. Raises NoRoom if there are none."""
         role, here = wanted.role, sorted(name for name, host in self._here.items() if not host.is_leaving)
         if role in TRAINED and self.lacks:
             here = [name for name in here if self.lacks.get(self._here[name]) == ""]
@@ -311,7 +313,7 @@ class HostPlacer(Placer):
                 names = [name for name in names if self._may_have(name, wanted.num_ranks)]
             names = [name for *_, name in self._order(names)]
         elif not patterns:
-            crowd = len if role in TRAINED else lambda _: 0  # which starts again first where nobody is
+            crowd = len if role in TRAINED else lambda _: 0  # prefers an empty host
             beside = (lambda _: False) if role == "trainer" else (lambda name: name not in with_trainer)
             names.sort(key=lambda name: (beside(name), crowd(self.on_host(name)), name))
         if not names:
@@ -321,7 +323,8 @@ class HostPlacer(Placer):
         yield from names
 
     def _objection(self, name: str, host: Host, wanted: WantedExecutor) -> str:
-        """Why an executor may not be on a host, in brackets; empty: only `cluster.place` can object."""
+        """Returns why an executor may not be on a host, in brackets. Empty means that only `cluster.place` can exclude
+        it."""
         reason = ""
         if host.is_leaving:
             reason = "is about to leave"
@@ -341,8 +344,8 @@ class HostPlacer(Placer):
         return tuple(device for device in range(self._here[name].inventory.gpus) if device not in taken)
 
     def _may_have(self, name: str, num_ranks: int) -> bool:
-        """Whether its cores hold one more generator on the CPU, unless the settings say how many there are; a host with
-        none takes one in any case."""
+        """Returns whether a host has enough cores for another CPU generator, unless the settings fix the number of
+        generators. A host without generators always takes one."""
         if self._config.generator.replicas:
             return True
         used = sum(max(one.wanted.threads, 1) * one.ranks[name] for one in self._assigned.at(name).values())
@@ -351,13 +354,13 @@ class HostPlacer(Placer):
 
 
 def imagined(config: RunConfig, names: Sequence[str] = ()) -> tuple[HostPlacer, int]:
-    """Who would run where on hosts that have not called, and the fewest GPUs per host with which all have a place.
+    """Places executors on imagined hosts. Returns the placement and the smallest number of GPUs per host that suffices.
 
     Args:
-        names: of the hosts; none: `cluster.num_hosts`, called as `cluster.place` wants some of them to be.
+        names: names of the hosts. Empty means `cluster.num_hosts` hosts, named to match `cluster.place`.
 
     Raises:
-        ConfigError: no number of GPUs is enough.
+        ConfigError: no number of GPUs is sufficient.
     """
     wanted = [name for patterns in config.cluster.place.model_dump().values() for name in patterns]
     fitting = [re.sub(r"[*?]|\[.*?\]", "1", name) for name in wanted]

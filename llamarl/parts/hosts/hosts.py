@@ -1,4 +1,4 @@
-"""The hosts of a run: waiting for them, looking at them, and what follows when one comes or asks to leave."""
+"""Waits for the hosts of a run, checks them, and handles hosts that join or ask to leave."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from llamarl.run.hub_pins import named
 from llamarl.run.placement import models_in_use
 
 WIRE_BYTES = 256 << 20
-"""Bytes that are sent to measure a wire."""
+"""Bytes of a bandwidth measurement."""
 PORTS = "32768 to 60999 (net.ipv4.ip_local_port_range)"
-"""Ports that the system gives away, unless it was changed."""
+"""Default range of ephemeral ports."""
 FETCH_S = 6 * 3600.0
-"""Longest wait in seconds for a host to fetch the models of the Hub: a terabyte at 50 MB/s. It gives up much earlier
-when nothing comes."""
+"""Maximum seconds for a host to fetch models of the Hub: a terabyte at 50 MB/s. The fetch gives up much earlier without
+progress."""
 RETURN_S = 10.0
-"""Seconds without another host after which a run that goes on has waited enough, once `cluster.min_hosts` are here: one
-that has lost the controller calls again within them."""
+"""Seconds to wait for further hosts when a run resumes and `cluster.min_hosts` are connected. Hosts that lost the
+controller reconnect within this time."""
 LOOK_S = 10.0
-"""Longest wait in seconds for a host to look for files; a network file system may be slow."""
+"""Maximum seconds for a host to check for files. A network file system may be slow."""
 
 
 async def gathered(
@@ -49,16 +49,16 @@ async def gathered(
     *,
     resume: bool = False,
 ) -> HostPlacer:
-    """Waits for the hosts; who runs where, once each has been found to see the files that it needs.
+    """Waits for the hosts. Returns the placement, after every host has been checked for the files that it needs.
 
     Args:
-        folder: of the run, which trainer and critic write checkpoints to.
-        tell: gets a line for people, for each host and each executor.
+        folder: folder of the run, to which trainer and critic write checkpoints.
+        tell: called with a line for each host and each executor.
         only: as for `HostPlacer`.
-        resume: the run goes on; with `cluster.min_hosts`, soon.
+        resume: the run is resumed; with `cluster.min_hosts`, waits only briefly for further hosts.
 
     Raises:
-        ConfigError: too few came, one lacks a file, or an executor has no place.
+        ConfigError: too few hosts connected, a host lacks a file, or an executor has no place.
     """
     settings = config.cluster
     place = await registry.open(settings.listen)
@@ -66,7 +66,7 @@ async def gathered(
     least = f", and going on with {fewest}" if fewest < settings.num_hosts else ""
     tell(f"waiting at {place} for hosts to call, {settings.num_hosts} in all{least}")
     await registry.until(settings.num_hosts, settings.timeout_s, fewest, patience_s)
-    registry.leaves = lambda host: None  # what is about to start there decides
+    registry.leaves = lambda host: None  # the later executors decide
     hosting = HostPlacer(config, registry.hosts, only)
     hosts = list(registry.hosts.values())
     await asyncio.gather(*(look_at(config, hosting, folder, host) for host in hosts))
@@ -84,7 +84,8 @@ async def gathered(
 
 
 def unused_addresses(hosting: HostPlacer, hosts: Mapping[str, Host]) -> str:
-    """A sentence about generators' hosts whose address for weights the trainer's do not take; empty: they do."""
+    """Returns a sentence about generator hosts with a weights address that the trainer's hosts do not use. Empty means
+    none."""
     learning, serving = hosting.hosts_of("trainer"), hosting.hosts_of("generator")
     own = {name: host.inventory.has_own_wire for name, host in sorted(dict(hosts).items())}
     lack = [name for name in own if name in learning and not own[name]]
@@ -98,11 +99,11 @@ def unused_addresses(hosting: HostPlacer, hosts: Mapping[str, Host]) -> str:
 
 
 def inspect(config: RunConfig, tell: Callable[[str], None]) -> None:
-    """Waits for the hosts of a run, says who would be where, and how fast weights would go from each trainer host to
-    each generator host; nothing is started.
+    """Waits for the hosts of a run, prints the placement, and measures the bandwidth from each trainer host to each
+    generator host. Starts nothing.
 
     Raises:
-        ConfigError: as `gathered`, or hosts cannot reach others.
+        ConfigError: as for `gathered`, or a host cannot reach another.
     """
     asyncio.run(_inspect(config, tell))
 
@@ -129,13 +130,13 @@ async def _inspect(config: RunConfig, tell: Callable[[str], None]) -> None:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the one above it that is there."""
+    """Returns the folder, or its nearest existing parent."""
     return next(one for one in (folder, *folder.parents) if one.is_dir())
 
 
 async def wire(writer: Host, reader: Host) -> tuple[float, str]:
-    """Bytes per second from a trainer's host to a generator's, which connects to it as in a run; or why not, in a
-    sentence. Raises ConfigError: one of them does not answer."""
+    """Returns bytes per second from a trainer's host to a generator's host, connected as in a run, or an error. Raises
+    ConfigError if a host does not answer."""
     wanted = {"num_bytes": WIRE_BYTES, "secret": secrets.token_hex(16)}
     address = writer.inventory.weights_address
     try:
@@ -154,14 +155,14 @@ async def wire(writer: Host, reader: Host) -> tuple[float, str]:
 
 
 async def look_at(config: RunConfig, hosting: HostPlacer, folder: Path, host: Host) -> None:
-    """Looks whether a host has what those need that are there, and what trainer and critic would need that come there.
+    """Checks whether a host has the files of its executors, and the files that trainer and critic would need there.
 
     Raises:
-        ConfigError: a file is not there, or the folder of the run is another one, for an executor that is there.
+        ConfigError: a file is missing, or the run folder is not the same, for an executor on the host.
     """
     executors = hosting.on_host(host.name)
     models = [config.model.path, *(one.path for one in models_in_use(config).values() if one.path)]
-    here = [Path(path).absolute() for path in models if Path(path).exists()]  # a warm start may be to come
+    here = [Path(path).absolute() for path in models if Path(path).exists()]  # a warm start may create the rest
     writers = [name for name in executors if name in ("trainer", "critic")]
     shared = str(folder.absolute())
     try:
@@ -186,13 +187,13 @@ async def look_at(config: RunConfig, hosting: HostPlacer, folder: Path, host: Ho
 
 
 def of_hub(config: RunConfig) -> list[str]:
-    """Models of the Hub that executors of a run read, as `owner/name@commit`. Raises ConfigError."""
+    """Returns the Hub models that executors of a run read, as `owner/name@commit`. Raises ConfigError."""
     names = (one.name for one in named(config) if one.kind == "model")
     return sorted({str(name) for name in names if name is not None and name.is_pinned})
 
 
 async def fetch(host: Host, models: Sequence[str]) -> None:
-    """Lets a host fetch models, once for all of its executors. Raises ConfigError: it cannot, or is lost meanwhile."""
+    """Makes a host fetch models for its executors. Raises ConfigError if it fails or disconnects."""
     try:
         found = await host.ask("fetch", FETCH_S, names=list(models))
     except BROKEN as error:
@@ -203,7 +204,7 @@ async def fetch(host: Host, models: Sequence[str]) -> None:
 
 @contextmanager
 def _token(folder: Path) -> Iterator[str]:
-    """The name of a file in the run's folder that says the same: who finds it sees that folder."""
+    """Creates a file in the run folder whose name equals its content. A host that can read it sees the same folder."""
     token = f".seen-{secrets.token_hex(8)}"
     (folder / token).write_text(token)
     try:
@@ -213,7 +214,7 @@ def _token(folder: Path) -> Iterator[str]:
 
 
 class Elastic:
-    """Generators come and go with their hosts."""
+    """Adds and removes generators as hosts join and leave."""
 
     def __init__(
         self,
@@ -225,7 +226,7 @@ class Elastic:
         look: Callable[[Host], Awaitable[None]],
         settings: ClusterConfig,
     ) -> None:
-        """`look`s whether trainer and critic may come to a host."""
+        """`look` checks whether trainer and critic may run on a host."""
         self._registry, self._hosting, self._look, self._settings = registry, hosting, look, settings
         self._controller, self._telemetry, self._supervisor = controller, telemetry, supervisor
         self._leaving = set[Host]()
@@ -237,7 +238,7 @@ class Elastic:
                 self._leaves(host)
             elif hosting.models and host not in hosting.ready:
                 self._joined(host)
-        controller.recovery.fill(sys.maxsize)  # on hosts that came meanwhile
+        controller.recovery.fill(sys.maxsize)  # on hosts that joined meanwhile
 
     def _joined(self, host: Host) -> None:
         self._supervisor.start(self._looked(host), f"look at host {host.name}")
@@ -247,7 +248,8 @@ class Elastic:
             self._fill(host)
 
     async def _looked(self, host: Host) -> None:
-        """Trainer and critic hear of a host that may keep their states, and start there if it has what they need."""
+        """Offers a host to trainer and critic for copies of their state, and as a place to restart if it has the
+        files."""
         try:
             await self._look(host)
         except ConfigError as error:
@@ -259,7 +261,7 @@ class Elastic:
                     await port(OptimizingPort, one, self._settings.timeout_s).choose_keepers(keepers)
 
     async def _supply(self, host: Host) -> None:
-        """Executors may be there once it has the models."""
+        """Allows executors on a host once it has the models."""
         try:
             await fetch(host, self._hosting.models)
         except ConfigError as error:
@@ -274,12 +276,12 @@ class Elastic:
         self._telemetry.warn(f"{host.describe()} has come{follows}")
 
     def _leaves(self, host: Host) -> None:
-        if host not in self._leaving:  # one that asked as this began is told of twice
+        if host not in self._leaving:  # a host that asked during startup is reported twice
             self._leaving.add(host)
             self._supervisor.start(self._empty(host), f"leave of host {host.name}")
 
     async def _empty(self, host: Host) -> None:
-        """Others take over what runs there; then it may go. What cannot be taken over ends the run, with a
+        """Moves the executors of a host to others and releases it. If that is impossible, ends the run with a
         checkpoint."""
         recovery, executors = self._controller.recovery, self._hosting.on_host(host.name)
         fixed = [name for name in executors if role_of(name) != "generator"]
@@ -287,12 +289,12 @@ class Elastic:
             ended = f"ended, as host {host.name} leaves, which runs {', '.join(fixed)}: {reason}"
             self._supervisor.fail(Interrupted(ended))
             return
-        executors = [name for name in executors if name not in fixed]  # these start elsewhere as the host goes
+        executors = [name for name in executors if name not in fixed]  # these restart elsewhere when the host leaves
         for name in executors:
             self._hosting.leave(name)
         recovery.fill(len(executors))
         await recovery.until_others(executors)
-        # What still starts there ends as the host goes; it may have come up while another one left.
+        # Executors that are still starting there end with the host. They may have started while another host left.
         while here := [one.name for one in recovery.staying if one.name in executors]:
             try:
                 await recovery.remove(here[0], self._settings.shutdown_timeout_s)

@@ -1,4 +1,4 @@
-"""The joint of several hosts: `Machines` that call, and what is asked before."""
+"""The joint of several hosts: `Machines` that connect, and the checks before a run."""
 
 from llamarl.parts.hosts.hosting import imagined
 from llamarl.parts.hosts.hosts import inspect

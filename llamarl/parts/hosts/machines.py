@@ -1,7 +1,8 @@
-"""`HostMachines`: the hosts of a run, from their calls to their leave."""
+"""`HostMachines`: the hosts of a run, from connecting to leaving."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -16,13 +17,14 @@ from llamarl.controller.supervision import Interrupted, Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.net.reasons import plain
 from llamarl.parts.hosts.certificates import CONTROLLER, check_controller, monarch_env
+from llamarl.parts.hosts.heartbeat import beat
 from llamarl.parts.hosts.hosting import HostPlacer
 from llamarl.parts.hosts.hosts import Elastic, gathered, look_at
 from llamarl.parts.hosts.registry import Host, Registry
 
 
 def check(settings: ClusterConfig) -> None:
-    """Whether hosts can call here. Raises ConfigError."""
+    """Raises ConfigError if hosts cannot connect here."""
     address, _, port = settings.listen.rpartition(":")
     try:
         family, _, _, _, place = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)[0]
@@ -35,10 +37,10 @@ def check(settings: ClusterConfig) -> None:
 
 
 def open_registry(settings: ClusterConfig, log_folder: Path | None, tell: Callable[[str], None]) -> Registry:
-    """Registry that the hosts of a run will call; it does not listen yet.
+    """Returns a registry for the hosts of a run. It does not listen yet.
 
     Args:
-        tell: gets a sentence for people: who came, was refused, left.
+        tell: called with sentences about hosts that joined, were refused, or left.
 
     Raises:
         ConfigError: the controller has no certificate, or this machine does not have the address.
@@ -53,7 +55,7 @@ def open_registry(settings: ClusterConfig, log_folder: Path | None, tell: Callab
 
 
 class HostMachines:
-    """Machines that call the controller, of one run."""
+    """The machines of one run."""
 
     hosts_may_join = True
 
@@ -75,6 +77,7 @@ class HostMachines:
         return HostsCluster(self._registry, settings.listen.rpartition(":")[0], env)
 
     async def places(self, tell: Callable[[str], None]) -> HostPlacer:
+        self._beating = asyncio.create_task(beat())
         self._hosting = await gathered(
             self._config, self._registry, self._folder, tell, self._only, resume=self._resume
         )
@@ -90,7 +93,7 @@ class HostMachines:
 
 
 def let_leave(registry: Registry, handle: ExecutorHandle, supervisor: Supervisor) -> None:
-    """Hosts go when they ask for it; if one computes here, the run ends with a checkpoint."""
+    """Releases hosts that ask to leave. If one of them has executors, ends the run with a checkpoint."""
 
     def leaves(host: Host) -> None:
         if host.name in handle.hosts:

@@ -1,10 +1,10 @@
-"""`Registry`: which hosts are here. Their agents call home over mutual TLS, and are asked twice a second how they are.
+"""`Registry`: the connected hosts. Their agents connect over mutual TLS and send a status twice a second.
 
-A host that is silent for `SILENT_S`, or whose connection ends, is lost; its agent ends what it has started there and
-calls again, as a new host under the old name.
+A host is lost if it is silent for `SILENT_S` or its connection ends. Its agent then stops everything that it started
+and reconnects as a new host with the old name.
 
-Agents give up a controller that is silent, so they are answered in a thread of their own: whatever keeps the
-controller's event loop busy must not cost a run its hosts.
+A separate thread answers agents, because they give up a silent controller: a busy event loop of the controller must not
+cost a run its hosts.
 """
 
 from __future__ import annotations
@@ -34,34 +34,33 @@ from llamarl.parts.hosts.certificates import CONTROLLER, controller_names, misma
 from llamarl.parts.hosts.home import BEAT_S, BROKEN, SILENT_S, BadMessage, Inventory, Line, on_loop, own_inventory
 
 START_S = 40.0
-"""Longest wait in seconds for an agent that was let in to start the engine on its host."""
+"""Maximum seconds for an accepted agent to start the engine on its host."""
 
 DRIFT = 1e-4
-"""Seconds per second by which clocks part at most: what is known of them gets worse with time."""
+"""Maximum drift between two clocks in seconds per second. A measured offset becomes less accurate with time."""
 SAY_S = 5.0
-"""Seconds between two lines about who has come and who is missing, while others are waited for."""
+"""Seconds between two lines about connected and missing hosts."""
 MAX_NAMES = 24
-"""Most names of hosts in such a line."""
+"""Maximum number of host names in such a line."""
 BYE_S = 1.0
-"""Longest wait in seconds for hosts to hear that the run has ended."""
+"""Maximum seconds for hosts to receive the end of the run."""
 
 
 T = TypeVar("T")
 
 
 class HostLost(ConnectionError):
-    """A host is gone; the message is a sentence."""
+    """A host is lost. The message is a sentence."""
 
 
 class Host:
-    """One machine that is here, and what it was asked."""
+    """One connected machine."""
 
     def __init__(self, inventory: Inventory, url: str, keeper: Place, line: Line) -> None:
-        """`keeper`: of states, in this host's memory, for others."""
+        """`keeper`: place for copies of checkpoints in this host's memory."""
         self.inventory, self.name, self.url, self.keeper = inventory, inventory.name, url, keeper
         self.offset_s = self.error_s = float("inf")
-        """Seconds that the host's clock is ahead of ours, and how wrong that can be: half of the shortest way there and
-        back."""
+        """Seconds that the host's clock is ahead of ours, and the error bound: half of the shortest round trip."""
         self._known_s, self.heard_s = time.time(), time.monotonic()
         self.is_known = False
         """Whether the host has answered, so that its clock is known."""
@@ -73,34 +72,36 @@ class Host:
         self._numbers = itertools.count(1)
         self._asked = dict[int, tuple[float, asyncio.Future[dict[str, Any]]]]()
         self._watched = dict[int, Callable[[str], None]]()
-        """Who hears of the end of a process there."""
+        """Callbacks for the end of a process on the host."""
 
     @property
     def lost(self) -> str:
-        """Reason why the host is gone, a sentence; empty: it is here."""
+        """Returns why the host was lost, as a sentence. Empty means connected."""
         return self._lost.result() if self._lost.done() else ""
 
     def when_lost(self, call: Callable[[str], None]) -> None:
-        """`call` hears why the host is gone, on the event loop that asks for it."""
+        """Calls `call` with the reason when the host is lost, on the event loop of the caller."""
         back = partial(_call_in, asyncio.get_running_loop(), call)
         self._loop.call_soon_threadsafe(self._lost.add_done_callback, lambda lost: back(lost.result()))
 
     def lose(self, reason: str) -> None:
-        """Marks the host as gone, once; called in the registry's thread."""
+        """Marks the host as lost, once. Called in the registry's thread."""
         self._lost.set_result(reason)
 
     def when_ended(self, pid: int, call: Callable[[str], None]) -> None:
-        """`call` hears how a process of the host ended, on the event loop that asks for it; empty: nobody knows."""
+        """Calls `call` with the cause when a process ends, on the event loop of the caller. An empty cause means
+        unknown."""
         self._watched[pid] = partial(_call_in, asyncio.get_running_loop(), call)
         self.tell("watch", pid=pid)
 
     def process_ended(self, pid: int, cause: str) -> None:
-        """The host's agent says so; called in the registry's thread."""
+        """Handles the agent's report of an ended process. Called in the registry's thread."""
         if call := self._watched.pop(pid, None):
             call(cause)
 
     async def ask(self, what: str, timeout_s: float = SILENT_S, **arguments: Any) -> dict[str, Any]:
-        """Answer of the host's agent. Raises HostLost, TimeoutError, or ConfigError with the agent's own reason."""
+        """Returns the answer of the host's agent. Raises HostLost, TimeoutError, or ConfigError with the agent's
+        reason."""
         return await _in(self._loop, self._ask(what, timeout_s, arguments))
 
     async def _ask(self, what: str, timeout_s: float, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +116,7 @@ class Host:
         return answer.result()
 
     def tell(self, what: str, **arguments: Any) -> None:
-        """Asks for what needs no answer."""
+        """Sends a message that needs no answer."""
         self._loop.call_soon_threadsafe(self._send, what, arguments)
 
     def _send(self, what: str, arguments: Mapping[str, Any]) -> asyncio.Future[dict[str, Any]]:
@@ -127,13 +128,13 @@ class Host:
         return answer
 
     async def beat(self) -> None:
-        """Asks the host again and again whether it is there; runs in the registry's thread."""
+        """Sends a status request periodically. Runs in the registry's thread."""
         while not self.lost:
             self._send("beat", {})
             await asyncio.sleep(BEAT_S)
 
     def answered(self, message: Mapping[str, Any]) -> None:
-        """An answer has come; how the clocks differ is known best from the quickest."""
+        """Handles an answer. The fastest answer gives the best estimate of the clock offset."""
         asked_s, answer = self._asked.get(int(message["answer"]), (0.0, None))
         if answer is None:
             return
@@ -146,20 +147,20 @@ class Host:
             answer.set_result(dict(message))
 
     def describe(self) -> str:
-        """A line for people."""
+        """Returns a line for people."""
         clock = f"clock {self.offset_s * 1e3:+.1f} ms (± {self.error_s * 1e3:.1f})"
         return f"host {self.name}: {self.inventory.room}, {clock}"
 
 
 class Registry:
-    """The controller's end. `hosts` are those that are here, by name."""
+    """The controller's end. `hosts` are the connected hosts by name."""
 
     def __init__(self, pki: Path, logs: Path | None, tell: Callable[[str], None]) -> None:
         """
         Args:
             pki: folder of the certificates.
-            logs: where the logs of all hosts are brought together; None: nowhere.
-            tell: gets a sentence for people: who came, was refused, left.
+            logs: folder that collects the logs of all hosts. None means not collected.
+            tell: called with sentences about hosts that joined, were refused, or left.
 
         Raises:
             ConfigError: this process has no certificate.
@@ -169,9 +170,9 @@ class Registry:
         self._run = secrets.token_hex(8)
         self._logs, self.tell = logs, tell
         self._received = dict[tuple[str, str], int]()
-        """Bytes of each host's log files."""
+        """Received bytes of each host's log files."""
         self._said = defaultdict[str, Counter[str]](Counter)
-        """Refusals by address, and of these the number by reason."""
+        """Number of refusals by address and reason."""
         self._loop = asyncio.new_event_loop()
         """Event loop of the thread that answers agents."""
         self._caller: asyncio.AbstractEventLoop | None = None
@@ -179,14 +180,14 @@ class Registry:
         self._serving = set[asyncio.Task[Any]]()
         self._changed = asyncio.Event()
         self._starting = set[str]()
-        """Names of hosts that were let in, whose engine starts."""
+        """Names of accepted hosts whose engine is starting."""
         self.hosts = dict[str, Host]()
         self.joined: Callable[[Host], None] = lambda host: None
         self.leaves: Callable[[Host], None] = lambda host: self.dismiss(host, "nothing runs there")
-        """A host asks to leave; `dismiss` lets it go."""
+        """Called when a host asks to leave. `dismiss` releases it."""
 
     async def open(self, place: str) -> str:
-        """Address and port where it listens from now on. Callbacks come on the caller's loop. Raises ConfigError."""
+        """Starts to listen. Returns address and port. Callbacks run on the caller's loop. Raises ConfigError."""
         self._caller = asyncio.get_running_loop()
         threading.Thread(target=self._loop.run_forever, name="registry", daemon=True).start()
         address, _, port = place.rpartition(":")
@@ -198,13 +199,14 @@ class Registry:
     async def until(
         self, num_hosts: int, timeout_s: float, fewest: int | None = None, patience_s: float = math.inf
     ) -> None:
-        """Waits until so many hosts are here.
+        """Waits for hosts.
 
         Args:
-            fewest: so many do when the time is over, or nobody has come for `patience_s`; None: all have to.
+            fewest: number of hosts that suffices at the deadline, or when no host has joined for `patience_s`. None
+                means all.
 
         Raises:
-            ConfigError: they are not.
+            ConfigError: too few hosts joined.
         """
         fewest = num_hosts if fewest is None else fewest
         come = asyncio.create_task(_in(self._loop, self._come(num_hosts, fewest, timeout_s, patience_s)))
@@ -233,21 +235,21 @@ class Registry:
         return _some(self.hosts) or "none"
 
     def _missing(self, num_hosts: int) -> str:
-        """Who has not called of those whose certificates are here, too."""
+        """Returns the names of hosts that have a certificate here and have not connected."""
         names = {path.stem for path in self._pki.glob("*.crt")} - {"ca", CONTROLLER, *self.hosts}
         number = num_hosts - len(self.hosts)
         if len(others := names.difference(controller_names(self._pki))) >= number:
-            names = others  # the controller's own machine need not compute
+            names = others  # the controller's machine may have no host
         which = f": {_some(names)}" if len(names) == number else f", of {_some(names)}"
         return f"{number} missing{which if names else ''}"
 
     def dismiss(self, host: Host, reason: str) -> None:
-        """Lets a host go in order, which ends its agent when it was to leave."""
+        """Releases a host in order, which ends its agent if it asked to leave."""
         host.tell("bye", reason=reason, is_final=host.is_leaving)
         self._loop.call_soon_threadsafe(self._lose, host, reason)
 
     async def close(self) -> None:
-        """Lets all hosts go; may be called again."""
+        """Releases all hosts. May be called twice."""
         if self._loop.is_running():
             for host in list(self.hosts.values()):
                 self.dismiss(host, "the run has ended")
@@ -260,7 +262,7 @@ class Registry:
         return listener.getsockname()[1]
 
     async def _come(self, num_hosts: int, fewest: int, timeout_s: float, patience_s: float) -> None:
-        """Raises TimeoutError: not even the fewest are here."""
+        """Waits for hosts. Raises TimeoutError if fewer than `fewest` join."""
         clock = asyncio.get_running_loop()
         deadline_s = clock.time() + timeout_s
         while (number := sum(host.is_known for host in self.hosts.values())) < num_hosts:
@@ -276,7 +278,7 @@ class Registry:
     async def _close(self) -> None:
         if self._entrance is not None:
             self._entrance.close()
-        if self._serving:  # agents hang up when they hear it
+        if self._serving:  # agents close the connection when they receive it
             await asyncio.wait(self._serving, timeout=BYE_S)
         for task in (left := list(self._serving)):
             task.cancel()
@@ -286,7 +288,7 @@ class Registry:
         self._call(self.tell, text)
 
     def _call(self, callback: Callable[..., None], *arguments: Any) -> None:
-        """Calls back on the caller's loop."""
+        """Calls a callback on the caller's loop."""
         if self._caller is not None:
             _call_in(self._caller, callback, *arguments)
 
@@ -299,15 +301,15 @@ class Registry:
         try:
             certificate = await line.secure()
             proved()
-            line.tell(run=self._run)  # first: what was written before would hide why the caller is refused
+            line.tell(run=self._run)  # before the checks: an earlier write by the agent would hide the refusal
             host = await self._admitted(line, peer, certificate)
             if host is not None:
                 await self._attend(host, line)
         except (BadMessage, ConfigError, KeyError, ssl.SSLError) as error:
             self._refuse(line, peer, plain(error), "refused")
-        except BROKEN as error:  # the next call may do better
+        except BROKEN as error:  # the next attempt may succeed
             self._refuse(line, peer, plain(error), "busy")
-        except asyncio.CancelledError:  # the run ends; asyncio's streams would report it as an error
+        except asyncio.CancelledError:  # the run ends; asyncio's streams would log an error
             pass
         finally:
             self._serving.remove(task)
@@ -317,11 +319,12 @@ class Registry:
         with suppress(*BROKEN):  # the handshake may have failed
             line.tell(**{how: reason})
         self._said[peer][reason] += 1
-        if self._said[peer][reason] == 1:  # it may try again and again
+        if self._said[peer][reason] == 1:  # agents retry
             self._say(f"{peer} was refused as a host: {reason}")
 
     async def _admitted(self, line: Line, peer: str, certificate: Mapping[str, Any]) -> Host | None:
-        """A new host; None: one of its name is here. Raises ConfigError, and what is in `BROKEN`."""
+        """Returns a new host. None means that a host of this name is connected. Raises ConfigError and errors in
+        `BROKEN`."""
         hello = await line.hear()
         try:
             inventory = Inventory.model_validate(hello)
@@ -349,7 +352,8 @@ class Registry:
         return host
 
     def _objection(self, one: Inventory, peer: str, certificate: Mapping[str, Any], addresses: set[str]) -> str:
-        """Why a host may not take part; empty when it may. Raises ConnectionRefusedError: not yet."""
+        """Returns why a host is rejected. Empty means accepted. Raises ConnectionRefusedError if it must retry
+        later."""
         if reason := mismatch(certificate, one.name, one.address):
             return f"{reason}; name the host as in `llamarl certs`"
         if peer not in addresses:
@@ -374,14 +378,14 @@ class Registry:
             self._call(lambda: self.leaves(host))
 
     async def _attend(self, host: Host, line: Line) -> None:
-        """Until the host is gone."""
+        """Handles messages until the host is lost."""
         beats, reason = asyncio.create_task(host.beat()), ""
         self._said.pop(host.inventory.address, None)
         try:
             while not host.lost:
                 message = await line.hear()
                 host.heard_s = time.monotonic()
-                if host.lost:  # let go
+                if host.lost:  # released
                     break
                 if "answer" in message:
                     host.answered(message)
@@ -402,7 +406,7 @@ class Registry:
                 self._say(host.lost)
 
     def _heard(self, host: Host, message: Mapping[str, Any]) -> None:
-        """A host has said something, asked or unasked."""
+        """Handles a message of a host."""
         for piece in message.get("logs", ()):
             self._keep(host, str(piece["file"]), int(piece["upto"]), str(piece["data"]).encode("latin-1"))
         if "ended" in message:
@@ -411,9 +415,10 @@ class Registry:
             self._asks_to_leave(host)
 
     def _look_for_all(self) -> None:
-        """A host is silent: if nobody else is heard either, it is this machine that is lost, and so it says."""
+        """Checks at a silent host whether all hosts are silent. In that case this machine is disconnected, and says
+        so."""
         silent_s = time.monotonic() - max((host.heard_s for host in self.hosts.values()), default=0.0)
-        if len(self.hosts) > 1 and silent_s > SILENT_S - BEAT_S:  # each of them is about to be lost by itself
+        if len(self.hosts) > 1 and silent_s > SILENT_S - BEAT_S:  # every host is about to be lost
             reason = f"this machine is cut off: all {len(self.hosts)} hosts have been silent for over {silent_s:.1f} s"
             self._say(reason)
             for host in list(self.hosts.values()):
@@ -426,21 +431,21 @@ class Registry:
             self._changed.set()
 
     def _keep(self, host: Host, file: str, upto: int, data: bytes) -> None:
-        """Adds to the copy of a log, which then is as far as `upto`."""
+        """Appends to the copy of a log, which is then complete up to `upto`."""
         if self._logs is None or Path(file).name != file:
             return
         self._received[host.name, file] = upto
-        with suppress(OSError), open_own(self._logs / file, "ab") as log:  # a full disk costs logs, not the host
+        with suppress(OSError), open_own(self._logs / file, "ab") as log:  # a full disk loses logs, not the host
             log.write(data)
 
 
 async def _in(loop: asyncio.AbstractEventLoop, there: Coroutine[Any, Any, T]) -> T:
-    """Result of a coroutine that runs on another thread's loop."""
+    """Returns the result of a coroutine on another thread's loop."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(there, loop))
 
 
 def _some(names: Iterable[str]) -> str:
-    """Names for a line, the first of many."""
+    """Returns names for a line, only the first of many."""
     first, rest = sorted(names)[:MAX_NAMES], sorted(names)[MAX_NAMES:]
     return ", ".join([*first, *([f"{len(rest)} more"] if rest else [])])
 
@@ -450,12 +455,12 @@ def _times(number: int) -> str:
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: Any) -> None:
-    """Calls back on another thread's loop, unless that has ended."""
+    """Calls a callback on another thread's loop, unless that loop has ended."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(callback, *arguments)
 
 
 async def _addresses(host: str) -> set[str]:
-    """Raises OSError: nobody knows it."""
+    """Returns the addresses of a name. Raises OSError if it cannot be resolved."""
     found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return {str(address[0]) for *_, address in found}

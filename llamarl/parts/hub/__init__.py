@@ -1,1 +1,1 @@
-"""Models and data sets by name from the Hugging Face Hub. Its client runs in a process of its own; no torch here."""
+"""Models and datasets by name from the Hugging Face Hub. The Hub's client runs in a separate process; no torch here."""

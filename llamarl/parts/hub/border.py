@@ -1,6 +1,6 @@
-"""The border between an answer of the Hub, or of what stands in its place, and everything that trusts it.
+"""Validation of answers of the Hub, or of a mirror.
 
-Names, digests and sizes are checked here, once. Behind it paths stay inside the folder that they are joined to.
+Names, digests and sizes are checked here, once. Validated paths stay inside the folder that they are joined to.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 MAX_FILES = 1 << 20
-"""Most files of a repository."""
+"""Maximum number of files in a repository."""
 MAX_PATH_CHARS = 1024
 MAX_FILE_BYTES = 1 << 50
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -24,21 +24,21 @@ _OF_COMMIT, _OF_FILE, _OF_XET = "X-Repo-Commit", ("X-Linked-ETag", "ETag"), "X-X
 
 
 class Nonsense(Exception):
-    """An answer that no Hub gives. The message says what is wrong with it."""
+    """An invalid answer. The message names the fault."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HubFile:
-    """A file of a repository, as its listing says."""
+    """A file of a repository, according to its listing."""
 
     size: int
     """Bytes."""
     blob_id: str = ""
     """Hexadecimal SHA-1 of git's blob: of the file itself, or of the pointer to a large one."""
     lfs_sha256: str = ""
-    """Hexadecimal SHA-256 of a large file; empty: git holds the file itself."""
+    """Hexadecimal SHA-256 of a large file. Empty means that git stores the file itself."""
     xet_hash: str = ""
-    """Key in the Hub's storage of pieces; empty: it is not there."""
+    """Key in the Hub's chunk storage. Empty means not stored there."""
 
     def __post_init__(self) -> None:
         """Raises Nonsense."""
@@ -50,15 +50,15 @@ class HubFile:
 
 
 def commit_of(answer: Any) -> str:
-    """A commit. Raises Nonsense."""
+    """Returns a valid commit. Raises Nonsense."""
     if not isinstance(answer, str) or not COMMIT.fullmatch(answer):
         raise Nonsense(f"a commit that is {answer!r:.80}")
     return answer
 
 
 def path_of(answer: Any) -> str:
-    """A path below a folder, with `/` between its parts. Raises Nonsense: it is none, or leads out of the folder, on
-    any system."""
+    """Returns a valid relative path, with `/` between its parts. Raises Nonsense if it is invalid or leaves the folder
+    on any system."""
     is_path = isinstance(answer, str) and 0 < len(answer) <= MAX_PATH_CHARS and not _BAD_CHARS.search(answer)
     if not is_path or _DRIVE.match(answer) or any(part in ("", ".", "..") for part in answer.split("/")):
         raise Nonsense(f"a file with the path {answer!r:.80}")
@@ -66,7 +66,7 @@ def path_of(answer: Any) -> str:
 
 
 def files_of(entries: Iterable[tuple[Any, Mapping[str, Any]]]) -> dict[str, HubFile]:
-    """The files of a listing by path, from paths and the fields of `HubFile`. Raises Nonsense."""
+    """Returns the files of a listing by path, from paths and the fields of `HubFile`. Raises Nonsense."""
     found = dict[str, HubFile]()
     for path, fields in entries:
         found[path_of(path)] = HubFile(**fields)
@@ -76,8 +76,8 @@ def files_of(entries: Iterable[tuple[Any, Mapping[str, Any]]]) -> dict[str, HubF
 
 
 def check_headers(method: str, status: int, path: str, headers: Mapping[str, str]) -> None:
-    """Checks what the Hub's client makes names of files of: a commit, and the tag of a file, which is its digest at the
-    Hub and may be something else at a mirror. Raises Nonsense."""
+    """Checks the headers from which the Hub's client builds file names: the commit, and the file's tag. The tag is a
+    digest on the Hub, but may be any text on a mirror. Raises Nonsense."""
     kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if status == 200 and kind == "text/html" and path.startswith("/api/"):
         raise Nonsense("a web page in place of data, as a network shows to who has not logged in")
@@ -92,7 +92,7 @@ def check_headers(method: str, status: int, path: str, headers: Mapping[str, str
 
 
 def fault_of_endpoint(text: str) -> str:
-    """Text on why an address cannot be the Hub's; empty: it may be."""
+    """Returns why an address cannot be the Hub's. Empty means that it can."""
     try:
         found = urlsplit(text)
         is_address = found.scheme in ("http", "https") and bool(found.hostname) and (found.port is None or found.port)
@@ -104,5 +104,5 @@ def fault_of_endpoint(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """The text without what controls a terminal, as a server may have written it."""
+    """Returns the text without terminal control characters, which a server may have sent."""
     return re.sub("[\0-\x08\x0b-\x1f\x7f-\x9f]", "?", text)

@@ -1,4 +1,4 @@
-"""The usual cache of the Hub's client on this machine: commits of names, listings of commits, and files."""
+"""The standard cache of the Hub's client: commits of names, listings of commits, and files."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from llamarl.parts.hub.border import HubFile, Nonsense, files_of
 __all__ = ["KINDS", "HubFile", "Repository"]
 
 KINDS = {"model": "model", "dataset": "data set"}
-"""Words for users."""
+"""Words in messages."""
 _FORMAT = 1
-"""Version of listings: the client writes `{"format_version": 1, "files": {path: {size, blob_id, lfs_sha256, ...}}}`."""
+"""Version of the format of listings: `{"format_version": 1, "files": {path: {size, blob_id, lfs_sha256, ...}}}`."""
 
 
 class Repository:
-    """One repository in the cache: `refs/REVISION` with commits, `trees/COMMIT.json` with listings, `snapshots/COMMIT`
-    with links to `blobs`."""
+    """One repository in the cache: `refs/REVISION` contains commits, `trees/COMMIT.json` listings, and
+    `snapshots/COMMIT` links to `blobs`."""
 
     def __init__(self, repo: str, kind: Kind = "model") -> None:
         self.snapshots = snapshots_of(repo, kind)
@@ -33,11 +33,11 @@ class Repository:
         self.blobs = self.path / "blobs"
 
     def snapshot(self, commit: str) -> Path:
-        """The folder of one commit's files."""
+        """Returns the folder of a commit's files."""
         return self.snapshots / commit
 
     def commit(self, name: HubName) -> str:
-        """Commit that the name meant when it was asked for last; empty: unknown."""
+        """Returns the commit that the name had at the last request. Empty means unknown."""
         if name.is_pinned:
             return name.revision
         try:
@@ -47,12 +47,12 @@ class Repository:
         return found if name.at(found).is_pinned else ""
 
     def note_commit(self, name: HubName, commit: str) -> None:
-        """From now on `commit` answers this. Raises OSError."""
+        """Stores the commit for `commit`. Raises OSError."""
         if not name.is_pinned and self.commit(name) != commit:
             _write(self._ref(name), commit)
 
     def listing(self, commit: str) -> dict[str, HubFile] | None:
-        """Files of a commit by path; None: they were not listed yet."""
+        """Returns the files of a commit by path. None means that there is no listing."""
         try:
             with open_file(self._tree(commit)) as file:
                 found: dict[str, Any] = json.load(file)
@@ -64,10 +64,10 @@ class Repository:
                 for path, one in found["files"].items()
             )
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, Nonsense):
-            return None  # as the client: it is listed again
+            return None  # the listing is requested again, as the client does
 
     def note_listing(self, commit: str, files: Mapping[str, HubFile]) -> None:
-        """From now on `listing` answers this, here and in the client's own commands. Raises OSError."""
+        """Stores a listing for `listing` and for the client's own commands. Raises OSError."""
         rows = {path: {k: v for k, v in asdict(one).items() if v != ""} for path, one in sorted(files.items())}
         for row in rows.values():
             if "lfs_sha256" in row:
@@ -75,7 +75,7 @@ class Repository:
         _write(self._tree(commit), json.dumps({"format_version": _FORMAT, "files": rows}, indent=1))
 
     def present(self, commit: str) -> dict[str, int]:
-        """Bytes of the files that are in the cache, by path."""
+        """Returns the bytes of the cached files, by path."""
         folder = self.snapshot(commit)
         files = (path for path in folder.rglob("*") if path.is_file())
         return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
@@ -88,7 +88,7 @@ class Repository:
 
 
 def _write(path: Path, text: str) -> None:
-    """All of it or nothing, as another process may do the same."""
+    """Writes atomically, because another process may write the same file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
         file.write(text)

@@ -1,4 +1,4 @@
-"""Model cards: what the Hub shows of a model that a run has trained."""
+"""Model cards for models that a run has trained."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MARK = "<!-- Written by llamarl. While this line stays, the next push writes the
 
 
 def model_card(run: Path, config: RunConfig, step: int, title: str, *, adapters: bool) -> str:
-    """Markdown with a YAML head: base model, data, settings that matter and evaluations, as they are on record. It
-    names no path of this machine.
+    """Returns Markdown with a YAML header: base model, data, important settings and evaluations, as recorded. Contains
+    no path of this machine.
 
     Args:
-        run: folder of the run, which `config` began.
-        step: of the checkpoint.
+        run: folder of the run.
+        step: step of the checkpoint.
         title: name of the repository.
-        adapters: of a LoRA run are all that is there, in PEFT's format.
+        adapters: the repository contains only LoRA adapters, in PEFT's format.
     """
     names = _names(run, config)
     data = [name for option, (name, _) in names.items() if option.startswith("data.")]
@@ -65,15 +65,14 @@ def _facts(run: Path, config: RunConfig, step: int) -> Iterator[tuple[str, str]]
 
 
 def _names(run: Path, config: RunConfig) -> dict[str, tuple[HubName, str]]:
-    """Names of the Hub and their commits, by setting. A folder may look like a name, and has no commit on record."""
+    """Returns Hub names and their commits, by setting. A path that looks like a name has no recorded commit."""
     commits = commits_of(run)
     rows = ((one.option, HubName.of(one.path), commits.get(one.key, "")) for one in named(config))
     return {option: (name, commit) for option, name, commit in rows if name and commit}
 
 
 def _evaluations(run: Path, step: int) -> list[dict[str, Any]]:
-    """Rows of the first evaluation and the last one of each set, up to a step, that judged anything; none: there are no
-    metrics."""
+    """Returns the first and the last evaluation with a verdict of each set, up to a step. Empty means no metrics."""
     if not (metrics := run / "metrics.jsonl").exists():
         return []
     rows = (row for _, row in read_run_rows(metrics, "give the folder of a run") if row.get("kind") == "eval")

@@ -1,8 +1,8 @@
-"""The process that talks to the Hub: the only one that imports its client, and one that can be killed at any moment.
+"""The process that talks to the Hub. Only this process imports the Hub's client, and it can be killed at any time.
 
-Orders and answers are lines of JSON, on the socket that is its standard input; it ends when that does. Orders:
-`list`, answered by `listed`, `get` by `got`, and `push` by `pushed`; each may be answered by `failed`, with a sentence,
-and answers are preceded by any number of `waits`.
+Requests and answers are lines of JSON on the socket that is its standard input. The process exits when the socket
+closes. The answer to `list` is `listed`, to `get` `got`, and to `push` `pushed`. Each answer may also be `failed`, with
+a sentence, and may follow any number of `waits`.
 """
 
 from __future__ import annotations
@@ -58,39 +58,39 @@ T = TypeVar("T")
 _NO_HUB = (
     Nonsense, ValueError, LookupError, TypeError, AttributeError, RecursionError, ArithmeticError, httpx2.InvalidURL
 )  # fmt: skip
-"""Errors that an answer which is not the Hub's raises in its client."""
+"""Errors that the Hub's client raises for answers that do not come from a Hub."""
 PAUSES_S = (1.0, 5.0)
-"""Before the second and the third attempt, where the server names no time."""
+"""Seconds before the second and the third attempt if the server names no delay."""
 LONGEST_PAUSE_S = 60.0
-"""If the server asks for more, the user is told instead."""
+"""If the server asks for a longer delay, the command fails with a message."""
 AT_ONCE = 4
-"""Files that are fetched at the same time."""
+"""Files that are fetched in parallel."""
 _SUGGEST_S = 2.0
 _STILL_S = 60.0
-"""A file to which nobody has written for so long is no longer being fetched, if nobody has its lock either."""
+"""Seconds without a write after which a partial file without a lock counts as abandoned."""
 _CHUNK_BYTES = 1 << 22
 CARD = "README.md"
 TOKENS = f"{constants.ENDPOINT}/settings/tokens"
 _SAYING = threading.Lock()
 _LIMITS = (429, 503)
-"""Codes with which a server asks for time."""
+"""HTTP status codes of rate limits."""
 
 
 class Damaged(Exception):
-    """Fetched, and not what the repository holds."""
+    """A fetched file differs from the repository's file."""
 
 
 class Refused(Exception):
-    """The sentence for the user."""
+    """Failure with a sentence for the user."""
 
     def __init__(self, text: str, *, is_lasting: bool = False) -> None:
-        """Args: is_lasting: no copy in the cache may take the place of an answer."""
+        """Args: is_lasting: the cached copy must not be used instead."""
         super().__init__(text)
         self.is_lasting = is_lasting
 
 
 def say(event: str, **content: Any) -> None:
-    """An answer."""
+    """Sends an answer."""
     content |= {"text": printable(content["text"])} if "text" in content else {}
     with _SAYING:
         sys.stdout.write(json.dumps({"event": event} | content) + "\n")
@@ -98,7 +98,7 @@ def say(event: str, **content: Any) -> None:
 
 
 def listed(name: HubName, kind: Kind) -> dict[str, Any]:
-    """Commit and files of the repository at the name's revision, which the cache takes note of."""
+    """Returns commit and files of the repository at the name's revision, and stores them in the cache."""
     api, repository = HfApi(), Repository(name.repo, kind)
     commit = name.revision
     if not name.is_pinned:
@@ -108,7 +108,7 @@ def listed(name: HubName, kind: Kind) -> dict[str, Any]:
     if files is None:
         tree = api.list_repo_tree(name.repo, recursive=True, revision=commit, repo_type=kind)
         files = files_of((one.path, _fields(one)) for one in tree if isinstance(one, RepoFile))
-        with suppress(OSError):  # a cache that others fill may be read-only
+        with suppress(OSError):  # a shared cache may be read-only
             repository.note_listing(commit, files)
     with suppress(OSError):
         repository.note_commit(name, commit)
@@ -116,13 +116,13 @@ def listed(name: HubName, kind: Kind) -> dict[str, Any]:
 
 
 def _fields(one: RepoFile) -> dict[str, Any]:
-    """Fields of `HubFile`, unchecked."""
+    """Returns the fields of `HubFile`, unchecked."""
     sha256 = one.lfs.sha256 if one.lfs else ""
     return {"size": one.size, "blob_id": one.blob_id, "lfs_sha256": sha256, "xet_hash": one.xet_hash or ""}
 
 
 def got(name: HubName, kind: Kind, files: dict[str, HubFile]) -> dict[str, Any]:
-    """Fetches `files` of a commit, and compares each with its digest; one that differs is fetched once more."""
+    """Fetches `files` of a commit and verifies their digests. A file with a wrong digest is fetched a second time."""
     sweep(Repository(name.repo, kind))
 
     def get(path: str) -> None:
@@ -135,7 +135,7 @@ def got(name: HubName, kind: Kind, files: dict[str, HubFile]) -> dict[str, Any]:
 
 
 def fetch(name: HubName, kind: Kind, path: str, expected: HubFile) -> None:
-    """One file. Raises Damaged: twice it was another than the repository's."""
+    """Fetches one file. Raises Damaged if two attempts gave a wrong digest."""
     place = Repository(name.repo, kind).snapshot(name.revision) / path
     for attempt in (1, 2):
         if place.is_file() and place.stat().st_size != expected.size:
@@ -149,14 +149,14 @@ def fetch(name: HubName, kind: Kind, path: str, expected: HubFile) -> None:
 
 
 def remove(place: Path) -> None:
-    """A file of a snapshot, and the blob in the cache that it is a link to."""
+    """Removes a file of a snapshot and the blob that it links to."""
     if (blob := place.resolve()).is_relative_to(cache_folder().resolve()):
         blob.unlink(missing_ok=True)
     place.unlink(missing_ok=True)
 
 
 def difference(place: Path, expected: HubFile) -> str:
-    """Text on how a file differs from that of the repository; empty: in nothing."""
+    """Returns how a file differs from the repository's file. Empty means equal."""
     if (size := place.stat().st_size) != expected.size:
         return f"{size} bytes instead of {expected.size}"
     digest = hashlib.sha256() if expected.lfs_sha256 else hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
@@ -168,7 +168,7 @@ def difference(place: Path, expected: HubFile) -> str:
 
 
 def sweep(repository: Repository) -> None:
-    """Removes what processes that were killed have left of files: nobody goes on with those."""
+    """Removes partial files of killed processes, which are never resumed."""
     for left in repository.blobs.glob("*.incomplete"):
         with suppress(OSError):
             if time.time() - left.stat().st_mtime < _STILL_S:
@@ -179,8 +179,8 @@ def sweep(repository: Repository) -> None:
 
 
 def pushed(name: HubName, files: dict[str, str], card: str, mark: str, private: bool) -> dict[str, Any]:
-    """Adds files, by their path in the repository, to a repository that is made where there is none; nothing in it is
-    deleted. The card stays as it is where it lacks the mark, as somebody wrote it."""
+    """Adds files, by their path in the repository, to a repository, which is created if missing. Deletes nothing. An
+    existing card without the mark was written by a person and stays unchanged."""
     api = HfApi()
     url = api.create_repo(name.repo, private=private, exist_ok=True)
     try:
@@ -199,7 +199,7 @@ def pushed(name: HubName, files: dict[str, str], card: str, mark: str, private: 
 
 
 def attempted(what: str, name: HubName, kind: Kind, once: Callable[[], T]) -> T:
-    """The result of `once`, within three attempts. Raises Refused."""
+    """Returns the result of `once`, within three attempts. Raises Refused."""
     for pause_s in (*PAUSES_S, None):
         try:
             return once()
@@ -217,7 +217,7 @@ def attempted(what: str, name: HubName, kind: Kind, once: Callable[[], T]) -> T:
 
 
 def _inner(error: Exception) -> Exception:
-    """The client puts errors of its own around those of the network and, in uploads, of the Hub."""
+    """Returns the inner error: the client wraps errors of the network and, in uploads, of the Hub."""
     wraps = isinstance(error, LocalEntryNotFoundError | RuntimeError | ValueError)
     if isinstance(error, HfHubHTTPError) or not wraps or not isinstance(error.__cause__, Exception):
         return error
@@ -225,7 +225,7 @@ def _inner(error: Exception) -> Exception:
 
 
 def pause_of(error: Exception, otherwise_s: float | None) -> float | None:
-    """Seconds before the next attempt; None: there is none."""
+    """Returns seconds before the next attempt. None means no further attempt."""
     response = getattr(error, "response", None)
     code = response.status_code if response is not None else 0
     if otherwise_s is None or isinstance(error, (OfflineModeIsEnabled, *_NO_HUB)) or getattr(error, "errno", None):
@@ -239,14 +239,14 @@ def pause_of(error: Exception, otherwise_s: float | None) -> float | None:
 
 
 def retry_after(error: Exception) -> float:
-    """Seconds that the server asks for; 0: it names none."""
+    """Returns the seconds that the server asks for. 0 means unspecified."""
     response = getattr(error, "response", None)
     said = "" if response is None else response.headers.get("Retry-After", "")
     return float(said) if said.isdecimal() else 0.0
 
 
 def cause(error: Exception) -> str:
-    """Text: what went wrong, in a few words."""
+    """Returns the cause in a few words."""
     response = getattr(error, "response", None)
     if response is not None:
         return f"the Hub answered {response.status_code}"
@@ -254,7 +254,7 @@ def cause(error: Exception) -> str:
 
 
 def sentence(error: Exception, what: str, name: HubName, kind: Kind) -> str:
-    """Text for the user: cause and fix."""
+    """Returns cause and fix as a sentence for the user."""
     at = constants.ENDPOINT
     if not isinstance(error, HfHubHTTPError):
         return _sentence_of_system(error, what, at)
@@ -262,7 +262,7 @@ def sentence(error: Exception, what: str, name: HubName, kind: Kind) -> str:
     has_token = get_token() is not None
     whose = "the account of your token (HF_TOKEN)" if has_token else "anybody without a token"
     if isinstance(error, RevisionNotFoundError):
-        return f"{name.repo} has no revision {name.revision or 'main'!r}; see {page}/commits for those that it has"
+        return f"{name.repo} has no revision {name.revision or 'main'!r}; see {page}/commits for its revisions"
     if isinstance(error, GatedRepoError | RepositoryNotFoundError | DisabledRepoError):
         return _sentence_of_repository(error, whose, name, kind, page)
     code = error.response.status_code
@@ -315,7 +315,7 @@ def _sentence_of_system(error: Exception, what: str, at: str) -> str:
 
 
 def suggestion(name: HubName, kind: Kind) -> str:
-    """Text: the nearest known name. Those in the cache are asked first, and then the Hub, for two seconds at most."""
+    """Returns the most similar known name, from the cache, otherwise from the Hub within two seconds."""
     prefix = f"{kind}s--"
     known = [path.name.removeprefix(prefix).replace("--", "/", 1) for path in cache_folder().glob(f"{prefix}*--*")]
     found = list[str]()
@@ -336,7 +336,7 @@ def suggestion(name: HubName, kind: Kind) -> str:
 
 
 def obey(order: dict[str, Any]) -> None:
-    """One order, to its answer."""
+    """Executes one request and sends its answer."""
     name, kind = HubName(order["repo"], order["revision"]), order["kind"]
     try:
         if fault := fault_of_endpoint(constants.ENDPOINT):
@@ -359,7 +359,7 @@ def obey(order: dict[str, Any]) -> None:
 
 
 def checked_client() -> httpx2.Client:
-    """The Hub's client for HTTP, which checks every answer before anything is made of it."""
+    """Returns an HTTP client for the Hub that validates every answer before it is used."""
 
     def check(response: httpx2.Response) -> None:
         check_headers(response.request.method, response.status_code, response.request.url.path, response.headers)
@@ -370,7 +370,7 @@ def checked_client() -> httpx2.Client:
 
 
 def main() -> None:
-    """Obeys orders until its input ends, which ends it at once, whatever it is at."""
+    """Executes requests until the input closes, which ends the process at once."""
     set_client_factory(checked_client)
     sys.stdout = os.fdopen(os.dup(0), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever native code prints

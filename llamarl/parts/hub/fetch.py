@@ -1,4 +1,5 @@
-"""Fetches what a name of the Hub means, in a process of its own, as the client ends only with the file in flight."""
+"""Fetches models and datasets of the Hub in a separate process, because the client cannot be interrupted within a
+file."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def small_files(files: Mapping[str, int]) -> list[str]:
-    """Files of a model besides its weights, and their index. Raises ConfigError: it is none, or has pickles only."""
+    """Returns the files of a model except its weights, and their index. Raises ConfigError if there is no model, or
+    only pickles."""
     if "config.json" not in files:
         raise ConfigError(
             "its repository has no config.json, so it is not a whole model; name one with config.json, safetensors and "
@@ -43,8 +45,8 @@ def small_files(files: Mapping[str, int]) -> list[str]:
 
 
 def model_files(files: Mapping[str, int]) -> list[str]:
-    """Files of a model: of the top folder, by exact names, so neither code nor pickles nor other formats. Raises
-    ConfigError: it is no model, weights are missing, or there are pickles only."""
+    """Returns the files of a model: exact names in the top folder, so no code, pickles or other formats. Raises
+    ConfigError if there is no model, weights are missing, or there are only pickles."""
     found = small_files(files)
     if _WHOLE in files:
         return [*found, _WHOLE]
@@ -56,11 +58,11 @@ def model_files(files: Mapping[str, int]) -> list[str]:
 
 
 def listing(name: HubName, kind: Kind = "model") -> tuple[str, dict[str, int]]:
-    """The commit that the name means now, and the bytes of all its files by path; a commit that was listed before asks
-    nobody. Where the Hub gives no answer, that of the last time.
+    """Returns the current commit of the name, and the bytes of all its files by path. A listed commit needs no request.
+    If the Hub does not answer, returns the last known answer.
 
     Raises:
-        ConfigError: there is no such repository or revision, nobody may see it, or there is no answer.
+        ConfigError: the repository or revision does not exist, is not accessible, or the Hub does not answer.
     """
     with Client() as client:
         commit, files, note = _listed(client, name, kind)
@@ -70,8 +72,8 @@ def listing(name: HubName, kind: Kind = "model") -> tuple[str, dict[str, int]]:
 
 
 def cached(name: HubName, kind: Kind = "model", choose: Choose = model_files) -> Snapshot | None:
-    """The snapshot that the name meant when it was asked for last, if its files are in the cache, by their sizes. Asks
-    nobody."""
+    """Returns the snapshot that the name had at the last request if its files are in the cache with the right sizes,
+    otherwise None. Makes no request."""
     repository = Repository(name.repo, kind)
     commit = repository.commit(name)
     if not commit:
@@ -89,10 +91,11 @@ def cached(name: HubName, kind: Kind = "model", choose: Choose = model_files) ->
 
 
 def fetched(name: HubName, kind: Kind = "model", choose: Choose = model_files) -> Snapshot:
-    """The files that `choose` takes of what the name means now, in the cache of this machine, whole.
+    """Fetches the files that `choose` selects from the current commit of the name into the cache, and returns the
+    snapshot.
 
-    A commit that is listed and whole asks nobody. Each file is compared with its digest as it comes. Ctrl-C ends
-    it at once; the next start goes on with the files that are missing.
+    A complete snapshot of a listed commit needs no request. Each file is verified by its digest. Ctrl-C stops at once;
+    the next start fetches only the missing files.
 
     Raises:
         ConfigError: cause and fix, without the name.
@@ -112,7 +115,7 @@ def fetched(name: HubName, kind: Kind = "model", choose: Choose = model_files) -
 
 
 def _listed(client: Client, name: HubName, kind: Kind) -> tuple[str, dict[str, HubFile], str]:
-    """Commit, files by path, and a sentence about an answer from the cache. Raises ConfigError."""
+    """Returns commit, files by path, and a sentence if the answer comes from the cache. Raises ConfigError."""
     repository = Repository(name.repo, kind)
     commit = repository.commit(name)
     known = repository.listing(commit) if commit else None
@@ -139,7 +142,7 @@ def _get(client: Client, pinned: HubName, kind: Kind, files: Mapping[str, HubFil
     repository, total = Repository(pinned.repo, kind), sum(one.size for one in files.values())
 
     def done() -> int:
-        """Bytes of them on this machine's disk, whoever fetches them: `blobs/DIGEST`, or `DIGEST.RANDOM.incomplete`."""
+        """Returns their bytes on disk, from any process: `blobs/DIGEST`, or `DIGEST.RANDOM.incomplete`."""
         sizes = dict[str, int]()
         for blob in repository.blobs.glob("*"):
             with suppress(OSError):  # it has another name by now

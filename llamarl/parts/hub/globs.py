@@ -1,4 +1,4 @@
-"""`Glob`: a pattern of paths, matched in time that grows with pattern times path, whatever the pattern is.
+"""`Glob`: a path pattern, matched in time proportional to pattern length times path length.
 
 `*` and `?` stay inside a folder, `**` does not; `[0-9]` and `{train,test}` mean what they do in a shell.
 """
@@ -12,9 +12,9 @@ from itertools import islice
 from llamarl.config.errors import ConfigError
 
 MAX_CHARS = 1024
-"""Longest pattern."""
+"""Maximum characters of a pattern."""
 MAX_ALTERNATIVES = 256
-"""Most patterns that a pattern with braces stands for."""
+"""Maximum number of alternatives that the braces of a pattern expand to."""
 _TOKEN = re.compile(r"\*\*/|\*\*|\*|\?|\[[^\]]+\]|.", re.DOTALL)
 _SPECIAL = re.compile(r"[*?\[]")
 
@@ -23,7 +23,7 @@ class Glob:
     """A pattern."""
 
     def __init__(self, pattern: str) -> None:
-        """Raises ConfigError: it is too long, or stands for too many patterns."""
+        """Raises ConfigError if the pattern is too long or has too many alternatives."""
         if len(pattern) > MAX_CHARS:
             raise ConfigError(f"data_files: a pattern has {len(pattern):,} characters, and at most {MAX_CHARS} may be")
         one = list(islice(_expanded(pattern.removeprefix("./")), MAX_ALTERNATIVES + 1))
@@ -32,7 +32,7 @@ class Glob:
         self._all = [_Plain(text) for text in dict.fromkeys(one)]
 
     def fullmatch(self, path: str) -> bool:
-        """Whether the pattern is that of the whole path."""
+        """Returns whether the pattern matches the whole path."""
         return any(one.matches(path) for one in self._all)
 
     def filtered(self, paths: Iterable[str]) -> Iterator[str]:
@@ -41,7 +41,7 @@ class Glob:
 
 
 def _expanded(pattern: str) -> Iterator[str]:
-    """The patterns without braces that one with braces stands for; a brace without its other half is itself."""
+    """Yields the alternatives of a pattern with braces. An unpaired brace stands for itself."""
     start = pattern.find("{")
     while start >= 0:
         depth, commas = 0, [start]
@@ -58,8 +58,8 @@ def _expanded(pattern: str) -> Iterator[str]:
 
 
 class _Plain:
-    """A pattern without braces. All places in it that a prefix of the path can have come to are bits of one number, and
-    each character moves all of them at once."""
+    """A pattern without braces. The positions that a prefix of the path can reach are bits of one number, and each
+    character advances all of them at once."""
 
     def __init__(self, pattern: str) -> None:
         special = _SPECIAL.search(pattern)
@@ -67,17 +67,17 @@ class _Plain:
         self._is_literal = special is None
         self._tokens = list[str]()
         self._folders = 0
-        """Places of `**/`, which is a `**` and a `/` that may both be left out."""
+        """Positions of `**/`, whose `**` and `/` are both optional."""
         for token in _TOKEN.findall(pattern[len(self._prefix) :]):
             self._folders |= (token == "**/") << len(self._tokens)
             self._tokens += ("**", "/") if token == "**/" else (token,)
         self._everywhere = sum(1 << place for place, token in enumerate(self._tokens) if token == "**")
         self._inside = sum(1 << place for place, token in enumerate(self._tokens) if token == "*")
         self._steps = dict[str, int]()
-        """Places that a letter leads on from, by letter."""
+        """Positions that each letter advances, by letter."""
 
     def matches(self, path: str) -> bool:
-        """Whether the pattern is that of the whole path."""
+        """Returns whether the pattern matches the whole path."""
         if self._is_literal or not path.startswith(self._prefix):
             return path == self._prefix
         places = self._entered(1)
@@ -91,7 +91,7 @@ class _Plain:
         return bool(places >> len(self._tokens) & 1)
 
     def _entered(self, places: int) -> int:
-        """Adds the places behind tokens that may stand for nothing."""
+        """Adds the positions after tokens that can match nothing."""
         may_be_nothing = self._everywhere | self._inside
         while (more := places | (places & may_be_nothing) << 1 | (places & self._folders) << 2) != places:
             places = more
@@ -108,7 +108,7 @@ class _Plain:
 
 
 def _in_class(token: str, letter: str) -> bool:
-    """Whether `[0-9]` or `[!0-9]` has a letter."""
+    """Returns whether `[0-9]` or `[!0-9]` contains a letter."""
     inside, is_in, at = token[1:-1], False, 0
     if negated := inside[0] in "!^" and len(inside) > 1:
         at = 1

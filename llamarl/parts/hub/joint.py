@@ -1,4 +1,4 @@
-"""The joint of the Hub: as a whole it is the core's `HubAccess`."""
+"""The joint of the Hub: implements the core's `HubAccess`."""
 
 from llamarl.parts.hub.fetch import cached, fetched, listing, model_files, small_files
 from llamarl.parts.hub.push import push_model

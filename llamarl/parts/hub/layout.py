@@ -1,6 +1,6 @@
-"""Which files of a data set's repository are which configuration and split, by its README or by their names.
+"""Assigns the files of a dataset repository to configurations and splits, by its README or by file names.
 
-The rules are those of `datasets` where it can be followed without running code:
+The rules are those of `datasets`, as far as they need no code of the repository:
 https://huggingface.co/docs/hub/datasets-data-files-configuration
 """
 
@@ -23,18 +23,18 @@ Splits = dict[str, list[str]]
 README = "README.md"
 DEFAULT = "default"
 MAX_HEAD_CHARS = 1 << 20
-"""Longest head of a README."""
+"""Maximum characters of a README's header."""
 MAX_PATTERNS = 4096
-"""Most patterns in `data_files`, of all configurations."""
+"""Maximum number of patterns in `data_files`, over all configurations."""
 MAX_DEPTH = 8
-"""Deepest nesting of `data_files`; its forms need four levels."""
+"""Maximum nesting of `data_files`. Its documented forms need four levels."""
 _WORDS = frozenset(("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"))
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?")
 _ABOUT = frozenset(("dataset_infos.json", "dataset_dict.json", "dataset_info.json", "state.json"))
 
 
 def configurations(paths: Collection[str], readme: str) -> dict[str, Splits]:
-    """Files that can be read, by configuration and split. Raises ConfigError: the README's head is malformed."""
+    """Returns readable files by configuration and split. Raises ConfigError if the README's header is malformed."""
     usable = sorted(path for path in paths if _is_data(path))
     listed = list(_listed(readme))
     if not listed:
@@ -57,10 +57,10 @@ def configurations(paths: Collection[str], readme: str) -> dict[str, Splits]:
 
 
 def chosen(found: Mapping[str, Splits], name: str, split: str, readme: str = "") -> tuple[str, list[str]]:
-    """Configuration and files of a split; an empty `name` stands for the only one, or the one marked as default.
+    """Returns configuration and files of a split. An empty `name` selects the only configuration or the default.
 
     Raises:
-        ConfigError: there is no such one, or none is named and there are several.
+        ConfigError: it does not exist, or `name` is empty and there are several.
     """
     marked = next((one for one, entry in _listed(readme) if entry.get("default") is True), DEFAULT)
     known = next(iter(found)) if len(found) == 1 else marked
@@ -80,7 +80,7 @@ def _is_data(path: str) -> bool:
 
 
 def _listed(readme: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Entries of `configs` in the head of a README. Raises ConfigError."""
+    """Yields the entries of `configs` in the header of a README. Raises ConfigError."""
     if (head := _head(readme)) is None:
         return
     try:
@@ -96,8 +96,8 @@ def _listed(readme: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _head(readme: str) -> str | None:
-    """YAML between two lines of `---`, of which one is the first that is not blank; None: there is none. Raises
-    ConfigError."""
+    """Returns the YAML between two lines of `---`, the first of which is the first line that is not blank. None means
+    no header. Raises ConfigError."""
     lines = iter(readme.replace("\r\n", "\n").lstrip().split("\n"))
     if next(lines).rstrip() != "---":
         return None
@@ -112,13 +112,13 @@ def _head(readme: str) -> str | None:
 
 
 def _text(value: Any, otherwise: str) -> str:
-    """A name, which YAML may have read as a number. What is no name may contain itself."""
+    """Returns a name, which YAML may have parsed as a number. Other values may contain themselves."""
     return str(value) if isinstance(value, str | int | float) and value else otherwise
 
 
 def _patterns(given: Any, split: str = "train", depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Split and pattern of each of `data_files`, in all forms that it has. YAML's aliases can make it contain itself,
-    so it is followed to a depth only. Raises ConfigError."""
+    """Yields split and pattern of each entry of `data_files`, in all of its forms. YAML aliases can nest an entry in
+    itself, so the depth is limited. Raises ConfigError."""
     if isinstance(given, str):
         yield split, given
     elif depth > MAX_DEPTH:
@@ -134,8 +134,8 @@ def _patterns(given: Any, split: str = "train", depth: int = 0) -> Iterator[tupl
 
 
 def _by_names(paths: Iterable[str]) -> dict[str, Splits]:
-    """Files by configuration and split, as names say: `CONFIG/SPLIT-00000-of-00001.parquet`, `data/SPLIT.jsonl`,
-    `SPLIT/0.csv`."""
+    """Returns files by configuration and split according to their names: `CONFIG/SPLIT-00000-of-00001.parquet`,
+    `data/SPLIT.jsonl`, `SPLIT/0.csv`."""
     found, others = dict[str, Splits](), list[str]()
     for path in paths:
         name, split = _place(PurePosixPath(path))
@@ -154,7 +154,7 @@ def _by_names(paths: Iterable[str]) -> dict[str, Splits]:
 
 
 def _place(path: PurePosixPath) -> tuple[str, str]:
-    """Configuration and split of a file; empty: it has no split in its name."""
+    """Returns configuration and split of a file. Empty means that its name has no split."""
     folders, stem = list(path.parts[:-1]), path.name.partition(".")[0]
     shard = _SHARD.fullmatch(stem)
     words = [word for word in re.split(r"[-_.]", stem) if word in _WORDS]

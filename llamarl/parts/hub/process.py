@@ -1,4 +1,4 @@
-"""The process in which the Hub's client runs, from the side of the command that needs an answer."""
+"""Starts the process of the Hub's client and sends it requests."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from llamarl.parts.hub.progress import FetchProgress
 
 COMMAND = ("-m", "llamarl.parts.hub.client")
 STALL_S = 1800.0
-"""Without a byte or a word from the client, which writes 10 MiB at a time, and itself gives up much earlier."""
+"""Maximum seconds without progress. The client writes 10 MiB at a time and gives up much earlier."""
 LIST_S = 600.0
-"""Longest wait for a listing, from question to answer, which comes in pages: those of a million files take minutes."""
+"""Maximum seconds for a listing. Listings have pages, and those of a million files take minutes."""
 SLOWEST_BYTES = 1 << 20
-"""Bytes of files that must come within the longest wait, unless all come."""
+"""Bytes of files that must arrive within the maximum wait."""
 _LOOK_S = 0.25
 
 
 class NotAnswered(ConfigError):
-    """The Hub gave no answer, where one from the cache may do."""
+    """The Hub did not answer. A cached answer may be used instead."""
 
 
 class Client:
-    """Starts for the first question; as a context manager it ends in the middle of whatever it does."""
+    """The client's process. Starts at the first request. Leaving the context kills it at once."""
 
     def __init__(self) -> None:
         self._process: Child | None = None
@@ -51,14 +51,14 @@ class Client:
         stall_s: float | None = None,
         **order: Any,
     ) -> dict[str, Any]:
-        """The answer to an order.
+        """Sends a request. Returns the answer.
 
         Args:
-            done: bytes that are there by now.
-            stall_s: longest wait for a word, or for `SLOWEST_BYTES`; None: `LIST_S` or `STALL_S`.
+            done: returns the bytes on disk.
+            stall_s: maximum wait for a message or for `SLOWEST_BYTES`. None means `LIST_S` or `STALL_S`.
 
         Raises:
-            ConfigError: cause and fix; NotAnswered where the cache may have an answer.
+            ConfigError: cause and fix. NotAnswered if a cached answer may be used.
         """
         process = self._process = self._process or Child(*COMMAND)
         order |= {"repo": name.repo, "revision": name.revision, "kind": kind}
@@ -92,7 +92,7 @@ class Client:
 
 
 def _lines(stream: socket.socket) -> Iterator[bytes | None]:
-    """Lines as they come, and None whenever a moment went by; ends with the stream."""
+    """Yields lines, and None after each interval without one. Ends with the stream."""
     rest = b""
     stream.settimeout(_LOOK_S)
     with suppress(ConnectionResetError):  # the other end has not read all that was sent

@@ -1,4 +1,4 @@
-"""Progress of a fetch, on standard error: a bar, or lines where that is no terminal."""
+"""Progress of a fetch on standard error: a bar on a terminal, otherwise lines."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bars
 
 LINE_S = 10.0
-"""Between two lines."""
+"""Seconds between two lines."""
 
 
 class FetchProgress(Protocol):
-    """Hears how far a fetch is."""
+    """Receives the progress of a fetch."""
 
     def at(self, num_bytes: int) -> None:
-        """So much is there."""
+        """Sets the number of fetched bytes."""
 
     def say(self, text: str) -> None:
-        """A line above."""
+        """Prints a line above the bar."""
 
 
 @contextmanager
 def shown(title: str, total_bytes: int | None = None, lines: bool = False) -> Iterator[FetchProgress]:
-    """Progress of what takes long; nothing is left on a terminal but what was said. `lines`: no bar there either."""
+    """Shows progress of a slow operation and clears it from a terminal afterwards. `lines` prints lines instead of a
+    bar."""
     console = Console(stderr=True)
     if lines or not console.is_terminal:
         yield _Lines(title, total_bytes)

@@ -1,4 +1,4 @@
-"""Puts a model on the Hub, by the process in which its client runs."""
+"""Uploads a model to the Hub, through the process of its client."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from llamarl.parts.hub.process import Client
 from llamarl.parts.hub.progress import shown
 
 PUSH_S = 12 * 3600.0
-"""Longest wait in seconds for a push: half a terabyte at 12 MB/s. The client gives up much earlier, if nothing goes."""
+"""Maximum seconds of a push: half a terabyte at 12 MB/s. The client gives up much earlier without progress."""
 
 
 def push_model(
     run: Path, config: RunConfig, folder: Path, step: int, name: HubName, *, adapters: bool, private: bool
 ) -> str:
-    """Adds the files in `folder` and a card to a repository, in one commit. What else it holds stays, and so does a
-    card by somebody else.
+    """Adds the files in `folder` and a card to a repository, in one commit. Other files stay, and so does a card
+    written by a person.
 
     Args:
-        run: folder of the run, which `config` began.
-        step: of the checkpoint that was written to `folder`.
-        adapters: of a LoRA run are all that is there, in PEFT's format.
-        private: of a repository that is made by this; one that is there stays what it is.
+        run: folder of the run.
+        step: step of the checkpoint in `folder`.
+        adapters: `folder` contains only LoRA adapters, in PEFT's format.
+        private: creates a private repository. An existing repository keeps its visibility.
 
     Returns:
-        Where it is, at which commit, and who may see it.
+        Address, commit and visibility.
 
     Raises:
-        ConfigError: there is no token, or none that may write there; the Hub gives no answer.
+        ConfigError: there is no token with write access, or the Hub does not answer.
     """
     card = model_card(run, config, step, name.repo.partition("/")[2], adapters=adapters)
     if offline := why_offline():

@@ -1,1 +1,1 @@
-"""A page about runs: what is in their folders, read while they are written or afterwards; nothing is changed there."""
+"""Pages about runs, built from their folders during or after a run. Pages only read; they change no file of a run."""

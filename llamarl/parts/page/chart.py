@@ -1,4 +1,4 @@
-"""`chart`: a history as columns of characters."""
+"""`chart`: draws a series as columns of characters."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def chart(values: Sequence[float], width: int, height: int) -> list[str]:
-    """`height` lines of at most `width` cells, from the top: columns that grow from the least to the largest value. A
-    longer history is averaged into them; a value that is not finite leaves a gap."""
+    """Returns `height` lines of at most `width` cells, from the top, with columns from the smallest to the largest
+    value. A longer series is averaged. A value that is not finite leaves a gap."""
     cells = resample(values, width)
     known = [value for value in cells if math.isfinite(value)]
     low, high = (min(known), max(known)) if known else (0.0, 0.0)
     spread = (high - low) or 1.0
-    # The least value still shows one eighth: a column without ink would read as a gap.
+    # The smallest value still shows one eighth: an empty column would look like a gap.
     eighths = [1 + round((value - low) / spread * (height * 8 - 1)) if math.isfinite(value) else 0 for value in cells]
     floors = range((height - 1) * 8, -1, -8)
     return ["".join(BLOCKS[min(max(full - floor, 0), 8)] for full in eighths) for floor in floors]
 
 
 def resample(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` means of neighboring values, those that are not finite left out."""
+    """Returns at most `width` means of neighboring values, ignoring values that are not finite."""
     if len(values) <= width:
         return list(values)
     if width <= 0:

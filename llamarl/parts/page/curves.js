@@ -66,7 +66,7 @@ function smoothed(values, weight) {
   });
 }
 
-// Of many layers, those that reach highest.
+// Of many layers, the ones with the highest values.
 function ofLayers(run, names) {
   const top = (name) => Math.max(...run.series[name].filter((value) => value != null));
   if (names.length <= MOST_LAYERS || !names.every((name) => /\.\d+$/.test(name))) return names;
@@ -286,7 +286,7 @@ function pictureOf(id, title) {
 
 const savePicture = (id, title) => pictureOf(id, title).toBlob((blob) => download(fileName(id, "png"), blob));
 
-// Beside each name the value at the cursor, or the last one. The chart under the pointer also says what is smoothed.
+// Each name shows the value at the cursor, or the last value. The hovered chart also shows the smoothed value.
 function showValues(plot) {
   if (!plot.about) return;
   const at = plot.cursor.idx, slots = plot.box.querySelectorAll(".key .value"), isUnder = plot.over.matches(":hover") && at != null;

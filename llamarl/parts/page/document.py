@@ -1,4 +1,4 @@
-"""One HTML file with everything in it: nothing is loaded from elsewhere, what a model wrote is data, never markup."""
+"""Builds one self-contained HTML file. It loads nothing from elsewhere, and text of a model is data, never markup."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SCRIPTS = (
 )  # fmt: skip
 STYLES = ("uplot.css", "page.css")
 MAX_POINTS = 1_200
-"""Steps of a curve in a file; more are averaged."""
+"""Maximum points of a curve in a file. More steps are averaged."""
 ROLLOUT_BYTES, NUM_FLOWS, FINE_STEPS = 2_200_000, 120, 12
-"""Limits of all runs of a file together: bytes of rollouts before they are shortened, steps whose flow is in it, and
-steps whose work is in it in full detail."""
+"""Limits over all runs of a file: bytes of rollouts before they are shortened, steps whose flow is included, and steps
+whose spans are included in full detail."""
 
 
 def described(data: RunData) -> dict[str, Any]:
-    """Facts of a run that are small, and change as a whole."""
+    """Returns facts of a run that are small and sent as a whole when they change."""
     state, reason = data.state()
     return {
         "name": data.folder.name,
@@ -54,12 +54,12 @@ def described(data: RunData) -> dict[str, Any]:
 
 
 def flows(data: RunData, steps: Sequence[int]) -> dict[int, Any]:
-    """Times of the groups of these steps, in seconds since the run began."""
+    """Returns the times of the groups of these steps, in seconds since the run began."""
     return {step: _shifted(data.flows[step], data.began_s) for step in steps if step in data.flows}
 
 
 def spread(steps: Sequence[int], about: int) -> list[int]:
-    """About so many of them, evenly, and the last one."""
+    """Returns about `about` of the steps, evenly spaced, and the last one."""
     return [*steps[:: max(1, len(steps) // max(about, 1))], *steps[-1:]]
 
 
@@ -70,14 +70,14 @@ def _shifted(flow: dict[str, Any], origin_s: float) -> dict[str, Any]:
 
 
 def whole(data: RunData, decode: Decode | None, num_runs: int) -> dict[str, Any]:
-    """All of a run that a file of so many runs holds."""
+    """Returns all data of one run for a file with `num_runs` runs."""
     some = spread(list(data.flows), NUM_FLOWS // num_runs)
     fine = list[dict[str, Any]]()
     for step in some[:: max(1, len(some) * num_runs // FINE_STEPS)]:
         flow = data.flows[step]
         begin_s = min((group[1] for group in flow["groups"] if len(group) > 1), default=flow["trained_s"])
         end_s = flow.get("adopted_s", flow["trained_s"])
-        margin_s = 0.05 * (end_s - begin_s)  # the page shows a little more than the step
+        margin_s = 0.05 * (end_s - begin_s)  # the page shows a margin around the step
         fine.append(window(data, begin_s - margin_s, end_s + margin_s, 250))
     if not some and len(ends_s := list(data.columns.get("wall_s", ()))[data.num_steps // 2 :][:FINE_STEPS]) > 1:
         fine.append(window(data, data.began_s + ends_s[0], data.began_s + ends_s[-1]))
@@ -93,7 +93,8 @@ def whole(data: RunData, decode: Decode | None, num_runs: int) -> dict[str, Any]
 
 
 def window(data: RunData, begin_s: float | None = None, end_s: float | None = None, max_spans: int = 1500) -> Any:
-    """Who worked in a window, in milliseconds since the run began; all of the run without one."""
+    """Returns the spans of executors in a time window, in milliseconds since the run began. No window means the whole
+    run."""
     first, last = data.reach
     begin_s, end_s = first if begin_s is None else begin_s, last if end_s is None else end_s
     around = [round(1000 * (one - data.began_s), 1) for one in (begin_s, end_s)]
@@ -109,11 +110,11 @@ def window(data: RunData, begin_s: float | None = None, end_s: float | None = No
 
 
 def document(runs: Sequence[dict[str, Any]], live: str = "") -> str:
-    """The page.
+    """Returns the page as HTML.
 
     Args:
-        runs: of each run, what `whole` gives.
-        live: where the page asks for what is new; empty: nowhere, and it may not.
+        runs: for each run, the result of `whole`.
+        live: address of updates. Empty means a page without updates, which may connect to nothing.
     """
     source = files("llamarl.parts.page")
     scripts = "\n".join(source.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
@@ -131,12 +132,12 @@ def document(runs: Sequence[dict[str, Any]], live: str = "") -> str:
 
 
 def strict_json(content: Any) -> str:
-    """JSON in which numbers that are not finite, for which it has no word, are null."""
+    """Returns JSON in which numbers that are not finite are null."""
     with suppress(ValueError):
         return json.dumps(content, allow_nan=False, separators=(",", ":"))
     return json.dumps(json.loads(json.dumps(content), parse_constant=lambda _: None), separators=(",", ":"))
 
 
 def embedded(content: Any) -> str:
-    """JSON that can stand in a script element: no letter in it can end that, or begin markup."""
+    """Returns JSON for a script element, escaped so that no text can end the element or begin markup."""
     return strict_json(content).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

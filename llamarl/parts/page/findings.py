@@ -1,4 +1,4 @@
-"""Claims about how a run went, which a page shows first; each names the picture that shows it."""
+"""Findings about a run, which a page shows first. Each finding names the chart that shows it."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from llamarl.parts.page.run_data import RunData
 from llamarl.parts.page.trend import PART, Ends, ends
 
 ERRORS = 2.0
-"""Standard errors that a change must have to be called one."""
+"""Minimum size of a reported change, in standard errors."""
 BEST_ERRORS, LOST_SHARE = 4.0, 0.5
-"""The best of many is good by chance, too: standard errors that it must be above the end, and what share of it is to be
-gone for it to be lost."""
+"""Thresholds of a lost gain. The best of many values is high by chance, so it must exceed the end by this number of
+standard errors, and this share of the gain must be gone."""
 SHRUNK_SHARE = 0.5
-"""Share of the first responses' length below which that is said. It is no fraud: brevity may be what was asked for."""
+"""Response length, as a share of the initial one, below which a finding is shown. Short responses may be intended."""
 FLAT_SHARE = 0.95
-"""Share of a source's groups with equal rewards from which on it teaches nothing."""
+"""Share of a source's groups with equal rewards above which the source gives no training signal."""
 MISMATCH_KL, TRUNCATED_SHARE, INVALID_SHARE, IDLE_SHARE = 0.05, 0.2, 0.05, 0.5
 COLLAPSED_SHARE, COLLAPSED_NATS = 0.2, 0.05
-"""Share of the first entropy, and nats per token, below which little is left to explore."""
+"""Entropy, as a share of the initial value and in nats per token, below which little exploration is left."""
 GRADIENT_GROWTH = 20.0
 FAR_LOAD, LEAST_AGREEMENT = 3.0, 0.9
-"""Rows of an expert over the mean, which is where it has three quarters of the tokens if each takes two of eight; and
-share of the recorded choices of experts that routers would make."""
+"""Thresholds for experts: load of one expert over the mean (3 means three quarters of the tokens if each uses two of
+eight experts), and share of recorded expert choices that routers reproduce."""
 NUM_AGREEMENTS = 3
-"""Probes that are averaged: each is of a few sequences."""
+"""Probes to average, as each covers few sequences."""
 _LEARNT_FROM = re.compile(r"data\.eval(?: \((\S+)\))?: all of its prompts are in data\.train")
-"""Warning of a run about a set of held-out problems, with its name."""
+"""Warning of a run about a held-out set that overlaps with the training data, with the name of the set."""
 Level = Literal["good", "note", "advice", "bad"]
-"""`bad` is a failure; `advice` is something to look at, with what to try."""
+"""`bad` is a failure. `advice` suggests what to try."""
 HACKED = "Read rollouts with a high reward, and tighten what the reward accepts."
 FELL = (
     "Try a lower trainer.learning_rate, a KL penalty (reference.kl_coefficient) or larger groups (rollout.group_size)."
@@ -46,29 +46,30 @@ FELL = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """One thing that can be seen."""
+    """One finding."""
 
     text: str
-    """A clause, without an end mark."""
+    """Clause without a final period."""
     chart: str
-    """Identifier of the picture."""
+    """Identifier of the chart."""
     level: Level = "note"
     advice: str = ""
-    """Sentences that say what to try; empty means nothing in particular."""
+    """Sentences that suggest what to try. Empty means no suggestion."""
 
 
 class Window(NamedTuple):
-    """Steps beside each other."""
+    """Consecutive steps."""
 
     value: float
-    """Mean of the steps."""
+    """Mean over the steps."""
     place: int
-    """Place of the last step."""
+    """Position of the last step."""
     size: int
 
 
 def highest(values: Sequence[float]) -> Window | None:
-    """Window with the highest mean, of a twentieth of the steps and two at least. None: there are fewer."""
+    """Returns the window with the highest mean, of a twentieth of the steps and at least two. None means too few
+    steps."""
     known = [(value, place) for place, value in enumerate(values) if math.isfinite(value)]
     size = max(2, len(known) // 20)
     sums = [0.0, *accumulate(value for value, _ in known)]
@@ -77,7 +78,7 @@ def highest(values: Sequence[float]) -> Window | None:
 
 
 def findings(data: RunData) -> list[dict[str, str]]:
-    """The claims about a run, what it learnt first, then what bounds its speed, then what looks wrong."""
+    """Returns the findings about a run: first learning, then the limit of its speed, then suspicious values."""
     state, reason = data.state()
     claims = list[Claim]()
     if state in ("failed", "interrupted", "silent", "empty"):
@@ -87,7 +88,7 @@ def findings(data: RunData) -> list[dict[str, str]]:
     if data.num_damaged:
         text = f"{data.num_damaged} rows of the run's files are damaged and left out"
         claims.append(Claim(text=text, chart="messages", level="advice"))
-    if data.content("forecast.json"):  # what a simulation learns is made up
+    if data.content("forecast.json"):  # a simulation does not learn
         claims += _speed(data)
     elif data.num_steps and data.work == "sft":
         claims += (*_fitted(data), *_grown(data), *_warned(data))
@@ -100,17 +101,17 @@ def findings(data: RunData) -> list[dict[str, str]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """Change of a quantity from the beginning of the run to the end."""
+    """Change of a quantity from the beginning to the end of a run."""
 
     verb: Literal["rose", "fell", "did not change beyond its error,"]
     ends: Ends
     best: float
-    """Best value between the ends, or at one of them."""
+    """Best value, including both ends."""
     best_step: int
     is_lower: bool
-    """Whether it was better in between, by far."""
+    """Whether the end is clearly worse than the best value."""
     is_lost: bool
-    """Whether most of what was better in between is gone."""
+    """Whether most of the gain is lost at the end."""
 
     @property
     def level(self) -> Level:
@@ -124,7 +125,7 @@ class Change:
         return FELL + (best if self.is_lower else "")
 
     def text(self, show: Callable[[float], str], change: str) -> str:
-        """Args: `show`: a value; `change`: from the first to the last one."""
+        """Args: `show`: formats a value; `change`: formats the change from the first to the last value."""
         best, last = f"{show(self.best)} (step {self.best_step})", show(self.ends.last)
         if self.is_lost:
             return f"fell from its best of {best} to {last}"
@@ -135,11 +136,11 @@ class Change:
 def _change(
     found: Ends, best: float, best_step: int, lost: float, lost_error: float, errors: float = BEST_ERRORS
 ) -> Change:
-    """Compares the end with the beginning and with the best.
+    """Compares the end with the beginning and with the best value.
 
     Args:
-        lost: how much less the end is than the best, with its error.
-        errors: standard errors that this must exceed to count.
+        lost: difference between the best value and the end, with its error.
+        errors: minimum difference in standard errors.
     """
     is_same, is_lower = (
         abs(found.change) <= ERRORS * found.error,
@@ -172,8 +173,8 @@ def _reward(data: RunData) -> Change | None:
         return None
     known = [value for value in rewards if math.isfinite(value)]
     jumps = [(after - before) ** 2 for before, after in pairwise(known)]
-    noise = math.sqrt(sum(jumps) / len(jumps) / 2)  # of one step, whatever the trend (von Neumann 1941)
-    # Of a reward that still rises, the very end is the best.
+    noise = math.sqrt(sum(jumps) / len(jumps) / 2)  # of one step, independent of the trend (von Neumann 1941)
+    # The last steps are the best of a reward that still rises.
     lost = best.value - max(found.last, sum(known[-best.size :]) / best.size)
     return _change(found, best.value, int(data.columns["step"][best.place]), lost, noise * math.sqrt(2 / best.size))
 
@@ -210,13 +211,14 @@ def _learnt(data: RunData) -> Iterator[Claim]:
 
 
 def _learnt_from(data: RunData) -> list[str]:
-    """Names of sets of held-out problems that are learnt from, as the run has warned; empty: the only one."""
+    """Returns the names of held-out sets whose problems are in the training data, from the run's warnings. An empty
+    name means the only set."""
     warnings = (text for kind, _, text in data.texts if kind == "warning")
     return list(dict.fromkeys(found[1] or "" for text in warnings if (found := _LEARNT_FROM.match(text))))
 
 
 def _unheld(data: RunData) -> Iterator[Claim]:
-    """Claims about faults of the evaluations themselves."""
+    """Yields findings about faults of the evaluations."""
     for name in _learnt_from(data):
         of_set = f" ({plain(name)})" if name else ""
         text = f"data.eval{of_set} is data.train: held-out accuracy is measured on prompts that the run trained on"
@@ -227,9 +229,9 @@ def _unheld(data: RunData) -> Iterator[Claim]:
 
 
 def _doubt(data: RunData, accuracies: Mapping[str, Change]) -> str | None:
-    """Doubt about a reward that rises: right answers, which its first part judges, are fewer than before, held-out ones
-    where there are some; or they are more in training alone. Several sets speak together: one that rises has learnt.
-    None: there is no doubt."""
+    """Returns a warning about a rising reward: right answers (judged by its first part) became fewer on held-out
+    problems, or, without any, in training; or they rose only in training. One rising held-out set is enough to withhold
+    it. None means no warning."""
     solved = ends(data.columns.get("solve_rate", ()))
     if not accuracies:
         fell = solved and solved.change < -ERRORS * solved.error
@@ -250,7 +252,7 @@ def _is_cut(truncated: Ends) -> bool:
 
 
 def _speed(data: RunData) -> Iterator[Claim]:
-    """Claims about speed, in the run's own words: of all its steps once it has ended, before that of the last ones."""
+    """Yields findings about speed: the run's verdict over all steps if it has ended, otherwise over the last steps."""
     last = data.summary or {name: column[-1] for name, column in data.columns.items()} | {"verdict": data.verdict}
     if last.get("verdict"):
         yield Claim(text=str(last["verdict"]).rstrip("."), chart="timeline" if data.num_steps else "forecast")
@@ -313,7 +315,7 @@ def _warned(data: RunData) -> Iterator[Claim]:
 
 
 def _fitted(data: RunData) -> Iterator[Claim]:
-    """Claim about the loss of a supervised run, over its first and its last steps."""
+    """Yields the finding about the loss of a supervised run, over its first and last steps."""
     loss = ends(data.columns.get("loss", ()))
     if loss is None:
         yield Claim(text=f"{data.num_steps} steps are too few to compare losses", chart="loss")
@@ -326,7 +328,7 @@ def _fitted(data: RunData) -> Iterator[Claim]:
 
 
 def _sources(data: RunData) -> Iterator[Claim]:
-    """Claims about sources of a mixture that teach nothing, or cannot be judged."""
+    """Yields findings about sources of a mixture without a training signal or without verdicts."""
     for name, column in data.columns.items():
         key, _, label = name.removeprefix("extra.").partition(".")
         found = ends(column) if key in (f"{SOURCES}flat", f"{SOURCES}invalid") else None
@@ -339,8 +341,8 @@ def _sources(data: RunData) -> Iterator[Claim]:
 
 
 def _experts(data: RunData) -> Iterator[Claim]:
-    """Claims about a mixture of experts: the layer with most experts that stay idle, that where one has by far the most
-    to do, and routers that choose otherwise than was recorded."""
+    """Yields findings about a mixture of experts: the layer with most idle experts, the layer with the highest load of
+    one expert, and routers that differ from the recorded choices."""
     freeze = "trainer.train_router = false"
     mend = f"{freeze} from an earlier checkpoint on, or another base model if it began so"
     if (idle := _worst(data, "extra.idle_experts.", min)) and idle[0] >= 1:
@@ -357,7 +359,7 @@ def _experts(data: RunData) -> Iterator[Claim]:
 
 
 def _worst(data: RunData, prefix: str, of_last: Callable[[list[float]], float]) -> tuple[float, str] | None:
-    """Layer in which a metric is highest over the last steps, and how high. None: too few steps know it."""
+    """Returns the layer with the highest metric over the last steps, and the value. None means too few steps."""
     found = list[tuple[float, str]]()
     for name, column in data.columns.items():
         known = [value for value in column if math.isfinite(value)] if name.startswith(prefix) else []

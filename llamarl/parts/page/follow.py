@@ -1,4 +1,4 @@
-"""`RowReader`: the rows of a file of a run, those that come later too, each byte read once."""
+"""`RowReader`: reads the rows of a growing file of a run, each byte once."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from typing import IO, Any, NamedTuple
 from llamarl.observability.files import pieces
 
 CHUNK_ROWS = 500
-"""Rows that one look reads at most: a reader stays responsive while it catches up."""
+"""Maximum rows per call, so that a reader stays responsive while it catches up."""
 
 
 class RowOffset(NamedTuple):
-    """Position of a row in a file that may be in pieces."""
+    """Position of a row in a file that may be split into pieces."""
 
     piece: int
-    """Number of its file among the pieces."""
+    """Number of the piece."""
     offset: int
-    """Byte at which the row begins, in the file as it is when decompressed."""
+    """Byte offset of the row in the decompressed piece."""
 
 
 class RowReader:
-    """Not for several threads. What is no JSON object is counted and left out; a torn last row is waited for."""
+    """Reads rows. Not thread-safe. Counts and skips lines that are not JSON objects. Waits for an incomplete last
+    row."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -40,7 +41,7 @@ class RowReader:
         self._file: IO[bytes] | gzip.GzipFile | None = None
 
     def was_replaced(self) -> bool:
-        """The run has taken rows back or begun anew; all rows come again."""
+        """Returns whether the run removed rows or started again, so that all rows are read again."""
         if self._newest_size() >= self._offset:
             return False
         full = pieces(self._path)[:-1]
@@ -52,21 +53,22 @@ class RowReader:
         return False
 
     def _newest_size(self) -> int:
-        """Bytes in the open file, if it is still the one that is written, else -1: mostly all that a look needs."""
+        """Returns the size of the open file if it is still the file being written, otherwise -1. Usually enough to
+        detect news."""
         with suppress(OSError):
             if self._file is not None and os.path.samestat(now := os.stat(self._path), os.fstat(self._file.fileno())):
                 return now.st_size
         return -1
 
     def raw(self) -> Iterator[tuple[RowOffset, bytes]]:
-        """Whole lines that nobody has had yet, `CHUNK_ROWS` at most, and where they are."""
+        """Yields at most `CHUNK_ROWS` complete new lines, and their positions."""
         num = 0
         while num < CHUNK_ROWS:
             if self._file is None and not self._open():
                 return
             assert self._file is not None
             line = b""
-            with suppress(EOFError, zlib.error, OSError):  # a piece that a crash has cut short
+            with suppress(EOFError, zlib.error, OSError):  # a piece that a crash truncated
                 line = self._file.readline()
             if line:
                 self._rest += line
@@ -83,13 +85,13 @@ class RowReader:
             if self._piece >= len(full):
                 return
             if len(full) != len(before):
-                continue  # it became a piece just now, perhaps with more rows than were there
+                continue  # the file became a piece just now, perhaps with more rows
             self.num_damaged += bool(self._rest)
             self.close()
             self._piece, self._offset, self._rest = self._piece + 1, 0, b""
 
     def rows(self) -> Iterator[tuple[RowOffset, dict[str, Any]]]:
-        """Whole rows that nobody has had yet, parsed, and their places; `CHUNK_ROWS` at most."""
+        """Yields at most `CHUNK_ROWS` complete new rows, parsed, and their positions."""
         for place, line in self.raw():
             try:
                 row = json.loads(line)
@@ -101,7 +103,7 @@ class RowReader:
                 self.num_damaged += 1
 
     def read(self, places: Iterable[RowOffset]) -> Iterator[dict[str, Any]]:
-        """Rows again, in the order of the file; those that are gone are left out."""
+        """Yields earlier rows again, in the order of the file. Skips rows that no longer exist."""
         of_piece = dict[int, list[int]]()
         for piece, offset in sorted(places):
             of_piece.setdefault(piece, []).append(offset)
@@ -115,7 +117,7 @@ class RowReader:
 
     @property
     def is_torn(self) -> bool:
-        """The newest file ends in the middle of a row."""
+        """Returns whether the newest file ends within a row."""
         return bool(self._rest)
 
     def _opened(self, number: int) -> IO[bytes] | gzip.GzipFile:
@@ -132,7 +134,7 @@ class RowReader:
         return True
 
     def close(self) -> None:
-        """More rows can be asked for later."""
+        """Closes the open file. A later read opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None

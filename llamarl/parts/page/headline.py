@@ -1,4 +1,4 @@
-"""Key numbers of a run: what a reader wants to know first, each with its change and the chart that shows it."""
+"""Key numbers at the top of the page, each with its change and the chart that shows it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from llamarl.parts.page.run_data import RunData
 from llamarl.parts.page.trend import ends
 
 HELD_OUT = "held out "
-"""Prefix of the name of a held-out set where the page expects the name of a metric; no metric has a blank."""
+"""Prefix of a held-out set's name in place of the name of a metric. Names of metrics contain no blank."""
 RECENT = 10
-"""Steps that a speed averages."""
+"""Steps over which a speed is averaged."""
 MAX_SETS = 3
-"""Held-out sets with a key number of their own."""
+"""Maximum number of held-out sets with a separate key number."""
 FALL_ERRORS = 2.0
 """Standard errors by which an accuracy must lie below its best to count as a fall. More evaluations raise it, as the
 best of many is high by chance."""
@@ -62,15 +62,15 @@ def fall(evals: Sequence[dict[str, Any]]) -> Fall | None:
 
 
 def fall_errors(num_evals: int) -> float:
-    """Standard errors that a fall from the best of so many evaluations must exceed."""
+    """Returns the standard errors that a drop from the best of `num_evals` evaluations must exceed."""
     return max(FALL_ERRORS, math.sqrt(2 * math.log(num_evals)))
 
 
 def key_numbers(data: RunData) -> list[dict[str, Any]]:
-    """The key numbers of a run, the most important first."""
-    is_simulated = bool(data.content("forecast.json"))  # what a simulation learns is made up
-    learnt = () if is_simulated else (*_accuracies(data), *_reward(data), *_loss(data))
-    return [asdict(one) for one in (*learnt, *_steps(data), *_speed(data), *_staleness(data))]
+    """Returns the key numbers of a run, the most important first."""
+    is_simulated = bool(data.content("forecast.json"))  # a simulation does not learn
+    learned = () if is_simulated else (*_accuracies(data), *_reward(data), *_loss(data))
+    return [asdict(one) for one in (*learned, *_steps(data), *_speed(data), *_staleness(data))]
 
 
 def _accuracies(data: RunData) -> Iterator[KeyNumber]:
@@ -112,7 +112,7 @@ def _reward(data: RunData) -> Iterator[KeyNumber]:
 
 
 def _loss(data: RunData) -> Iterator[KeyNumber]:
-    """Only supervised runs: the loss of a policy gradient says nothing about progress."""
+    """Yields the loss of supervised runs only. The loss of a policy gradient does not measure progress."""
     losses = _known(data, "loss") if data.work == "sft" else []
     if losses:
         detail = f"mean of {_recent(losses)}, from {number(losses[0])}"
@@ -122,7 +122,7 @@ def _loss(data: RunData) -> Iterator[KeyNumber]:
 
 
 def _recent(values: Sequence[float]) -> str:
-    """Text: the values of which a key number is the mean."""
+    """Returns text that names the steps over which a key number is averaged."""
     return f"last {counted(min(len(values), RECENT), 'step')}"
 
 

@@ -1,4 +1,4 @@
-"""The joint of the page: the live `Screen`, the `Recorder` of trackers, and the page beside a run."""
+"""The joint of the page: the live `Screen`, the `Recorder` of trackers, and the page during a run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["LiveScreen", "NotebookScreen", "Trackers", "check", "watching"]
 
 
 def check(config: RunConfig) -> None:
-    """Whether each of `metrics.sinks` is there. Raises ConfigError."""
+    """Raises ConfigError if a tracker in `metrics.sinks` is not available."""
     for name in config.metrics.sinks:
         if name != "jsonl":
             tracker_class(name)
 
 
 def watching(folder: Path) -> AbstractContextManager[str]:
-    """While a run goes on, a process of its own shows it; what it says of where."""
+    """Serves the page of a run from a separate process. Yields a sentence with the address."""
     from llamarl.parts.page.cli import watch
 
     return watch.watching(folder)

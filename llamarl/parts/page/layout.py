@@ -1,7 +1,7 @@
-"""The live screen as text: a pure function of what is known, the size of the terminal and the time.
+"""Formats the live screen as text: a pure function of the board, the size of the terminal and the time.
 
-Everything is a `Text` object, never markup, so nothing that a model writes is taken for formatting.
-Blocks stand below each other; when they do not fit, blank lines go first, then the blocks of highest `rank`.
+Everything is a `Text` object and never markup, so text of a model cannot change the formatting.
+Blocks are stacked. If they do not fit, blank lines are dropped first, then the blocks with the highest `rank`.
 """
 
 from __future__ import annotations
@@ -31,58 +31,58 @@ from llamarl.parts.page.chart import chart
 ACCENT, DIM, GOOD, WARN, BAD = "cyan", "dim", "green", "yellow", "red"
 LABEL_WIDTH = 13
 WIDE = 112
-"""Columns of the terminal from which on the reward chart stands beside the numbers."""
+"""Minimum terminal columns for showing the reward chart next to the numbers."""
 NUMBERS_WIDTH = 72
-"""Width of the numbers when the chart stands beside them."""
+"""Width of the numbers next to the chart."""
 SILENT_S, LOST_S = 10.0, 30.0
-"""Age of a heartbeat that is worth a look, and that means trouble."""
+"""Ages of a heartbeat in seconds that are shown as slow and as lost."""
 MAX_WARNINGS, MAX_SETS = 3, 5
 FALL_ERRORS = 2.0
-"""Standard errors by which a held-out accuracy must lie below its best to be marked as a fall."""
+"""Standard errors by which a held-out accuracy must be below its best to be marked as a drop."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseView:
-    """Work before or after the loop."""
+    """A phase before or after the training loop."""
 
     text: str
-    """Work of the phase, for example `starting executors`."""
+    """Description of the phase, for example `starting executors`."""
     started_s: float
     """Time when the phase began, on the clock of `spans.now_s`."""
     done: int | None = None
-    """Units done; None when it cannot be counted."""
+    """Completed units. None means not countable."""
     total: int | None = None
-    """Units in all."""
+    """Total units."""
     waits_for: str = ""
-    """Names of those who have not done it yet, and what each is at."""
+    """Names of executors that have not finished, with their state."""
     ended_s: float | None = None
-    """Time when the phase ended; None while it goes on."""
+    """Time when the phase ended. None means in progress."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Board:
-    """All that a frame shows."""
+    """All data of a frame."""
 
     info: RunInfo
     started_s: float
     """Time when the screen was opened, on the clock of `spans.now_s`."""
     view: RunView | None = None
-    """The loop; None before it."""
+    """State of the training loop. None before it starts."""
     phases: tuple[PhaseView, ...] = ()
-    """Oldest first; the last one goes on unless it has an end."""
+    """Phases, oldest first. The last one is in progress unless it has an end."""
     warnings: Mapping[str, int] = field(default_factory=dict)
-    """Number of times that each warning came, oldest first."""
+    """Number of occurrences of each warning, oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
     rank: int
-    """0 is never dropped; the highest goes first."""
+    """Blocks with rank 0 are never dropped. Blocks with the highest rank are dropped first."""
     lines: list[Text]
 
 
 def frame(board: Board, width: int, height: int, now_s: float) -> Text:
-    """The screen, at most `width` cells wide and `height` lines high."""
+    """Returns the screen, at most `width` cells wide and `height` lines high."""
     inner = max(width - 2, 1)
     view = board.view
     verdict = view.metrics.verdict if view and view.metrics else None
@@ -161,7 +161,7 @@ def _progress_row(label: str, done: int, total: int, inner: int, unit: str = "")
 
 
 def _line(done: float, total: float, width: int) -> Text:
-    """A thin bar, filled to `done` of `total`."""
+    """Returns a thin bar, filled to `done` of `total`."""
     share = done / total if total > 0 and math.isfinite(done) else 0.0
     full = round(min(max(share, 0.0), 1.0) * max(width, 0))
     return Text.assemble(("━" * full, ACCENT), ("─" * max(width - full, 0), DIM))
@@ -189,7 +189,7 @@ def _phases(phases: Sequence[PhaseView], inner: int, now_s: float) -> list[Text]
 
 
 def _executors(executors: Sequence[ExecutorView], inner: int, now_s: float, room: int) -> list[Text]:
-    """One line each; when there are too many, the first ones and a count of the others."""
+    """Returns one line per executor. If there is too little space, the first ones and a count of the rest."""
     shown = executors if len(executors) <= room else executors[: room - 1]
     longest = max((cell_len(plain(one.state)) for one in shown), default=0)
     state_width = min(max(longest + 1, 23), max(inner - LABEL_WIDTH - 24, 1)) if inner >= 56 else 13
@@ -264,7 +264,8 @@ def _reward_cells(last: StepMetrics) -> tuple[_Cell, _Cell]:
 
 
 def _expert_cells(extra: Mapping[str, float]) -> list[_Cell]:
-    """The fullest layer of a mixture of experts, and how many experts of all layers have no rows; none: it is dense."""
+    """Returns cells for the layer with the highest expert load and for the number of idle experts. Empty means a dense
+    model."""
     loads, idle = (
         [value for name, value in extra.items() if name.startswith(prefix)]
         for prefix in ("expert_load.", "idle_experts.")
@@ -305,7 +306,7 @@ def _metric_rows(last: StepMetrics) -> list[tuple[str, _Cell, _Cell, _Cell]]:
 
 
 def _held_out(evals: Sequence[EvalMetrics], width: int) -> list[Text]:
-    """A line for each set; of many, those that come first, and a count of the others."""
+    """Returns a line for each held-out set. If there is too little space, the first ones and a count of the rest."""
     sets = dict[str, list[EvalMetrics]]()
     for entry in evals:
         sets.setdefault(plain(entry.name or "held-out"), []).append(entry)
@@ -317,7 +318,7 @@ def _held_out(evals: Sequence[EvalMetrics], width: int) -> list[Text]:
 
 
 def _evals(evals: Sequence[EvalMetrics], width: int) -> Text:
-    """The newest accuracy, the best one if the newest is below it, the first one, and the trend, as far as they fit."""
+    """Returns the newest accuracy, the best one if higher, the first one, and the trend, as far as they fit."""
     first, now = evals[0], evals[-1]
     best = max(evals, key=lambda entry: -1.0 if math.isnan(entry.accuracy) else entry.accuracy)
     is_below = best.accuracy > now.accuracy
@@ -360,7 +361,7 @@ def _beside(left: Sequence[Text], right: Sequence[Text], left_width: int) -> lis
 
 
 def _completions(completions: Sequence[CompletionView], inner: int, room: int) -> list[Text]:
-    """Each: reward and advantage beside the head of the prompt, then the tail of the response."""
+    """Returns for each completion reward and advantage, the start of the prompt, and the end of the response."""
     completions = completions[: max(room // 2, 0)]
     each = min(room // max(len(completions), 1), 6)
     width = max(inner - LABEL_WIDTH, 8)

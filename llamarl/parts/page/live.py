@@ -1,4 +1,4 @@
-"""The page while a run goes on, over HTTP: starlette, which is imported here and only when it is opened."""
+"""Serves the page during a run over HTTP. Imports starlette only when the server starts."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 LOOK_S = 0.5
-"""Seconds of reading before a page is answered: there may be more."""
+"""Maximum seconds of reading before a request is answered. Later requests read the rest."""
 LATE_STEPS = 4
-"""Steps by which the times of a step's groups may come later than its metrics."""
+"""Steps by which the times of a step's groups may arrive later than its metrics."""
 RARE_S, RARE_SHARE = 2.0, 0.003
-"""Least seconds between two looks at all spans, and about the share of the time that these take at most."""
+"""Minimum seconds between two reads of all spans, and the approximate maximum share of time for them."""
 
 
 class Watched:
-    """One run. It is read when a page asks, as far as nobody has read it before: without pages nothing is done."""
+    """One run. A request reads the new part of its files, so that nothing is read without an open page."""
 
     def __init__(self, folder: Path, decode: Decode | None) -> None:
         self.data, self._rollouts, self._decode = RunData(folder), Rollouts(folder), decode
@@ -35,7 +35,7 @@ class Watched:
         self._num_rare, self._rare_at_s, self._rare_of = 0, 0.0, (-1, (-1, False))
 
     def news(self, wanted: Mapping[str, str]) -> dict[str, Any]:
-        """All that has changed since a page has asked; `change` alone, when nothing has."""
+        """Returns all changes since the page's last request, or only `change` if there are none."""
         data = self.data
         with self._lock:
             is_more = _read(data.refresh)
@@ -54,7 +54,7 @@ class Watched:
                 "series": data.series(after),
                 "flows": flows(data, spread([step for step in data.flows if step > after - LATE_STEPS], NUM_FLOWS)),
             }
-            if not is_more:  # as of the steps it is sent with
+            if not is_more:  # complete up to the steps in this answer
                 found["claims"] = findings(data)
             if rest.partition(".")[0] != str(self._num_rare):
                 found |= self._rare
@@ -70,7 +70,7 @@ class Watched:
             self._rare_at_s = start_s + max(RARE_S, took_s / RARE_SHARE)
 
     def work(self, wanted: Mapping[str, str]) -> dict[str, Any]:
-        """Who worked in a window, as finely as it can be drawn."""
+        """Returns the spans of executors in a window, at the resolution of the screen."""
         begin_s, end_s = (self.data.began_s + float(wanted[name]) / 1000 for name in ("from", "to"))
         with self._lock:
             return window(self.data, begin_s, end_s)
@@ -80,14 +80,14 @@ class Watched:
             return flows(self.data, [int(wanted["step"])])
 
     def rollouts(self, wanted: Mapping[str, str]) -> dict[str, Any]:
-        """Rollouts that fit a question; `more`: not all have been read."""
+        """Returns rollouts that match a query. `more` means that some have not been read yet."""
         with self._lock:
             is_more = _read(self._rollouts.refresh)
             return self._rollouts.find(wanted, self._decode) | {"more": is_more}
 
 
 def _read(refresh: Callable[[], bool]) -> bool:
-    """All that is there, or as much as a page can wait for; whether there may be more."""
+    """Reads new data for at most `LOOK_S` seconds. Returns whether there may be more."""
     until_s = time.monotonic() + LOOK_S
     while is_more := refresh():
         if time.monotonic() >= until_s:
@@ -96,7 +96,7 @@ def _read(refresh: Callable[[], bool]) -> bool:
 
 
 def build_app(runs: Sequence[Watched], token: str) -> Starlette:
-    """Answers below `/TOKEN/` alone."""
+    """Returns the application. It answers only below `/TOKEN/`."""
     from starlette.applications import Starlette
     from starlette.responses import HTMLResponse, JSONResponse, Response
     from starlette.routing import Route

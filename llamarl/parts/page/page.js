@@ -1,4 +1,4 @@
-// Settings, log, theme, links; and, where the page is live, what is new.
+// Settings, log, theme, links, and updates of a live page.
 function drawSettings() {
   const names = [...new Set(runs.flatMap((run) => run.settings.map(([name]) => name)))];
   const plain = (value) => value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value);

@@ -1,4 +1,4 @@
-"""Rollouts of a run for its page: a sample of whole groups, or those that somebody asks for."""
+"""Rollouts of a run for its page: a sample of whole groups, or the results of a query."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from llamarl.run.folder import RunFolder
 from llamarl.run.rollouts import RecordOffset, TrainedSteps, what_lacks
 
 Decode = Callable[[int], str]
-"""Text of one token."""
+"""Returns the text of one token."""
 SEARCH_S = 2.0
-"""Longest look through prompts for one question."""
+"""Maximum seconds to search prompts for one query."""
 NUM_FOUND = 100
-"""Rollouts that one question brings at most."""
+"""Maximum number of rollouts in the answer to a query."""
 MAX_ROLLOUTS = 2_000_000
-"""Rollouts that can be found, the first ones of the run; 57 bytes each."""
+"""Maximum number of searchable rollouts, from the start of the run; 57 bytes each."""
 ROW_BYTES, TOKEN_BYTES = 400, 32
-"""About, of a row without its texts, and of each token."""
+"""Approximate bytes of a row without its texts, and of each token."""
 _FIELDS = ("step", "reward", "tokens", "staleness")
 VERDICTS = ("right", "wrong", "not judged", "not recorded")
-"""Verdicts of a reward on a rollout; older runs with a `rollouts.jsonl` recorded none."""
+"""Verdicts of a reward on a rollout. Older runs with `rollouts.jsonl` recorded none."""
 
 
 class Rollouts:
-    """Knows where each rollout lies; texts and tokens stay in the journal, and in the file of a run that has one."""
+    """Index of a run's rollouts. Texts and tokens stay in the journal, or in the `rollouts.jsonl` of an older run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -43,24 +43,24 @@ class Rollouts:
     def _clear(self) -> None:
         self._steps, self._begins = TrainedSteps(self._folder), dict[int, RecordOffset]()
         self._file, self._of_file = RowReader(self._folder / "rollouts.jsonl"), set[int]()
-        """The file, and the steps that are of it, as the journal lacks them."""
+        """The file, and the steps that only the file has."""
         self._places, self._groups, self._sizes = array("q"), array("q"), array("l")
         self._fields = {name: array("d") for name in _FIELDS}
         self._verdicts = array("b")
         """Index in `VERDICTS` of each rollout."""
         self._done = 0
-        """Steps that were done before the last look at all that was new."""
+        """Completed steps at the last complete read."""
 
     def __len__(self) -> int:
         return len(self._verdicts)
 
     def refresh(self) -> bool:
-        """Looks at what is new, or at a part of it; whether there may be more."""
+        """Reads new data or a part of it. Returns whether there may be more."""
         if self._file.was_replaced() or self._steps.was_replaced():
             self._clear()
         num, done = 0, RunFolder(self._folder).done_steps()
         for one in self._steps.new():
-            if one.step in self._of_file:  # the journal has it by now, and is believed
+            if one.step in self._of_file:  # the journal now has the step and replaces the file's rows
                 self._clear()
                 return True
             self._begins[one.step], before = one.place, num
@@ -94,7 +94,7 @@ class Rollouts:
             self._verdicts.append(VERDICTS.index(verdict))
 
     def _read(self, places: Sequence[RowOffset]) -> Iterator[dict[str, Any]]:
-        """In their order; of the journal, whose places have the step, below zero, instead of a file."""
+        """Yields rows in order. Positions in the journal are negative step numbers instead of a file."""
         yield from self._file.read(place for place in places if place.piece >= 0)
         wanted = {place for place in places if place.piece < 0}
         for one in self._steps.again({-piece: self._begins[-piece] for piece, _ in wanted}):
@@ -106,15 +106,15 @@ class Rollouts:
                 first += len(group.rollouts)
 
     def find(self, wanted: Mapping[str, str], decode: Decode | None) -> dict[str, Any]:
-        """The newest that fit, and how many were looked at.
+        """Returns the newest matching rollouts, and the number of rollouts searched.
 
         Args:
-            wanted: `step`, `reward`, `tokens`, `staleness` as `3` or `3..7`, `right` as one of `VERDICTS`, a part of
-                source or `prompt`.
+            wanted: `step`, `reward`, `tokens`, `staleness` as `3` or `3..7`; `right` as one of `VERDICTS`; a substring
+                of `source` or `prompt`.
         """
         ranges = {name: bounds(wanted.get(name, "")) for name in _FIELDS if wanted.get(name)}
         verdict, text = wanted.get("right", ""), wanted.get("prompt", "").lower()
-        order = np.argsort(self._fields["step"], kind="stable")  # what the journal lacks was found after all of it
+        order = np.argsort(self._fields["step"], kind="stable")  # steps of the file come last
         found, looked, until, at = list[dict[str, Any]](), 0, time.monotonic() + SEARCH_S, len(self)
         while at and len(found) < NUM_FOUND and time.monotonic() < until:
             places = list[RowOffset]()
@@ -131,7 +131,7 @@ class Rollouts:
         return {"rows": _slim(found), "said": said} | _words(found, decode)
 
     def sample(self, decode: Decode | None, max_bytes: int) -> dict[str, Any]:
-        """Whole groups; see the function of this name."""
+        """Returns a sample of whole groups. See the function of this name."""
         found = dict[int, dict[int, list[int]]]()
         for at, (step, group_id) in enumerate(zip(self._fields["step"], self._groups, strict=True)):
             found.setdefault(int(step), {}).setdefault(group_id, []).append(at)
@@ -147,21 +147,21 @@ class Rollouts:
         places = [RowOffset(*self._places[2 * at : 2 * at + 2]) for members in chosen for at in members]
         rows = sorted(self._read(places), key=lambda row: (row["step"], row["group_id"], row["index"]))
         said = f"sample of {len(rows):,} of the run's {len(self):,} rollouts, in {counted(len(chosen), 'whole group')}"
-        done = self._done if len(self) < MAX_ROLLOUTS else max(found)  # later ones are there, and not shown
+        done = self._done if len(self) < MAX_ROLLOUTS else max(found)  # later rollouts are not indexed
         lacks = what_lacks(self._folder, done, found, self._steps.faults)
         said = "; ".join(filter(None, (said if len(self) else "", lacks)))
         return {"rows": _slim(rows), "said": said} | _words(rows, decode)
 
 
 def verdict_of(right: object) -> str:
-    """Text for the field `right` of a rollout."""
+    """Returns text for the field `right` of a rollout."""
     if right is None:
         return "not judged"
     return ("wrong", "right")[right] if isinstance(right, bool) else "not recorded"
 
 
 def bounds(text: str) -> tuple[float, float]:
-    """`3`, `3..`, `..7` or `3..7`; anything else is everything."""
+    """Parses `3`, `3..`, `..7` or `3..7`. Any other text means no bounds."""
     low, dots, high = text.partition("..")
     try:
         first = float(low) if low.strip() else -math.inf
@@ -179,7 +179,7 @@ def _is_rollout(row: Mapping[str, Any]) -> bool:
 
 
 def sample(folder: Path, decode: Decode | None, max_bytes: int) -> dict[str, Any]:
-    """Whole groups of evenly spread steps, the first and the last among them, of about so many bytes together."""
+    """Returns whole groups of evenly spaced steps, including the first and the last, of about `max_bytes` in total."""
     rollouts = Rollouts(folder)
     while rollouts.refresh():
         pass
@@ -187,7 +187,7 @@ def sample(folder: Path, decode: Decode | None, max_bytes: int) -> dict[str, Any
 
 
 def _order(of_step: Mapping[int, Mapping[int, Any]]) -> Iterator[tuple[int, int]]:
-    """Step and group: the first and the last step, then those in the middle of what is left, again and again."""
+    """Yields (step, group): the first and the last step, then the midpoints of the remaining gaps, repeatedly."""
     steps = sorted(of_step)
     if not steps:
         return
@@ -206,7 +206,7 @@ def _order(of_step: Mapping[int, Mapping[int, Any]]) -> Iterator[tuple[int, int]
 
 
 def _slim(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows without what the page can do without, with numbers as short as they are drawn."""
+    """Returns rows without unused fields, with numbers rounded to the displayed precision."""
     found = list[dict[str, Any]]()
     for row in rows:
         short = {name: value for name, value in row.items() if name not in _DROPPED}
@@ -230,6 +230,6 @@ def _short(value: Any) -> Any:
 
 
 def _words(rows: Sequence[dict[str, Any]], decode: Decode | None) -> dict[str, Any]:
-    """Text of each token that occurs, by its id; none where there is no tokenizer."""
+    """Returns the text of each occurring token by its id. Empty without a tokenizer."""
     ids = {token for row in rows for token in row["token_ids"] if isinstance(token, int) and 0 <= token < 1 << 31}
     return {"words": {str(token): decode(token) for token in sorted(ids)} if decode else {}}

@@ -1,4 +1,4 @@
-"""`RunData`: what is in the folder of one run, in the shape that the page draws. It only reads."""
+"""`RunData`: reads the folder of one run and returns its data in the form that the page draws. It writes nothing."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ from llamarl.observability.spans import AWAY, Span, SpanTable, merged
 from llamarl.parts.page.follow import RowReader
 
 MAX_SPANS = 100_000
-"""Kept per executor; older ones make room."""
+"""Maximum number of spans kept per executor. The oldest are dropped."""
 MAX_EXECUTORS = 24
-"""Executors whose work is drawn, at most."""
+"""Maximum number of executors on the timeline."""
 MAX_FLOWS = 2_000
-"""Steps whose groups are kept; the newest."""
+"""Number of newest steps whose groups are kept."""
 MAX_TEXTS = 500
-"""Warnings and phases that are kept; the newest."""
+"""Number of newest warnings and phases that are kept."""
 LARGEST = 1e100
-"""Largest size of a number; a larger one, or what is no number, counts as not known: its square would be infinite."""
+"""Maximum absolute value of a number. Larger values count as unknown, because their squares would overflow."""
 SILENT_S = 60.0
-"""A run without an end whose files have not changed for so long may be dead."""
+"""Seconds without a change of the files after which an unfinished run may be dead."""
 KINDS = (*sorted(WORK_KINDS), "start", "checkpoint", AWAY)
 
 
 class RunData:
-    """`refresh` reads what is new, the rest answers from memory: bounded, but for 8 bytes per metric and step."""
+    """Data of one run. `refresh` reads new data; other methods use memory, which is bounded except 8 bytes per metric
+    and step."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.generation, self.num_changes = 0, 0
-        """Number of times that reading began anew, and of rows that were read."""
+        """Number of restarts of reading, and of rows read."""
         self._clear()
 
     def _clear(self) -> None:
@@ -55,22 +56,23 @@ class RunData:
         self.texts: deque[tuple[str, float, str]] = deque(maxlen=MAX_TEXTS)
         """Kind, time and text of warnings and phases."""
         self.unjudged: dict[str, tuple[float, float, Any]] = {}
-        """Responses without a verdict in the last evaluation of each set, of how many, and why the first has none."""
+        """For each set, from its last evaluation: responses without a verdict, all responses, and the reason of the
+        first."""
         self.verdict = ""
-        """Verdict of the last step on what bounds the speed."""
+        """Verdict of the last step on the limit of the speed."""
         self.start: dict[str, Any] = {}
         self.end: dict[str, Any] = {}
         self.pauses = list[tuple[float, float]]()
-        """Time of each `--resume`, and seconds since executors had worked in the session before it. All times of this
-        object leave these seconds out, as if each session had continued where the one before it ended."""
+        """Time of each `--resume`, and seconds since executors last worked in the previous session. All times of this
+        object exclude these seconds, as if each session had continued where the previous one ended."""
         self._paused_s = self._last_event_s = 0.0
         self._is_starting = False
-        """Whether a session after the first one has begun and no executor has worked in it yet."""
+        """Whether a later session has started and no executor has worked in it yet."""
         self._wall_s = self._told_wall_s = 0.0
-        """`wall_s` of the last step: over all sessions, and as the row has it."""
+        """`wall_s` of the last step: summed over sessions, and as recorded in the row."""
 
     def refresh(self) -> bool:
-        """Reads what is new, or a part of it; whether there was anything."""
+        """Reads new data or a part of it. Returns whether there was any."""
         if self._metrics.was_replaced() | self._events.was_replaced():
             self._clear()
             self.generation += 1
@@ -86,7 +88,7 @@ class RunData:
         return self.num_changes != before
 
     def read_all(self) -> None:
-        """Everything that is there now."""
+        """Reads all current data."""
         while self.refresh():
             pass
 
@@ -100,7 +102,7 @@ class RunData:
             return
         count, step = len(self.columns["step"]), float(row["step"])
         if count and step <= self.columns["step"][-1]:
-            return  # done again after a crash; the first row stands
+            return  # trained again after a crash; the first row is kept
         self.verdict = str(row.get("verdict") or "")
         if isinstance(row.get("wall_s"), (int, float)):
             row["wall_s"] = self._whole_wall_s(float(row["wall_s"]), float(row.get("step_s") or 0.0))
@@ -114,21 +116,21 @@ class RunData:
 
     @property
     def eval_sets(self) -> dict[str, list[dict[str, Any]]]:
-        """Evaluations of each set, by its name; empty: the only one."""
+        """Returns the evaluations of each set by name. An empty name means the only set."""
         found = dict[str, list[dict[str, Any]]]()
         for row in self.evals:
             found.setdefault(row["name"], []).append(row)
         return found
 
     def _whole_wall_s(self, told_s: float, step_s: float) -> float:
-        """`wall_s` since the first session began; each session counts its own from 0."""
+        """Returns `wall_s` since the first session began. Each session counts its own from 0."""
         is_resumed = told_s < self._told_wall_s + step_s / 2
         self._wall_s += step_s if is_resumed else told_s - self._told_wall_s
         self._told_wall_s = told_s
         return self._wall_s
 
     def _begun(self, row: dict[str, Any], told_s: float) -> None:
-        """Notes the start of a session, and the pause before it."""
+        """Records the start of a session and the pause before it."""
         if self.start:
             pause_s = max(told_s - self._last_event_s, 0.0)
             self.pauses.append((told_s - pause_s - self._paused_s, pause_s))
@@ -162,8 +164,8 @@ class RunData:
                 del self.flows[next(iter(self.flows))]
 
     def _working_again(self, of_executors: dict[str, Any]) -> None:
-        """Extends the last pause by the end of the session before it and the start of this one, when no executor
-        worked."""
+        """Extends the last pause by the idle end of the previous session and the start of this session, until executors
+        work."""
         self._is_starting = False
         ends = [table[-1].end_s for table in self.spans.values() if len(table)]
         starts = [self._running_s(start_s) for spans in of_executors.values() for _, start_s, _ in spans]
@@ -185,12 +187,12 @@ class RunData:
                 table.extend(Span(str(what), running_s(start_s), running_s(end_s)) for what, start_s, end_s in spans)
 
     def _running_s(self, value: Any) -> float:
-        """A time of the newest session without the pauses before it. Raises ValueError: it is no time."""
+        """Converts a time of the newest session to a time without pauses. Raises ValueError if it is not a time."""
         return _time_s(value) - self._paused_s
 
     @property
     def work(self) -> str:
-        """`sft` for supervised runs, `train` for others. Supervised runs of older versions recorded no start."""
+        """`sft` for supervised runs, `train` for others. Older supervised runs recorded no start."""
         is_supervised = self.start.get("work") == "sft" or (
             not self.start and self.num_steps > 0 and "reward_mean" not in self.columns
         )
@@ -202,42 +204,42 @@ class RunData:
 
     @property
     def began_s(self) -> float:
-        """Seconds since the epoch; 0 where nobody has said."""
+        """Start of the run in seconds since the epoch. 0 means unknown."""
         return float(self.start.get("at_s", 0.0))
 
     @property
     def num_damaged(self) -> int:
-        """Rows that cannot be read, a last one that was cut short included."""
+        """Number of unreadable rows, including an incomplete last row."""
         files = (self._metrics, self._events)
         return sum(one.num_damaged + (one.is_torn and self.is_over) for one in files)
 
     @property
     def is_over(self) -> bool:
-        """Nothing more is to come, as far as one can see."""
+        """Whether the run has apparently ended."""
         return bool(self.end or self.summary) or self.silent_s > SILENT_S
 
     @property
     def silent_s(self) -> float:
-        """Since something was written."""
+        """Seconds since the last write."""
         names = ("metrics.jsonl", "events.jsonl", "config.toml", "journal.jsonl")
         times = [path.stat().st_mtime for path in (self.folder / name for name in names) if path.exists()]
         return max(time.time() - max(times), 0.0) if times else math.inf
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Content of `summary.json`, which the run writes at its end; empty before, and while it goes on again."""
+        """Content of `summary.json`, which the run writes at its end. Empty before the end and after a resume."""
         return self.content("summary.json") if self.end or not self.start else {}
 
     def content(self, name: str) -> dict[str, Any]:
-        """Object in a JSON file of the folder; empty where there is none."""
+        """Returns the object in a JSON file of the folder. Empty if there is no file."""
         with suppress(OSError, ValueError, RecursionError), open_file(self.folder / name) as file:
             found = json.load(file)
             return found if isinstance(found, dict) else {}
         return {}
 
     def state(self) -> tuple[str, str]:
-        """`finished`, `interrupted`, `failed`, `planned`, `running`, `silent` or `empty`, and what is to be said of
-        it."""
+        """Returns `finished`, `interrupted`, `failed`, `planned`, `running`, `silent` or `empty`, and an
+        explanation."""
         end = self.end or self.summary
         if end:
             return str(end.get("end", "finished")), str(end.get("reason") or end.get("end_reason") or "")
@@ -253,12 +255,12 @@ class RunData:
 
     @property
     def planned_steps(self) -> int:
-        """Steps that the run was asked for; 0 means unknown."""
+        """Planned steps of the run. 0 means unknown."""
         steps = self._raw_config().get("steps")
         return steps if isinstance(steps, int) else 0
 
     def settings(self) -> list[tuple[str, Any, bool]]:
-        """Name, value, and whether it is the default, of each setting."""
+        """Returns name and value of each setting, and whether the value is the default."""
         try:
             config = load_recorded(self.folder / "config.toml")
         except ConfigError:
@@ -275,7 +277,7 @@ class RunData:
 
     @property
     def reach(self) -> tuple[float, float]:
-        """Time when the first known work began, and when the last one ended."""
+        """Returns the start of the first span and the end of the last one."""
         begins = [table[0].start_s for table in self.spans.values() if len(table)]
         ends = [table[-1].end_s for table in self.spans.values() if len(table)]
         return min(begins, default=self.began_s), max(ends, default=self.began_s)
@@ -283,9 +285,9 @@ class RunData:
     def spans_within(
         self, start_s: float = -math.inf, end_s: float = math.inf, max_spans: int = 1500
     ) -> dict[str, list[Any]]:
-        """Kind (index in `KINDS`), start and length in milliseconds since `began_s`, of what each executor did in a
-        window. What lies closer than can be drawn is joined, so that there are about `max_spans`; then comes how many
-        milliseconds of it were work."""
+        """Returns kind (index in `KINDS`), start and length of each executor's spans in a window, in milliseconds since
+        `began_s`. Adjacent spans are merged to about `max_spans`; the last list has the milliseconds of work in
+        each."""
         first, last = max(start_s, self.reach[0]), min(end_s, self.reach[1])
         gap_s = max(last - first, 0.0) / max_spans
         found = dict[str, list[Any]]()
@@ -302,7 +304,8 @@ class RunData:
         return found
 
     def series(self, after_step: int = 0, max_points: int = 1 << 30) -> dict[str, list[float | None]]:
-        """Values of each metric in later steps; of too many the means of neighbors, of maxima the largest."""
+        """Returns the values of each metric in later steps. Longer series are averaged, or reduced to the largest for
+        maxima."""
         steps = self.columns["step"]
         begin = bisect_right(steps, after_step)
         every = max(1, math.ceil((len(steps) - begin) / max_points))
@@ -313,7 +316,7 @@ class RunData:
 
 
 def _time_s(value: Any) -> float:
-    """Raises ValueError: it is none."""
+    """Returns a time in seconds. Raises ValueError if the value is not a time."""
     if not abs(time_s := float(value)) < LARGEST:
         raise ValueError(value)
     return time_s
@@ -325,7 +328,7 @@ def _milliseconds(begin_s: float, end_s: float, work_s: float, origin_s: float) 
 
 
 def _joined(spans: Sequence[Span], gap_s: float) -> Iterator[tuple[float, float, float]]:
-    """Begin, end and work in seconds of what spans cover, joined across gaps of up to `gap_s`, which are no work."""
+    """Yields begin, end and work in seconds of merged spans. Gaps up to `gap_s` are merged and do not count as work."""
     begin, end, work = math.nan, math.nan, 0.0
     for start_s, end_s in merged(spans):
         if start_s - end <= gap_s:

@@ -1,4 +1,4 @@
-"""`LiveScreen`: the terminal during a run, drawn."""
+"""`LiveScreen`: draws the terminal during a run."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from llamarl.parts.page.layout import Board, PhaseView, frame
 
 REFRESH_PER_S = 2
 CELL_REFRESH_S, CELL_COLUMNS, CELL_LINES = 0.5, 110, 30
-"""Seconds between two drawings in a notebook, and their size."""
+"""Seconds between two updates in a notebook, and the size of the block in columns and lines."""
 
 
 class BoardScreen(Screen):
-    """Keeps what is to be drawn of a run."""
+    """Collects the data of the live screen."""
 
     def __init__(self, info: RunInfo) -> None:
         self._board = Board(info=info, started_s=now_s())
@@ -53,13 +53,13 @@ class BoardScreen(Screen):
             self._board = replace(self._board, warnings=warnings)
 
     def warnings(self) -> Iterator[str]:
-        """A line for each that there was."""
+        """Yields a line for each warning."""
         for text, times in self._board.warnings.items():
             yield f"warning: {text}" + (f" ({times} times)" if times > 1 else "")
 
 
 class LiveScreen(BoardScreen):
-    """Draws the whole terminal. What native libraries and child processes print meanwhile goes to `output.log`."""
+    """Draws on the whole terminal. Output of native libraries and child processes goes to `output.log`."""
 
     def __init__(self, info: RunInfo) -> None:
         super().__init__(info)
@@ -81,7 +81,7 @@ class LiveScreen(BoardScreen):
         return self
 
     def __exit__(self, *failure: object) -> None:
-        with suppress(OSError):  # the terminal has gone
+        with suppress(OSError):  # the terminal is closed
             self._live.stop()
         foreign_bytes = self._redirect.close()
         for line in self.warnings():
@@ -96,7 +96,7 @@ class LiveScreen(BoardScreen):
 
 
 class NotebookScreen(BoardScreen):
-    """Draws one block of a notebook's cell, which renews itself."""
+    """Draws one self-updating block in a notebook cell."""
 
     def __enter__(self) -> Self:
         from IPython.display import display
@@ -117,7 +117,7 @@ class NotebookScreen(BoardScreen):
             self._handle.update(self._drawn(), raw=True)
 
     def _drawn(self) -> dict[str, str]:
-        """The block by the media types that a notebook may show."""
+        """Returns the block in the media types that a notebook may show."""
         console = Console(
             file=io.StringIO(), width=CELL_COLUMNS, record=True, highlight=False, force_jupyter=False
         )  # fmt: skip
@@ -133,7 +133,7 @@ def _ended(phases: tuple[PhaseView, ...]) -> tuple[PhaseView, ...]:
 
 
 class _Redirect:
-    """Points stdout and stderr of this process, and of children it starts, to a file; keeps the terminal open."""
+    """Redirects stdout and stderr of this process and its children to a file, and keeps the terminal open."""
 
     def __init__(self, path: Path) -> None:
         sys.stdout.flush()
@@ -146,7 +146,7 @@ class _Redirect:
         os.dup2(self._log, 2)
 
     def close(self) -> int:
-        """Give the terminal back. Returns how many bytes went to the file."""
+        """Restores the terminal. Returns the number of bytes written to the file."""
         sys.stdout.flush()
         sys.stderr.flush()
         written = os.fstat(self._log).st_size - self._size

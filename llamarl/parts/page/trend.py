@@ -1,4 +1,4 @@
-"""The beginning and the end of a metric, with the error of their difference."""
+"""Compares the beginning and the end of a metric, with the error of the difference."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 PART = 0.2
-"""Share of the steps at the beginning, and at the end, that are compared."""
+"""Share of the steps at the beginning and at the end that are compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,9 +17,9 @@ class Ends:
     first: float
     last: float
     error: float
-    """Standard error of their difference, as if steps were independent."""
+    """Standard error of the difference, assuming independent steps."""
     num: int = 1
-    """Values of which `first`, and `last`, are the mean."""
+    """Number of values averaged in `first` and in `last`."""
 
     @property
     def change(self) -> float:
@@ -27,7 +27,7 @@ class Ends:
 
 
 def ends(values: Sequence[float]) -> Ends | None:
-    """None: there are fewer than four values."""
+    """Returns None for fewer than four values."""
     known = [value for value in values if math.isfinite(value)]
     if len(known) < 4:
         return None
@@ -37,6 +37,6 @@ def ends(values: Sequence[float]) -> Ends | None:
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and the variance of it."""
+    """Returns the mean and its variance."""
     mean = sum(values) / len(values)
     return mean, sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values)

@@ -1,4 +1,4 @@
-"""Why an executor was idle: it waited for an executor that worked meanwhile, first for one whose output it needs."""
+"""Explains why an executor was idle: which executor it waited for, the one whose output it needs first."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SUPPLIERS = {
         ("generator", "rollouts to finish"), ("environment", REPLIES), ("trainer", LIMIT),
     ),
 }  # fmt: skip
-"""Roles whose work an executor of a role waits for, in this order, and what to call it. Reward, reference and reward
-model have the role `scores`."""
+"""For each role, the roles whose work its executors wait for, in order, and the name of the cause. Reward, reference
+and reward model have the role `scores`."""
 NOBODY = "the controller"
 
 
 def waits(spans: Mapping[str, Sequence[Span]], start_s: float, end_s: float) -> dict[str, dict[str, float]]:
-    """Seconds of [start_s, end_s] that each executor waited, by cause; the rest of the time it worked."""
+    """Returns the seconds of [start_s, end_s] that each executor waited, by cause. It worked the rest of the time."""
     work = {name: merged(of_one, start_s, end_s) for name, of_one in spans.items()}
     roles = {name: _role(name) for name in spans}
     of_role = {role: _union(work[name] for name in spans if roles[name] == role) for role in set(roles.values())}
@@ -60,7 +60,7 @@ def total_s(intervals: Intervals) -> float:
 
 
 def without(intervals: Intervals, others: Intervals) -> list[tuple[float, float]]:
-    """Parts of `intervals` that are in none of `others`; both are disjoint and in order."""
+    """Returns the parts of `intervals` outside of `others`. Both are disjoint and sorted."""
     found, index = list[tuple[float, float]](), 0
     for begin, end in intervals:
         while index < len(others) and others[index][1] <= begin:

@@ -1,1 +1,1 @@
-"""A run again from its record, beside what it was."""
+"""Repeats a run from its record and compares the result."""

@@ -1,4 +1,4 @@
-"""`first_divergence`: where two runs of the same settings part, by what both have on record."""
+"""`first_divergence`: finds where two runs with the same settings diverge, by their records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llamarl.run.rollouts import rollout_rows
 _WHY = {"outcome": "reward", "reward": "reward", "advantage": "advantages or shaping: the rewards are equal",
         "trainer_logprobs": "weights: the trainer began the step with different ones"}  # fmt: skip
 _FREE = ("name", "output", "cluster", "screen", "metrics", "record", "checkpoint", "launch", "eval", "steps")
-"""Settings that change nothing of what is compared."""
+"""Settings that do not affect the compared values."""
 
 
 _ORDER = "order: another version had been adopted when it was sampled"
@@ -38,7 +38,8 @@ class Divergence(NamedTuple):
 
 
 def first_divergence(one: RunFolder, other: RunFolder) -> tuple[list[int], Divergence | None]:
-    """Steps of which both have rollouts and that are equal, and what comes then; None: nothing. Raises ConfigError."""
+    """Returns the equal steps for which both runs have rollouts, and the first difference. None means no difference.
+    Raises ConfigError."""
     settings = [dict(flat_settings(load_recorded(run.config).model_dump(mode="json"))) for run in (one, other)]
     names = [name for name in settings[0] | settings[1] if name.split(".")[0] not in _FREE]
     others = [name for name in names if settings[0].get(name) != settings[1].get(name)]
@@ -95,6 +96,6 @@ def _of_rows(
 
 
 def _why(version: int, one: dict[int, str], other: dict[int, str]) -> str:
-    """Likely cause of a difference in a token that the same version sampled."""
+    """Returns the likely cause of a difference in a token that the same version sampled."""
     same = "noise, or keys and values: another seed or processor, or those of earlier tokens are of another version"
     return same if one.get(version) == other.get(version) else f"weights: version {version} is another one"

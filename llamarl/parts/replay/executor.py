@@ -1,4 +1,4 @@
-"""A generator that samples recorded rollouts again, in place of new ones."""
+"""A generator that samples recorded rollouts again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llamarl.types import GenerationRequest, Rollout
 
 
 class ReplayingExecutor(GeneratorExecutor):
-    """Adopts weights as a generator does; the engine has no requests of its own."""
+    """Adopts weights as a generator does. Its engine receives no other requests."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -21,9 +21,10 @@ class ReplayingExecutor(GeneratorExecutor):
         self._replayer = Replayer(self._engine)
 
     def add(self, items: Sequence[tuple[GenerationRequest, Rollout]]) -> list[Difference]:
-        """Rollouts to sample again, each with the request that it answers; of which the record says too little."""
+        """Adds rollouts to sample again, each with its request. Returns differences for rollouts with an incomplete
+        record."""
         return self._replayer.add(items)
 
     def replay(self, version: int) -> Replayed:
-        """Samples what this version, which is in use, has sampled."""
+        """Samples again all tokens that the adopted version sampled."""
         return self._replayer.go_on(version)

@@ -1,1 +1,1 @@
-"""The joint of replays: the core opens nothing of them but the command."""
+"""The joint of replays: the core uses only the command."""

@@ -1,4 +1,4 @@
-"""`Recorded`: the rows in the folder of a run, to be compared with what happens again."""
+"""`Recorded`: the rows in a run folder, for comparison with a replay."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from llamarl.training.result import PolicyStepResult
 from llamarl.types import RolloutGroup
 
 _DERIVED = ("right", "reward_parts")
-"""What files of older versions do not have, and the journal says."""
+"""Fields that files of older versions lack and the journal has."""
 _EXACT = ("value_loss", "critic_grad_norm", "explained_variance")
-"""Metrics of steps that depend on nothing but groups and weights, beside those of the update."""
+"""Metrics of steps that depend only on groups and weights, in addition to those of the update."""
 _FIRST = ("token_ids", "behavior_logprobs", "policy_versions", "reward")
 """Columns on which others depend."""
 _FIX = "give the folder of a run"
 
 
 class Diverged(RuntimeError):
-    """Something that was recorded did not happen again."""
+    """A replayed value differs from the record."""
 
     def __init__(self, step: int, what: str, recorded: object, found: object, cause: str) -> None:
         super().__init__(step, what, str(recorded), str(found), cause)  # so that it can be pickled
@@ -40,14 +40,14 @@ class Diverged(RuntimeError):
 
 
 class Recorded:
-    """Rows of rollouts and of `metrics.jsonl`, step by step. Raises ConfigError: there are none, or a file cannot be
-    read."""
+    """Rows of rollouts and of `metrics.jsonl`, step by step. Raises ConfigError if there are none or a file is
+    unreadable."""
 
     def __init__(self, folder: RunFolder, close: float, cause: str) -> None:
         """
         Args:
-            close: numbers may be so far apart; 0: they are equal.
-            cause: of all differences between what is computed; empty: it depends.
+            close: maximum difference between equal numbers. 0 means exact equality.
+            cause: cause of every difference between computed values. Empty means that it depends on the difference.
         """
         self._close, self._cause = close, cause
         self._journal, self._ahead = TrainedSteps(folder.path), _RowsByStep(file_steps(folder.path))
@@ -57,8 +57,8 @@ class Recorded:
         self._metrics = {int(row["step"]): row for row in metrics if row.get("kind") == "step"}
 
     def check_journal(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Compares the journal's groups of a step, before it is taken. Raises Diverged: `rollouts.jsonl`, where there
-        is one, has others."""
+        """Compares the journal's groups of a step with `rollouts.jsonl`, if it exists, before training. Raises Diverged
+        if they differ."""
         rows = {(row["group_id"], row["index"]): row for row in self._ahead.rows(step)}
         unknown = {group.group_id: np.zeros(len(group.rollouts)) for group in groups}
         for now in _expected(step, groups, unknown, {}) if rows else ():
@@ -70,8 +70,8 @@ class Recorded:
                 _check(step, now, name, found, cause)
 
     def check(self, step: int, groups: Sequence[RolloutGroup], result: PolicyStepResult) -> None:
-        """Compares a computed step. Raises Diverged: this is not what the run has on record of it; ConfigError: it has
-        nothing."""
+        """Compares a computed step with the record. Raises Diverged if they differ, and ConfigError if the record lacks
+        the step."""
         found = {file: rows for file, steps in self._files.items() if (rows := steps.rows(step))}
         if not found and step in self._journal.bare:
             cause = f"step {step} has nothing to compare training with, as record.kind was 'resume'"
@@ -87,7 +87,7 @@ class Recorded:
                 raise Diverged(step, name, known[name], value, self._cause or cause)
 
     def _compare(self, step: int, file: str, rows: list[Any], expected: list[Any], columns: Iterable[str]) -> None:
-        """Raises Diverged: what `file` has is not what is computed."""
+        """Raises Diverged if the rows of `file` differ from the computed rows."""
         if len(rows) != len(expected):
             raise Diverged(step, f"{file}, its rows", len(rows), len(expected), "a file that was cut or edited")
         for name in ("group_id", "index", "advantage", *columns):
@@ -103,20 +103,20 @@ class Recorded:
 
 
 def _check(step: int, row: Mapping[str, Any], name: str, found: tuple[str, Any, Any] | None, cause: str) -> None:
-    """Raises Diverged, with what was `found` to differ."""
+    """Raises Diverged if `found` contains a difference."""
     if found:
         what = f"rollout {row['index']} of group {row['group_id']}, {name}{found[0]}"
         raise Diverged(step, what, *found[1:], cause)
 
 
 class _RowsByStep:
-    """Rows of steps, which are asked for in their order."""
+    """Rows of steps, requested in order."""
 
     def __init__(self, steps: Iterator[tuple[int, Iterable[dict[str, Any]]]]) -> None:
         self._steps, self._held, self.step = steps, list[dict[str, Any]](), 0
 
     def rows(self, step: int) -> list[dict[str, Any]]:
-        """Rows of one step; empty: there are none."""
+        """Returns the rows of one step. Empty means none."""
         while self.step < step:
             self.step, found = next(self._steps, (sys.maxsize, ()))
             self._held = [row | {"policy_versions": [*versions_of(row)]} for row in found]
@@ -124,14 +124,14 @@ class _RowsByStep:
 
 
 def _expected(step: int, *recorded: Any) -> Iterator[dict[str, Any]]:
-    """Rows of what a `TrainedStep` holds, in the shape of those of `_RowsByStep`."""
+    """Yields the rows of a `TrainedStep` in the form of `_RowsByStep`."""
     for line in TrainedStep(step, *recorded).lines():
         read = json.loads(line)
         yield read | {"policy_versions": [*versions_of(read)]}
 
 
 def first_difference(was: Any, now: Any, close: float = 0.0) -> tuple[str, Any, Any] | None:
-    """Place of the first difference between two JSON values, and both values there; None: they are equal."""
+    """Returns path and both values of the first difference between two JSON values. None means equal."""
     if was == now:
         return None
     if isinstance(was, list) and isinstance(now, list):
@@ -145,25 +145,25 @@ def first_difference(was: Any, now: Any, close: float = 0.0) -> tuple[str, Any, 
 
 
 def first_tensor(recorded: str, found: str, names: Sequence[str]) -> str:
-    """Name of the first tensor that is another one, by `Adoption.tensors`; empty: it is not on record."""
+    """Returns the name of the first tensor that differs, by `Adoption.tensors`. Empty means not recorded."""
     parts = (slice(8 * number, 8 * number + 8) for number in range(len(names)))
     pairs = zip(names, parts, strict=True)
     return next((f", tensor {name}" for name, part in pairs if recorded[part] not in ("", found[part])), "")
 
 
 def versions_of(row: Mapping[str, Any]) -> Iterator[int]:
-    """The policy version of each token of a rollout's row."""
+    """Yields the policy version of each token of a rollout's row."""
     return chain.from_iterable(repeat(version, times) for version, times in row["policy_versions"])
 
 
 def _starts(folder: RunFolder) -> list[dict[str, Any]]:
-    """Rows of `events.jsonl` from each time that the run began or went on."""
+    """Returns the rows of `events.jsonl` for each start and resume of the run."""
     rows = (row for _, row in read_run_rows(folder.events, _FIX)) if folder.events.exists() else ()
     return [row for row in rows if "machine" in row]
 
 
 def other_code(folder: RunFolder) -> str:
-    """Why this code may compute something else than the run's did; empty: it is the same."""
+    """Returns how this code differs from the run's code. Empty means equal."""
     others = {row.get("code", "") for row in _starts(folder)} - {now := code_fingerprint()}
     if "" in others:
         return "the record does not say by which code of llamarl the run was computed"
@@ -171,7 +171,7 @@ def other_code(folder: RunFolder) -> str:
 
 
 def other_machine(folder: RunFolder) -> str:
-    """Differences that change arithmetic between this machine and the one where the run began or went on last."""
+    """Returns differences in arithmetic between this machine and the machine of the run's last start or resume."""
     recorded: Mapping[str, Any] = next((row["machine"] for row in reversed(_starts(folder))), {})
     now, versions = machine(), recorded.get("versions", {})
     pairs = [(name, versions.get(name), now["versions"].get(name)) for name in ("torch", "llamarl")]

@@ -1,9 +1,9 @@
-"""`replay`: what a run has recorded happens again, by the executors that it ran with, and is compared.
+"""`replay`: repeats a recorded run with the executors of the run, and compares every result.
 
-From the newest checkpoint that is old enough, or the base model, the trainer takes the recorded steps again, on the
-recorded groups in their order. What it publishes must have the recorded fingerprints. A generator adopts each version
-and samples again what that version had sampled, and the reward judges all responses again. The first difference ends
-the replay. The run's folder is only read.
+The trainer starts from the newest suitable checkpoint or the base model, and trains again on the recorded groups in
+order. Published weights must have the recorded fingerprints. A generator adopts each version and samples its tokens
+again, and the reward scores all responses again. The replay stops at the first difference. It only reads the run
+folder.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from llamarl.types import GenerationRequest, Rollout, RolloutGroup
 Part = Literal["train", "generate", "reward"]
 PARTS: tuple[Part, ...] = ("train", "generate", "reward")
 _MARGIN = 3
-"""Steps beyond the staleness bound that are looked ahead: a prompt may be prefilled under an older version."""
+"""Steps to read ahead beyond the staleness bound, because a prompt may be prefilled under an older version."""
 CLOSE, CLOSE_NARROW = 1e-3, 0.1
-"""Nats between log-probabilities by other arithmetic, in float32 and in narrower types."""
+"""Maximum difference of log-probabilities in nats on another machine, in float32 and in narrower types."""
 _FLIPS = 0.01
-"""Share of tokens that may come out otherwise by other arithmetic: their noise falls between two sums."""
+"""Maximum share of tokens that may differ on another machine, because their noise is close to a boundary."""
 
 
 class ReplayPort(GeneratorPort, Protocol):
@@ -57,27 +57,27 @@ class ReplayPort(GeneratorPort, Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class Tally:
-    """Numbers of things that have been compared so far, and notes about them."""
+    """Counts of compared values, and notes."""
 
     steps: int = 0
     rollouts: int = 0
     tokens: int = 0
     judged: int = 0
     flips: int = 0
-    """Tokens that came out otherwise, where the arithmetic is another one."""
+    """Tokens that differ because of other arithmetic."""
     notes: list[str] = field(default_factory=list)
-    """Sentences about what was not compared, and how."""
+    """Sentences about values that were not compared, and why."""
     rewards: list[str] = field(default_factory=list)
-    """Rollouts that are judged otherwise now."""
+    """Rollouts whose reward differs."""
 
     def add(self, other: Tally) -> None:
-        """Adds what was compared elsewhere."""
+        """Adds the counts of another process."""
         for one in fields(self):
             setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
 
 class ReplayRequest(NamedTuple):
-    """Steps to replay, with the settings, files and callbacks for it."""
+    """Steps to replay, with settings, files and callbacks."""
 
     config: RunConfig
     """Settings of the replay."""
@@ -87,25 +87,25 @@ class ReplayRequest(NamedTuple):
     folder: RunFolder
     first: int
     last: int
-    """Steps, both included."""
+    """Last step, inclusive."""
     tally: Tally
     parts: Sequence[Part] = PARTS
     close: float = 0.0
-    """The arithmetic is another one, and log-probabilities may be so far apart."""
+    """Maximum difference of log-probabilities under other arithmetic. 0 means the same arithmetic."""
     cause: str = ""
-    """Cause of other arithmetic or of other code; empty: both are those of the run."""
+    """Cause of other arithmetic or other code. Empty means that both are those of the run."""
     read: Callable[[int, Sequence[RolloutGroup]], None] = lambda step, groups: None
-    """Hears of steps as the journal has them, before they are taken. Raises Diverged."""
-    learnt: Callable[[int, Sequence[RolloutGroup], PolicyStepResult], None] | None = None
-    """Hears of steps that the trainer has taken again. Raises Diverged."""
+    """Called with each step of the journal before it is trained. Raises Diverged."""
+    trained: Callable[[int, Sequence[RolloutGroup], PolicyStepResult], None] | None = None
+    """Called with each step that was trained again. Raises Diverged."""
     told: Callable[[int], None] = lambda step: None
-    """Hears of steps that are done."""
+    """Called with each completed step."""
     is_same: bool = True
-    """Weights must have the recorded fingerprints."""
+    """Requires that weights have the recorded fingerprints."""
 
 
 def replayable(config: RunConfig, parts: Sequence[Part], tally: Tally) -> tuple[RunConfig, list[Part]]:
-    """The settings of a replay, and what of `parts` it can compare. Raises ConfigError."""
+    """Returns the settings of a replay, and the subset of `parts` that it can compare. Raises ConfigError."""
     generator, wanted, cannot = config.generator, list(parts), ""
     if generator.backend == "vllm":
         cannot = "vLLM cannot repeat its rollouts"
@@ -116,7 +116,7 @@ def replayable(config: RunConfig, parts: Sequence[Part], tally: Tally) -> tuple[
     if cannot and "generate" in wanted:
         wanted.remove("generate")
         tally.notes.append(f"{cannot}: only training and rewards are compared")
-    data = config.data.model_copy(update={"eval": None})  # which has no steps
+    data = config.data.model_copy(update={"eval": None})  # evaluations are not replayed
     if config.model_copy(update={"data": data}).has_episodes and "reward" in wanted:
         wanted.remove("reward")
         tally.notes.append("episodes are judged with their environment or agent: rewards are not judged again")
@@ -137,7 +137,8 @@ def replayable(config: RunConfig, parts: Sequence[Part], tally: Tally) -> tuple[
 
 
 def arithmetic(config: RunConfig, folder: RunFolder, tally: Tally) -> tuple[float, str]:
-    """Largest gap in nats between log-probabilities on this machine, and its cause: 0 on one like that of the run."""
+    """Returns the maximum difference of log-probabilities on this machine in nats, and its cause. 0 means the same
+    arithmetic."""
     if not (other := other_machine(folder)):
         return 0.0, ""
     close = CLOSE if config.generator.dtype == config.trainer.dtype == "float32" else CLOSE_NARROW
@@ -146,7 +147,7 @@ def arithmetic(config: RunConfig, folder: RunFolder, tally: Tally) -> tuple[floa
 
 
 def replay(request: ReplayRequest) -> None:
-    """Raises Diverged, ConfigError, ExecutorError."""
+    """Runs the replay. Raises Diverged, ConfigError, ExecutorError."""
     run_pausable(_Replay(request).run())
 
 
@@ -164,7 +165,7 @@ class _Replay:
         self._trains, self._transport = list(request.parts) != ["reward"], ""
         self._tensors, self._tokens, self._begin = list[str](), 0, 0
         self._ahead = deque[tuple[int, list[RolloutGroup]]]()
-        """Steps that have been read and not been taken."""
+        """Steps that have been read and not yet trained."""
 
     async def run(self) -> None:
         limits, tally, specs = self._config.cluster, self._tally, self._specs()
@@ -186,7 +187,7 @@ class _Replay:
             raise Diverged(self._request.last, "tokens", tally.tokens, f"{tally.flips} others", self._request.cause)
 
     def _specs(self) -> dict[str, ExecutorSpec]:
-        """Specifications of the executors that the parts need, by name."""
+        """Returns the specifications of the executors that the parts need, by name."""
         config, folder = self._config, self._request.folder
         places, names = LocalPlacer(config), list[str]()
         if "reward" in self._request.parts:
@@ -240,7 +241,7 @@ class _Replay:
         await self._trainer.choose(self._transport, True)
 
     def _steps_after(self, begin: int) -> Iterator[tuple[int, list[RolloutGroup]]]:
-        """Raises Diverged: the journal does not have all of them."""
+        """Yields steps of the journal. Raises Diverged if one is missing."""
         request, said = self._request, list[str]()
         self._journal = open_journal(request.journal, request.problems, request.folder, said.append).reader
         try:
@@ -263,7 +264,7 @@ class _Replay:
         return self._journal.steps_after(begin)
 
     async def _read(self, steps: Iterator[tuple[int, list[RolloutGroup]]], version: int) -> None:
-        """Looks ahead as far as rollouts of `version` can have been trained on."""
+        """Reads ahead to the last step that can have trained on rollouts of `version`."""
         request = self._request
         read = self._ahead[-1][0] if self._ahead else version
         while read < min(version + 1 + self._reach, request.last):
@@ -283,7 +284,7 @@ class _Replay:
         return GenerationRequest(**ids, sampling=self._sampling[group.prompt.source])
 
     async def _serve(self, version: int, generator: ReplayPort) -> None:
-        """The generator takes the trainer's weights, which are those on record, and samples what they have sampled."""
+        """Lets the generator adopt the trainer's weights, which match the record, and sample their tokens again."""
         request = self._request
         published = await self._trainer.publish(version, (version - 1, version))
         adoption = await generator.adopt(version, published.addresses[self._transport])
@@ -318,8 +319,8 @@ class _Replay:
         is_wanted = step >= request.first
 
         def told(_: int, __: list[RolloutGroup], result: PolicyStepResult | None) -> None:
-            if is_wanted and result and "train" in request.parts and request.learnt:
-                request.learnt(step, groups, result)
+            if is_wanted and result and "train" in request.parts and request.trained:
+                request.trained(step, groups, result)
 
         work = list[Coroutine[None, None, None]]()
         if self._scoring and is_wanted:

@@ -1,4 +1,4 @@
-"""Results of replaying rollouts. No torch: who compares runs reads them."""
+"""Results of replayed rollouts. No torch, because commands that compare runs read them."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from typing import NamedTuple
 
 
 class Difference(NamedTuple):
-    """A token that did not come out as it was recorded, or a rollout whose record says too little."""
+    """A token that differs from the record, or a rollout whose record is incomplete."""
 
     group_id: int
     index: int
     token: int
-    """Place of the token in the response."""
+    """Position of the token in the response."""
     policy_version: int
     """Policy version that sampled the token."""
     recorded: str
     found: str
     gap: float
-    """Gap between both log-probabilities, in nats; infinite where the token is another one."""
+    """Difference of both log-probabilities in nats. Infinite if the tokens differ."""
 
 
 class Replayed(NamedTuple):
-    """Result of sampling again what one version sampled."""
+    """Result of sampling the tokens of one version again."""
 
     num_tokens: int
-    """Number of tokens that were drawn again."""
+    """Number of tokens that were sampled again."""
     differences: list[Difference]

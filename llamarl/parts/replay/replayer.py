@@ -1,9 +1,9 @@
-"""`Replayer`: rollouts are sampled again as their record says, all tokens of one policy version at once.
+"""`Replayer`: samples recorded rollouts again, all tokens of one policy version at once.
 
-The tokens are known, so each is drawn from the keys and values of the recorded ones before it. Where all come out
-equal, so would they one after another: a row's bits depend on nothing beside it (`docs/generation.md`). The record says
-which version computed which keys and values, and where a cache began anew. From there to the next such place a rollout
-has one *life*; lives know nothing of each other.
+The tokens are known, so each one is sampled given the recorded tokens before it. If all of them are equal, sequential
+sampling would give the same result, because the bits of a row do not depend on other rows (`docs/generation.md`). The
+record contains which version computed which keys and values, and where a cache was rebuilt. The part of a rollout
+between two rebuilds is a *life*. Lives are independent.
 
 Shape suffixes: T tokens of one response, B tokens that are checked, N packed tokens, D model dim, V vocabulary.
 """
@@ -28,29 +28,31 @@ from llamarl.parts.replay.replayed import Difference, Replayed
 from llamarl.types import GenerationRequest, Rollout
 
 _CHECKED = 256
-"""Tokens whose logits are there at a time."""
+"""Tokens whose logits are in memory at a time."""
 _Span = tuple[int, int, int]
-"""First token, token after the last, policy version."""
+"""First token, end, policy version."""
 
 
 @dataclass(slots=True, eq=False)
 class _Life:
-    """Part of a rollout, over one cache."""
+    """Part of a rollout with the same cache."""
 
     rollout: Rollout
     sequence: Sequence
     prefix: list[_Span]
     """Spans of the prompt without its last token."""
     versions_T: np.ndarray
-    """Policy version that fed each own token: the last one of the prompt, then those of the response but the last."""
+    """Policy version that processed each token: the last one of the prompt, then those of the response except the
+    last."""
     is_checked_T: np.ndarray
-    """The token that came of it is to be drawn again."""
+    """Whether the token that follows must be sampled again."""
     prompt_routes: np.ndarray | None = None
-    """Experts on record of the prefix as this cache had it; None: not on record."""
+    """Recorded experts of the prefix in this cache. None means not recorded."""
 
 
 def _lives(prefix_tokens: int, rollout: Rollout) -> Iterator[tuple[list[_Span], np.ndarray, np.ndarray]]:
-    """Spans of the prefix, versions and what is checked, of each life. Raises ValueError: no engine did this."""
+    """Yields for each life: spans of the prefix, versions, and which tokens to check. Raises ValueError for an
+    impossible record."""
     num_tokens, starts = rollout.num_tokens, [number for number, one in enumerate(rollout.prefills) if one[1] == 0]
     if num_tokens and (not starts or rollout.prefills[0][1]):
         raise ValueError("it is not on record which keys and values were computed when")
@@ -73,16 +75,16 @@ def _lives(prefix_tokens: int, rollout: Rollout) -> Iterator[tuple[list[_Span], 
 
 
 class Replayer:
-    """Has the cache of an engine for itself, which nobody submits to."""
+    """Uses the cache of an engine that receives no other requests."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._lives = list[_Life]()
         self._groups = dict[tuple[int, tuple[_Span, ...]], Group]()
-        """Lives whose prefix was computed alike share it."""
+        """Lives with the same computation of the prefix share it."""
 
     def add(self, items: Iterable[tuple[GenerationRequest, Rollout]]) -> list[Difference]:
-        """Rollouts to be drawn again, each with the request that it answers; what their records lack."""
+        """Adds rollouts to sample again, each with its request. Returns differences for incomplete records."""
         faults = list[Difference]()
         for request, rollout in items:
             try:
@@ -90,7 +92,7 @@ class Replayer:
             except ValueError as error:
                 faults.append(Difference(rollout.group_id, rollout.index, 0, -1, "", str(error), math.inf))
                 continue
-            # A rollout keeps those of its first prefix, which is none of these where no token came of it.
+            # A rollout records the experts of its first prefix, which is another one if it produced no token.
             num_first = sum(born == 0 and not start for born, start, *_ in rollout.prefills)
             for number, (prefix, versions_T, is_checked_T) in enumerate(found):
                 key = rollout.group_id, tuple(prefix)
@@ -104,7 +106,7 @@ class Replayer:
         return faults
 
     def go_on(self, version: int) -> Replayed:
-        """Computes all that was computed under `version`, whose weights are in use."""
+        """Repeats all computations under `version`, whose weights are in use."""
         budget, num_checked, found = self._engine._scheduler.prefill_tokens, 0, list[Difference]()
         work = list(self._chunks(version))
         batch_of = np.cumsum([chunk.stop - chunk.start for chunk, _ in work]) // budget
@@ -117,7 +119,7 @@ class Replayer:
         return Replayed(num_checked, found)
 
     def _chunks(self, version: int) -> Iterator[tuple[Chunk, _Life]]:
-        """Chunks to feed, in an order in which each finds what it needs; not more at once than a step of an engine."""
+        """Yields chunks in an order that satisfies their dependencies, each no larger than a step of an engine."""
         budget = self._engine._scheduler.prefill_tokens
         for life in self._lives:
             group, own = life.sequence.group, life.sequence.own
@@ -187,7 +189,7 @@ class Replayer:
 
 
 def _other_prompt(life: _Life, chunk: Chunk, version: int, now_T_W: np.ndarray) -> Iterator[Difference]:
-    """The first token of a part of a prompt whose experts on record are others."""
+    """Yields the first token of a part of a prompt whose recorded experts differ."""
     if life.prompt_routes is None or not len(life.prompt_routes):
         return
     one, was_T_W = life.rollout, life.prompt_routes[chunk.start : chunk.stop]
@@ -198,7 +200,7 @@ def _other_prompt(life: _Life, chunk: Chunk, version: int, now_T_W: np.ndarray) 
 
 
 def _other_routes(one: Rollout, at: int, routes_N_W: np.ndarray | None, place: int) -> tuple[str, str] | None:
-    """Experts on record of the token, and those that computed it now; None: they are the same, or not on record."""
+    """Returns recorded and computed experts of the token. None means equal or not recorded."""
     if routes_N_W is None or "routes" not in one.columns:
         return None
     was_W, now_W = one.columns["routes"][at], routes_N_W[place]

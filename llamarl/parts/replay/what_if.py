@@ -1,4 +1,4 @@
-"""`what_if`: other settings learn from what a run has recorded, and a folder like a run's says what came of it."""
+"""`what_if`: trains with other settings on the recorded rollouts of a run, and writes the result as a run folder."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from llamarl.training.result import PolicyStepResult
 from llamarl.types import RolloutGroup
 
 FAR_NATS = 0.1
-"""KL per token between what sampled the rollouts and what learns from them, from which on the result says little."""
+"""KL per token between sampling and trained policy above which the result says little."""
 _MAY_CHANGE = ("trainer", "shaping", "name", "output", "steps")
 
 
 def changed(run: RunConfig, other: RunConfig) -> dict[str, tuple[object, object]]:
-    """Settings that are not those of the run. Raises ConfigError: rollouts would be others, or are not enough."""
+    """Returns the settings that differ from the run. Raises ConfigError if they would change the rollouts."""
     before, after = (dict(flat_settings(one.model_dump(mode="json", exclude_none=True))) for one in (run, other))
     found = {
         name: (before.get(name), after.get(name))
@@ -51,8 +51,8 @@ def changed(run: RunConfig, other: RunConfig) -> dict[str, tuple[object, object]
 def what_if(
     request: ReplayRequest, config: RunConfig, written: RunConfig, *, overwrite: bool, tell: Callable[[str], None]
 ) -> Path:
-    """Trains on the recorded steps with the settings of `config`, of which the request's are a copy for replays; the
-    folder of the result, where they stand as they are `written`. Raises ConfigError, ExecutorError."""
+    """Trains on the recorded steps with the settings of `config`. Returns the folder of the result, which contains the
+    settings in the form `written`. Raises ConfigError, ExecutorError."""
     other = changed(request.journal, config)
     said = ", ".join(f"{name} = {now!r} (was {was!r})" for name, (was, now) in other.items()) or "nothing that differs"
     if Path(config.output, config.name).resolve() == request.folder.path.resolve():
@@ -66,14 +66,14 @@ def what_if(
         trust = "far from" if kl > FAR_NATS else "near"
         steps = counted(request.tally.steps, "recorded step")
         tell(
-            f"trained on {steps} with {said}: importance ratios up to {ratio:.3g}, KL to what sampled the rollouts up "
-            f"to {kl:.2g} nats a token: {trust} what a run of its own would learn from"
+            f"trained on {steps} with {said}: importance ratios up to {ratio:.3g}, KL to the sampling policy up "
+            f"to {kl:.2g} nats a token: {trust} what a separate run would learn from"
         )
     return folder.path
 
 
 def _recorded(request: ReplayRequest, folder: RunFolder, mark: str) -> Sequence[UpdateMetrics]:
-    """Takes the steps, and writes what a run writes of them."""
+    """Trains the steps and records their metrics as a run does."""
     config, rollout, updates = request.config, request.config.rollout, list[UpdateMetrics]()
     events = EventLog(folder.events, print)
     events.add("start", **start_of_run(), replay_of=str(request.folder.path))
@@ -85,7 +85,7 @@ def _recorded(request: ReplayRequest, folder: RunFolder, mark: str) -> Sequence[
     telemetry = Telemetry(config, RecordedScreen(NullScreen(), events), log, limit, events=events)
     events.add("warning", text=mark)
 
-    def learnt(step: int, groups: Sequence[RolloutGroup], result: PolicyStepResult) -> None:
+    def trained(step: int, groups: Sequence[RolloutGroup], result: PolicyStepResult) -> None:
         if not updates:
             telemetry.attach([], Replicas([], Flight(config, journal), Supervisor(), Progress(), 0.0), Progress())
         updates.append(result.update)
@@ -95,7 +95,7 @@ def _recorded(request: ReplayRequest, folder: RunFolder, mark: str) -> Sequence[
         journal.step([*prompts], {"step": step, "sampler": {}, "next_group_id": 0, "unconsumed": []}, result)
 
     try:
-        replay(request._replace(learnt=learnt))
+        replay(request._replace(trained=trained))
         events.add("end", end="finished", reason=mark)
     finally:
         for one in (log, journal, events):

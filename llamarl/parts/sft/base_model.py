@@ -1,4 +1,4 @@
-"""The base model, when the run makes its own: a supervised warm start in a process of its own."""
+"""Builds the base model of a run that has none, by a supervised warm start in a separate process."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from llamarl.training.base_model import is_made
 
 
 def ensure_base_model(config: RunConfig) -> None:
-    """Makes `model.path` with `model.warm_start` unless it is there. The command shows its own progress.
+    """Builds `model.path` with `model.warm_start` unless it exists. The command shows its own progress.
 
     Raises:
-        ConfigError: the warm start cannot work, or the folder holds a model that other settings made.
+        ConfigError: the warm start cannot work, or the folder contains a model made with other settings.
     """
     if not config.model.warm_start or is_made(config.model.path, load_sft_config(config.model.warm_start)):
         return

@@ -1,4 +1,4 @@
-"""`train_byte_bpe`: the tokenizer of a model that is made from scratch."""
+"""`train_byte_bpe`: trains the tokenizer of a model from scratch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from llamarl.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 def train_byte_bpe(
     texts: Iterable[str], folder: str | Path, vocab_size: int, eos_token: str = "<|endoftext|>"
 ) -> Tokenizer:
-    """Trains a byte-level BPE with single digits and writes it to `folder` as Hugging Face's classes load it.
+    """Trains a byte-level BPE with single digits and writes it to `folder` in Hugging Face format.
 
     Args:
-        texts: what to learn merges from; other text still encodes, by its bytes.
-        folder: gets `tokenizer.json` and `tokenizer_config.json`.
-        vocab_size: upper bound, at least 257: the bytes and `eos_token`.
-        eos_token: the one special token; it also pads.
+        texts: training texts. Other text still encodes, by its bytes.
+        folder: destination of `tokenizer.json` and `tokenizer_config.json`.
+        vocab_size: maximum size, at least 257: the bytes and `eos_token`.
+        eos_token: the only special token, also used for padding.
     """
     if vocab_size < 257:
         raise ConfigError(f"vocab_size = {vocab_size} cannot hold 256 bytes and the end-of-text token; use 257 or more")

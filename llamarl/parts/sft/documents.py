@@ -1,4 +1,4 @@
-"""Prompts with their worked solutions: what supervised training learns. No torch.
+"""Prompts with their solutions, the documents of supervised training. No torch.
 
 Shape suffix: T tokens of one prompt.
 """
@@ -18,8 +18,8 @@ from llamarl.types import SampleGroup, TrainSample
 
 
 def reply_of(row: ProblemRow, where: str, name: str = "solution") -> Mapping[str, Any]:
-    """The assistant's message that answers a row: its own, or the text in its field `name`. Raises ConfigError: there
-    is none."""
+    """Returns the assistant's message that answers a row, or the text in its field `name`. Raises ConfigError if the
+    row has neither."""
     if row.reply is not None:
         return row.reply
     solution = row.fields.get(name)
@@ -34,8 +34,8 @@ def reply_of(row: ProblemRow, where: str, name: str = "solution") -> Mapping[str
 def to_documents(
     prompts: Iterable[np.ndarray], solutions: Sequence[str], tokenizer: Tokenizer
 ) -> Iterator[SampleGroup]:
-    """A group each, whose response is the solution and the end of text. Prompt and response are tokenized apart, as
-    they are when a model answers."""
+    """Yields a group per row, whose response is the solution and the end of text. Prompt and response are tokenized
+    separately, as in generation."""
     for prompt_T, solution_T in zip(prompts, tokenizer.encode_batch(solutions), strict=True):
         response_T = np.append(solution_T, tokenizer.eos_token_id).astype(np.int32)
         columns = {"token_ids": response_T, "loss_mask": np.ones(len(response_T), bool)}
@@ -45,12 +45,12 @@ def to_documents(
 def to_conversation(
     messages: Sequence[Mapping[str, Any]], num_given: int, tokenizer: Tokenizer, row: str
 ) -> SampleGroup:
-    """A group whose response begins with the first turn of the assistant after the `num_given` messages that are not
-    learnt. The loss mask has the assistant's turns with the token that ends each, and nothing else. Pieces are
-    tokenized apart, as they are when a model answers.
+    """Returns a group whose response begins with the first assistant turn after the `num_given` messages without a
+    training signal. The loss mask covers the assistant's turns, including the token that ends each turn. Pieces are
+    tokenized separately, as in generation.
 
     Raises:
-        ConfigError: a turn is empty or holds an end, or the chat template does not write it as it is.
+        ConfigError: a turn is empty, contains an end token, or is not reproduced by the chat template.
     """
     try:
         turns = _turns(messages, num_given, tokenizer)
@@ -61,15 +61,15 @@ def to_conversation(
     said = tokenizer.encode_batch([one.said for one in turns])
     if any(np.isin(said_T, tokenizer.eos_token_ids).any() for said_T in said):
         raise ConfigError(f"data.train: {row}: the assistant says a token that ends its turn; take it out of there")
-    learnt = [np.append(said_T, one.end_id) for said_T, one in zip(said, turns, strict=True)]
-    pieces = [piece for pair in zip(between, learnt, strict=True) for piece in pair]
+    trained = [np.append(said_T, one.end_id) for said_T, one in zip(said, turns, strict=True)]
+    pieces = [piece for pair in zip(between, trained, strict=True) for piece in pair]
     loss_mask = np.concatenate([np.full(len(piece), number % 2 == 1) for number, piece in enumerate(pieces)])
     columns = {"token_ids": np.concatenate(pieces).astype(np.int32), "loss_mask": loss_mask}
     return SampleGroup(prompt_token_ids_T=prompt_T, samples=(TrainSample(columns=columns),))
 
 
 def _turns(messages: Sequence[Mapping[str, Any]], num_given: int, tokenizer: Tokenizer) -> list[WrittenTurn]:
-    """Raises ConfigError, without the row's name."""
+    """Returns the written turns. Raises ConfigError, without the row's name."""
     whole, turns = tokenizer.apply_chat_template(messages, add_generation_prompt=False), list[WrittenTurn]()
     for number in range(num_given, len(messages)):
         if messages[number]["role"] == "assistant":
@@ -80,12 +80,12 @@ def _turns(messages: Sequence[Mapping[str, Any]], num_given: int, tokenizer: Tok
 
 
 def num_tokens(document: SampleGroup) -> int:
-    """Tokens of a document, prompt and response together."""
+    """Returns the tokens of a document, prompt and response."""
     return len(document.prompt_token_ids_T) + document.samples[0].num_tokens
 
 
 def filled(documents: Sequence[SampleGroup], max_tokens: int, seed: int) -> Iterator[list[SampleGroup]]:
-    """Steps without end, of as many documents as `max_tokens` hold; each of them must fit."""
+    """Yields steps endlessly, each with as many documents as fit into `max_tokens`. Every document must fit."""
     sampler = PromptSampler(len(documents), seed)
     document = documents[sampler.next()]
     while True:

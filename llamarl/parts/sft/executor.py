@@ -1,4 +1,4 @@
-"""The executor of supervised training: optimizer steps on given documents, and checkpoints."""
+"""The executor of supervised training: optimizer steps on documents, and checkpoints."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from llamarl.training.state import training_state
 from llamarl.types import SampleGroup
 
 KIND = "documents"
-"""Key of the documents' order in the state of checkpoints."""
+"""Key of the document order in the state of a checkpoint."""
 
 
 class SftExecutor(OptimizingExecutor):
-    """Documents come with each step: they are small beside the weights."""
+    """Trains on documents, which come with each step because they are small compared with the weights."""
 
     SPANS: ClassVar[dict[str, str]] = {"step": "train", "save": "checkpoint", "commit": "checkpoint"}
 
@@ -38,14 +38,15 @@ class SftExecutor(OptimizingExecutor):
                 self._resumed = self._resume(self._supervised, KIND)
         self._peak_flops = self._mesh.world.size * peak_flops(settings, self._device)
         self._order: dict[str, int] | None = self._resumed[0]
-        """Order of the documents that come next."""
+        """Order of the next documents."""
 
     def resumed(self) -> tuple[dict[str, int] | None, list[str]]:
-        """The documents' order at the checkpoint that was resumed (None: fresh), and what was found damaged."""
+        """Returns the document order of the resumed checkpoint (None means a new run), and descriptions of damaged
+        checkpoints."""
         return self._resumed
 
     def step(self, documents: Sequence[SampleGroup], order: dict[str, int]) -> StepResult:
-        """One optimizer step on these documents, after which their order goes on from `order`. Raises NonFiniteStep."""
+        """Runs one optimizer step on these documents and stores `order` for the next one. Raises NonFiniteStep."""
         start_s = device_seconds(self._device)
         with self._mesh.together(NonFiniteStep):
             result = self._supervised.step(documents)
@@ -55,5 +56,5 @@ class SftExecutor(OptimizingExecutor):
         return result
 
     def save(self) -> Future[dict[str, Any] | OSError]:
-        """Copies what a checkpoint needs and writes it; after the answer comes `commit`."""
+        """Copies the state of a checkpoint and writes it. The caller calls `commit` after the result."""
         return self._save(self._supervised, training_state(self._supervised) | {KIND: self._order})

@@ -1,8 +1,8 @@
 """Muon (Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024), in the type of the weights.
 
-torch's own iterates in bfloat16, which processors without bfloat16 instructions only imitate: there it took ten times
-as long as forward and backward of a small model. Matrices of one shape, and of all experts, are orthogonalized in one
-batch.
+torch's implementation iterates in bfloat16, which processors without bfloat16 instructions emulate: it took ten times
+as long as forward and backward of a small model. Matrices of the same shape, including those of experts, are
+orthogonalized in one batch.
 
 Shape suffixes: B matrices of one shape, R rows, C columns, R <= C.
 """
@@ -20,15 +20,17 @@ from llamarl.training.optimizer import Uncompiled
 
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""a, b, c of the iteration x -> a x + b x^3 + c x^5, steepest at 0: small singular values get near 1 in few steps."""
+"""a, b, c of the iteration x -> a x + b x^3 + c x^5. The slope at 0 is steep, so small singular values grow in few
+steps."""
 NUM_STEPS = 5
 
 
 class Muon(Uncompiled):
-    """Momentum whose update is the nearest matrix with equal singular values; for matrices only."""
+    """Momentum optimizer whose update is the nearest matrix with equal singular values. For matrices only."""
 
     def __init__(self, matrices: Iterable[Tensor], lr: float, others: torch.optim.Optimizer | None = None) -> None:
-        """`others` takes its steps, on other weights, with this one; rates keep their ratio."""
+        """`others` is an optimizer for other weights that steps together with this one. The ratio of the rates is
+        kept."""
         super().__init__(matrices, {"lr": lr})
         (self._matrices,) = self.param_groups
         assert all(weight.ndim >= 2 for weight in self._matrices["params"]), "matrices, and stacks of them, only"
@@ -39,7 +41,7 @@ class Muon(Uncompiled):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyrefly: ignore[bad-override]
-        """One update with Nesterov momentum; the step grows with sqrt(rows / columns) of tall matrices."""
+        """Applies one update with Nesterov momentum, scaled by sqrt(rows / columns) for tall matrices."""
         assert closure is None, "no closure is supported"
         by_shape = defaultdict[torch.Size, list[Tensor]](list)
         for weight in self._matrices["params"]:
@@ -63,11 +65,11 @@ class Muon(Uncompiled):
 
 
 def orthogonalized(matrices_B_R_C: Tensor) -> Tensor:
-    """Each matrix with its singular values brought to about 1 (0.7 to 1.2), same shape."""
+    """Returns each matrix with singular values of about 1 (0.7 to 1.2), same shape."""
     if matrices_B_R_C.shape[1] > matrices_B_R_C.shape[2]:
         return orthogonalized(matrices_B_R_C.mT).mT
     a, b, c = COEFFICIENTS
-    # The Frobenius norm is at least the largest singular value, where the iteration converges.
+    # The iteration converges below 1; the Frobenius norm is at least the largest singular value.
     x_B_R_C = matrices_B_R_C / matrices_B_R_C.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(NUM_STEPS):
         gram_B_R_R = x_B_R_C @ x_B_R_C.mT

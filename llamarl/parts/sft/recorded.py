@@ -1,4 +1,4 @@
-"""Records of a supervised run for readers: start, warnings and end in `events.jsonl`, and `summary.json`."""
+"""Records a supervised run: start, warnings and end in `events.jsonl`, and `summary.json`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from llamarl.observability.spans import now_s
 from llamarl.run.folder import RunFolder
 
 WORK = "sft"
-"""Value of `work` in the start event: readers leave out what such a run cannot have, such as rollouts."""
+"""Value of `work` in the start event, by which readers omit fields that such a run lacks, such as rollouts."""
 
 
 class SftRecord:
-    """Events and summary of one run of `llamarl sft`. Use `recorded` to open and end it."""
+    """Events and summary of one run of `llamarl sft`. Use `recorded` to open and close it."""
 
     def __init__(self, folder: RunFolder, name: str, warn: Callable[[str], None], max_bytes: int) -> None:
         self._folder, self._name, self._warn = folder, name, warn
@@ -36,7 +36,7 @@ class SftRecord:
         self._warn(text)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Notes a finished step. Returns its times: `wall_s` since the start, and `step_s`."""
+        """Records a finished step. Returns its times: `wall_s` since the start, and `step_s`."""
         now = now_s()
         times = {"wall_s": now - self._started_s, "step_s": now - self._step_ended_s}
         self._step_ended_s = now
@@ -54,7 +54,7 @@ class SftRecord:
 
 @contextmanager
 def recorded(record: SftRecord) -> Iterator[SftRecord]:
-    """Records how the run in the block ends."""
+    """Records how the run in the `with` block ends."""
     try:
         yield record
     except BaseException as error:

@@ -1,5 +1,4 @@
-"""Supervised fine-tuning of a checkpoint, in a run folder: documents from `data.train`, and one executor that learns
-them."""
+"""Supervised fine-tuning of a checkpoint in a run folder, with documents from `data.train` and one executor."""
 
 from __future__ import annotations
 
@@ -33,14 +32,15 @@ from llamarl.run.placement import LocalPlacer, Machines, open_machines
 from llamarl.types import SampleGroup
 
 Progress = Callable[[int, dict[str, float]], None]
-"""Called after each step with the number of finished ones and what the step reports."""
+"""Called after each step with the number of finished steps and the step's metrics."""
 
 
 def load_documents(config: RunConfig, warn: Callable[[str], None]) -> list[SampleGroup]:
-    """Prompts of `data.train` with their solutions; the model exists. `warn` hears how many are left out.
+    """Returns prompts of `data.train` with their solutions. The model must exist. Calls `warn` with the number of
+    skipped rows.
 
     Raises:
-        ConfigError: the model, the data or a combination of them cannot work.
+        ConfigError: the model, the data or their combination cannot work.
     """
     if isinstance(config.data.train, list):
         raise ConfigError(
@@ -82,7 +82,8 @@ def _documents(config: DataConfig, loaded: PromptSet, tokenizer: Tokenizer) -> l
 
 
 def place_trainer(config: RunConfig) -> LocalPlacer | None:
-    """Devices of the trainer; None: several hosts have to call first. Raises ConfigError: they are not here."""
+    """Returns the devices of the trainer. None means that several hosts must connect first. Raises ConfigError if the
+    devices are missing."""
     if config.cluster.kind == "hosts":
         return None
     placer = LocalPlacer(config, only="trainer")
@@ -92,7 +93,7 @@ def place_trainer(config: RunConfig) -> LocalPlacer | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SftRun:
-    """A run of `steps` times `rollout.prompts_per_step` documents."""
+    """A run of `steps` steps with `rollout.prompts_per_step` documents each."""
 
     config: RunConfig
     documents: list[SampleGroup]
@@ -102,15 +103,15 @@ class SftRun:
     progress: Progress
     warn: Callable[[str], None]
     record: SftRecord | None = None
-    """Events and summary of this run; `run` opens it."""
+    """Events and summary of this run. `run` opens it."""
 
     def run(self) -> None:
-        """To its end.
+        """Runs to the end.
 
         Raises:
             ConfigError: the checkpoint cannot work.
-            Interrupted: the user ended it; the last checkpoint is intact.
-            ExecutorError, FolderLost, NonFiniteStep, NotSaved: it failed.
+            Interrupted: the user interrupted the run. The last checkpoint is intact.
+            ExecutorError, FolderLost, NonFiniteStep, NotSaved: the run failed.
         """
         shape, max_bytes = load_shape(self.config.model.path), self.config.record.max_bytes
         record = SftRecord(self.folder, self.config.name, self.warn, max_bytes)
@@ -156,7 +157,7 @@ class SftRun:
     async def _learn(
         self, trainer: SftPort, log: MetricsLog, supervisor: Supervisor, under_way: list[asyncio.Task[None]]
     ) -> None:
-        """All steps; the one `under_way` outlives an interruption, as its line and its checkpoint belong together."""
+        """Runs all steps. An interruption waits for the step `under_way`, so that its metrics and checkpoint agree."""
         config, done = self.config, 0
         rows_T = (np.append(one.prompt_token_ids_T, one.samples[0].token_ids_T) for one in self.documents)
         sampler = PromptSampler(len(self.documents), config.seed, fingerprint(("", row_T) for row_T in rows_T))
@@ -199,7 +200,7 @@ class SftRun:
             except NotSaved as error:
                 if done == config.steps:
                     raise
-                self.warn(f"{error}, the run goes on")
+                self.warn(f"{error}; the run continues")
 
     async def _wind_down(self, trainer: SftPort, under_way: list[asyncio.Task[None]]) -> None:
         try:

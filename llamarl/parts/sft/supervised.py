@@ -1,5 +1,4 @@
-"""`Supervised`: learns given responses, together with the other ranks of a mesh: the third objective, beside those of
-trainer and critic.
+"""`Supervised`: the objective of supervised training, next to those of trainer and critic, on the ranks of a mesh.
 
 Shape suffixes: M rows of this rank, R response tokens (targets), D model dim.
 """
@@ -25,10 +24,10 @@ from llamarl.types import SampleGroup
 
 
 class Loads:
-    """Unevenness of what the routers of a mixture choose, in the forward that was last.
+    """Imbalance of expert routing in the last forward.
 
-    Of each layer E * sum over experts of (share of the choices) * (mean probability): 1 where all are equal (Switch
-    Transformer, arXiv 2101.03961, equations 4 to 6, with the k choices of a token as k of them).
+    For each layer, E * sum over experts of (share of the choices) * (mean probability), which is 1 if all are equal
+    (Switch Transformer, arXiv 2101.03961, equations 4 to 6, with the k choices of a token counted as k).
     """
 
     def __init__(self, model: Transformer) -> None:
@@ -43,7 +42,7 @@ class Loads:
         self._found.append(scores_N_E.shape[1] * (shares_E * likely_E).sum())
 
     def taken(self) -> Tensor:
-        """The sum over all layers, which are then forgotten."""
+        """Returns the sum over all layers and resets it."""
         total = torch.stack(self._found).sum()
         self._found.clear()
         return total
@@ -61,11 +60,11 @@ class Supervised(Optimization[Transformer]):
         read: Read | None = None,
         balance: float = 0.0,
     ) -> None:
-        """Other arguments mean what they do in `Trainer`.
+        """See `Trainer` for other arguments.
 
         Args:
-            balance: weight of the loss that keeps the experts of a mixture equally busy; a model from scratch
-                otherwise comes to use a few of them.
+            balance: weight of the loss that balances the load of experts. Without it, a model from scratch uses only a
+                few.
         """
         self.policy = Policy(model, mesh)
         self._loads = Loads(model) if balance and model.shape.moe else None
@@ -75,10 +74,10 @@ class Supervised(Optimization[Transformer]):
         )
 
     def step(self, documents: Sequence[SampleGroup]) -> StepResult:
-        """`trainer.passes` updates on these prompts and responses.
+        """Runs `trainer.passes` updates on these prompts and responses.
 
         Raises:
-            NonFiniteStep: loss or gradient is NaN or infinite, and the training is to stop.
+            NonFiniteStep: loss or gradient is NaN or infinite, and the training must stop.
         """
         num_targets = num_loss_tokens(documents)
         taken = finished(self.update(documents, max(num_targets, 1)))
@@ -97,7 +96,7 @@ class Supervised(Optimization[Transformer]):
         return self.policy(inputs, hidden_M_D, 1.0, self.config.dtype == "bfloat16")
 
     def _loss(self, microbatch: Microbatch, output_R: Tensor, first_R: Tensor | None, totals: Totals) -> Tensor:
-        """Sum over the tokens."""
+        """Returns the sum over the tokens."""
         mask_R = self.tensor(microbatch.loss_mask_R)
         loss = -output_R.masked_fill(~mask_R, 0.0).sum()
         if self._loads is None:

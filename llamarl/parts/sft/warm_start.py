@@ -1,7 +1,7 @@
-"""Supervised warm start: a small base model from scratch, its tokenizer included, in about a minute on two cores.
+"""Supervised warm start: trains a small base model and its tokenizer from scratch, in about a minute on two cores.
 
-Matrices inside the layers follow Muon, the rest AdamW: a small model learns the form of the answers several times
-sooner than with AdamW alone.
+Muon optimizes matrices inside the layers, AdamW the rest. A small model learns the format of answers several times
+faster than with AdamW only.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from llamarl.types import SampleGroup
 WARMUP_STEPS = 10
 UNCLIPPED = 1e9
 BALANCE = 0.01
-"""Weight of the loss that keeps the experts of a mixture equally busy (Switch Transformer, section 2.2)."""
+"""Weight of the loss that balances the load of experts (Switch Transformer, section 2.2)."""
 Progress = Callable[[int, Mapping[str, float]], None]
-"""Called after each step with the number of finished ones and what the step reports."""
+"""Called after each step with the number of finished steps and the step's metrics."""
 
 
 def warm_start(config: SftConfig, progress: Progress | None = None) -> Path:
-    """Trains tokenizer and model, and writes them to `config.output` as one Hugging Face folder, or not at all.
+    """Trains tokenizer and model, and writes them to `config.output` as one Hugging Face folder, atomically.
 
     Raises:
         ConfigError: the output exists, the source has no solutions, or a document does not fit.
@@ -99,7 +99,7 @@ def _shape(config: SftConfig, tokenizer: Tokenizer) -> ModelShape:
 
 
 def _mixture(shape: ShapeConfig, family: Ref, tokenizer: Tokenizer) -> ModelShape:
-    """A mixture of experts, as the keys of its `config.json` say it."""
+    """Returns the shape of a mixture of experts, from the keys of its `config.json`."""
     of_shape = {
         "hidden_size": shape.hidden_size,
         "num_hidden_layers": shape.num_layers,

@@ -1,1 +1,1 @@
-"""Generation by the user's own vLLM, in a process of its own."""
+"""Generation by the user's installation of vLLM, in a separate process."""

@@ -1,12 +1,12 @@
-"""`VllmEngine`: the engine interface over a vLLM server, which runs in a process and an interpreter of its own.
+"""`VllmEngine`: the engine interface over a vLLM server, which runs in a separate process and interpreter.
 
     submit -> one HTTP request per rollout: token ids in, token ids, log-probs and versions out -> step
     subscribe -> fetch (any thread) -> the plugin in vLLM's workers reads published weights while vLLM decodes
-    set_version -> pause and keep -> load what was fetched -> resume
+    set_version -> pause and keep -> load the fetched weights -> resume
 
-What differs from the native engine: noise is vLLM's own, so rollouts do not repeat (its CPU build dies of a seeded
-request whose prompt it prefills in chunks); min-p comes before top-p; a stop string that begins before a cut is not
-seen.
+Differences from the native engine: vLLM draws the noise, so rollouts are not repeatable (its CPU build crashes on a
+seeded request whose prompt is prefilled in chunks); min-p is applied before top-p; a stop string that begins before a
+segment boundary is not detected.
 
 Shape suffixes: T tokens of one sequence.
 """
@@ -38,29 +38,30 @@ from llamarl.weight_sync.base import Subscriber
 from llamarl.weight_sync.layout import Address, TensorSpec
 
 ROLLOUT_TIMEOUT_S = 3600.0
-"""Longest wait for a rollout, from when it is sent."""
+"""Maximum seconds for a rollout, from sending it."""
 POLL_S = 0.02
-"""`step` waits so long for a rollout to finish."""
+"""Maximum seconds that `step` waits for a rollout to finish."""
 FETCH_POLL_S = 0.005
 STATS_INTERVAL_S = 0.05
 NON_FINITE = "non-finite logits"
 NO_LOGPROB = -9999.0
-"""Value that vLLM sends in place of a log-probability that is not finite."""
+"""Value that vLLM sends for a log-probability that is not finite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _VllmRollout:
-    """One rollout on its way."""
+    """One unfinished rollout."""
 
     request: GenerationRequest
     partial: Rollout
-    """The rollout as far as it has come."""
+    """The rollout's tokens so far."""
     limit: int
-    """Most tokens, over all segments."""
+    """Maximum tokens, over all segments."""
     request_id: str = ""
 
     def body(self, salt: str) -> dict[str, Any]:
-        """vLLM's `GenerateRequest`. One salt per update: no cached prefix outlives its weights."""
+        """Returns vLLM's `GenerateRequest`. The salt changes with each update, so that no cached prefix outlives its
+        weights."""
         request, sampling, start = self.request, self.request.sampling, self.partial.num_tokens
         greedy = sampling.temperature == 0
         room = self.limit - start
@@ -71,7 +72,7 @@ class _VllmRollout:
             "sampling_params": {
                 "max_tokens": min(request.segment_tokens or room, room),
                 "temperature": sampling.temperature,
-                # A greedy rollout reports log-probabilities of the whole distribution.
+                # A greedy rollout reports log-probabilities of the full distribution.
                 "top_p": 1.0 if greedy else sampling.top_p,
                 "top_k": 0 if greedy else sampling.top_k,
                 "min_p": 0.0 if greedy else sampling.min_p,
@@ -85,7 +86,7 @@ class _VllmRollout:
         }  # fmt: skip
 
     def rollout(self, choice: Mapping[str, Any]) -> Rollout:
-        """The partial and what vLLM added."""
+        """Returns the partial rollout extended by vLLM's tokens."""
         tokens_T = np.array(choice["token_ids"], np.int32)
         content = (choice["logprobs"] or {}).get("content") or []
         logprobs_T = np.array([entry["logprob"] for entry in content], np.float32)
@@ -116,7 +117,7 @@ class _VllmRollout:
 
 
 class VllmEngine:
-    """A `GenerationBackend`. Not thread-safe but for its subscribers."""
+    """A `GenerationBackend`. Not thread-safe except for its subscribers."""
 
     keyed_sampling = False
 
@@ -125,7 +126,7 @@ class VllmEngine:
     ) -> None:
         """
         Raises:
-            ConfigError: the folder holds no model that the package knows, or there is no such interpreter.
+            ConfigError: the folder contains no supported model, or the interpreter does not exist.
             VllmFailed: the server did not start.
         """
         shape = load_shape(model_path)
@@ -134,9 +135,9 @@ class VllmEngine:
         self._can_decode = (Path(model_path) / TOKENIZER_FILE).is_file()
         self._specs = _specs(shape, settings.dtype)
         self.kv_on_update: Literal["keep", "recompute"] = settings.kv_on_update
-        """Fate of keys and values of running rollouts at the next update."""
+        """Whether the next update keeps or recomputes the KV cache of running rollouts."""
         self._server = server or VllmServer(model_path, settings)
-        # Half of them wait in vLLM, so that a rollout that ends is replaced at once.
+        # Half of the requests queue in vLLM, so that a finished rollout is replaced at once.
         self._max_sent = 2 * settings.max_running
         self._pool = ThreadPoolExecutor(self._max_sent, thread_name_prefix="vllm")
         self._queue = deque[_VllmRollout]()
@@ -147,7 +148,7 @@ class VllmEngine:
         self._metrics: tuple[float, Counter[str]] = (-1.0, Counter())
         self._server.post("/update_weight_version", {"new_version": str(version)})
         if self._unused_ids:
-            spans = json.dumps(self._unused_ids)  # arguments are texts
+            spans = json.dumps(self._unused_ids)  # arguments must be strings
             self._server.post("/collective_rpc", {"method": "remove_ids", "args": [spans]})
 
     @property
@@ -172,10 +173,10 @@ class VllmEngine:
             self._ready += refused
             limit = response_limit(request, self._context)
             self._queue += [_VllmRollout(request=request, partial=partial, limit=limit) for partial in going]
-        self._metrics = (-1.0, Counter())  # what is counted from here on begins at fresh counts
+        self._metrics = (-1.0, Counter())  # the next counts must be fresh
 
     def step(self) -> list[Rollout]:
-        """Sends what there is room for, and waits a moment for rollouts that end."""
+        """Sends requests up to the capacity, and waits briefly for rollouts to finish."""
         while self._queue and len(self._sent) < self._max_sent:
             self._num_sent += 1
             job = replace(self._queue.popleft(), request_id=str(self._num_sent))
@@ -186,7 +187,7 @@ class VllmEngine:
         return ready
 
     def _generate(self, job: _VllmRollout, salt: str) -> Rollout:
-        """Runs in a thread of the pool."""
+        """Generates one rollout, in a thread of the pool."""
         try:
             answer = self._server.post("/inference/v1/generate", job.body(salt), ROLLOUT_TIMEOUT_S)
         except VllmRefused as error:
@@ -194,7 +195,7 @@ class VllmEngine:
         return job.rollout(answer["choices"][0])
 
     def _collect(self, timeout_s: float) -> list[_VllmRollout]:
-        """Rollouts that ended go to `_ready`; their jobs."""
+        """Moves finished rollouts to `_ready`. Returns their jobs."""
         ended, _ = wait(self._sent, timeout_s, FIRST_COMPLETED)
         rollouts = [future.result() for future in ended]
         self._saw_nan |= any(one.error == NON_FINITE for one in rollouts)
@@ -202,10 +203,10 @@ class VllmEngine:
         return [self._sent.pop(future) for future in ended]
 
     def release(self, rollouts: Iterable[tuple[int, int]]) -> None:
-        """vLLM holds nothing for one rollout."""
+        """Does nothing: vLLM holds no state for a single rollout."""
 
     def sleep(self) -> None:
-        """Not asked for: `RunConfig.generators_sleep`."""
+        """Never called: `RunConfig.generators_sleep` is False."""
 
     def so_far(self, group_ids: Iterable[int]) -> list[Rollout]:
         return []
@@ -219,7 +220,7 @@ class VllmEngine:
         ]
         self._queue = deque(job for job in self._queue if job.request.group_id not in wanted)
         deadline_s = time.monotonic() + CONTROL_TIMEOUT_S
-        # Again and again: vLLM ignores an id that it has not met yet.
+        # Repeated, because vLLM ignores an id that it has not seen yet.
         while ids := [
             f"generate-tokens-{job.request_id}" for job in self._sent.values() if job.request.group_id in wanted
         ]:
@@ -232,15 +233,16 @@ class VllmEngine:
         return aborted
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """Parameters that vLLM reads, each of them whole; its workers cut it and join what they join."""
+        """Parameters that vLLM reads, unsharded. Its workers shard and fuse them."""
         return self._specs
 
     def subscribe(self, address: Address, specs: Sequence[TensorSpec], rank: int, **options: Any) -> Subscriber:
-        """Subscriber for vLLM's workers, opened like `open_subscriber`'s; `set_version` then takes over what came."""
+        """Returns a subscriber for vLLM's workers, with the arguments of `open_subscriber`. `set_version` loads what it
+        fetched."""
         return VllmSubscriber(self._server, specs, rank, **options)
 
     def set_version(self, version: int) -> None:
-        """Takes over the fetched weights: rollouts stand still meanwhile and then go on with them."""
+        """Loads the fetched weights. Rollouts pause meanwhile and then continue with the new weights."""
         recompute = self.kv_on_update == "recompute" or self._saw_nan
         self._server.post(f"/pause?mode=keep&clear_cache={str(recompute).lower()}")
         if self._saw_nan:
@@ -279,7 +281,7 @@ class VllmEngine:
         return np.array([entry[str(token)]["logprob"] for token, entry in found], np.float32)
 
     def stats(self) -> EngineStats:
-        """vLLM's own counts, up to 0.05 s old."""
+        """Returns vLLM's counters, at most 0.05 s old."""
         now_s = time.monotonic()
         if now_s - self._metrics[0] > STATS_INTERVAL_S:
             counts = Counter[str]()
@@ -301,13 +303,13 @@ class VllmEngine:
         )
 
     def close(self) -> None:
-        """Stops the server; rollouts on their way are lost."""
+        """Stops the server. Unfinished rollouts are lost."""
         self._server.close()
         self._pool.shutdown()
 
 
 class VllmSubscriber(Subscriber):
-    """Has vLLM's workers fetch. No tensor comes here: they keep what came until `VllmEngine.set_version`."""
+    """Makes vLLM's workers fetch. They keep the tensors until `VllmEngine.set_version`."""
 
     def __init__(self, server: VllmServer, specs: Sequence[TensorSpec], rank: int, delta: bool = False) -> None:
         super().__init__(specs, rank, delta)
@@ -316,7 +318,7 @@ class VllmSubscriber(Subscriber):
     def fetch(self, version: int, address: Address) -> dict[str, Tensor]:
         """
         Raises:
-            What the transport's subscriber raised in a worker.
+            Any error that the transport's subscriber raised in a worker.
             VllmFailed: there is no answer.
         """
         options = {"delta": True} if self._delta else {}
@@ -328,7 +330,7 @@ class VllmSubscriber(Subscriber):
             if errors := [state["error"] for state in states if state["error"]]:
                 raise pickle.loads(base64.b64decode(errors[0]))
             if all(state["version"] == version for state in states):
-                self.fingerprint = states[0]["fingerprint"]  # each worker fetches, and proves, the same
+                self.fingerprint = states[0]["fingerprint"]  # every worker fetches and verifies the same bytes
                 self.received_bytes = sum(state["num_bytes"] for state in states)
                 return {}
             stuck = not any(state["fetching"] for state in states)
@@ -337,7 +339,7 @@ class VllmSubscriber(Subscriber):
             time.sleep(FETCH_POLL_S)
 
     def close(self) -> None:
-        """The workers close theirs when they open another."""
+        """Does nothing: the workers close their subscriber when they open another."""
 
 
 def _specs(shape: ModelShape, dtype: str) -> tuple[TensorSpec, ...]:

@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from llamarl.executors.generator import OpenedEngine
 
 START_SHARE = 0.8
-"""Share of an executor's longest wait that vLLM has; the rest is for its process, and to hear why it did not start."""
+"""Share of an executor's start timeout that vLLM may use. The rest covers the process and the error message."""
 
 
 def check(config: RunConfig) -> None:
-    """Whether vLLM is where the config says, and can do what it asks for. Raises ConfigError."""
+    """Raises ConfigError if vLLM is not installed where the config says, or lacks a requested feature."""
     if config.has_episodes and config.rollout.agent is None:
         raise ConfigError(
-            "rollout.environment with generator.backend = 'vllm': turns need an engine that goes on with one "
+            "rollout.environment with generator.backend = 'vllm': turns need an engine that continues a "
             "rollout of a group while others decode; use backend = 'native'"
         )
     check_python(config.generator.vllm.python)
 
 
 def settings(config: RunConfig, logs: Path, number: int) -> VllmSettings:
-    """Arguments of one generator's vLLM, with a seed and a log of its own."""
+    """Returns the options of one generator's vLLM, with a separate seed and log."""
     generator = config.generator
     assert generator.dtype in ("float32", "bfloat16"), "refused with the settings"
     return VllmSettings(
@@ -51,10 +51,10 @@ def settings(config: RunConfig, logs: Path, number: int) -> VllmSettings:
 def open_engine(model_path: str, settings: VllmSettings, delta: bool) -> OpenedEngine:
     """
     Raises:
-        ConfigError: vLLM does not start, or does not serve this model.
+        ConfigError: vLLM does not start, or does not support this model.
     """
     from llamarl.executors.generator import (
-        Adopter,  # with torch, which the controller does without
+        Adopter,  # imports torch, which the controller must not
         OpenedEngine,
     )
     from llamarl.parts.vllm.engine import VllmEngine

@@ -1,7 +1,7 @@
-"""Code on vLLM's side, under vLLM's interpreter: the process that keeps the server, and the engine that receives
-weights in its workers. The only file that imports vLLM; the package itself imports neither.
+"""Code that runs under vLLM's interpreter: the process that supervises the server, and the engine that receives weights
+in its workers. Only this file imports vLLM.
 
-Written for vLLM 0.32. The environment needs vLLM, numpy and xxhash; this package is found through a link on PYTHONPATH.
+Written for vLLM 0.32. The environment needs vLLM, numpy and xxhash; a link on PYTHONPATH makes this package importable.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from types import MappingProxyType
 from typing import Any
 
 GRACE_S = 15.0
-"""Seconds that a server has to stop by itself."""
+"""Seconds for the server to stop by itself."""
 TRACKER_S = 3.0
-"""Seconds that the server's helpers have after its end, before they are killed."""
+"""Seconds for the server's helpers to stop after it, before they are killed."""
 POLL_S = 0.2
 ENTRY_POINT = "[vllm.general_plugins]\nllamarl = llamarl.parts.vllm.plugin:register\n"
-"""Metadata by which vLLM finds `register`, in each of its processes."""
+"""Metadata by which vLLM finds `register` in each of its processes."""
 
 
 def keep(scratch: str, command: list[str]) -> int:
-    """Run the server until it ends or stdin does, which is when the adapter closes it or dies, however it dies.
+    """Runs the server until it exits or stdin closes, which happens when the adapter closes it or dies.
 
-    Nothing of the process group stays. The folder with socket and log stays if the server ended by itself: the adapter
-    reads the log and removes it.
+    Kills the whole process group. The folder with socket and log stays if the server exited by itself: the adapter
+    reads the log and removes the folder.
     """
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     while server.poll() is None and not select.select([sys.stdin], [], [], POLL_S)[0]:
@@ -60,7 +60,7 @@ def keep(scratch: str, command: list[str]) -> int:
 
 
 def _is_followed() -> bool:
-    """Another process of this group lives."""
+    """Returns whether another process of this group is alive."""
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if int(entry.name) != os.getpid() and os.getpgid(int(entry.name)) == os.getpgrp():
@@ -77,22 +77,22 @@ def _say(text: str) -> None:
 
 @dataclass
 class InitInfo:
-    """Begins to fetch a version, while vLLM decodes on."""
+    """Starts to fetch a version while vLLM continues to decode."""
 
     version: int
     source: str
-    """Pickled `(specs, address, options)` of the reader, in base64; from a socket of this user alone."""
+    """Pickled `(specs, address, options)` of the reader, in base64, from a socket that only this user can access."""
 
 
 @dataclass
 class UpdateInfo:
-    """Takes over the version that was fetched."""
+    """Loads the fetched version."""
 
     version: int
 
 
 class Receiver:
-    """Fetches in a thread, loads between two steps. `register` adds vLLM's base class."""
+    """Fetches in a thread and loads between two steps. `register` adds vLLM's base class."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -105,12 +105,12 @@ class Receiver:
     _thread: threading.Thread | None = None
     _tensors: Mapping[str, Any] = MappingProxyType({})
     version: int | None = None
-    """Fetched and not yet loaded."""
+    """Version that is fetched and not loaded yet."""
     fetch_error = ""
-    """Pickled, in base64."""
+    """Pickled error, in base64."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Start to fetch."""
+        """Starts to fetch."""
         if self._thread is not None:
             self._thread.join()
         self.version, self.fetch_error = None, ""
@@ -137,7 +137,7 @@ class Receiver:
         return self._thread is not None and self._thread.is_alive()
 
     def state(self) -> dict[str, Any]:
-        """State of the fetch: whether it goes on, version, error, and of a fetched version fingerprint and bytes."""
+        """Returns whether a fetch is in progress, version, error, and fingerprint and bytes of a fetched version."""
         state = {"fetching": self.is_fetching, "version": self.version, "error": self.fetch_error}
         if self.version is not None:
             subscriber = self._subscriber
@@ -145,21 +145,21 @@ class Receiver:
         return state
 
     def start_weight_update(self) -> None:
-        """Prepares modules whose weights were packed when they were loaded."""
+        """Prepares modules whose weights were packed at load time."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload  # pyrefly: ignore
 
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load what was fetched."""
+        """Loads the fetched weights."""
         assert self.version == update_info.version, f"version {update_info.version} was not fetched"
         self.model.load_weights(self._tensors.items())
 
     def finish_weight_update(self) -> None:
-        """Pack the new weights.
+        """Packs the new weights.
 
-        vLLM's CPU build packs each module's matrix when that module was loaded. A tied head is never loaded, so it
-        would go on with the packed copy of the old embedding: it is packed here.
+        vLLM's CPU build packs a module's matrix when the module is loaded. A tied head is never loaded and would keep
+        the packed copy of the old embedding, so it is packed here.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  # pyrefly: ignore
 
@@ -177,7 +177,7 @@ class Receiver:
 
 
 class WorkerExtension:
-    """Methods that vLLM's workers get, for `/collective_rpc`."""
+    """Methods that are added to vLLM's workers, for `/collective_rpc`."""
 
     weight_transfer_engine: Any
     model_runner: Any
@@ -186,7 +186,7 @@ class WorkerExtension:
         return self.weight_transfer_engine.state()
 
     def remove_ids(self, spans: str) -> None:
-        """Gives ids without a token no probability, in samples and in scores.
+        """Sets the probability of ids without a token to zero, in samples and in scores.
 
         Args:
             spans: JSON list of [first, last + 1].
@@ -204,13 +204,14 @@ class WorkerExtension:
         model.compute_logits = without_ids
 
     def zero_kv_cache(self) -> None:
-        """Attention multiplies what it masks by 0, which leaves NaN as it is: a NaN in a free block would come back."""
+        """Zeroes the cache. Attention multiplies masked values by 0, which keeps NaN, so a NaN in a free block would
+        spread."""
         for cache in self.model_runner.kv_caches:
             cache.zero_()
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, more than once."""
+    """Registers the engine. vLLM calls this in each of its processes, more than once."""
     from vllm.distributed.weight_transfer.base import WeightTransferEngine  # pyrefly: ignore
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # pyrefly: ignore
 

@@ -1,4 +1,4 @@
-"""`VllmServer`: vLLM's server in a process and an interpreter of its own, behind a Unix socket. No torch."""
+"""`VllmServer`: a vLLM server in a separate process and interpreter, behind a Unix socket. No torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from llamarl.observability.spans import stage
 from llamarl.parts.vllm import plugin as vllm_plugin
 
 CONTROL_TIMEOUT_S = 120.0
-"""Longest wait for an answer that no rollout is part of."""
+"""Maximum seconds for an answer that is not a rollout."""
 LOG_LINES = 15
 TOKENIZER_FILE = "tokenizer.json"
 NEEDED = ("vllm", "numpy", "xxhash")
@@ -33,11 +33,11 @@ NEEDED = ("vllm", "numpy", "xxhash")
 
 
 class VllmFailed(RuntimeError):
-    """The server did not start, died, or refused something; the message has the end of its log."""
+    """The server did not start, died, or refused a request. The message ends with the end of its log."""
 
 
 class VllmRefused(VllmFailed):
-    """The server calls one request wrong, and goes on."""
+    """The server refused a request and continues to run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,39 +48,40 @@ class VllmSettings:
     """Interpreter of the environment that has vLLM."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     device: str = "cpu"
-    """`cpu`; `cuda` for all GPUs that this process sees, `cuda:1` for one of them."""
+    """`cpu`; `cuda` for all visible GPUs, `cuda:1` for one of them."""
     max_running: int = 64
-    """Rollouts that decode at once."""
+    """Rollouts that are decoded in parallel."""
     prefill_tokens: int = 512
-    """Tokens of one step, prompts included, beside one for each running rollout."""
+    """Tokens of one step, including prompts, in addition to one token per running rollout."""
     kv_bytes: int | None = None
-    """Memory for keys and values; None: 1 GiB on a CPU, what vLLM chooses on a GPU."""
+    """Bytes of the KV cache. None means 1 GiB on a CPU, and vLLM's default on a GPU."""
     kv_dtype: str = "auto"
-    """vLLM's name for the data type of keys and values."""
+    """vLLM's name for the data type of the KV cache."""
     threads: int = 1
-    """OpenMP threads, on a CPU."""
+    """OpenMP threads on a CPU."""
     kv_on_update: Literal["keep", "recompute"] = "keep"
-    """Fate of keys and values of running rollouts when weights change."""
+    """Whether a weight update keeps or recomputes the KV cache of running rollouts."""
     seed: int = 0
-    """Starts the server's noise; replicas need different ones."""
+    """Seed of the server's noise. Replicas need different seeds."""
     start_timeout_s: float = 300.0
     log_path: str | None = None
-    """File for the server's output; None: in a folder that is removed with the server."""
+    """File for the server's output. None means a folder that is removed with the server."""
     arguments: tuple[str, ...] = ()
-    """More arguments for `vllm serve`, such as `--tensor-parallel-size 2`."""
+    """Further arguments for `vllm serve`, such as `--tensor-parallel-size 2`."""
 
 
 class VllmServer:
-    """One `vllm serve` and its socket. Answers from any thread; ends when this process does, however it does."""
+    """One `vllm serve` process and its socket. Answers from any thread. Ends when this process ends, also when it
+    crashes."""
 
     def __init__(self, model_path: str | Path, settings: VllmSettings, command: Sequence[str] = ()) -> None:
         """
         Args:
-            command: runs this instead of `vllm serve MODEL ...`; it gets `--uds PATH` appended.
+            command: runs this instead of `vllm serve MODEL ...`, with `--uds PATH` appended.
 
         Raises:
-            ConfigError: there is no such interpreter or device.
-            VllmFailed: it did not answer within `start_timeout_s`.
+            ConfigError: the interpreter or the device does not exist.
+            VllmFailed: the server did not answer within `start_timeout_s`.
         """
         require_python(settings.python)
         visible = visible_devices(settings.device)
@@ -125,7 +126,7 @@ class VllmServer:
         return self._answer("GET", path, None, timeout_s)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
-        """The decoded answer.
+        """Sends a request. Returns the decoded answer.
 
         Raises:
             VllmFailed: an error status, no answer in time, or no server.
@@ -176,7 +177,8 @@ class VllmServer:
 
 
 def check_python(python: str) -> None:
-    """Raises ConfigError when this interpreter cannot be run, or has not what the adapter needs. Imports none of it."""
+    """Raises ConfigError if this interpreter cannot be run or lacks a package that the adapter needs. Imports none of
+    them."""
     may_run("generator.vllm.python", python)
     require_python(python)
     code = f"import importlib.util as u; print(*[n for n in {NEEDED} if u.find_spec(n) is None])"
@@ -194,7 +196,7 @@ def check_python(python: str) -> None:
 
 
 def require_python(python: str) -> None:
-    """Raises ConfigError when there is nothing that can be run."""
+    """Raises ConfigError if the interpreter cannot be run."""
     if shutil.which(python) is None:
         raise ConfigError(
             f"generator.vllm.python = {python!r} cannot be run; name the interpreter of an environment that has vLLM, "
@@ -203,7 +205,7 @@ def require_python(python: str) -> None:
 
 
 def visible_devices(device: str) -> dict[str, str]:
-    """The environment in which a process finds `device`, and no other, to be its GPU. Raises ConfigError."""
+    """Returns the environment variables that make `device` the only visible GPU. Raises ConfigError."""
     if device == "cpu":
         return {"CUDA_VISIBLE_DEVICES": ""}
     named = named_devices(device)
@@ -233,7 +235,7 @@ def _command(model_path: Path, settings: VllmSettings) -> list[str]:
 
 
 def _environment(scratch: Path, settings: VllmSettings) -> dict[str, str]:
-    """This package and the plugin's entry point, and nothing else of the own environment, on vLLM's PYTHONPATH."""
+    """Returns variables that put this package and the plugin's entry point, and nothing else, on vLLM's PYTHONPATH."""
     found = scratch / "found"
     metadata = found / "llamarl_vllm-0.dist-info"
     metadata.mkdir(parents=True)

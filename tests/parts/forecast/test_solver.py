@@ -130,7 +130,7 @@ def test_synchronous_wins_on_a_cluster_too_small_to_share() -> None:
     assert synchronous
     assert asynchronous is None
     assert choose(synchronous, asynchronous) is synchronous
-    assert "do not fit on GPUs of their own" in render_plans(alone, synchronous, asynchronous)
+    assert "do not fit on separate GPUs" in render_plans(alone, synchronous, asynchronous)
 
 
 def test_synchronous_wins_when_the_integers_are_coarse() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from llamarl.parts.hosts import agent
+from llamarl.parts.hosts import agent, heartbeat
 from llamarl.parts.hosts.agent import HostAgent, _kill, _pull, _seen, _watch
 from llamarl.parts.hosts.certificates import make_certificates
 from llamarl.parts.hosts.home import HUNG_UP, MAX_LINE_BYTES, Line
@@ -226,3 +226,30 @@ def test_each_call_has_the_fingerprint_of_what_is_there_now(one: HostAgent, monk
         with pytest.raises(ConnectionRefusedError, match="not now"):
             asyncio.run(one._take_part())
     assert told == ["one", "other"]
+
+
+def test_an_agent_gives_up_when_no_controller_answers(one: HostAgent, capsys: pytest.CaptureFixture[str]) -> None:
+    one._give_up_s = 0.01
+    asyncio.run(asyncio.wait_for(one._stay(), 240))
+    assert "no controller has answered" in capsys.readouterr().out
+
+
+def test_a_heartbeat_goes_on_as_long_as_its_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beat = tmp_path / "no folder" / "heartbeat"
+    monkeypatch.setenv(heartbeat.VARIABLE, str(beat))
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.001)
+
+    async def main() -> None:
+        task = asyncio.create_task(heartbeat.beat())
+        await asyncio.sleep(0.01)
+        assert not task.done(), "a file that cannot be written ends nothing"
+        beat.parent.mkdir()
+        for _ in range(2):
+            while not beat.exists():
+                await asyncio.sleep(0.001)
+            beat.unlink()
+        task.cancel()
+
+    asyncio.run(asyncio.wait_for(main(), 240))
+    monkeypatch.delenv(heartbeat.VARIABLE)
+    asyncio.run(asyncio.wait_for(heartbeat.beat(), 240))

@@ -150,7 +150,7 @@ def test_devices_are_counted_out_per_host() -> None:
     assert seen == ["0,1", "2,3", "4,5", "6,7", "4,5", "6,7"]
     assert hosting.place("reward")[0].env["CUDA_VISIBLE_DEVICES"] == ""
     assert hosting.free_generator_slots() == 0
-    with pytest.raises(NoRoom, match=r"generator-6 needs 2 GPUs, and of those that are free .*b has 0"):
+    with pytest.raises(NoRoom, match=r"generator-6 needs 2 GPUs.* b has 0"):
         hosting.take_generator(6)
 
 
@@ -160,7 +160,7 @@ def test_a_trainer_takes_as_few_hosts_as_have_its_devices() -> None:
     assert where(hosting) == {"trainer": ("a", "c"), "generator-0": ("b",), "reward": ("a",)}
     uneven = HostPlacer(config_of(**sections), machines(a=8, b=6, d=3)).place("trainer")
     assert [(share.name, share.num_ranks) for share in uneven] == [("a", 8), ("b", 6), ("d", 2)]
-    with pytest.raises(NoRoom, match="trainer needs 16 GPUs, and of those that are free a has 8, b has 4"):
+    with pytest.raises(NoRoom, match=r"trainer needs 16 GPUs.* a has 8, b has 4"):
         HostPlacer(config_of(**sections), machines(a=8, b=4))
 
 
@@ -293,7 +293,7 @@ def test_a_run_that_goes_on_with_fewer_hosts_has_fewer_generators_and_trainer_ra
     hosting = HostPlacer(going_on(2, **GPUS), machines(a=5))
     assert hosting.of_role("generator") == ["generator-0"]
     assert str(hosting.layout("trainer")) == "fsdp 2, tp 1, pp 1, cp 1" and hosting.place("trainer")[0].num_ranks == 2
-    with pytest.raises(NoRoom, match="trainer needs 4 GPUs, and of those that are free a has 2"):
+    with pytest.raises(NoRoom, match=r"trainer needs 4 GPUs.* a has 2"):
         HostPlacer(going_on(2, **GPUS), machines(a=2))
     with pytest.raises(NoRoom, match="generator-2 needs 2 GPUs"):
         HostPlacer(config_of(**GPUS), machines(a=8))
@@ -327,7 +327,7 @@ def test_where_too_few_devices_are_left_a_trainer_has_the_nearest_layout() -> No
     assert hosting.again("trainer")[0].num_ranks == 6 and hosting.layout("trainer") is None, "as the settings say"
     del hosts["a"], hosts["c"]
     hosts["d"] = Machine("d", 2)
-    with pytest.raises(NoRoom, match="trainer needs 6 GPUs, and of those that are free d has 2"):
+    with pytest.raises(NoRoom, match=r"trainer needs 6 GPUs.* d has 2"):
         hosting.again("trainer")
 
 

@@ -24,7 +24,7 @@ TABLES = {"shape", "trainer.parallelism", "trainer.lora", "data.train"}
 
 def listed(text: str) -> dict[str, str]:
     """Defaults by key, as the page writes them."""
-    rows = re.findall(r"^\| `([\w.]+)` \| [^|]+ \| ([^|]*?) \| .+ \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| `([\w.]+)` \| ([^|]*?) \| .+ \|$", text, re.MULTILINE)
     assert len(rows) == len(dict(rows))
     return dict(rows)
 

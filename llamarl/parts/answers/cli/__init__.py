@@ -1,1 +1,1 @@
-"""The commands that ask a model."""
+"""Commands that query a model."""

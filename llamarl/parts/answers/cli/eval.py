@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from llamarl.controller.evaluation import EvalResult
 
 RATE_SAMPLES = 8
-"""Samples for a pass rate, where nothing else is said."""
+"""Default number of samples for a pass rate."""
 SETTINGS = (
     "data.template", "data.system", "data.examples", "data.template_arguments", "data.date", "reward.parts",
     "rollout.max_new_tokens", "eval.samples", "eval.temperature", "eval.max_prompts", "seed", *ENGINE,
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; the exit code."""
+    """Runs the command. Returns the exit code."""
     options = _parser().parse_args(arguments)
     from llamarl.cluster.api import ExecutorError
     from llamarl.controller.supervision import Interrupted, Stalled
@@ -108,8 +108,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _all_ready(options: argparse.Namespace, opened: ExitStack) -> list[RunConfig]:
-    """All settings of the evaluation of each model: those of --config, else of the first run that is named, for all of
-    them. Raises ConfigError."""
+    """Returns the settings to evaluate each model: those of --config, otherwise those of the first named run, for all
+    models. Raises ConfigError."""
     from llamarl.run.models import asked_model
 
     names = [("MODEL", options.model)] + [("--against", options.against)] * bool(options.against)
@@ -125,7 +125,8 @@ def _all_ready(options: argparse.Namespace, opened: ExitStack) -> list[RunConfig
 
 
 def _ready(options: argparse.Namespace, model: str, run: RunConfig | None, place: object) -> RunConfig:
-    """All settings of the evaluation of the model in a folder, as a run has them. Raises ConfigError."""
+    """Returns the settings to evaluate one model, with the names resolved as at the start of a run. Raises
+    ConfigError."""
     from llamarl.parts.answers.scored import check_names, ready, with_code_of
 
     which: Literal["train", "eval"] = "train" if options.rates else "eval"
@@ -139,8 +140,8 @@ def _ready(options: argparse.Namespace, model: str, run: RunConfig | None, place
 
 
 def _evaluated(options: argparse.Namespace, config: RunConfig) -> tuple[list[EvalResult], list[str]]:
-    """Results of all sets that are asked for, and lines of pass rates. Raises ConfigError, ExecutorError, Interrupted,
-    Stalled."""
+    """Returns the results of all requested sets, and lines of pass rates. Raises ConfigError, ExecutorError,
+    Interrupted, Stalled."""
     from llamarl.parts.answers.evaluate import evaluate_checkpoint, measured_rates
 
     columns = (TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -159,7 +160,7 @@ def _evaluated(options: argparse.Namespace, config: RunConfig) -> tuple[list[Eva
 
 
 def _tell(options: argparse.Namespace, results: Sequence[EvalResult], others: Sequence[EvalResult]) -> None:
-    """Prints what was found of the model, of another one, and how they differ."""
+    """Prints the results of the model, those of the other model, and their differences."""
     from llamarl.observability.screen import eval_facts
     from llamarl.parts.answers.compare import compared
     from llamarl.parts.answers.evaluate import tell_invalid
@@ -183,7 +184,7 @@ def _tell(options: argparse.Namespace, results: Sequence[EvalResult], others: Se
 
 
 def _spread(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Text: how many problems were solved never, always, and now and then, and how many nobody could judge."""
+    """Returns text: the number of problems solved never, always, sometimes, and without a verdict."""
     judged = [(row["right"], row["samples"]) for row in rows if row["samples"]]
     never, always = sum(not right for right, _ in judged), sum(right == samples for right, samples in judged)
     unjudged = f", {len(rows) - len(judged):,} that could not be judged" if len(judged) < len(rows) else ""
@@ -198,7 +199,7 @@ def _reader(path: str) -> str:
 def _config(
     options: argparse.Namespace, model: str, run: RunConfig | None, which: Literal["train", "eval"]
 ) -> RunConfig:
-    """Settings of the command line over those of the run. Raises ConfigError."""
+    """Returns the settings of the run, overridden by the command line. Raises ConfigError."""
     settings = settings_for(model, run)
     if which == "train":
         settings["eval"] = settings["eval"] | {"samples": RATE_SAMPLES}

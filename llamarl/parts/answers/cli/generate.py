@@ -1,4 +1,4 @@
-"""`llamarl generate MODEL --prompts FILE`: the engine alone, without cluster, trainer or rewards."""
+"""`llamarl generate MODEL --prompts FILE`: answers prompts without a cluster, a trainer or rewards."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; the exit code."""
+    """Runs the command. Returns the exit code."""
     options = _parser().parse_args(arguments)
-    settled(BASE, options.overrides)  # a mistake is told at once
+    settled(BASE, options.overrides)  # fails early on a mistake
     if options.output:
         check_output(options.output, options.prompts)
     prompts = read_prompts(Path(options.prompts), options.field)
@@ -75,7 +75,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def read_prompts(path: Path, field: str) -> list[str]:
-    """Prompts of a JSON Lines file (`field` of each line) or of a text file (each line that is not blank)."""
+    """Returns the prompts of a JSON Lines file (`field` of each line) or of a text file (each line that is not
+    blank)."""
     fix = "give --prompts a file of prompts"
     if path.suffix == ".jsonl":
         return [_prompt(row, place, field) for place, row in read_rows(path, fix)]
@@ -94,10 +95,10 @@ def _prompt(row: dict[str, Any], place: str, field: str) -> str:
 
 
 class Responses:
-    """The file of responses: whole lines only, even when the disk is full."""
+    """File of responses. Writes whole lines only, even when the disk is full."""
 
     def __init__(self, path: str | None, prompts: Sequence[str], tokenizer: Tokenizer) -> None:
-        """Raises ConfigError when `path` cannot be written; what it holds stays until `begin`."""
+        """Raises ConfigError if `path` cannot be written. The file keeps its content until `begin`."""
         self._path, self._prompts, self._tokenizer = path, prompts, tokenizer
         self._whole_bytes = self.count = self.num_failed = 0
         try:
@@ -112,7 +113,7 @@ class Responses:
         self._file.close()
 
     def begin(self) -> None:
-        """Forgets what the file held."""
+        """Empties the file."""
         self._cut()
 
     def write(self, rollouts: Sequence[Rollout]) -> None:
@@ -142,7 +143,7 @@ class Responses:
 
 
 def _run(answers: PromptRun, responses: Responses, total: int) -> int:
-    """Generates and reports; the exit code."""
+    """Generates and reports. Returns the exit code."""
     start_s, interrupted = time.monotonic(), False
     columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:

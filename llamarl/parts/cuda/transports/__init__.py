@@ -1,1 +1,1 @@
-"""Ways for weights from GPU to GPU."""
+"""Transports of weights from GPU to GPU."""

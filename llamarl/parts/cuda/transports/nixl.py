@@ -1,10 +1,10 @@
-"""One-sided: each generator rank reads its parts out of the trainer ranks' memory, which do nothing meanwhile.
+"""One-sided transport: each generator rank reads its parts from the trainer ranks' memory, without work on their side.
 
-NIXL brings the bytes, by the same calls over RDMA, NVLink or PCIe on GPU machines, and over shared memory or TCP where
-there is nothing better. Slots are on the trainer's device; what is read goes straight into place on the generator's.
-Where slots are, and whether one still is what it was, is said by a connection whose ends have proved that they know
-the secret. NIXL's own connections prove nothing: on one host they keep to the loopback; between hosts UCX takes the
-devices that `UCX_NET_DEVICES` names, or the best of all, as RDMA goes by others than the interface of an address.
+NIXL transfers the bytes with the same calls over RDMA, NVLink or PCIe on GPU machines, and over shared memory or TCP
+elsewhere. Slots are on the trainer's device, and reads write directly to the final location on the generator's device.
+A connection whose ends have proved that they know the secret carries the addresses of slots, and whether a slot was
+overwritten during a read. NIXL's connections do not authenticate: on one host they use the loopback; between hosts UCX
+uses the devices in `UCX_NET_DEVICES`, or the best ones, because RDMA devices differ from the interface of an address.
 """
 
 from __future__ import annotations
@@ -50,23 +50,24 @@ from llamarl.weight_sync.base import (
 from llamarl.weight_sync.layout import Address, TensorSpec
 
 PACKAGES = NIXL[::-1] if (torch.version.cuda or "").startswith("13") else NIXL
-"""One for another CUDA than torch's finds no library of it, and then knows no GPU memory."""
+"""The package for torch's CUDA version first: one for another version finds no CUDA library and supports no GPU
+memory."""
 MAX_READS = 4
-"""Buckets on their way at once for each trainer rank; more would take bandwidth from decoding."""
+"""Maximum concurrent reads per trainer rank. More would take bandwidth from decoding."""
 
 
 class Broken(RuntimeError):
-    """A read has failed; says how."""
+    """A read failed. The message has the cause."""
 
 
 BROKEN = (*links.BROKEN, Broken)
 
 
 class PublishedAt(NamedTuple):
-    """Place of a version in the memory of a trainer rank."""
+    """Location of a version in the memory of a trainer rank."""
 
     metadata: bytes
-    """Metadata of the trainer rank's agent: what a reader must know of its memory."""
+    """Metadata of the trainer rank's agent, which a reader needs to access its memory."""
     base: int
     """Address of the packed parts."""
     memory: tuple[str, int]
@@ -76,7 +77,8 @@ class PublishedAt(NamedTuple):
 
 
 class NixlPublisher(PackedPublisher):
-    """A trainer rank. A thread per generator rank says where versions are, and one drives what they read."""
+    """A trainer rank. One thread per generator rank sends the locations of versions, and one thread drives the
+    agent."""
 
     TRANSPORT, ON_DEVICE, BUCKET_BYTES = "nixl", True, 256 << 20  # each piece costs launches and calls on both sides
 
@@ -98,7 +100,7 @@ class NixlPublisher(PackedPublisher):
 
     def _new_slot(self) -> Slot:
         slot = super()._new_slot()
-        for flat in filter(Tensor.numel, slot.flats):  # a rank may have nothing to send
+        for flat in filter(Tensor.numel, slot.flats):  # a rank may have no parts
             self._registered[flat.data_ptr()] = register(self._agent, flat, flat.nbytes)
         return slot
 
@@ -123,7 +125,7 @@ class NixlPublisher(PackedPublisher):
             try:
                 while not self._closed and not connection.poll(POLL_S):
                     pass
-                connection.recv()  # it has read
+                connection.recv()  # the reader is done
             finally:
                 self._reads(-1)
             connection.send(self._slots.get(version) is slot)
@@ -134,7 +136,8 @@ class NixlPublisher(PackedPublisher):
             self._changed.notify()
 
     def _drive(self) -> None:
-        """Calls the agent while somebody reads, as no other hardware may do it; always, it would keep a core busy."""
+        """Drives the agent during reads, because without hardware support nothing else does. Idles otherwise to save a
+        core."""
         make_current(self._device)
         while not self._closed:
             with self._changed:
@@ -151,16 +154,16 @@ class NixlPublisher(PackedPublisher):
 
 @dataclass(slots=True)
 class _Writer:
-    """A trainer rank."""
+    """State of a trainer rank."""
 
     connection: Connection
     buckets: tuple[Bucket, ...]
     agent: str = ""
-    """Its name, once something was read from it."""
+    """Name of its agent, once something was read from it."""
 
 
 class NixlSubscriber(CopyingSubscriber):
-    """A generator rank: reads from all trainer ranks at once."""
+    """A generator rank. Reads from all trainer ranks in parallel."""
 
     def __init__(
         self,
@@ -175,7 +178,7 @@ class NixlSubscriber(CopyingSubscriber):
         self._writers = list[_Writer]()
         self._opened: NixlEndpoint | None = None
         self._registered = dict[int, Any]()
-        """Registrations of memory that is read into, by the address of its first byte."""
+        """Registrations of destination memory, by the address of its first byte."""
         self._scratch = list[Tensor]()
 
     def receive(self, request: VersionRequest, address: Address) -> tuple[np.ndarray, int]:
@@ -185,7 +188,7 @@ class NixlSubscriber(CopyingSubscriber):
             return self._receive(request, places)
         except BROKEN as error:
             self._leave()
-            if is_used:  # broken since the last time
+            if is_used:  # broken since the last fetch
                 return self.receive(request, address)
             what = f"version {request.version} from the trainer ranks at {', '.join(place.address for place in places)}"
             raise TransferFailed(f"generator rank {self.rank} did not get {what}: {error}") from error
@@ -211,7 +214,8 @@ class NixlSubscriber(CopyingSubscriber):
         return self._opened
 
     def _ask(self, writers: Sequence[_Writer], version: int | None) -> list[Any]:
-        """Asks all where a version is; None: whether it still was when it had been read."""
+        """Asks all trainer ranks for the location of a version. None asks whether the version was intact during the
+        read."""
         for writer in writers:
             writer.connection.send(version)
         answers, deadline_s = list[Any](), time.monotonic() + self._timeout_s
@@ -222,7 +226,7 @@ class NixlSubscriber(CopyingSubscriber):
         return answers
 
     def _read(self, request: VersionRequest, there: Sequence[tuple[_Writer, PublishedAt]]) -> int:
-        """Fills the tensors, some buckets at a time; how many bytes came."""
+        """Fills the tensors, several buckets in parallel. Returns the number of bytes."""
         under_way, num_bytes = deque[tuple[Any, _Read]](), 0
         reads = [self._reads(writer, found, request) for writer, found in there]
         make_current(request.tensors[self.layout.specs[0].key].device)
@@ -244,7 +248,8 @@ class NixlSubscriber(CopyingSubscriber):
         return num_bytes
 
     def _reads(self, writer: _Writer, found: PublishedAt, request: VersionRequest) -> Iterator[_Read]:
-        """A bucket each: straight into place where every part is one piece of memory there, else by way of scratch."""
+        """Yields one read per bucket: directly if every part is contiguous at its destination, otherwise through
+        scratch memory."""
         writer.agent = self._agent.do("add_remote_agent", found.metadata)
         self._register(request.tensors[self.layout.specs[0].key], self.layout.num_bytes)
         for bucket in wanted(writer.buckets, request.only):
@@ -269,7 +274,7 @@ class NixlSubscriber(CopyingSubscriber):
         return handle
 
     def _finish(self, handle: Any) -> None:
-        """The oldest read of all: it has ended in time, however many come after it."""
+        """Waits for the oldest read. Its deadline does not depend on later reads."""
         deadline_s = time.monotonic() + self._timeout_s
         while (state := self._agent.do("check_xfer_state", handle)) == "PROC":
             if time.monotonic() > deadline_s:
@@ -316,13 +321,13 @@ class _Read(NamedTuple):
     """Address, bytes, device."""
     far: list[tuple[int, int, int]]
     kinds: tuple[str, str]
-    """Kinds of memory, here and there."""
+    """Kinds of local and remote memory."""
     scratch: Tensor | None
-    """Memory where it goes first, if not into place."""
+    """Intermediate buffer. None means that the read writes directly to the destination."""
 
 
 class NixlEndpoint:
-    """NIXL's end in this process, which is seen at `host`. Raises ConfigError."""
+    """NIXL's agent in this process, reachable at `host`. Raises ConfigError."""
 
     def __init__(self, host: str) -> None:
         for package in PACKAGES:
@@ -332,7 +337,7 @@ class NixlEndpoint:
         else:
             raise ConfigError(NO_NIXL)
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-        # Without an NVLink, also between processes that share one GPU, UCX would read by TCP: 100 times as slow.
+        # Without NVLink, also between processes on one GPU, UCX would use TCP, which is 100 times as slow.
         os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
         if host.startswith("127.") or host == "::1":
             os.environ.setdefault("UCX_NET_DEVICES", "lo")
@@ -342,10 +347,10 @@ class NixlEndpoint:
         )
         kinds = (kind for kind in vars(api.nixlBind).values() if isinstance(kind, type) and issubclass(kind, Exception))
         self._errors = tuple(kinds)
-        """Errors of the library, which have no base of their own in common."""
+        """Errors of the library, which have no common base class."""
 
     def do(self, method: str, *arguments: Any) -> Any:
-        """Raises Broken."""
+        """Calls a method of the library. Raises Broken."""
         try:
             return getattr(self._agent, method)(*arguments)
         except self._errors as error:
@@ -353,18 +358,19 @@ class NixlEndpoint:
 
 
 def register(agent: NixlEndpoint, first: Tensor, num_bytes: int) -> Any:
-    """Lets the agent read or write so many bytes from where a tensor begins."""
+    """Registers `num_bytes` bytes from the start of a tensor, so that the agent may read or write them."""
     kind, number = memory_of(first)
     return agent.do("register_memory", [(first.data_ptr(), num_bytes, number, "")], kind)
 
 
 def make_current(device: torch.device) -> None:
-    """NIXL copies in the CUDA context of the thread that calls it, and a thread begins without one."""
+    """Makes the device current in this thread. NIXL copies in the CUDA context of its caller, and threads start without
+    one."""
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
         torch.cuda.current_stream().synchronize()
 
 
 def memory_of(tensor: Tensor) -> tuple[str, int]:
-    """NIXL's name for the kind of memory, and the number of its device."""
+    """Returns NIXL's name for the kind of memory, and the number of its device."""
     return ("VRAM", tensor.device.index or 0) if tensor.device.type == "cuda" else ("DRAM", 0)

@@ -1,1 +1,1 @@
-"""The command that answers other programs."""
+"""The command that serves a model to other programs."""

@@ -1,4 +1,4 @@
-"""`llamarl serve MODEL|RUN`: a checkpoint over OpenAI's protocol, by the engine alone."""
+"""`llamarl serve MODEL|RUN`: serves a checkpoint over OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 API_KEY = "LLAMARL_API_KEY"
 BASE = {"model": {"path": ""}, "data": {"train": "jsonl"}}
-"""Settings of an engine that nobody trains."""
+"""Default settings of an engine whose weights never change."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,9 +54,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; the exit code."""
+    """Runs the command. Returns the exit code."""
     options = _parser().parse_args(arguments)
-    settled(BASE, options.overrides)  # a mistake is told at once
+    settled(BASE, options.overrides)  # fails early on a mistake
     key = options.api_key or os.environ.get(API_KEY, "")
     from llamarl.data.chat_format import sample_chat
     from llamarl.data.tokenizer import check_vocabulary
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
         def session_of(given: str) -> tuple[Endpoint, Session]:
             if key and not secrets.compare_digest(given.encode(), key.encode()):
                 raise CallRefused(401, f"the API key is not the one of --api-key or {API_KEY}", "authentication_error")
-            return endpoint, Session()  # nobody learns from it
+            return endpoint, Session()  # not used for training
 
         app = build_app(session_of, engine.metrics)
         opened = leaving.enter_context(listening(options.host, options.port))
@@ -109,7 +109,7 @@ async def _serve(app: Starlette, opened: socket.socket, engine: EngineThread, ho
 
     server, loop = serving(app, hosts), asyncio.get_running_loop()
     engine.loop = loop
-    gc.freeze()  # a collection over all that torch has made would hold up every caller
+    gc.freeze()  # a collection over all objects of torch would delay every caller
     ended = loop.run_in_executor(None, engine.run)
     ended.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:
@@ -121,8 +121,8 @@ async def _serve(app: Starlette, opened: socket.socket, engine: EngineThread, ho
 
 
 def _tokenizer(asked: AskedModel) -> Tokenizer:
-    """The model's tokenizer with a chat template that writes prompts as the run of the model did. Without a run, and
-    without a chat template, it writes the question and a line break. Raises ConfigError."""
+    """Returns the model's tokenizer with a chat template that formats prompts as the model's run did. Without a run and
+    without a chat template, formats the question and a line break. Raises ConfigError."""
     from llamarl.data.chat_format import chat_template_of, with_chat
     from llamarl.data.tokenizer import Tokenizer
     from llamarl.run.export import format_of
@@ -132,28 +132,28 @@ def _tokenizer(asked: AskedModel) -> Tokenizer:
     data, tokenizer = format_of(asked.run, asked.path)
     try:
         template = chat_template_of(data, tokenizer)
-    except ConfigError as error:  # /v1/completions takes prompts that a client has filled in
+    except ConfigError as error:  # /v1/completions accepts prompts that the client has formatted
         sys.stderr.write(f"llamarl serve: {error}; /v1/chat/completions writes the question only\n")
         return with_chat(tokenizer)
     return tokenizer if template is None else tokenizer.with_template(template)
 
 
 class EngineThread:
-    """An engine in a thread of its own; what is asked for meanwhile joins its next step."""
+    """An engine in a separate thread. Requests that arrive during a step join the next one."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
         self._inbox = SimpleQueue[GenerationRequest | int | Callable[[], None] | None]()
-        """Requests, ids of requests that nobody waits for any more, work between two steps, or the end."""
+        """Requests, ids of canceled requests, work to run between two steps, or None to stop."""
         self._waiting = dict[int, asyncio.Future[Rollout]]()
         self._watched: dict[int, More] = {}
-        """Listeners, by request id, that hear what there is of a rollout while it is sampled."""
+        """Listeners by request id, called with a rollout's tokens so far while it is sampled."""
         self._count = 0
         self.loop: asyncio.AbstractEventLoop
-        """Event loop of those who ask; answers are handed over in it."""
+        """Event loop of the callers, which receives the answers."""
 
     async def generate(self, prompt_T: np.ndarray, sampling: SamplingParams, more: More | None) -> Rollout:
-        """Samples a rollout after a prompt; canceling it takes the request back."""
+        """Samples a rollout after a prompt. Canceling the call cancels the request."""
         self._count += 1
         number = self._count
         self._waiting[number] = answer = self.loop.create_future()
@@ -172,21 +172,21 @@ class EngineThread:
 
     @property
     def can_score(self) -> bool:
-        """The engine's model is in this process."""
+        """Whether the engine's model is in this process."""
         from llamarl.generation.model import GeneratorModel
 
         return isinstance(getattr(self._engine, "model", None), GeneratorModel)
 
     async def score(self, token_ids_T: np.ndarray, num_top: int, temperature: float) -> Scores:
-        """Log-probabilities of given tokens, and of the likeliest at their places, between two steps of the engine.
-        Raises ValueError."""
+        """Returns log-probabilities of given tokens and of the most likely tokens at each position, computed between
+        two steps of the engine. Raises ValueError."""
         from llamarl.generation.sampler import top_logprobs
         from llamarl.parts.episodes.gateway.protocol import Scores
 
         answer, model = self.loop.create_future(), getattr(self._engine, "model")  # noqa: B009 - see `can_score`
 
         def tell(found: Scores | ValueError) -> None:
-            if answer.done():  # nobody waits any more
+            if answer.done():  # the caller has left
                 return
             if isinstance(found, ValueError):
                 answer.set_exception(found)
@@ -205,15 +205,15 @@ class EngineThread:
         return await answer
 
     def metrics(self) -> dict[str, float]:
-        """Requests that wait for an answer, and counts of the engine, by name."""
+        """Returns the number of unanswered requests, and counters of the engine, by name."""
         return {"requests": len(self._waiting)} | asdict(self._engine.stats())
 
     def close(self) -> None:
-        """`run` comes back."""
+        """Makes `run` return."""
         self._inbox.put(None)
 
     def run(self) -> None:
-        """Steps the engine until `close`, in a thread of its own."""
+        """Steps the engine until `close`, in the engine's thread."""
         engine = self._engine
         while True:
             while not (engine.has_work and self._inbox.empty()):
@@ -236,5 +236,5 @@ class EngineThread:
                 more(rollout)
         for rollout in done:
             answer = self._waiting.pop(rollout.group_id)
-            if not answer.done():  # nobody waits any more
+            if not answer.done():  # the caller is still waiting
                 answer.set_result(rollout)

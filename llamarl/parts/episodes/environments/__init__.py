@@ -1,4 +1,4 @@
-"""Environments, which answer a policy between its turns: tools, games, users. One file per member."""
+"""Environments, which reply to the policy between turns: tools, games, simulated users. One file per environment."""
 
 from llamarl.parts.episodes.environments._base import Environment, Messages, Task, Turn
 

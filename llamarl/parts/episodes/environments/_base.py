@@ -1,4 +1,4 @@
-"""`Environment`, the base of all members of this family, and its records. No torch."""
+"""`Environment`, the base class of environments, and its records. No torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pydantic import Field
 from llamarl.types import RewardResult, ToolCall
 
 Messages = list[dict[str, Any]]
-"""`{"role": ..., "content": ...}` each, which the model's own chat template writes; `"is_error": True` marks those that
-count as errors of a tool."""
+"""Messages `{"role": ..., "content": ...}`, formatted by the model's chat template. `"is_error": True` marks messages
+that count as tool errors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,55 +27,63 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """One turn: what the policy wrote, and what it was answered."""
+    """One turn: the policy's response and the environment's reply."""
 
     response: str
-    """Text that the policy wrote, without special tokens."""
+    """Text of the policy, without special tokens."""
     observation: str | None = None
-    """Text of the reply; None: it has not been answered yet."""
+    """Text of the reply. None means no reply yet."""
     calls: tuple[ToolCall, ...] = ()
-    """Calls of tools in the response, where the model's chat template knows tools."""
+    """Tool calls in the response, if the model's chat template supports tools."""
 
 
 @dataclass
 class Environment(ABC):
-    """Answers turn by turn; a function of the turns so far, so that any worker can answer, and one that dies costs
-    nothing, unless it overrides `open`. Members are dataclasses whose fields are their options."""
+    """Replies turn by turn. The reply is a function of all turns so far, so that any worker can reply and the death of
+    a worker loses nothing, unless the class overrides `open`. Members are dataclasses whose fields are their options.
+
+    Example::
+
+        @dataclass
+        class Echo(Environment):
+            def reply(self, task, turns):
+                return turns[-1].response if len(turns) < 3 else None
+    """
 
     max_turns: Annotated[int, Field(ge=1)] = field(default=16, kw_only=True)
-    """A response that would need more ends as one that is too long, and is scored as it stands."""
+    """Maximum turns. A response that would need more ends as too long, and is scored as it is."""
     observation_tokens: Annotated[int, Field(ge=1)] = field(default=256, kw_only=True)
-    """A longer observation is a flood: it makes the episode INVALID."""
+    """Maximum tokens of an observation. A longer one makes the episode INVALID."""
     step_s: Annotated[float, Field(gt=0)] = field(default=10.0, kw_only=True)
-    """Seconds for one reply; a slower one makes the episode INVALID."""
+    """Maximum seconds for one reply. A slower one makes the episode INVALID."""
     episode_s: Annotated[float, Field(gt=0)] = field(default=120.0, kw_only=True)
-    """Seconds for all replies of an episode together, likewise."""
+    """Maximum seconds for all replies of an episode. A slower episode is INVALID."""
     workers: Annotated[int, Field(ge=1, le=256)] = field(default=1, kw_only=True)
-    """Processes that reply side by side."""
+    """Processes that reply in parallel."""
     memory_bytes: Annotated[int, Field(ge=1 << 26)] = field(default=1 << 30, kw_only=True)
-    """Bytes of memory that each worker process may take."""
+    """Maximum bytes of memory of each worker process."""
     stop: list[str] = field(default_factory=list, kw_only=True)
-    """A turn also ends with the token that completes one of these, as with a stop token."""
+    """Strings that end a turn, like a stop token. The token that completes one of them is kept."""
 
     @abstractmethod
     def reply(self, task: Task, turns: Sequence[Turn]) -> str | Messages | RewardResult | None:
-        """Answers the last turn: with text or messages for the policy to go on from; with the episode's reward, which
-        ends it; or with None, which ends it and leaves the judgement to `[reward]`. An exception makes the episode
-        INVALID."""
+        """Returns the reply to the last turn: text or messages from which the policy continues, or the episode's
+        reward, which ends the episode, or None, which ends it and leaves the reward to `[reward]`. An exception makes
+        the episode INVALID."""
 
-    def open(self, task: Task) -> None:  # noqa: B027 - most have no state
-        """One that overrides this has a state: every episode gets a copy of the environment in one worker process, on
-        which this is called before the first reply, and which makes all of them. An episode whose worker dies is
-        INVALID."""
+    def open(self, task: Task) -> None:  # noqa: B027 - most environments have no state
+        """Prepares the state of an episode. If a class overrides this, every episode gets a copy of the environment in
+        one worker process, which calls `open` before the first reply and makes all replies. If the worker dies, the
+        episode is INVALID."""
 
     def close(self) -> None:  # noqa: B027
-        """The episode of this copy has ended, or nobody goes on with it."""
+        """Releases the state of an episode that has ended or was canceled."""
 
     def tools(self) -> list[dict[str, Any]]:
-        """Tools that the chat template tells the policy it may call, as JSON schemas."""
+        """Returns the tools that the chat template offers to the policy, as JSON schemas."""
         return []
 
     @property
     def is_stateful(self) -> bool:
-        """Whether episodes have a state of their own: the class overrides `open`."""
+        """Whether episodes have state, because the class overrides `open`."""
         return type(self).open is not Environment.open

@@ -1,4 +1,4 @@
-"""`Crew`: an environment's worker processes, which can be killed. No torch."""
+"""`Crew`: the worker processes of an environment, which can be killed. No torch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from llamarl.parts.episodes.environments._base import Environment
 from llamarl.sandbox.pool import Failure, WorkerPool
 
 QUICK_S = 0.005
-"""Replies that take less are asked for in batches: the way to a worker takes as long as some of them."""
+"""Seconds below which replies are requested in batches, because messages to a worker take as long as several
+replies."""
 BATCH = 32
 MARGIN_S = 5.0
-"""Seconds that a batch may take beyond the time of its replies."""
+"""Seconds of a batch in addition to the time of its replies."""
 RECYCLE_AFTER = 500
-"""Replies after which a worker is replaced, which bounds leaks, where it has no state."""
+"""Replies after which a stateless worker is replaced, to bound memory leaks."""
 T = TypeVar("T")
 
 
 class _EnvironmentProcess(Generic[T]):
-    """One process, and what only this one can do."""
+    """One worker process and its queue."""
 
     def __init__(self, limits: Environment) -> None:
         self.pool = WorkerPool(
@@ -35,14 +36,14 @@ class _EnvironmentProcess(Generic[T]):
         )  # fmt: skip
         self.thread = threading.Thread()
         self.queue = deque[tuple[str, T]]()
-        """Episodes, by name, that wait for a reply and whose state this worker has."""
+        """Episodes by name that wait for a reply from this worker because it has their state."""
         self.ended = list[str]()
-        """Names of episodes whose state this worker is to close."""
+        """Names of episodes whose state this worker must close."""
 
 
 class Crew(Generic[T]):
-    """Asks for replies to episodes, which have names; none waits for a slow one, as long as there are free workers.
-    Where they have a state, the worker that gave the first reply gives all of them."""
+    """Requests replies for episodes, which have names. A slow reply delays no other as long as there are free workers.
+    If episodes have state, the worker of the first reply makes all of them."""
 
     def __init__(
         self,
@@ -52,9 +53,9 @@ class Crew(Generic[T]):
     ) -> None:
         """
         Args:
-            item_of: what a worker is asked of an episode.
-            replied: takes replies, and the seconds that each took; answers which episodes go on. Called in any thread,
-                like `item_of`.
+            item_of: returns the request to a worker for an episode.
+            replied: called with replies and the seconds of each. Returns the episodes that continue. Called in any
+                thread, like `item_of`.
         """
         self._environment, self._item_of, self._replied = environment, item_of, replied
         self._changed = threading.Condition()
@@ -67,7 +68,7 @@ class Crew(Generic[T]):
             worker.thread.start()
 
     def ask(self, episodes: Sequence[tuple[str, T]]) -> None:
-        """Queues episodes, by name, whose last turn wants a reply."""
+        """Queues episodes, by name, whose last turn needs a reply."""
         with self._changed:
             for name, episode in episodes:
                 home = self._homes.get(name)
@@ -75,7 +76,7 @@ class Crew(Generic[T]):
             self._changed.notify_all()
 
     def leave(self, names: Sequence[str]) -> None:
-        """The state of these episodes is closed."""
+        """Closes the state of these episodes."""
         with self._changed:
             for name in names:
                 if (home := self._homes.pop(name, None)) is not None:
@@ -83,7 +84,7 @@ class Crew(Generic[T]):
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Closes what is open, and ends all workers."""
+        """Closes all episodes and stops all workers."""
         self.leave(list(self._homes))
         with self._changed:
             self._closed = True
@@ -107,7 +108,7 @@ class Crew(Generic[T]):
             said = worker.pool.map(items, len(items) * self._environment.step_s + MARGIN_S)
             each_s = (time.monotonic() - start_s) / len(items)
             for failed in (one for one in said[: len(ended)] if isinstance(one, Failure)):
-                with suppress(OSError):  # into the executor's log, unless that disk is full
+                with suppress(OSError):  # the executor's log, unless its disk is full
                     sys.stdout.write(f"closing the state of an episode: {failed.reason}\n")
             if taken:
                 replies = list(zip((episode for _, episode in taken), said[len(ended) :], strict=True))
@@ -115,7 +116,7 @@ class Crew(Generic[T]):
                 self.leave([name for (name, _), goes_on in zip(taken, go_on, strict=True) if not goes_on])
 
     def _take(self, worker: _EnvironmentProcess[T], each_s: float) -> list[tuple[str, T]]:
-        """Episodes that this worker is asked about next: first of all, those whose state it has."""
+        """Takes the next episodes for this worker from the queue, first the ones whose state it has."""
         queue = worker.queue or self._queue
         share = len(queue) if queue is worker.queue else len(queue) // len(self._workers)
         count = max(1, min(share, BATCH)) if each_s < QUICK_S else 1

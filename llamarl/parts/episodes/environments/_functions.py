@@ -1,4 +1,5 @@
-"""Python functions as tools: JSON schemas from signatures and docstrings, calls with checked arguments. No torch."""
+"""Python functions as tools: JSON schemas from signatures and docstrings, and calls with checked arguments. No
+torch."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _ARGUMENT = re.compile(r"^( +)(\w+)(?: \([^)]*\))?: (.*(?:\n\1 +.*)*)", re.MULTI
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """`package.module:function`. Raises ConfigError: there is none, or it cannot be a tool."""
+    """Returns the function `package.module:function`. Raises ConfigError if it does not exist or cannot be a tool."""
     if ":" not in name:
         raise ConfigError(f"`rollout.tools` has {name!r}, which is not of the form `package.module:function`")
     found = find(name, "llamarl.parts.episodes.environments", "rollout.tools", "")
@@ -33,11 +34,11 @@ def function_of(name: str) -> Callable[..., Any]:
 
 
 def schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """JSON schema of a function, as a tool. Raises ConfigError: it has arguments that JSON cannot name."""
+    """Returns the JSON schema of a function as a tool. Raises ConfigError if JSON cannot name its arguments."""
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(cast("Any", function))
         parameters = adapter.json_schema()
-    except Exception as error:  # annotations are the user's
+    except Exception as error:  # user-defined annotations
         raise ConfigError(f"`rollout.tools`: {function.__name__} has no JSON schema: {error}") from None
     if parameters["type"] != "object":
         raise ConfigError(f"`rollout.tools`: {function.__name__} has arguments without a name; give each one a name")
@@ -56,12 +57,12 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def answers(calls: Sequence[ToolCall], functions: dict[str, Callable[..., Any]]) -> Messages:
-    """A message per call, for the policy to read: the function's value, or what is wrong with the call."""
+    """Returns one message per call for the policy: the function's value, or the error of the call."""
     messages = Messages()
     for call in calls:
         try:
             content, is_error = _called(call, functions), False
-        except Exception as error:  # the functions are the user's, their arguments the policy's
+        except Exception as error:  # user-defined functions with the policy's arguments
             content, is_error = f"error: {_described(error)}", True
         messages.append({"role": "tool", "name": call.name, "content": content, "is_error": is_error})
     return messages
@@ -77,7 +78,7 @@ def _called(call: ToolCall, functions: dict[str, Callable[..., Any]]) -> str:
 
 
 class ToolError(Exception):
-    """A tool's message to the policy, without the name of an exception."""
+    """A tool's message to the policy, shown without the name of the exception."""
 
 
 def _described(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Worker processes of an environment: one reply per item, JSON to JSON. No torch."""
+"""Worker process of an environment: one reply per item, JSON in and out. No torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from llamarl.parts.episodes.environments._base import Environment, Task, Turn
 from llamarl.types import RewardResult, ToolCall
 
 MAX_CHARS = 1 << 20
-"""Characters of an observation at most; more is a flood, whatever its tokens."""
+"""Maximum characters of an observation, independent of its tokens."""
 
 
 def reply(item: dict[str, Any]) -> dict[str, Any]:
-    """Reply of the environment `item["environment"]`, JSON of its `Ref`, as one of `text`, `messages`, `reward`, `end`.
+    """Returns the reply of the environment `item["environment"]` (JSON of its `Ref`) as one of `text`, `messages`,
+    `reward`, `end`.
 
     An item with `ended` only closes the state of that episode."""
     if "ended" in item:
@@ -46,12 +47,12 @@ def reply(item: dict[str, Any]) -> dict[str, Any]:
 
 
 _copies = dict[str, Environment]()
-"""Environments of episodes with a state, by the names of the episodes."""
+"""Environments of episodes with state, by episode name."""
 
 
 def _copy_of(environment: Environment, episode: str, task: Task, *, is_first: bool) -> Environment:
     if is_first:
-        _end(episode)  # it was asked for twice
+        _end(episode)  # a repeated request
         opened = copy(environment)
         opened.open(task)
         _copies[episode] = opened
@@ -71,12 +72,12 @@ def _environment(ref: str) -> Environment:
 
 
 def tools_of(ref: Ref | None) -> list[dict[str, Any]]:
-    """Tools that an environment offers, as JSON schemas; none without `ref`. Raises ConfigError."""
+    """Returns the tools of an environment as JSON schemas. Empty without `ref`. Raises ConfigError."""
     return build_environment(ref).tools() if ref else []
 
 
 def build_environment(ref: Ref) -> Environment:
-    """Raises ConfigError."""
+    """Returns the environment. Raises ConfigError."""
     found = build(ref, "llamarl.parts.episodes.environments", "rollout.environment")
     if not isinstance(found, Environment):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A calculator: a sum that ends with a question mark is answered."""
+"""A calculator that answers sums ending with a question mark."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from llamarl.parts.episodes.environments._base import Environment, Task, Turn
 
 ASKED = re.compile(r"(?:(?<!\d)(\d{1,18})([+*-])(\d{1,18}))?\?(=?)$")
-"""Few digits: a product takes the square of their count. One token may hold both signs at the end."""
+"""Few digits, because a product takes quadratic time. One token may contain both signs at the end."""
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 
 @dataclass
 class Calculator(Environment):
-    """`17+5?` is answered `=22`; a response that ends without a question is over. What is no sum is answered so."""
+    """Replies to `17+5?` with `=22`, and to anything else that ends with a question mark with an error. A response
+    without a question ends the episode."""
 
     stop: list[str] = field(default_factory=lambda: ["?"], kw_only=True)
 

@@ -1,4 +1,4 @@
-"""A tool that runs Python, where it can only compute."""
+"""A Python tool whose code can only compute."""
 
 from __future__ import annotations
 
@@ -40,26 +40,27 @@ for number, block in enumerate(blocks):
 
 @dataclass
 class Python(Environment):
-    """A turn that ends with a closed ```` ```python ```` block is answered by what the code prints, the value of its
-    last line, or its error; one without ends the episode.
+    """Replies to a turn that ends with a closed ```` ```python ```` block with the output of the code, the value of its
+    last line, or its error. A turn without a block ends the episode.
 
-    Names stay from turn to turn, as earlier code is run again first, with random numbers from the same seed; what went
-    over a limit is left out then. Code runs as in the reward `code`: it opens nothing and reaches nobody."""
+    Names persist from turn to turn, because earlier code runs again first, with the same random seed. Code that
+    exceeded a limit is skipped. Code is confined as in the reward `code`: it has no files and no network."""
 
     observation_tokens: Annotated[int, Field(ge=1)] = field(default=1280, kw_only=True)
-    """A longer observation is a flood: it makes the episode INVALID."""
+    """Maximum tokens of an observation. A longer one makes the episode INVALID."""
     stop: list[str] = field(default_factory=lambda: ["\n```\n"], kw_only=True)
-    """A turn also ends with the token that completes one of these, as with a stop token."""
+    """Strings that end a turn, like a stop token. The token that completes one of them is kept."""
     is_tool: bool = False
-    """The chat template offers the tool `python`, and code comes in its calls instead of blocks."""
+    """The chat template offers the tool `python`, and code arrives in its calls instead of blocks."""
     cpu_s: Annotated[int, Field(ge=1)] = 5
-    """CPU seconds of all code of an episode, when it is run again."""
+    """CPU seconds for all code of an episode, when it runs again."""
     wall_s: Annotated[float, Field(gt=0)] = 7.0
-    """Seconds of the same; less than `step_s`, and for all turns together less than `episode_s`."""
+    """Wall-clock seconds for all code of an episode. Less than `step_s`, and over all turns less than `episode_s`."""
     program_bytes: Annotated[int, Field(ge=1 << 27)] = 1 << 28
-    """Address space of the code; at most `memory_bytes`."""
+    """Address space of the code in bytes. At most `memory_bytes`."""
     output_bytes: Annotated[int, Field(ge=1)] = 1000
-    """Longer output is cut; below `observation_tokens`, as a token has a byte at least."""
+    """Maximum bytes of output; longer output is cut. Less than `observation_tokens`, because a token has at least one
+    byte."""
 
     def __post_init__(self) -> None:
         if lacking := seccomp.missing():
@@ -71,7 +72,7 @@ class Python(Environment):
         ):
             if getattr(self, less) >= getattr(self, more):
                 raise ConfigError(f"{less} = {getattr(self, less)} must be less than {more} = {getattr(self, more)}")
-        if (longest_s := self.max_turns * self.wall_s) >= self.episode_s:  # else slow code ends what nobody then judges
+        if (longest_s := self.max_turns * self.wall_s) >= self.episode_s:  # otherwise no verdict
             raise ConfigError(f"max_turns * wall_s = {longest_s:g} must be less than episode_s = {self.episode_s:g}")
 
     def tools(self) -> list[dict[str, Any]]:
@@ -88,7 +89,7 @@ class Python(Environment):
         return f"```output\n{outputs[0].rstrip()}\n```\n" if outputs else None
 
     def _codes(self, turn: Turn) -> list[str]:
-        """Programs of a turn that are to be run, or run again."""
+        """Returns the programs of a turn."""
         if _LEFT_OUT in (turn.observation or ""):
             return []
         if self.is_tool:
@@ -97,13 +98,13 @@ class Python(Environment):
         return _BLOCK.findall(turn.response)
 
     def _runner(self, codes: list[str]) -> Callable[[str], str]:
-        """Runs code after `codes`, which it joins."""
+        """Returns a function that runs code after `codes` and appends it to them."""
 
         def python(code: str) -> str:
-            """Runs Python code; names stay from call to call.
+            """Runs Python code. Names persist from call to call.
 
             Args:
-                code: what it prints and the value of its last line are answered
+                code: the program; its output and the value of its last line are returned
             """
             codes.append(code)
             return self._output(_SESSION.format(blocks=codes))
@@ -111,7 +112,7 @@ class Python(Environment):
         return python
 
     def _output(self, code: str) -> str:
-        """Raises ToolError: it went over a limit, or ended itself."""
+        """Returns the output. Raises ToolError if the code exceeded a limit or exited."""
         limits = {"cpu_s": self.cpu_s, "memory_bytes": self.program_bytes}
         job = asdict(JudgeJob(code=code, shows=self.output_bytes + 1))
         is_right, said, _ = judge({"limits": limits, "wall_s": self.wall_s, "job": job})

@@ -1,4 +1,4 @@
-"""Python functions that the policy may call."""
+"""Python functions that the policy may call as tools."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from llamarl.parts.episodes.environments._functions import answers, function_of,
 
 @dataclass
 class Tools(Environment):
-    """A turn with tool calls, in the format of the model's chat template, is answered by what the functions return; one
-    without ends the episode. Calls that are malformed or fail are answered, too."""
+    """Replies to tool calls, in the format of the model's chat template, with the values of the functions, or with
+    errors. A turn without calls ends the episode."""
 
     functions: list[str] = field(default_factory=list)
-    """`package.module:function` each, with annotations and a docstring; from `rollout.tools`."""
+    """Functions `package.module:function` with annotations and a docstring. Set by `rollout.tools`."""
 
     def __post_init__(self) -> None:
         found = [function_of(name) for name in self.functions]

@@ -1,1 +1,1 @@
-"""Processes that answer turns, or run the agents that ask for them."""
+"""Executors that reply to turns or run agents."""

@@ -1,4 +1,4 @@
-"""The environment executor: answers turns of the policy, in worker processes that can be killed."""
+"""The environment executor: replies to turns of the policy, in worker processes that can be killed."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _NONE: Mapping[str, tuple[Ref, Mapping[str, Any]]] = MappingProxyType({})
 
 
 class EnvironmentExecutor(Executor):
-    """Episodes come by `submit` and their replies go by `collect`, as they are there: none waits for a slow one, as
-    long as there are free workers."""
+    """Receives episodes by `submit` and returns their replies by `collect`, as soon as they are ready. A slow reply
+    delays no other as long as there are free workers."""
 
     def __init__(
         self,
@@ -41,9 +41,9 @@ class EnvironmentExecutor(Executor):
     ) -> None:
         """
         Args:
-            config: of the environment; None: sources alone have some.
-            arguments: of the chat template, as `today`.
-            of_sources: environments of sources, by label, each with the arguments of its chat template.
+            config: the run's environment. None means that only sources have environments.
+            arguments: arguments of the chat template, such as `today`.
+            of_sources: environments of sources by label, each with the arguments of its chat template.
         """
         self._changed = threading.Condition()
         self._replies = list[Replied]()
@@ -55,7 +55,7 @@ class EnvironmentExecutor(Executor):
         }
 
     def submit(self, episodes: Sequence[OpenTurn]) -> None:
-        """Queues episodes whose last turn wants a reply."""
+        """Queues episodes whose last turn needs a reply."""
         of_open = dict[str, list[OpenTurn]]()
         for one in episodes:
             of_open.setdefault(one.prompt.source if one.prompt.source in self._open else "", []).append(one)
@@ -63,12 +63,12 @@ class EnvironmentExecutor(Executor):
             self._open[label].ask(own)
 
     def leave(self, episodes: Sequence[tuple[int, int]]) -> None:
-        """Nobody goes on with these episodes, by group and index: their state is closed."""
+        """Closes the state of canceled episodes, given by group and index."""
         for one in self._open.values():  # which know their own by name
             one.crew.leave([_name(*episode) for episode in episodes])
 
     def collect(self) -> Future[list[Replied]]:
-        """The next replies, as soon as there are some."""
+        """Returns the next replies as soon as there are any."""
         reply = Future[list[Replied]]()
         with self._changed:
             self._asked = reply
@@ -89,17 +89,17 @@ class EnvironmentExecutor(Executor):
             if self._asked is None or not self._replies:
                 return
             asked, self._asked = self._asked, None
-            if not asked.set_running_or_notify_cancel():  # a caller that gave up gets nothing, and nothing is lost
+            if not asked.set_running_or_notify_cancel():  # the caller gave up; the replies stay queued
                 return
             replies, self._replies = self._replies, []
         asked.set_result(replies)
 
 
 class OpenEnvironment:
-    """One environment with its workers, and the tokenizer that writes what it says."""
+    """One environment with its workers, and the tokenizer for its replies."""
 
     def __init__(self, tokenizer: Tokenizer, config: Ref, replied: Callable[[Sequence[Replied]], None]) -> None:
-        """`replied` takes replies, in any thread."""
+        """`replied` is called with replies, in any thread."""
         self._tokenizer, self._told = tokenizer, replied
         self._environment = build_environment(config)
         self._ref, self._tools = config.model_dump_json(), self._environment.tools()
@@ -127,14 +127,14 @@ class OpenEnvironment:
         return {"environment": self._ref, "episode": name, "task": task, "turns": turns}
 
     def _calls(self, token_ids_T: np.ndarray) -> list[ToolCall]:
-        """Calls of tools in one turn of the policy."""
+        """Returns the tool calls in one turn of the policy."""
         if not (written_in := self._tokenizer.tool_format):
             return []
         end = len(token_ids_T) - (int(token_ids_T[-1]) in self._tokenizer.eos_token_ids)
         return tool_calls(self._tokenizer.decode(token_ids_T[:end], skip_special=False), written_in)[1]
 
     def _reply(self, episode: OpenTurn, said: dict[str, Any] | Failure, seconds: float) -> Replied:
-        """Reply of a worker, with its text or messages as tokens, or with the end of the episode."""
+        """Returns a worker's reply, with its text or messages as tokens, or with the end of the episode."""
         result: RewardResult | None = None
         observation_T: np.ndarray | None = None
         if isinstance(said, Failure):
@@ -166,8 +166,8 @@ class OpenEnvironment:
         return int(episode.turns[-1][1][-1]) in self._tokenizer.eos_token_ids
 
     def _rendered(self, messages: Messages, *, ends_with_stop: bool) -> np.ndarray:
-        """The tokens between the policy's turn and its next one, as the chat template writes them: what follows a
-        sentinel in place of the turn. What was sampled is never encoded again."""
+        """Returns the tokens between two turns of the policy, as the chat template writes them: the tokens after a
+        sentinel in place of the turn. Sampled tokens are never encoded again."""
         return self._tokenizer.encode(
             self._tokenizer.after_turn(messages, without_stop=ends_with_stop, tools=self._tools)
         )

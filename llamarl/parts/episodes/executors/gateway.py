@@ -1,4 +1,4 @@
-"""The gateway executor: runs agents, and answers what they ask the policy by asking the controller."""
+"""The gateway executor: runs agents and forwards their calls to the policy through the controller."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ from llamarl.types import FinishReason, Rollout, SamplingParams
 HOST, MODEL = "127.0.0.1", "policy"
 OVER = "the episode of this API key is over"
 HAND_OVER_S, STOP_S = 20.0, 5.0
-"""Seconds after which a `collect` is answered even if agents have done nothing, and for the server to stop."""
+"""Maximum seconds until a `collect` returns without news, and for the server to stop."""
 
 
 class GatewayExecutor(Executor):
-    """An event loop in a thread of its own has server, sessions and workers; a controller's calls go to it."""
+    """Runs server, sessions and workers in an event loop in a separate thread, which also handles the controller's
+    calls."""
 
     def __init__(
         self, model_path: str, config: RolloutConfig, arguments: Mapping[str, Any] | None = None, today: str = ""
     ) -> None:
-        """`arguments` and `today` are of `Tokenizer`."""
+        """See `Tokenizer` for `arguments` and `today`."""
         assert config.agent is not None, "a run without agents has no gateway"
         self._agent, self._config = config.agent, config
         self._tokenizer = Tokenizer(model_path, arguments, today)
         self._context = load_shape(model_path).max_position_embeddings
         self._episodes = dict[str, tuple[AgentTask, AgentEpisode]]()
-        """Task and state of each episode, by the keys of their sessions."""
+        """Task and state of each episode, by session key."""
         self._answers = dict[int, asyncio.Future[Rollout]]()
-        """Answers to the requests under way, by their ids."""
+        """Pending answers by request id."""
         self._asked: Future[AgentNews] | None = None
         self._news = AgentNews([], [])
         self._error: BaseException | None = None
@@ -69,11 +70,11 @@ class GatewayExecutor(Executor):
             self._do(self._run(task))
 
     def answer(self, rollouts: Sequence[Rollout]) -> None:
-        """Hands calls the rollouts that generators made of them."""
+        """Delivers generated rollouts to the pending calls."""
         self._loop.call_soon_threadsafe(self._answered, rollouts)
 
     def collect(self) -> Future[AgentNews]:
-        """News of agents since the last time, as soon as there is something."""
+        """Returns news of agents as soon as there is any."""
         asked = Future[AgentNews]()
         self._loop.call_soon_threadsafe(self._ask, asked)
         return asked
@@ -118,7 +119,7 @@ class GatewayExecutor(Executor):
         if self._asked is None or not (late or self._error or any(self._news)):
             return
         asked, self._asked = self._asked, None
-        if not asked.set_running_or_notify_cancel():  # a caller that gave up gets nothing, and nothing is lost
+        if not asked.set_running_or_notify_cancel():  # the caller gave up; the news stays queued
             return
         if self._error is not None:
             asked.set_exception(self._error)
@@ -129,7 +130,7 @@ class GatewayExecutor(Executor):
     def _answered(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
             answer = self._answers.pop(rollout.group_id, None)
-            if answer and not answer.done():  # else its episode is over, or the agent did not wait
+            if answer and not answer.done():  # otherwise the episode has ended or the agent disconnected
                 answer.set_result(rollout)
 
     def _session_of(self, key: str) -> tuple[Endpoint, Session]:
@@ -143,7 +144,8 @@ class GatewayExecutor(Executor):
         return endpoint, episode.session
 
     async def _generate(self, key: str, prompt_T: np.ndarray, sampling: SamplingParams, more: object) -> Rollout:
-        """Whole: what there is until then is with a generator. Raises CallRefused: the episode has ended meanwhile."""
+        """Returns the complete rollout, without partial answers. Raises CallRefused if the episode has ended
+        meanwhile."""
         if key not in self._episodes:
             raise CallRefused(409, OVER)
         task, episode = self._episodes[key]
@@ -154,13 +156,13 @@ class GatewayExecutor(Executor):
         return episode.answered(request, prompt_T, await answer)
 
     async def _run(self, task: AgentTask) -> None:
-        """An episode, from its beginning to its end."""
+        """Runs an episode from start to end."""
         prompt = task.prompt
         item = {
             "task": {"prompt": prompt.text, "answer": prompt.answer, "metadata": prompt.metadata},
             "episode_s": self._agent.episode_s, "base_url": self._base_url,
         }  # fmt: skip
-        for alone in (False, True):  # the worker may have died of another episode
+        for alone in (False, True):  # another episode may have killed the worker
             name = f"{task.group_id}/{task.index}/{task.attempt}/{alone}"
             episode = AgentEpisode(name=name, sampling=task.sampling, segment_tokens=self._config.segment_tokens)
             key = secrets.token_urlsafe(24)

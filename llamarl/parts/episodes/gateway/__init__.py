@@ -1,1 +1,2 @@
-"""Outside programs that ask the policy over OpenAI's protocol: sessions, and the endpoint that records them."""
+"""Access to the policy for external programs over OpenAI's protocol: the endpoint, and sessions that record the
+calls."""

@@ -1,4 +1,4 @@
-"""Worker process of agents: episodes side by side, a JSON line each, in and out. No torch."""
+"""Worker process of agents: concurrent episodes, one JSON line each, in and out. No torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Agent = Callable[[Task, str, str], Awaitable[Any]]
 
 
 def find_agent(name: str) -> Agent:
-    """Raises ConfigError."""
+    """Returns the agent. Raises ConfigError."""
     if ":" not in name:
         raise ConfigError(f"rollout.agent = {name!r} is not of the form `package.module:run`")
     agent = find(name, "", "rollout.agent", "")
@@ -42,7 +42,7 @@ async def _result(agent: Agent, item: dict[str, Any]) -> dict[str, Any]:
     try:
         async with limit:
             said = await agent(Task(**item["task"]), item["base_url"], item["api_key"])
-    except Exception as error:  # the agent: whatever it raises is its end
+    except Exception as error:  # an agent's exception ends its episode
         if limit.expired():
             return {"error": f"the agent took over {item['episode_s']:g} s (rollout.agent.episode_s)"}
         return {"error": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]}

@@ -1,4 +1,4 @@
-"""The endpoint over HTTP: starlette and uvicorn, which are imported here and only when it is opened."""
+"""The endpoint over HTTP. Imports starlette and uvicorn only when the server starts."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 MAX_BODY_BYTES, MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN = 1 << 24, 1 << 20, 6 * CHARS_PER_TOKEN
-"""A body has so many for each token of the context, which its JSON holds however it is written, within the first two;
-a larger one is refused before it is read."""
+"""Limit of a request body in bytes: the maximum, or the minimum plus a number per token of the context, which covers
+any JSON encoding. A larger body is refused before it is read."""
 GONE = 499
-"""Status of a call whose client has left; nobody reads it."""
+"""Status of a call whose client has disconnected."""
 BODY_S = 60
-"""Seconds for all of a body to arrive."""
+"""Maximum seconds to receive a body."""
 
 SessionOf = Callable[[str], tuple[Endpoint, Session]]
-"""Finds the endpoint and session of a key. Raises CallRefused."""
+"""Returns the endpoint and session of a key. Raises CallRefused."""
 
 
 def build_app(session_of: SessionOf, metrics: Callable[[], Mapping[str, float]] = dict) -> Starlette:
-    """
+    """Returns the application.
+
     Args:
-        metrics: what there is to count, by name.
+        metrics: returns counters by name.
     """
     from starlette.applications import Starlette
     from starlette.routing import Route
@@ -66,7 +67,7 @@ async def _handled(call: Callable[[Request], Awaitable[Any]], request: Request) 
 
 
 async def _answered(session_of: SessionOf, call: Callable[..., Any], request: Request) -> Any:
-    """A client that leaves ends its call."""
+    """Answers a call. A client that disconnects cancels it."""
     from starlette.responses import Response, StreamingResponse
 
     endpoint, session = session_of(_key(request))
@@ -95,7 +96,7 @@ async def _answered(session_of: SessionOf, call: Callable[..., Any], request: Re
 
 
 async def _left(request: Request) -> None:
-    """Comes back when the client has gone."""
+    """Returns when the client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -107,7 +108,7 @@ async def _models(session_of: SessionOf, request: Request) -> Any:
 
 
 async def _metrics(session_of: SessionOf, metrics: Callable[[], Mapping[str, float]], request: Request) -> Any:
-    """Metrics in the text format that Prometheus reads."""
+    """Returns metrics in Prometheus text format."""
     from starlette.responses import PlainTextResponse
 
     session_of(_key(request))
@@ -127,7 +128,7 @@ async def _unknown(known: str, request: Request, error: HTTPException) -> Respon
 
 
 async def _rest(event: bytes, events: asyncio.Queue[bytes], answer: asyncio.Task[Any]) -> AsyncIterator[bytes]:
-    """Events, from the first one on, as they come. A client that leaves ends its call."""
+    """Yields events from the first one on, as they arrive. A client that disconnects cancels the call."""
     try:
         while event:
             yield event
@@ -145,7 +146,7 @@ def _key(request: Request) -> str:
 
 
 async def _body(request: Request, endpoint: Endpoint) -> dict[str, Any]:
-    """Raises CallRefused."""
+    """Returns the parsed body. Raises CallRefused."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise CallRefused(415, f"Content-Type = {kind!r:.100}; it must be application/json")

@@ -1,4 +1,4 @@
-"""`Endpoint`: answers OpenAI's calls by whoever generates, and records them in their session. No HTTP, no torch.
+"""`Endpoint`: answers OpenAI calls with a generation function, and records them in their session. No HTTP, no torch.
 
 Shape suffix: T tokens of one sequence.
 """
@@ -23,53 +23,54 @@ from llamarl.types import FinishReason, Rollout, SamplingParams
 
 More = Callable[[Rollout], None]
 Generate = Callable[[np.ndarray, SamplingParams, More | None], Awaitable[Rollout]]
-"""Samples after a prompt; what it answers holds the sampled tokens alone. It may tell what there is until then."""
+"""Samples after a prompt. Returns a rollout with only the sampled tokens. May report partial rollouts."""
 Tell = Callable[[bytes], None]
-"""Takes server-sent events."""
+"""Receives server-sent events."""
 
 
 CHARS_PER_TOKEN = 32
-"""Most characters per token that are worth encoding; few vocabularies have longer tokens, and none a text of them."""
+"""Maximum characters per token of a text that is encoded. Few vocabularies have longer tokens."""
 
 
 Score = Callable[[np.ndarray, int, float], Awaitable[protocol.Scores]]
-"""Scores a sequence: its tokens, how many likeliest tokens are wanted at each place, and the temperature."""
+"""Scores a sequence, given its tokens, the number of most likely tokens at each position, and the temperature."""
 _Asked = tuple[protocol.ModelCall, list[np.ndarray], Callable[[int, Rollout], Json], bool]
-"""A call, its prompts, the choice that a rollout of a prompt is, by the prompt's number, and whether that may turn out
-to be something else at the end."""
+"""A call, its prompts, a function from a prompt's number and rollout to a choice, and whether the choice may change
+until the end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """Answers of one model to calls over OpenAI's protocol, for one session of a run or for anybody."""
+    """Answers calls to one model over OpenAI's protocol, for one session of a run or for any client."""
 
     tokenizer: Tokenizer
     model: str
-    """Name that calls have for the model."""
+    """Model name in calls."""
     generate: Generate
     context: int
-    """Tokens that a prompt and its answer have at most."""
+    """Maximum tokens of a prompt and its answer."""
     sampling: SamplingParams
-    """Sampling where a call does not say otherwise; its `max_new_tokens` bounds all calls of a session together."""
+    """Default sampling parameters. `max_new_tokens` limits all calls of a session together."""
     score: Score | None = None
-    """Scores given tokens; None means that only sampled tokens have log-probabilities."""
+    """Scores given tokens. None means that only sampled tokens have log-probabilities."""
     is_fixed: bool = False
-    """Calls may not sample in another way: what they would teach would not be the policy's."""
+    """Calls may not change sampling parameters, because their tokens are trained on."""
 
     async def chat(self, session: Session, body: Json, tell: Tell | None = None) -> Json:
-        """Answers a chat call; with `tell`, which is called in any thread, as events too. Raises CallRefused."""
+        """Answers a chat call, also as events if `tell` is given, which is called in any thread. Raises CallRefused."""
         return await self._answered(self._read_chat, session, body, tell)
 
     async def complete(self, session: Session, body: Json, tell: Tell | None = None) -> Json:
-        """Answers a text completion; with `tell`, which is called in any thread, as events too. Raises CallRefused."""
+        """Answers a text completion, also as events if `tell` is given, which is called in any thread. Raises
+        CallRefused."""
         return await self._answered(self._read_text, session, body, tell)
 
     def models(self) -> Json:
-        """List of models, which has this one alone."""
+        """Returns the list of models, which contains only this one."""
         return {"object": "list", "data": [{"id": self.model, "object": "model", "created": 0, "owned_by": "llamarl"}]}
 
     def check_model(self, name: str) -> None:
-        """Raises CallRefused: it is another one. No name is none."""
+        """Raises CallRefused if a call names another model. An empty name is accepted."""
         if name not in ("", self.model):
             said = f"there is no model {name!r:.100}; this is {self.model!r}"
             raise CallRefused(404, said, param="model", code="model_not_found")
@@ -77,7 +78,7 @@ class Endpoint:
     async def _answered(
         self, read: Callable[[Session, Json], _Asked], session: Session, body: Json, tell: Tell | None
     ) -> Json:
-        """Answer to a call; slow work is done in threads, so that others are answered meanwhile."""
+        """Answers a call. Slow work runs in threads, so that other calls are answered meanwhile."""
         try:
             call, prompts, choice_of, waits = await asyncio.to_thread(read, session, body)
             kind = "chat.completion" if isinstance(call, protocol.ChatCall) else "text_completion"
@@ -135,7 +136,7 @@ class Endpoint:
         return call, prompts, choice, False
 
     def _chat_prompt(self, session: Session, messages: list[Json], tools: list[Json]) -> np.ndarray:
-        """The longest part that this session has, as the tokens that it was; the rest as the template writes it."""
+        """Returns the prompt: recorded tokens for the longest known part, the rest as the template writes it."""
         known = protocol.conversations(messages[:-1], tools) if session.num_calls else []
         try:
             for count in range(len(known), 0, -1):
@@ -146,7 +147,7 @@ class Endpoint:
             self._check_length(text)
             return self.tokenizer.encode_prompts([text], is_chat=True)[0]
         except ConfigError as error:
-            said = str(error).replace(str(self.tokenizer.folder), self.model)  # which may be a folder for a while
+            said = str(error).replace(str(self.tokenizer.folder), self.model)  # may be a temporary folder
             raise CallRefused(400, said, param="messages") from None
 
     def _text_prompt(self, session: Session, prompt: str | list[int]) -> np.ndarray:
@@ -158,12 +159,12 @@ class Endpoint:
         return np.concatenate([written.token_ids_T, self._encoded(prompt.removeprefix(known))])
 
     def _encoded(self, text: str, **options: bool) -> np.ndarray:
-        """Tokens of a text, int32 [T]."""
+        """Returns the tokens of a text, int32 [T]."""
         self._check_length(text)
         return self.tokenizer.encode(text, **options)
 
     def _check_length(self, text: str) -> None:
-        """Refuses at once what cannot fit, as encoding it would take long."""
+        """Refuses texts that cannot fit before encoding them, which would take long."""
         if len(text) > CHARS_PER_TOKEN * self.context:
             raise protocol.OutOfTokens(f"{len(text):,} characters are too many for a context of {self.context} tokens")
 
@@ -191,7 +192,7 @@ class Endpoint:
     async def _sampled(
         self, session: Session, prompt_T: np.ndarray, sampling: SamplingParams, more: More | None
     ) -> Rollout:
-        if not sampling.max_new_tokens:  # the prompt alone is to come back
+        if not sampling.max_new_tokens:  # only the prompt is returned
             return Rollout.empty(0, 0, FinishReason.LENGTH)
         rollout = await self.generate(prompt_T, sampling, more)
         if rollout.finish_reason is FinishReason.FAILED:
@@ -202,8 +203,8 @@ class Endpoint:
     async def _scores(
         self, call: protocol.ModelCall, prompts: list[np.ndarray], rollouts: list[Rollout]
     ) -> list[protocol.Scores]:
-        """Scores of each prompt with its answer, where a call asks for more than sampled tokens have. Raises
-        CallRefused."""
+        """Returns scores of each prompt with its answer, if a call asks for more than the log-probabilities of sampled
+        tokens. Raises CallRefused."""
         if self.score is None or not isinstance(call, protocol.CompletionCall) or call.logprobs is None:
             return []
         if not call.logprobs and not call.echo:
@@ -218,7 +219,7 @@ class Endpoint:
     def _sampling(
         self, session: Session, call: protocol.ModelCall, num_prompt: int, num_prompts: int
     ) -> list[SamplingParams]:
-        """Sampling of each choice of a prompt, one of several. Raises CallRefused."""
+        """Returns the sampling parameters of each choice of one prompt. Raises CallRefused."""
         ours, drawn = self.sampling, call.drawn_by
         for name, value in drawn.items() if self.is_fixed else ():
             if name == "seed" or value != getattr(ours, name):
@@ -244,13 +245,14 @@ class Endpoint:
         return Written(ids_T, bool(rollout.num_tokens) and int(ids_T[-1]) in self.tokenizer.eos_token_ids)
 
     def _cut(self, text: str, call: protocol.ModelCall) -> str:
-        """The text up to the stop string that ended it, or with it if the call asks for that."""
+        """Returns the text up to the stop string that ended it, or including it if the call asks for that."""
         if call.include_stop_str_in_output:
             return text
         return text[: min((text.find(one) for one in call.stop if one in text), default=len(text))]
 
     def _message(self, rollout: Rollout, call: protocol.ModelCall, tools: list[Json]) -> tuple[Json, str]:
-        """Message of the assistant, and why it stopped. A malformed tool call is text, for the agent to answer."""
+        """Returns the assistant's message and the finish reason. A malformed tool call becomes text, which the agent
+        can handle."""
         text, reason = self._cut(self.tokenizer.decode(rollout.token_ids_T), call), rollout.finish_reason.value
         written_in = self.tokenizer.tool_format
         if tools and written_in and reason == "stop":
@@ -271,7 +273,7 @@ class Endpoint:
 
 
 async def _together(calls: Iterable[Coroutine[None, None, Rollout]]) -> list[Rollout]:
-    """The first that fails ends the others."""
+    """Runs the calls concurrently. The first failure cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call) for call in calls]

@@ -1,6 +1,6 @@
-"""`AgentEpisode`: the requests that an agent's calls become, and what it was worth.
+"""`AgentEpisode`: maps an agent's calls to requests, and the agent's result to a reward.
 
-A call goes on with what its sequence has computed: it is the next turn of the rollout whose id that sequence has.
+A call continues the KV cache of its sequence: it is the next turn of the rollout with the sequence's id.
 
 Shape suffix: T tokens of one sequence.
 """
@@ -23,19 +23,19 @@ from llamarl.types import FinishReason, GenerationRequest, Outcome, RewardResult
 @dataclass(kw_only=True, slots=True)
 class AgentEpisode:
     name: str
-    """Decides the noise, and the ids of its requests; no two of a run have the same."""
+    """Determines the sampling noise and the request ids. Unique within a run."""
     sampling: SamplingParams
     segment_tokens: int
     session: Session = field(default_factory=Session)
     asked: list[int] = field(default_factory=list)
-    """Ids of its requests."""
+    """Ids of the requests."""
     reason: FinishReason = FinishReason.STOP
-    """Reason why the last answer ended."""
+    """Finish reason of the last answer."""
     _sequences: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict)
-    """Id and first prompt of the requests of each sequence of the session."""
+    """Request id and first prompt of each sequence of the session."""
 
     def request(self, prompt_T: np.ndarray, sampling: SamplingParams, busy: Container[int]) -> GenerationRequest:
-        """Request for generators that a call comes to. `busy`: ids of requests under way. Raises CallRefused."""
+        """Returns the generation request of a call. `busy`: ids of unfinished requests. Raises CallRefused."""
         number, before = self.session.fitting(prompt_T)
         request_id, first_T = self._sequences.get(number, (0, prompt_T))
         if not request_id or request_id in busy:
@@ -54,7 +54,7 @@ class AgentEpisode:
         )  # fmt: skip
 
     def answered(self, request: GenerationRequest, prompt_T: np.ndarray, rollout: Rollout) -> Rollout:
-        """Tokens that were sampled for this call, without those before. Raises CallRefused."""
+        """Returns the tokens that were sampled for this call, without earlier ones. Raises CallRefused."""
         before = request.starts()[0].num_tokens
         if rollout.num_tokens <= before:
             raise CallRefused(400, rollout.error) if rollout.error else OutOfTokens("the context is full")
@@ -67,8 +67,8 @@ class AgentEpisode:
         return replace(rollout, columns=columns, prompt_routes=prompt_routes)
 
     def result(self, said: dict[str, Any]) -> RewardResult | None:
-        """Reward in what the agent's worker said; None: the reward of the run judges, also what an agent left when it
-        gave up because the policy had no tokens left: that was the policy's doing."""
+        """Returns the reward in the agent worker's result. None means that the run's reward scores the episode, also if
+        the agent gave up because the policy had no tokens left."""
         if "error" in said and not (self.session.is_full and self.session.num_calls):
             return invalid(said["error"])
         if not self.session.num_calls:

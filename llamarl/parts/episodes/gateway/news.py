@@ -8,14 +8,14 @@ from llamarl.types import GenerationRequest, Prompt, RewardResult, Rollout, Samp
 
 
 class AgentTask(NamedTuple):
-    """An episode that an agent is to begin."""
+    """An episode for an agent to start."""
 
     group_id: int
     index: int
     prompt: Prompt
     sampling: SamplingParams
     attempt: int
-    """Number of earlier beginnings of this episode, by gateways that died."""
+    """Number of earlier starts of this episode, on gateways that died."""
 
 
 class AgentCall(NamedTuple):
@@ -24,19 +24,19 @@ class AgentCall(NamedTuple):
     group_id: int
     index: int
     request: GenerationRequest
-    """Request under a group id of its own; each sequence of an episode has one."""
+    """Request with a separate group id for each sequence of an episode."""
 
 
 class AgentEnd(NamedTuple):
-    """An episode is over."""
+    """An ended episode."""
 
     rollout: Rollout
     result: RewardResult | None
-    """Reward of the episode, or why it is INVALID; None: `[reward]` judges it."""
+    """Reward of the episode, or why it is INVALID. None means that `[reward]` scores it."""
 
 
 class AgentNews(NamedTuple):
-    """Calls that agents have made, and episodes that have ended, since the last news."""
+    """Calls of agents and ended episodes since the last news."""
 
     calls: list[AgentCall]
     ends: list[AgentEnd]

@@ -1,7 +1,7 @@
-"""OpenAI's bodies: what a call asks for, checked; and what it is answered. No HTTP, no torch.
+"""OpenAI's request bodies, checked, and response bodies. No HTTP, no torch.
 
-What would change an answer and is not there is refused, by name. Log-probabilities are those of the distribution that
-was sampled.
+Unsupported options that would change an answer are refused by name. Log-probabilities are those of the sampling
+distribution.
 
 Shape suffix: T tokens of one sequence.
 """
@@ -26,7 +26,7 @@ from llamarl.types import Rollout
 
 MAX_MESSAGES, MAX_TOOLS, MAX_CHOICES, MAX_PROMPTS, MAX_TOP = 2048, 1024, 128, 1024, 20
 _UNREAD = frozenset(("user", "metadata", "safety_identifier", "prompt_cache_key"))
-"""Options of calls that change no answer."""
+"""Options that do not change an answer."""
 _CHANGES_NOTHING: dict[str, Any] = {
     "add_generation_prompt": True, "best_of": 1, "chat_template_kwargs": {}, "continue_final_message": False,
     "echo": False, "frequency_penalty": 0, "ignore_eos": False, "logit_bias": {}, "min_tokens": 0,
@@ -34,7 +34,7 @@ _CHANGES_NOTHING: dict[str, Any] = {
     "response_format": {"type": "text"}, "service_tier": "auto", "skip_special_tokens": True, "stop_token_ids": [],
     "store": False, "suffix": "", "top_logprobs": 0,
 }  # fmt: skip
-"""Options that are not there, with the value that asks for nothing."""
+"""Unsupported options, with the value that disables them."""
 _SAID = reprlib.Repr()
 _SAID.maxstring = _SAID.maxother = 100
 INVALID = "invalid_request_error"
@@ -45,7 +45,7 @@ TOO_LONG = "context_length_exceeded"
 
 
 class CallRefused(Exception):
-    """A call that is not answered, as OpenAI's clients read it."""
+    """A refused call, in the form that OpenAI's clients expect."""
 
     def __init__(self, status: int, message: str, kind: str = INVALID, *, param: str = "", code: str = "") -> None:
         super().__init__(message)
@@ -59,26 +59,26 @@ class CallRefused(Exception):
 
 
 class OutOfTokens(CallRefused):
-    """There is no room for an answer; the code is the one by which OpenAI's clients know that."""
+    """There are no tokens left for an answer. OpenAI's clients know the error code."""
 
     def __init__(self, message: str) -> None:
         super().__init__(400, message, code=TOO_LONG)
 
 
 class _Body(BaseModel):
-    """Nothing in it is ignored, and nothing taken for what it is not."""
+    """A request body. Unknown fields and wrong types are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @validator(mode="before")
     @classmethod
     def _said(cls, said: Any) -> Any:
-        """Options that are None are as if they were not there."""
+        """Removes options that are None."""
         return {name: value for name, value in said.items() if value is not None} if isinstance(said, dict) else said
 
     @property
     def plain(self) -> Json:
-        """The message as chat templates read it: a dict without absent fields."""
+        """Returns the message for a chat template: a dict without absent fields."""
         return self.model_dump(exclude_none=True)
 
 
@@ -95,7 +95,7 @@ class StreamOptions(_Body):
 
 
 class ModelCall(_Body):
-    """Fields that chat calls and text completions share."""
+    """Fields of both chat calls and text completions."""
 
     model: str = ""
     max_tokens: int | None = Field(None, ge=1)
@@ -114,23 +114,23 @@ class ModelCall(_Body):
 
     @property
     def limit(self) -> int | None:
-        """Tokens that the call asks for at most."""
+        """Maximum tokens of the answer."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def wants_logprobs(self) -> bool:
-        """Log-probabilities belong in the answer."""
+        """Whether the answer includes log-probabilities."""
         raise NotImplementedError
 
     @property
     def drawn_by(self) -> dict[str, Any]:
-        """Values that the call gives for how tokens are drawn, by name."""
+        """Sampling parameters of the call, by name."""
         names = ("temperature", "top_p", "top_k", "min_p", "seed")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 def _text(content: Any) -> Any:
-    """Text of a message's content, whose parts are joined."""
+    """Returns the text of a message's content. Joins its parts."""
     if not isinstance(content, list):
         return content
     texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
@@ -186,7 +186,7 @@ class ChatCall(ModelCall):
     tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
     tool_choice: Literal["auto", "none"] = "auto"
     logprobs: bool = False
-    """Log-probabilities of the sampled tokens are wanted; there are none of others."""
+    """Requests log-probabilities of the sampled tokens. Prompt tokens have none."""
 
     @property
     def wants_logprobs(self) -> bool:
@@ -194,18 +194,18 @@ class ChatCall(ModelCall):
 
     @property
     def conversation(self) -> tuple[list[Json], list[Json]]:
-        """Messages and tools as a chat template reads them: text, and calls whose arguments are objects."""
+        """Returns messages and tools for a chat template: text, and calls whose arguments are objects."""
         tools = [] if self.tool_choice == "none" else self.tools
         return [one.plain for one in self.messages], [one.plain for one in tools]
 
 
 def _asked(logprobs: Any) -> Any:
-    """True and False are 0 and nothing."""
+    """Converts True and False to 0 and None."""
     return {True: 0, False: None}[logprobs] if isinstance(logprobs, bool) else logprobs
 
 
 _HIDDEN = "", " ", "  "
-"""Tags that no place shows."""
+"""Union tags that error paths do not show."""
 
 
 _Token = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -216,7 +216,7 @@ _Prompts = Annotated[list[_Prompt], Field(max_length=MAX_PROMPTS, fail_fast=True
 
 
 def _which(prompt: Any) -> str:
-    """The tag of a prompt: a text, token ids, or several of them."""
+    """Returns the union tag of a prompt: a text, token ids, or a list of them."""
     if not isinstance(prompt, list):
         return _HIDDEN[0]
     return _HIDDEN[2 if prompt and isinstance(prompt[0], str | list) else 1]
@@ -226,17 +226,17 @@ class CompletionCall(ModelCall):
     """`/v1/completions`."""
 
     prompt: Annotated[_Text | _Tokens | _Prompts, Discriminator(_which)]
-    """A text, its token ids, or several of them, each with `n` answers."""
+    """A text, token ids, or a list of them. Each prompt gets `n` answers."""
     max_tokens: int | None = Field(None, ge=0)
-    """0 samples nothing, and is for `echo`."""
+    """Maximum tokens. 0 samples nothing, for use with `echo`."""
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP), BeforeValidator(_asked)] = None
-    """Log-probabilities are wanted, with those of so many likeliest tokens at each place."""
+    """Requests log-probabilities, and those of this many most likely tokens at each position."""
     echo: bool = False
-    """The answer begins with the prompt."""
+    """Includes the prompt in the answer."""
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, one at least."""
+        """Returns the prompts, at least one."""
         given: Any = self.prompt
         return given if _which(given) == _HIDDEN[2] else [given]
 
@@ -249,7 +249,7 @@ class CompletionCall(ModelCall):
         return self.logprobs is not None
 
     def check(self, *, has_scores: bool) -> None:
-        """Raises CallRefused: options do not fit together, or ask for scores where an endpoint has none."""
+        """Raises CallRefused if options contradict each other, or need scores that the endpoint does not provide."""
         if self.limit == 0 and not self.echo:
             raise CallRefused(400, "max_tokens = 0 is for echo = true; ask for 1 at least", param="max_tokens")
         if self.stream and self.echo:
@@ -269,7 +269,7 @@ C = TypeVar("C", bound=ModelCall)
 
 
 def parsed(data: bytes | bytearray) -> Json:
-    """A body. Raises CallRefused."""
+    """Returns a parsed body. Raises CallRefused."""
     try:
         body = from_json(data, allow_inf_nan=False)
     except ValueError as error:
@@ -280,7 +280,7 @@ def parsed(data: bytes | bytearray) -> Json:
 
 
 def read(kind: type[C], body: Json) -> C:
-    """Raises CallRefused."""
+    """Validates a body. Raises CallRefused."""
     said = {name: value for name, value in body.items() if name not in _UNREAD and value != _CHANGES_NOTHING.get(name)}
     try:
         call = kind.model_validate(said)
@@ -296,8 +296,8 @@ def read(kind: type[C], body: Json) -> C:
 
 
 def conversations(messages: Sequence[Json], tools: Sequence[Json]) -> list[bytes]:
-    """A digest of each beginning of a conversation, equal for those that mean the same, however a client writes them.
-    As of `ChatCall.conversation`."""
+    """Returns a digest of each prefix of a conversation, independent of how a client formats it. Takes the result of
+    `ChatCall.conversation`."""
     digest, found = xxhash.xxh3_128(json.dumps(tools, sort_keys=True).encode()), list[bytes]()
     for one in messages:
         called = [[call["function"]["name"], call["function"]["arguments"]] for call in one.get("tool_calls", ())]
@@ -307,7 +307,7 @@ def conversations(messages: Sequence[Json], tools: Sequence[Json]) -> list[bytes
 
 
 def head(kind: str, model: str) -> Json:
-    """Fields that each answer, and each event of it, begins with. `kind`: `chat.completion` or `text_completion`."""
+    """Returns the first fields of each answer and event. `kind`: `chat.completion` or `text_completion`."""
     name = "chatcmpl" if kind.startswith("chat") else "cmpl"
     return {"id": f"{name}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
@@ -315,7 +315,7 @@ def head(kind: str, model: str) -> Json:
 def answer(
     begun: Json, choices: Sequence[Json], prompts: Sequence[np.ndarray], rollouts: Sequence[Rollout], *, has_ids: bool
 ) -> Json:
-    """The whole answer, which began with `begun`. Each prompt has as many choices, one after another."""
+    """Returns the whole answer, which begins with `begun`. The choices of each prompt are consecutive."""
     num_prompt, num = sum(map(len, prompts)), sum(rollout.num_tokens for rollout in rollouts)
     usage = {"prompt_tokens": num_prompt, "completion_tokens": num, "total_tokens": num_prompt + num}
     found, each = [{"index": number, **choice} for number, choice in enumerate(choices)], len(choices) // len(prompts)
@@ -327,7 +327,8 @@ def answer(
 
 
 def logprobs(tokenizer: Tokenizer, rollout: Rollout, *, is_chat: bool, start: int = 0, offset: int = 0) -> Json:
-    """Log-probabilities of tokens from `start` on, in OpenAI's shape; the first one's text is at character `offset`."""
+    """Returns log-probabilities of tokens from `start` on, in OpenAI's format. The text of the first is at character
+    `offset`."""
     ids, logprobs = rollout.token_ids_T[start:].tolist(), rollout.behavior_logprobs_T[start:].tolist()
     texts = [tokenizer.decode([token], skip_special=False) for token in ids]
     if is_chat:
@@ -341,7 +342,8 @@ def logprobs(tokenizer: Tokenizer, rollout: Rollout, *, is_chat: bool, start: in
 
 
 class Scores(NamedTuple):
-    """Log-probabilities of the tokens of a sequence after the first, and of the likeliest tokens at their places."""
+    """Log-probabilities of the tokens of a sequence after the first, and of the most likely tokens at their
+    positions."""
 
     logprobs_T: np.ndarray
     """float32 [T - 1]."""
@@ -354,8 +356,8 @@ class Scores(NamedTuple):
 def text_logprobs(
     tokenizer: Tokenizer, prompt_T: np.ndarray, rollout: Rollout, scores: Scores, *, echo: bool, has_top: bool
 ) -> Json:
-    """Log-probabilities of a text completion in OpenAI's shape, behind those of its prompt with `echo`. Sampled tokens
-    have those under the distribution that they were sampled from."""
+    """Returns log-probabilities of a text completion in OpenAI's format, with `echo` preceded by those of its prompt.
+    Sampled tokens have their log-probability under the sampling distribution."""
     first = 0 if echo else len(prompt_T)
     ids = np.concatenate([prompt_T, rollout.token_ids_T])[first:].tolist()
     own: list[float | None] = [None, *scores.logprobs_T[: len(prompt_T) - 1].tolist()][first:]
@@ -370,7 +372,7 @@ def text_logprobs(
         likeliest, values = scores.top_ids_T_K[place].tolist(), scores.top_logprobs_T_K[place].tolist()
         for other, name, value in zip(likeliest, _texts(tokenizer, likeliest), values, strict=True):
             found.setdefault(_key(other, name), (other, value))
-        if found.get(key := _key(token, text), (token,))[0] == token:  # as it was sampled
+        if found.get(key := _key(token, text), (token,))[0] == token:  # the sampled value has priority
             found[key] = token, logprob
         tops.append({name: value for name, (_, value) in found.items()})
     starts = np.cumsum([0, *map(len, texts)])[:-1]
@@ -381,7 +383,7 @@ def text_logprobs(
 
 
 def _key(token_id: int, text: str) -> str:
-    """Name of a token among others at its place: its text, or its id where it is part of a character only."""
+    """Returns a key for a token among others at its position: its text, or its id if it is a part of a character."""
     return f"token_id:{token_id}" if "\ufffd" in text else text
 
 

@@ -1,11 +1,11 @@
-"""`Session`: what one agent asked for and was given, as the token sequences that are learnt from. No HTTP.
+"""`Session`: the calls of one agent as token sequences for training. No HTTP.
 
-A session is an episode. Agents send whole histories, forget parts of them, retry, go back: so a call goes on with a
-sequence if that is an exact token prefix of its prompt, and begins another one otherwise. Whatever is asked for, each
-sampled token is in exactly one sequence as sampled, after the tokens that it was sampled after; wherever else it stands
-it is observed, and nobody learns from it there.
+A session is an episode. Agents send full histories, drop parts of them, retry, and go back. A call continues a sequence
+that is an exact token prefix of its prompt, and otherwise starts a new sequence. Each sampled token is in exactly one
+sequence as a sampled token, after the tokens that it was sampled after. In other sequences it counts as observed and is
+excluded from the loss.
 
-What was sampled is never encoded again: a session remembers which tokens its texts were.
+Sampled tokens are never encoded again: a session remembers the tokens of its texts.
 
 Shape suffix: T tokens of one sequence.
 """
@@ -23,30 +23,37 @@ _NOTHING: Columns = Rollout.empty(0, 0).columns
 
 
 class Written(NamedTuple):
-    """A prompt and what was sampled after it."""
+    """A prompt and the tokens that were sampled after it."""
 
     token_ids_T: np.ndarray
-    """Prompt and answer as tokens, int32 [T]."""
+    """Tokens of prompt and answer, int32 [T]."""
     has_stop_token: bool
-    """The last one is a stop token, which the text does not show."""
+    """The last token is a stop token, which is not in the text."""
 
 
 @dataclass(slots=True)
 class Session:
-    """Calls of one episode, as the token sequences that they make."""
+    """Calls of one episode, as token sequences.
+
+    Example::
+
+        number, prompt = session.fitting(prompt_T)
+        session.record(prompt_T, sampled)
+        columns = session.columns()
+    """
 
     num_calls: int = 0
-    """Calls that were answered."""
+    """Number of answered calls."""
     num_sampled: int = 0
-    """Tokens that were sampled, in all calls."""
+    """Number of sampled tokens over all calls."""
     is_full: bool = False
-    """A call was refused, as there was no room for an answer."""
+    """A call was refused because there were no tokens left for an answer."""
     _sequences: list[Columns] = field(default_factory=list)
     _written: dict[str | bytes, Written] = field(default_factory=dict)
-    """Sequences that were written before, by their texts, or by the digests of conversations."""
+    """Earlier sequences by text, or by digest of the conversation."""
 
     def fitting(self, prompt_T: np.ndarray) -> tuple[int, Columns]:
-        """The number of the longest sequence that `prompt_T` begins with, or of one that is to begin, and the prompt as
+        """Returns the number of the longest sequence that is a prefix of `prompt_T`, or of a new one, and the prompt as
         its columns."""
         found = [number for number, one in enumerate(self._sequences) if _begins_with(prompt_T, one["token_ids"])]
         number = max(found, key=lambda one: len(self._sequences[one]["token_ids"]), default=len(self._sequences))
@@ -54,23 +61,23 @@ class Session:
         return number, observed(before, prompt_T[len(before["token_ids"]) :])
 
     def record(self, prompt_T: np.ndarray, sampled: Columns, prompt_routes: np.ndarray | None = None) -> int:
-        """A call was answered. The number of its sequence.
+        """Records an answered call. Returns the number of its sequence.
 
         Args:
-            prompt_routes: experts of the prompt's tokens but the last; for those of which nothing is known.
+            prompt_routes: experts of the prompt's tokens except the last, used for tokens without recorded experts.
         """
         self.num_calls += 1
         self.num_sampled += len(sampled["token_ids"])
         number, before = self.fitting(prompt_T)
         packed = packed_columns([before, sampled])
-        if prompt_routes is not None and "routes" in packed:  # a row is of the token before it
+        if prompt_routes is not None and "routes" in packed:  # a row belongs to the token before it
             known = packed["routes"][1 : len(prompt_T)]
             np.copyto(known, prompt_routes, where=known == np.iinfo(known.dtype).max)
         self._sequences[number:] = [packed, *self._sequences[number + 1 :]]
         return number
 
     def columns(self) -> Columns:
-        """All sequences, end to end, each from its first token on; the column `sequence` numbers them."""
+        """Returns all sequences, end to end. The column `sequence` numbers them."""
         if not self._sequences:
             return _NOTHING
         numbered = (
@@ -80,16 +87,16 @@ class Session:
         return packed_columns(list(numbered))
 
     def remember(self, text: str | bytes, written: Written) -> None:
-        """These tokens are what is meant by `text`, or the conversation of this digest, from now on."""
+        """Remembers the tokens of a text, or of the conversation with this digest."""
         self._written[text] = written
 
     def recall(self, text: str | bytes) -> Written | None:
-        """Tokens of a text that this session has; None: it does not have it."""
+        """Returns the tokens of a text. None means unknown."""
         return self._written.get(text)
 
     def longest(self, text: str) -> tuple[str, Written | None]:
-        """The longest text that this session has and `text` begins with."""
-        texts = (one for one in list(self._written) if isinstance(one, str))  # other calls may add some meanwhile
+        """Returns the longest known text that is a prefix of `text`, and its tokens."""
+        texts = (one for one in list(self._written) if isinstance(one, str))  # a copy: other calls add entries
         found = max(filter(text.startswith, texts), key=len, default="")
         return found, self._written.get(found)
 

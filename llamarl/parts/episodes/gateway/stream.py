@@ -1,7 +1,7 @@
 """`ChatStream`: an answer as server-sent events while it is sampled. No HTTP, no torch.
 
-Token ids and log-probabilities go out with every token. Text waits until it is whole characters and cannot be the
-beginning of a stop string, which is not shown; where tools may be called, it waits for the end.
+Token ids and log-probabilities are sent with every token. Text is sent when its characters are complete and it cannot
+be the beginning of a stop string, which is not shown. If tools may be called, text is sent at the end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llamarl.parts.episodes.gateway.protocol import Json
 from llamarl.types import Rollout
 
 CUT = "\ufffd"
-"""Stands for bytes that are no character yet."""
+"""Decoded form of an incomplete character."""
 
 
 class ChatStream:
@@ -29,28 +29,28 @@ class ChatStream:
     ) -> None:  # fmt: skip
         """
         Args:
-            tell: takes events.
-            head: the answer without choices and usage, before anything is sampled.
-            index: of this choice.
+            tell: receives events.
+            head: the answer without choices and usage.
+            index: index of this choice.
             prompt_T: tokens of its prompt.
-            waits: text may turn out to be something else at the end.
+            waits: the text may change until the end, so it is sent at the end.
         """
         self._tell, self._tokenizer, self._call, self._waits = tell, tokenizer, call, waits
         self._choice: Json = {"index": index, "finish_reason": None, "logprobs": None}
         self._is_chat = isinstance(call, protocol.ChatCall)
         head = head | ({"prompt_token_ids": prompt_T.tolist()} if call.return_token_ids else {})
         self._head = head | {"object": "chat.completion.chunk" if self._is_chat else head["object"]}
-        self._told = self._offset = 0  # tokens, and characters of these
-        self._window = self._read = 0  # text is decoded from the first one on, and known up to the second
-        self._text, self._shown = "", 0  # not shown yet, and the number of characters that are
+        self._told = self._offset = 0  # sent tokens, and their characters
+        self._window = self._read = 0  # text is decoded from the first token on, and complete up to the second
+        self._text, self._shown = "", 0  # unsent text, and the number of sent characters
 
     def more(self, rollout: Rollout) -> None:
-        """Tells the text and tokens of a growing rollout that have not been told."""
+        """Sends new text and tokens of a growing rollout."""
         if rollout.num_tokens > self._told:
             self._piece({"text": self._new_text(rollout)}, rollout)
 
     def end(self, choice: Json, rollout: Rollout) -> None:
-        """The whole of it: what is missing, and its end."""
+        """Sends the rest of the choice and its end."""
         message = choice.get("message", choice)
         rest: Json = {"text": (message.get("text") or message.get("content") or "")[self._shown :]}
         if calls := message.get("tool_calls"):
@@ -61,7 +61,7 @@ class ChatStream:
         self._event([self._choice | {"finish_reason": choice["finish_reason"]} | end])
 
     def close(self, usage: Json) -> None:
-        """All choices have ended."""
+        """Sends the end of the stream after all choices have ended."""
         if self._call.stream_options and self._call.stream_options.include_usage:
             self._event([], usage=usage)
         self._tell(b"data: [DONE]\n\n")
@@ -89,7 +89,7 @@ class ChatStream:
         self._tell(b"data: " + json.dumps(self._head | {"choices": choices} | more).encode() + b"\n\n")
 
     def _new_text(self, rollout: Rollout) -> str:
-        """Text that has come since the last time and can be shown."""
+        """Returns new text that can be sent."""
         ids = rollout.token_ids_T[self._window :].tolist()
         before, text = (self._tokenizer.decode(part) for part in (ids[: self._read - self._window], ids))
         if not text.endswith(CUT):
@@ -101,7 +101,7 @@ class ChatStream:
         return shown
 
     def _may_be_stop(self) -> int:
-        """Characters at the end of the text with which a stop string may have begun."""
+        """Returns the number of characters at the end of the text that may be the beginning of a stop string."""
         strings = () if self._call.include_stop_str_in_output else self._call.stop
         begun = (length for one in strings for length in range(1, len(one)) if self._text.endswith(one[:length]))
         return max(begun, default=0)

@@ -1,4 +1,4 @@
-"""`AgentWorkers`: agents in processes that can be killed, many of them side by side in each."""
+"""`AgentWorkers`: processes of agents, which can be killed. Each process runs many agents concurrently."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from llamarl.child import Child
 from llamarl.config.roles import AgentConfig
 
 GRACE_S = 10.0
-"""Seconds that an agent past its deadline has before its process is killed."""
+"""Seconds that an agent may exceed its deadline before its process is killed."""
 MAX_LINE_BYTES = 1 << 28
 
 
 class AgentWorkers:
-    """Gives each episode to the worker that has the fewest."""
+    """Assigns each episode to the worker with the fewest episodes."""
 
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
         self._workers = [_AgentProcess(config) for _ in range(config.workers)]
 
     async def run(self, item: dict[str, Any], *, alone: bool) -> dict[str, Any]:
-        """Answer of an agent, in the form that `_worker` gives it. `alone`: in a process of its own. Raises EOFError:
-        the process died, of this episode or of another one in it."""
+        """Returns an agent's result in the form of `_worker`. `alone`: runs it in a separate process. Raises EOFError
+        if the process died, because of this episode or another one in it."""
         if not alone:
             return await min(self._workers, key=lambda one: len(one.waiting)).ask(item)
         worker = _AgentProcess(self._config)
@@ -41,7 +41,7 @@ class AgentWorkers:
 
 
 class _AgentProcess:
-    """One process, started when it is first asked, and again when it has died."""
+    """One process, started on demand and restarted after a crash."""
 
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
@@ -84,11 +84,11 @@ class _AgentProcess:
             self.kill()
 
     def kill(self) -> None:
-        """Kills the worker with all that its agents have started; the next episode gets another process."""
+        """Kills the worker and all processes that its agents started. The next episode gets a new process."""
         process, self._process = self._process, None
         if process is None:
             return
-        if self._writer is not None:  # else the connection was given up while it was opened
+        if self._writer is not None:  # None if the connection was canceled while it was opened
             self._writer.transport.abort()
         process.end()
         for answer in self.waiting.values():

@@ -1,1 +1,1 @@
-"""Members of the family of rewards that need the judge of programs."""
+"""Rewards that need the judge of programs."""

@@ -1,4 +1,4 @@
-"""Python programs, judged by the tests of their row."""
+"""Scores Python programs by the tests of their row."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _DEFINITION = re.compile(r"^def (\w+)", re.MULTILINE)
 
 @dataclass
 class Code(Reward):
-    """Right when the last closed Python block of the response (without one: the whole response) passes the row's tests.
+    """Right if the last closed Python block of the response (or the whole response without one) passes the row's tests.
 
-    A row has `test` and `entry_point` (HumanEval; the program continues the prompt, or follows it), `test_list` with
-    `test_imports` and `test_setup_code` if wished (MBPP), or `tests`, a list of pairs of standard input and output.
-    The program runs where it can only compute, apart from its tests. What fails, or goes over a limit, is WRONG; a row
-    without tests that can be run, or a judge that fails, is INVALID.
+    A row has `test` and `entry_point` (HumanEval; the program continues the prompt or repeats it), `test_list` with
+    optional `test_imports` and `test_setup_code` (MBPP), or `tests`, a list of pairs of standard input and output. The
+    program can only compute, and runs separately from its tests. A program that fails or exceeds a limit is WRONG. A
+    row without runnable tests, or a failure of the judge, is INVALID.
     """
 
     correct: float = 1.0
     """Reward of a program that passes all tests."""
     wrong: float = 0.0
-    """Reward of any other."""
+    """Reward of any other program."""
     workers: int = field(default_factory=lambda: max(2, (os.cpu_count() or 2) // 2))
-    """Programs that run at the same time; by default half as many as there are cores."""
+    """Programs that run in parallel. The default is half of the cores, at least 2."""
     cpu_s: int = 5
-    """CPU seconds of a program, and again of its tests; honest ones take milliseconds."""
+    """CPU seconds of a program, and separately of its tests. Correct programs usually take milliseconds."""
     wall_s: float = 30.0
-    """Seconds for one program; generous, as a busy machine is not the policy's fault."""
+    """Wall-clock seconds of one program. Generous, because a busy machine must not make a program wrong."""
     memory_bytes: int = 1 << 29
-    """Address space of a program, and again of its tests."""
+    """Address space of a program in bytes, and separately of its tests."""
     batch_s: float = 120.0
-    """Seconds for one call of `score`; what is not judged by then is INVALID."""
+    """Seconds of one call of `score`. Programs without a verdict by then are INVALID."""
 
     def __post_init__(self) -> None:
         self._judge = ProgramJudge(
@@ -50,7 +50,7 @@ class Code(Reward):
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         jobs = [_job(item) for item in items]
-        asked = dict.fromkeys(job for job in jobs if isinstance(job, JudgeJob))  # equal programs are judged once
+        asked = dict.fromkeys(job for job in jobs if isinstance(job, JudgeJob))  # judges equal programs once
         verdicts = dict(zip(asked, self._judge.judge(list(asked), self.batch_s) if asked else [], strict=True))
         results = []
         for job in jobs:
@@ -71,7 +71,8 @@ class Code(Reward):
 
 
 def program_of(response: str) -> str:
-    """The last closed block that is marked as Python; else the last closed one without a mark; else everything."""
+    """Returns the last closed block marked as Python, or the last closed block without a mark, or the whole
+    response."""
     found: dict[str, str] = {}
     lines: list[str] = []
     mark = None
@@ -88,11 +89,11 @@ def program_of(response: str) -> str:
 
 
 def _job(item: RewardItem) -> JudgeJob | str:
-    """Job that judges a response, or why nothing can judge it."""
+    """Returns the job that judges a response, or why it cannot be judged."""
     row, code = item.metadata, program_of(item.response)
     try:
         code.encode()
-    except UnicodeEncodeError:  # which no file of Python could hold
+    except UnicodeEncodeError:  # not valid in a Python file
         code = "'not text'"
     if "test" in row and "entry_point" in row:
         prompt, test, entry = row.get("prompt", item.prompt), row["test"], row["entry_point"]
@@ -117,5 +118,6 @@ def _are_texts(values: Any) -> bool:
 
 
 def _builtin_names(reference: str) -> tuple[str, ...]:
-    """Names of Python's own that the reference solution defines: the tests then mean the program's."""
+    """Returns names of builtins that the reference solution redefines, so that the tests use the program's
+    definitions."""
     return tuple(name for name in _DEFINITION.findall(reference) if hasattr(builtins, name))

@@ -1,1 +1,1 @@
-"""A judge of programs that nobody trusts."""
+"""A judge of untrusted programs."""

@@ -1,8 +1,8 @@
-"""`ProgramJudge`: programs that nobody trusts, judged by tests that they cannot reach.
+"""`ProgramJudge`: judges untrusted programs by tests that they cannot access.
 
-A worker of a `WorkerPool` has a fork server of its own, a process that knows no job. For each job that forks two
-children (judge_children.py), both confined to computing (seccomp.py). The program's values cross as JSON
-(judge_values.py); the verdict is the tester's.
+Each worker of a `WorkerPool` has a separate fork server process that never receives a job. For each job it forks two
+children (judge_children.py), both confined to computing (seccomp.py). Values of the program cross as JSON
+(judge_values.py). The tester determines the verdict.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _START_S = 60.0
 _END_S = 30.0
 _SUPERVISOR_CPU_S = 30
 _QUICK_CPU_S, _QUICK_WALL_S = 1, 10.0
-"""All of a batch get so much first: those that need more hold up nobody but each other."""
+"""CPU and wall-clock limits of the first attempt of every job. Jobs that need more are repeated after all others."""
 _MIN_MEMORY_BYTES = 1 << 27
 
 
@@ -38,44 +38,44 @@ class JudgeJob:
 
     code: str
     prelude: str = ""
-    """Code of the row, run before the program's, or continued by it."""
+    """Code of the row that runs before the program, or that the program continues."""
     setup: str = ""
-    """Code that the tests need to have run before."""
+    """Code that runs before the tests."""
     tests: str = ""
     entry: str = ""
-    """Name of the function that `check(candidate)` is called with, where the tests define `check`."""
+    """Name of the function passed to `check(candidate)`, if the tests define `check`."""
     names: tuple[str, ...] = ()
-    """Names that are the program's even where `setup` or Python has them too; others that the tests do not know are
-    anyway."""
+    """Names that the program provides even if `setup` or Python defines them. Names that the tests do not define are
+    always the program's."""
     cases: tuple[tuple[str, str], ...] = ()
-    """Standard input and what is printed then; without tests."""
+    """Standard inputs and expected outputs, instead of tests."""
     shows: int = 0
-    """Only run the program, without tests, and say so many characters of what it prints as the `reason`."""
+    """Runs the program without tests, and returns up to this many characters of its output as the `reason`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramVerdict:
-    """Judgement of the tests on one program."""
+    """Verdict of the tests on one program."""
 
     is_right: bool | None
-    """Verdict on the program; None: nothing follows for it, as the tests are at fault."""
+    """Whether the program is right. None means no verdict, because the tests are faulty."""
     reason: str = ""
-    """Short and for people."""
+    """Short explanation for people."""
 
 
 class ProgramJudge:
-    """Runs jobs in `workers` at a time. Starts at the first call; nothing outlives `close`."""
+    """Runs `workers` jobs in parallel. Starts at the first call. `close` stops all processes."""
 
     def __init__(self, *, workers: int, cpu_s: int, wall_s: float, memory_bytes: int) -> None:
         """
         Args:
-            workers: jobs at the same time.
-            cpu_s: CPU seconds of a program, and again of its tests.
-            wall_s: seconds of a job; one that goes over a limit may have taken as long before, in a short attempt.
-            memory_bytes: address space of a program, and again of its tests.
+            workers: number of parallel jobs.
+            cpu_s: CPU seconds of a program, and separately of its tests.
+            wall_s: seconds of a job. A job that exceeds a limit may have taken as long before, in a short attempt.
+            memory_bytes: address space of a program, and separately of its tests.
 
         Raises:
-            ConfigError: a number that cannot work, or a machine that cannot confine a process.
+            ConfigError: a limit is invalid, or this machine cannot confine a process.
         """
         if memory_bytes < _MIN_MEMORY_BYTES:
             raise ConfigError(f"`memory_bytes = {memory_bytes}` holds no Python; give at least {_MIN_MEMORY_BYTES}")
@@ -98,7 +98,8 @@ class ProgramJudge:
         )
 
     def judge(self, jobs: Sequence[JudgeJob], batch_s: float) -> list[ProgramVerdict | Failure]:
-        """One verdict per job, in order; a `Failure` where the judge itself failed or `batch_s` seconds were over."""
+        """Returns one verdict per job, in order. A `Failure` means that the judge failed or `batch_s` seconds were
+        over."""
         deadline = time.monotonic() + batch_s
         answers: list[Any] = [[None, "", None]] * len(jobs)
         for options in self._attempts:
@@ -116,12 +117,12 @@ class ProgramJudge:
         ]
 
     def close(self) -> None:
-        """Ends every process. May be called twice."""
+        """Stops every process. May be called twice."""
         self._pool.close()
 
 
 def _can_go_on(answer: list[Any] | Failure, options: dict[str, Any]) -> bool:
-    """Whether an attempt with the limits of `options` can change an answer of an attempt before it."""
+    """Returns whether a second attempt with the limits of `options` can have a different result."""
     if isinstance(answer, Failure) or answer[2] == {}:
         return False
     limits = {"cpu_s": options["limits"]["cpu_s"], "wall_s": options["wall_s"]}
@@ -129,8 +130,8 @@ def _can_go_on(answer: list[Any] | Failure, options: dict[str, Any]) -> bool:
 
 
 def judge(item: dict[str, Any]) -> list[Any]:
-    """Judges one item in a worker. Returns [is_right, reason, {name of the limit that was exceeded: the limit}]. Ends
-    the worker if its fork server is lost: the pool then tries once more."""
+    """Judges one item in a worker. Returns [is_right, reason, {name of the exceeded limit: the limit}]. Exits the
+    worker if its fork server has died, so that the pool retries once."""
     limits, wall_s = item["limits"], item["wall_s"]
     try:
         server = _server().stream
@@ -146,7 +147,7 @@ def judge(item: dict[str, Any]) -> list[Any]:
     if -signal.SIGUSR1 in ends:
         raise RuntimeError("a process could not be confined, so nothing was run")
     verdict = json.loads(said) if said.endswith(b"\n") else None
-    if -signal.SIGXCPU in ends:  # first: tests may take the end of the program for an exception that they wait for
+    if -signal.SIGXCPU in ends:  # first, because tests may catch the end of the program as an expected exception
         who = "program" if ends[0] == -signal.SIGXCPU else "tests"
         return [False, f"the {who} used over {limits['cpu_s']} s of CPU time", {"cpu_s": limits["cpu_s"]}]
     if verdict and verdict[0]:
@@ -161,7 +162,7 @@ def judge(item: dict[str, Any]) -> list[Any]:
 
 
 def _ask(stream: socket.socket, job: bytes, deadline: float) -> tuple[bytes, bool]:
-    """Answer of the tester, and whether it was given up."""
+    """Returns the tester's answer, and whether it timed out."""
     said = b""
     try:
         stream.settimeout(max(deadline - time.monotonic(), 1e-3))
@@ -174,14 +175,15 @@ def _ask(stream: socket.socket, job: bytes, deadline: float) -> tuple[bytes, boo
             said += data
     except TimeoutError:
         return said, True
-    except ConnectionError:  # it died; how, the server says
+    except ConnectionError:  # the tester died; the server has the cause
         pass
     return said, False
 
 
 @functools.cache
 def _server() -> Child:
-    """The worker's fork server: a program of its own, so that no job, path or variable of ours is in its memory."""
+    """Returns the worker's fork server, a separate program, so that its memory contains no job, path or variable of
+    ours."""
     kept = {name: value for name, value in os.environ.items() if name in ("PYTHONPATH", "LD_LIBRARY_PATH")}
     server = Child(
         *("-P", "-s", "-m", "llamarl.parts.episodes.sandbox.judge_server"),

@@ -1,4 +1,4 @@
-"""The two processes of a job: the candidate runs the program that is judged, the tester runs what it is judged by.
+"""The two processes of a job: the candidate runs the judged program, the tester runs the tests.
 
     judge -> tester      the job, see `Job` in judge.py
     tester -> candidate  {"code": ..., "prelude": ..., "is_script": ...}, then questions [verb, ...]
@@ -6,7 +6,7 @@
                          exception's and those of its bases; first to the code itself
     tester -> judge      [true, false or null, why]
 
-Both are confined before they hear anything. The candidate never holds a test, and only the tester can say "right".
+Both are confined before they receive anything. The candidate never has a test, and only the tester can say "right".
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _REASON_CHARS = 200
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]*)?")
 _open, _read, _write = open, os.read, os.write
 _MODULES = ("collections", "functools", "heapq", "itertools", "math", "random", "re", "string", "sys")
-"""Names that tests use without an import, as if the program's own imports served them too."""
+"""Names that tests use without an import, as if they shared the program's imports."""
 _NEVER_RAISED = (StopIteration, StopAsyncIteration, ImportError)
-"""The first two end loops of the tests, the last would be taken for a fault of the tests."""
+"""The first two end loops of the tests, and the last would count as a fault of the tests."""
 
 
 def run_candidate(channel: int) -> None:
-    """Loads the program and answers what is asked of it, until nobody asks."""
+    """Loads the program and answers questions until the channel closes."""
     questions = receive(channel)
     candidate = _Candidate()
-    # A thread runs to its end where it is started, as there is one alone.
+    # Threads run synchronously when started, because this process may have only one thread.
     threading.Thread.start, threading.Thread.join = (lambda self: self.run()), (lambda self, timeout=None: None)
     for question in questions:
         try:
             value = pack(candidate.answer(question), candidate.keep)
             after = pack(candidate.given, candidate.keep) if value is None else []
             send(channel, {"value": value, "after": after})
-        except BaseException as error:  # the sandbox: whatever the program raises is its answer
+        except BaseException as error:  # any exception of the program is an answer
             send(channel, {"error": [[kind.__name__ for kind in type(error).__mro__], f"{error}"[:_REASON_CHARS]]})
 
 
@@ -92,17 +92,17 @@ class _Candidate:
             return
         try:
             programs = [_compiled(text, "<program>") for text in (prelude, code)]
-        except SyntaxError:  # a continuation of the prelude
+        except SyntaxError:  # the program continues the prelude
             programs = [_compiled(prelude + code, "<program>")]
         for program in programs:
             exec(program, self._names)  # noqa: S102
 
     def _run(self, text: str) -> str:
-        """Text that the program prints, given `text` on standard input."""
+        """Returns the program's output for `text` on standard input."""
         given, printed = io.BytesIO(text.encode()), io.BytesIO()
         sys.stdin = stdin = io.TextIOWrapper(given)
         sys.stdout = out = io.TextIOWrapper(printed, write_through=True)
-        # Descriptors 0 and 1, and an end without a last word, are those of the script.
+        # The script uses descriptors 0 and 1, and may exit without further output.
         builtins.open = io.open = lambda file, mode="r", *rest, **options: (
             _open(file, mode, *rest, **options) if file != 0 else given if "b" in mode else stdin
         )
@@ -119,40 +119,40 @@ class _Candidate:
 
 
 def _namespace(name: str) -> dict[str, Any]:
-    """Names of a new module that can be found by `name`, which dataclasses and pickles need."""
+    """Returns the names of a new module that is registered as `name`, which dataclasses and pickles need."""
     sys.modules[name] = types.ModuleType(name)
     return vars(sys.modules[name])
 
 
 def _compiled(text: str, name: str) -> types.CodeType:
-    """Code of `text` that stands alone: without what this file takes from the future."""
+    """Returns compiled code of `text`, without the future imports of this file."""
     return compile(text, name, "exec", dont_inherit=True)
 
 
 class CandidateError(Exception):
-    """The program failed, or answered what is no answer."""
+    """The program failed, or gave an invalid answer."""
 
 
 def run_tester(control: int, channel: int) -> None:
-    """One job from `control`; the verdict goes back there."""
+    """Runs one job from `control` and sends the verdict back."""
     job = next(receive(control))
-    random.seed(repr(job))  # repeats, and the program cannot foresee it: it does not know the tests
+    random.seed(repr(job))  # reproducible, and unpredictable for the program, which does not know the tests
     program = _ProgramProxy(channel)
     try:
         verdict, why = _verdict(job, program)
     except (ImportError, _TestsError) as error:
         verdict, why = None, f"the row's tests cannot be run: {error}"
-    except BaseException as error:  # the sandbox: a test that fails may raise anything
+    except BaseException as error:  # a failing test may raise anything
         verdict, why = False, _describe(error, job["tests"])
     send(control, [verdict, why[: job["shows"] if verdict and job["shows"] else _REASON_CHARS]])
 
 
 class _ProgramProxy:
-    """The candidate, as the tester sees it."""
+    """The candidate, as seen by the tester."""
 
     def __init__(self, channel: int) -> None:
         self._channel, self._answers = channel, receive(channel)
-        self.num_questions = -1  # the first loads the program
+        self.num_questions = -1  # the first question loads the program
         self._has_said = False
 
     def ask(self, verb: str, *rest: Any) -> Any:
@@ -161,7 +161,7 @@ class _ProgramProxy:
             send(self._channel, [verb, *(pack(value, self._number) for value in rest)])
         except OSError:
             raise CandidateError("the program ended") from None
-        except ValueError as error:  # made of what the program has said, or of nothing but the tests
+        except ValueError as error:  # the message contains only text of the program or the tests
             raise (CandidateError if self._has_said else _TestsError)(error) from None
         try:
             answer = _next(self._answers)
@@ -193,8 +193,8 @@ class _ProgramProxy:
 
 @functools.cache
 def _exception(names: tuple[str, ...]) -> type[Exception]:
-    """Class for the tests of an exception of the program's, with its own name and those of its bases. Raises
-    LookupError: it is none that a test could catch."""
+    """Returns a class for an exception of the program, with its name and those of its bases. Raises LookupError if
+    tests could not catch it."""
     kind = getattr(builtins, names[0], None)
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _NEVER_RAISED):
         return kind
@@ -202,7 +202,7 @@ def _exception(names: tuple[str, ...]) -> type[Exception]:
 
 
 def _put_back(given: list[Any], after: list[Any]) -> None:
-    """Containers of the tests become what a function that answers nothing has made of them."""
+    """Copies the modified arguments of a function without a return value back into the tests' containers."""
     for mine, theirs in zip(given, after, strict=True):
         if type(mine) is type(theirs) and type(mine) in (list, dict, set, bytearray, deque) and mine != theirs:
             mine.clear()
@@ -210,11 +210,11 @@ def _put_back(given: list[Any], after: list[Any]) -> None:
 
 
 class _TestsError(Exception):
-    """The tests cannot be run, whatever the program."""
+    """The tests cannot run with any program."""
 
 
 class _Names(dict[str, Any]):
-    """Globals of the tests: what they do not know, the program defines."""
+    """Globals of the tests. The program provides missing names."""
 
     def __init__(self, program: _ProgramProxy) -> None:
         super().__init__(__name__="tests")
@@ -236,7 +236,7 @@ def _next(answers: Iterator[Any]) -> dict[str, Any]:
 
 
 def _verdict(job: dict[str, Any], program: _ProgramProxy) -> tuple[bool | None, str]:
-    """Raises whatever fails in a test."""
+    """Returns verdict and reason. Raises any exception of a test."""
     if job["shows"]:
         program.ask("load", "", job["code"], True)
         return True, str(program.ask("run", ""))
@@ -263,8 +263,8 @@ def _verdict(job: dict[str, Any], program: _ProgramProxy) -> tuple[bool | None, 
 
 
 def _is_same(printed: str, expected: str) -> bool:
-    """But for spaces at ends of lines, empty lines at the end, spaces between words where the expected line has single
-    ones, and ways to write a number."""
+    """Compares outputs, ignoring trailing spaces, empty lines at the end, repeated spaces where the expected line has
+    single spaces, and number formats."""
     lines, others = (text.rstrip().split("\n") for text in (printed, expected))
     return len(lines) == len(others) and all(map(_is_same_line, lines, others))
 
@@ -285,6 +285,6 @@ def _describe(error: BaseException, tests: str) -> str:
     line = tests.split("\n")[places[-1] - 1].strip() if places else ""
     try:
         text = f"a test failed {error}" if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
-    except Exception as other:  # an object of the program's is asked for its text
+    except Exception as other:  # an object of the program failed to format itself
         text = type(other).__name__
     return f"{text[: _REASON_CHARS // 2].strip()}{': ' if line else ''}{line}"

@@ -1,10 +1,10 @@
-"""The fork server of a judge: a warm interpreter that has never seen a job, so its children find none in their memory.
+"""The fork server of a judge: a warm interpreter that never receives a job, so its children inherit none.
 
     judge -> server  limits as JSON, with one end of a socket: the tester's
     judge -> server  anything: the job is over
-    server -> judge  how candidate and tester ended, exit codes, -N for signal N; and whether both waited for ever
+    server -> judge  exit codes of candidate and tester (-N for signal N), and whether both were idle
 
-It ends, with what it forked, when its standard input does.
+It exits, with its children, when its standard input closes.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ numbers operator os pathlib pprint queue random re secrets statistics string str
 timeit traceback types typing unicodedata unittest uuid warnings weakref zlib _strptime _json encodings.ascii
 argparse bz2 contextvars fnmatch gzip html.parser ipaddress lzma pickle platform shlex shutil urllib.parse
 encodings.latin_1 encodings.utf_8_sig encodings.utf_16 encodings.cp1252 encodings.idna"""
-"""Modules that programs may import: a confined process opens no file."""
+"""Modules that programs may import, loaded in advance because a confined process cannot open files."""
 _LOOK_S, _IDLE_LOOKS = 0.5, 6
-"""Seconds between two looks at how long a job has computed, and how many in a row see no more of it before it is over:
-a process that is kept from its processor by others still gets its share."""
+"""Seconds between two checks of a job's CPU time, and the number of consecutive checks without progress after which it
+is over. A process that competes for CPU time still makes progress."""
 
 
 def main() -> None:
-    """Serves jobs, one after the other."""
+    """Serves jobs one after the other."""
     for name in _WARM.split():
         importlib.import_module(name)
     time.sleep = _sleep  # type: ignore[assignment]
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)  # a limit per job of who started this does not count here
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)  # replaces the soft limit inherited from the parent
     resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
     seccomp.program()
     gc.collect()
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _sleep(seconds: float) -> None:
-    """No time passes: a processor waits for nobody here."""
+    """Returns at once, because no other process changes anything here."""
 
 
 def _serve(judge: socket.socket, limits: dict[str, int], control: int) -> None:
@@ -70,13 +70,13 @@ def _serve(judge: socket.socket, limits: dict[str, int], control: int) -> None:
     os.close(control)
     used_s, idle = -1.0, 0
     while idle < _IDLE_LOOKS and not select.select([judge], [], [], _LOOK_S)[0]:
-        before_s, used_s = used_s, sum(time.clock_gettime(~pid << 3 | 2) for pid in (candidate, tester))  # their clocks
+        before_s, used_s = used_s, sum(time.clock_gettime(~pid << 3 | 2) for pid in (candidate, tester))  # CPU clocks
         idle = idle + 1 if used_s == before_s else 0
     ends = []
     for pid in (candidate, tester):
-        os.kill(pid, signal.SIGKILL)  # one that has ended is a zombie until it is waited for: never another process
+        os.kill(pid, signal.SIGKILL)  # an ended child is a zombie, so its id is not reused
         ends.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-    judge.recv(1)  # at the latest, the end of the tester brings it about
+    judge.recv(1)  # returns at the latest when the tester exits
     judge.send(json.dumps([*ends, idle == _IDLE_LOOKS]).encode())
 
 
@@ -88,7 +88,7 @@ def _fork(work: Callable[..., None], descriptors: list[int], limits: dict[str, i
             _keep_only(descriptors)
             seccomp.only_compute(parent=parent, **limits)
         except (OSError, ValueError):
-            os.kill(os.getpid(), signal.SIGUSR1)  # which no confined process can send
+            os.kill(os.getpid(), signal.SIGUSR1)  # no confined process can send this signal
         work(*range(3, 3 + len(descriptors)))
     finally:
         os._exit(0)
@@ -96,7 +96,7 @@ def _fork(work: Callable[..., None], descriptors: list[int], limits: dict[str, i
 
 
 def _keep_only(descriptors: list[int]) -> None:
-    """The given ones become 3, 4, ...; 0 to 2 are /dev/null, and nothing else stays open."""
+    """Moves the given descriptors to 3, 4, ...; 0 to 2 become /dev/null, and all others are closed."""
     quiet = os.open(os.devnull, os.O_RDWR)
     kept = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 64) for descriptor in [quiet] * 3 + descriptors]
     for place, descriptor in enumerate(kept):

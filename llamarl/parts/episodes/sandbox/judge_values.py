@@ -1,7 +1,7 @@
-"""Values between the program that is judged and its tests: JSON that is rebuilt as exact builtins.
+"""Values between the judged program and its tests: JSON that is rebuilt as exact builtins.
 
-Whatever the program answers, its tests get an exact `int`, `str`, `list`, ... or a `Handle`, which knows no more than a
-number: no method, operator or destructor of the program ever runs beside the tests.
+The tests receive an exact `int`, `str`, `list`, ... or a `Handle`, which contains only a number: no method, operator or
+destructor of the program ever runs in the tests' process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _BUILDERS: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def send(descriptor: int, message: Any) -> None:
-    """One line of JSON. Raises ValueError where it is too long or no plain value."""
+    """Sends one line of JSON. Raises ValueError if it is too long or not a plain value."""
     data = json.dumps(message).encode() + b"\n"
     if len(data) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a value of {len(data):,} bytes is too long to be handed over")
@@ -52,7 +52,8 @@ def send(descriptor: int, message: Any) -> None:
 
 
 def receive(descriptor: int) -> Iterator[Any]:
-    """Messages of the other side, until it ends. Raises ValueError for one that is no JSON or too long."""
+    """Yields messages of the other side until it closes. Raises ValueError for a message that is not JSON or too
+    long."""
     parts, size = [b""], 0
     while data := os.read(descriptor, 1 << 16):
         *ends, rest = data.split(b"\n")
@@ -66,7 +67,8 @@ def receive(descriptor: int) -> Iterator[Any]:
 
 
 def pack(value: Any, refer: Callable[[Any], Any]) -> Any:
-    """A form of it for JSON; `refer` gives the number of a value that stays where it is, or raises TypeError."""
+    """Returns a JSON form of a value. `refer` returns the number of a value that stays in its process, or raises
+    TypeError."""
 
     def packed(items: Any) -> list[Any]:
         items = list(islice(items, _MAX_ITEMS + 1))
@@ -97,7 +99,7 @@ def _packed_class(value: type) -> dict[str, list[str]] | None:
 
 
 def _parts(value: Any) -> Any:
-    """Arguments from which a builder makes the value again."""
+    """Returns the constructor arguments that rebuild the value."""
     if isinstance(value, complex):
         return value.real, value.imag
     if isinstance(value, range):
@@ -112,7 +114,7 @@ def _parts(value: Any) -> Any:
 
 
 def unpack(value: Any, resolve: Callable[[int], Any]) -> Any:
-    """The value that `pack` packed, or ValueError, TypeError; `resolve` gives what a number stands for."""
+    """Returns the value that `pack` packed. `resolve` returns the value of a number. Raises ValueError, TypeError."""
     if isinstance(value, list):
         if len(value) > _MAX_ITEMS:
             raise ValueError(f"more than {_MAX_ITEMS:,} values cannot be handed back")
@@ -134,15 +136,15 @@ USES: dict[str, Callable[..., Any]] = {
     "__instancecheck__": lambda kind, value: isinstance(value, kind),
     **_ALONE,
 }
-"""Operations that a `Handle` passes on, beside calls and attributes."""
+"""Operations that a `Handle` forwards, in addition to calls and attributes."""
 
 
 class Handle:
-    """A value that stays with the program: it can be handed back, called, asked for its attributes, and used as `USES`
-    says.
+    """A value that stays in the program's process. The tests can pass it back, call it, read its attributes, and apply
+    the operations in `USES`.
 
-    It meets other handles alone: against a value of the tests, which could be the answer, it would be the program that
-    says whether they are equal."""
+    Operations accept only other handles. Comparing with a value of the tests, which could be the answer, would let the
+    program decide whether they are equal."""
 
     __slots__ = ("_ask", "_number")
 

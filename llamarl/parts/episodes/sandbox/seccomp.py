@@ -1,7 +1,7 @@
-"""A process that only computes: no rights, rlimits, then an allow-list of system calls that nothing lifts again.
+"""Confines a process to computing: no capabilities, rlimits, and an irrevocable allow-list of system calls.
 
-What is not on the list (open, socket, clone, execve, kill, ptrace, ...) fails with EPERM. The list is of numbers, so it
-is known per processor; `missing` says whether this one and its kernel have what it takes. Standard library only.
+Other calls (open, socket, clone, execve, kill, ptrace, ...) fail with EPERM. The list contains numbers, which depend on
+the processor. `missing` reports whether processor and kernel are supported. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import suppress
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _MODE_FILTER = 2
 _AUDIT_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# Name: its number on x86_64 and on aarch64 (-1: it has none).
+# Name: number on x86_64 and on aarch64 (-1 means that the call does not exist).
 _ALLOWED = {
     "read": (0, 63), "write": (1, 64), "mmap": (9, 222), "munmap": (11, 215), "brk": (12, 214), "mprotect": (10, 226),
     "mremap": (25, 216), "madvise": (28, 233), "futex": (202, 98), "readv": (19, 65), "writev": (20, 66),
@@ -31,12 +31,12 @@ _ALLOWED = {
     "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "getrandom": (318, 278),
     "rseq": (334, 293), "set_robust_list": (273, 99), "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
-# Name: place and allowed values of the argument that says what the call does. What is left out of madvise takes pages
-# from the machine; what is left out of futex waits, and a process of one thread has nobody to wait for.
+# Name: position and allowed values of the argument that selects the operation. Excluded operations of madvise take
+# memory from the machine. Excluded operations of futex wait, which a single-threaded process does not need.
 _ARGUMENTS = {"madvise": (2, (0, 1, 2, 3, 4, 8, 14, 15)), "futex": (1, (1, 129))}
 _NOBODY = 65534
 _CAPABILITIES_3 = 0x20080522
-"""Version of the kernel's record of 64 capabilities in three sets."""
+"""Version of the kernel's capability record: 64 capabilities in three sets."""
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _KILL, _REFUSE, _ALLOW = 0x80000000, 0x00050000 | errno.EPERM, 0x7FFF0000
 
@@ -46,7 +46,7 @@ class _FilterProgram(ctypes.Structure):
 
 
 def missing() -> str:
-    """Reason why this machine cannot confine programs, in a few words; empty: it can."""
+    """Returns why this machine cannot confine programs, in a few words. Empty means that it can."""
     processor, bits = platform.machine(), 8 * struct.calcsize("P")
     if sys.platform != "linux":
         return f"it needs Linux, and this is {sys.platform}"
@@ -54,25 +54,25 @@ def missing() -> str:
         return (
             f"it knows the system calls of {' and '.join(_AUDIT_ARCHITECTURES)}, and this is {processor}, {bits} bits"
         )
-    # A filter at no address: refused for the address where the kernel knows filters, for the mode where it does not.
+    # A filter at address 0: the kernel rejects the address if it supports filters, otherwise the mode.
     if _libc().prctl(_PR_SET_SECCOMP, _MODE_FILTER, None) and (ctypes.get_errno() != errno.EFAULT):
         return "this kernel (or the container) refuses seccomp filters"
     return ""
 
 
 def only_compute(*, parent: int, cpu_s: int, memory_bytes: int) -> None:
-    """From here on this process computes, on the descriptors that it has, and dies with `parent`.
+    """Confines this process to computing with its open descriptors. It dies with `parent`.
 
     Raises:
-        OSError: the kernel refused; nothing may be run.
+        OSError: the kernel refused, so nothing may run.
     """
     libc = _libc()
     _drop_rights(libc)
-    _control(libc, _PR_SET_PDEATHSIG, signal.SIGKILL)  # another user would lift it
+    _control(libc, _PR_SET_PDEATHSIG, signal.SIGKILL)  # a later change of user would clear it
     if os.getppid() != parent:
         raise ProcessLookupError(parent)
     _control(libc, _PR_SET_DUMPABLE, 0)
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # the first can be ignored, the second cannot
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # the soft limit can be ignored, the hard limit cannot
     limits = {"AS": memory_bytes, "FSIZE": 0, "CORE": 0, "NOFILE": 0, "NPROC": 0}
     for name, value in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
@@ -82,8 +82,8 @@ def only_compute(*, parent: int, cpu_s: int, memory_bytes: int) -> None:
 
 
 def _drop_rights(libc: ctypes.CDLL) -> None:
-    """No capability, and nobody's account instead of root's where this machine has one to change to: the root of a
-    container may not change, or know no other user, and is the machine's root nowhere."""
+    """Drops all capabilities, and changes from root to an unprivileged user if possible. The root user of a container
+    may be unable to change or know no other user, and is not root on the machine."""
     if os.geteuid() == 0:
         with suppress(OSError):
             os.setgroups([])
@@ -105,9 +105,9 @@ def _libc() -> ctypes.CDLL:
 
 @functools.cache
 def program() -> bytes:
-    """Filter program for the kernel: calls of another architecture kill, calls that are not listed fail.
+    """Returns the filter program for the kernel: calls of another architecture kill, unlisted calls fail.
 
-    Who forks calls it once before.
+    The parent calls it once before it forks.
     """
     processor = platform.machine()
     column = list(_AUDIT_ARCHITECTURES).index(processor)

@@ -1,1 +1,1 @@
-"""Commands that say what a run will take."""
+"""Commands that estimate time, memory and cost of a run."""

@@ -40,16 +40,16 @@ from llamarl.run.prepare import check_parts, train_prompts
 
 EPILOG = "Settings that have no effect together with the others are refused, as by `llamarl train`."
 SAMPLED = 256
-"""Prompts that are read to know how long they are."""
+"""Prompts that are read to estimate their length."""
 SIMULATED_STEPS = 40
 SHARED_BYTES = 1e15
-"""Memory of a core where no bound is to be put on it."""
+"""Bytes of memory per core that act as no limit."""
 _UNITS = {"_s": "seconds", "_bytes": "bytes", "_tokens": "tokens", "steps": "optimizer steps", "_mismatch": "nats",
           "staleness": "optimizer steps", "tflops": "TFLOP/s"}  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; the exit code."""
+    """Runs the command. Returns the exit code."""
     parser = command_parser(
         "explain", "Show each setting of a run, where it comes from, and what they result in.", EPILOG
     )
@@ -79,14 +79,15 @@ def main(arguments: Sequence[str]) -> int:
 def explained(
     config: RunConfig, path: str, overrides: Sequence[str], machine: MachineMemory | None = None
 ) -> dict[str, Any]:
-    """All that is to be said of a run on `machine`, or this one, as one object. Of models of the Hub no weights are
-    fetched. Raises ConfigError: it cannot work."""
+    """Returns all facts about a run on `machine`, or on this machine, as one object. Fetches no weights from the Hub.
+    Raises ConfigError if the run cannot work."""
     check_parts(config)
     return {"settings": list(settings(config, *given(path, overrides))), "consequences": consequences(config, machine)}
 
 
 def _pinned(config: RunConfig) -> RunConfig | None:
-    """Settings with commits for models of the Hub; None: they are not here and not fetched. Raises ConfigError."""
+    """Returns settings with commits for models of the Hub. None means that they are not in the cache. Raises
+    ConfigError."""
     try:
         return resolved(config, weights=False, data=False)
     except ConfigError as error:
@@ -99,12 +100,13 @@ def _pinned(config: RunConfig) -> RunConfig | None:
 
 
 def built_in_model(config: RunConfig) -> DecoderShape | None:
-    """The built-in shape of the run's model. None means that there is none, or that other models count too."""
+    """Returns the built-in shape of the run's model. None means that there is none, or that the run uses other models
+    too."""
     return None if any(one.path for one in models_in_use(config).values()) else built_in(config.model.path)
 
 
 def settings(config: Section, file: set[str], line: set[str], where: str = "", recipe: str = "") -> Iterator[Any]:
-    """Name, value, origin, unit and meaning of each; `file` and `line` are the names that stand there."""
+    """Yields name, value, origin, unit and meaning of each setting. `file` and `line` are the names set there."""
     recipe = config.recipe if isinstance(config, RunConfig) else recipe
     for name, field in type(config).model_fields.items():
         value, dotted = getattr(config, name), where + name
@@ -131,12 +133,12 @@ def settings(config: Section, file: set[str], line: set[str], where: str = "", r
 
 
 def consequences(config: RunConfig, machine: MachineMemory | None = None) -> dict[str, list[str]]:
-    """Consequences of all settings together, as lines by topic. Raises ConfigError: no layout serves."""
+    """Returns the consequences of all settings, as lines by topic. Raises ConfigError if no layout fits."""
     placer: LocalPlacer | None = None
     if config.cluster.kind == "hosts":
         hosting, gpus = part("hosts", "imagined")(config)
         each = f"with {gpus} GPUs each" if gpus else "without GPUs"
-        table = [f"on hosts {each}; `llamarl doctor --hosts` checks those that connect", *hosting.table()]
+        table = [f"on hosts {each}; `llamarl doctor --hosts` checks connected hosts", *hosting.table()]
     else:
         placer = LocalPlacer(config, len(machine.gpus) if machine else None)
         table = placer.table()
@@ -159,7 +161,7 @@ def consequences(config: RunConfig, machine: MachineMemory | None = None) -> dic
         for warning in warnings:
             print(f"llamarl: {warning}", file=sys.stderr)
         found["memory"] = memory_lines(config, shape, machine)
-        if machine is None and config.cluster.kind != "hosts":  # whose trainers write to disks of their own
+        if machine is None and config.cluster.kind != "hosts":  # their trainers write to other disks
             found["disk"] = disk_need(config, shape).lines()
         found["step time"] = [_step_time(config, shape.max_position_embeddings, _pool(config, machine, placer))]
     elif is_here and not Path(config.model.path).exists() and (known := built_in_model(config)):
@@ -168,7 +170,7 @@ def consequences(config: RunConfig, machine: MachineMemory | None = None) -> dic
 
 
 def _of_built_in(config: RunConfig, shape: DecoderShape, pool: tuple[int, str], machine: MachineMemory | None) -> Any:
-    """Lines by topic on a model that is not here, by its built-in shape. Raises ConfigError."""
+    """Returns lines by topic about a model that is not on this machine, from its built-in shape. Raises ConfigError."""
     return {
         "models": [f"{config.model.path} is not on this machine; its built-in shape is used"],
         "memory": memory_lines(config, shape, machine),
@@ -177,7 +179,7 @@ def _of_built_in(config: RunConfig, shape: DecoderShape, pool: tuple[int, str], 
 
 
 def _of_hub(name: HubName) -> str:
-    """A line on a model of the Hub, whose files are listed here."""
+    """Returns a line about a model of the Hub, whose files are listed here."""
     hub = open_hub()
     files = hub.listing(name)[1]
     try:
@@ -189,8 +191,8 @@ def _of_hub(name: HubName) -> str:
 
 
 def _pool(config: RunConfig, machine: MachineMemory | None, placer: LocalPlacer | None) -> tuple[int, str]:
-    """Number of devices that train and generate, one that does both once, and their kind by the planner's table: cores,
-    or the fastest GPU whose memory is nearest to that of `machine`."""
+    """Returns the number of devices that train and generate (a shared device counts once), and their kind in the
+    planner's table: cores, or the fastest GPU whose memory is nearest to that of `machine`."""
     trainer, generator = config.trainer, config.generator
     is_cpu = trainer.device == "cpu"
     count = trainer.parallelism.num_ranks * (trainer.threads if is_cpu else 1)
@@ -209,8 +211,8 @@ def _pool(config: RunConfig, machine: MachineMemory | None, placer: LocalPlacer 
 
 
 def _simulated(config: RunConfig, profile: Path) -> str:
-    """Sentence on the seconds of a step by the costs of a profile, empty where there are none; others than processors
-    and the executors that share them are not simulated. Raises ConfigError."""
+    """Returns a sentence on the seconds of a step by the costs of a profile, or empty without costs. Only executors
+    that share this machine's processors are simulated. Raises ConfigError."""
     if "cpu" not in (config.trainer.device, config.generator.device) or not load_profile(profile).costs:
         return ""
     costs, steps = Costs.load(profile), min(config.steps, SIMULATED_STEPS)
@@ -231,8 +233,7 @@ def computed_tokens(prompts: Sequence[np.ndarray], per_step: int) -> float:
 
 
 def _mean_prompt(config: RunConfig, context: int, kind: str) -> int:
-    """Mean tokens of a prompt that a step computes; of data that is not here, the most that it may have. Raises
-    ConfigError."""
+    """Returns the mean tokens of a prompt that a step computes. For missing data, the maximum. Raises ConfigError."""
     try:
         prompts = train_prompts(config, context, most=SAMPLED).prompts
     except ConfigError:
@@ -246,8 +247,8 @@ def _mean_prompt(config: RunConfig, context: int, kind: str) -> int:
 
 @stage("forecasting the time of a step")
 def _step_time(config: RunConfig, context: int, pool: tuple[int, str]) -> str:
-    """Forecast of a step's seconds in a sentence: simulated, by the profile of the run that was here before, if it has
-    one, else of the best layout, for prompts like the first ones of the data."""
+    """Returns a sentence with the estimated seconds of a step for prompts like the first ones of the data: simulated
+    with the profile of an earlier run of this name if there is one, otherwise planned for the best layout."""
     trainer, (count, kind) = config.trainer, pool
     profile = Path(config.output, config.name, "profile.json")
     with suppress(ConfigError):

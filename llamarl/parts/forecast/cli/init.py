@@ -34,7 +34,7 @@ BASE: dict[str, Any] = {
     "model": {"path": ""}, "data": {"train": "jsonl", "max_prompt_tokens": 512}, "steps": 200,
     "rollout": {"prompts_per_step": 32, "group_size": 8, "max_staleness": 4, "max_new_tokens": 1024},
 }  # fmt: skip
-"""Work of a first run; that of one without GPUs is below."""
+"""Default workload of a first run. That of a run without GPUs is below."""
 BASE_OF_CORES = {"prompts_per_step": 8, "group_size": 4, "max_staleness": 1, "max_new_tokens": 128}
 KEPT = ("weights", "moments", "moments_on")
 SETTINGS = (
@@ -42,14 +42,14 @@ SETTINGS = (
     *(f"trainer.{name}" for name in KEPT),
 )  # fmt: skip
 ENDS = {"gsm8k": "`#### ` and the answer, as the data's do", "math": "\\boxed{the answer}"}
-"""Ends of responses that a reward finds the answer in."""
+"""Expected ends of responses, by data."""
 STATED = {
     "rollout": ("prompts_per_step", "group_size", "max_staleness", "window", "max_new_tokens"),
     "generator": ("device", "dtype", "replicas", "tensor_parallel", "max_running"),
     "trainer": ("device", "dtype", "learning_rate", "microbatch_tokens", "activation_checkpointing", "parallelism"),
     "cluster": ("placement",),
 }
-"""Settings that a file states even where they are the defaults."""
+"""Settings that a file states even if they equal the defaults."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; the exit code."""
+    """Runs the command. Returns the exit code."""
     options = _parser().parse_args(arguments)
     path = Path(options.output)
     if path.exists() and not options.force:
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _model(name: str) -> DecoderShape:
-    """Shape of a model; only config.json is fetched, and nothing where the shape is built in. Raises ConfigError."""
+    """Returns the shape of a model. Fetches only config.json, and nothing for a built-in shape. Raises ConfigError."""
     of_hub = hub_name(name)
     if built_in(name) and not Path(name).exists():
         return find_model(name)
@@ -118,7 +118,7 @@ def _model(name: str) -> DecoderShape:
 
 
 def _asked(options: argparse.Namespace, shape: DecoderShape) -> tuple[PlanRequest, RunConfig]:
-    """The request to plan for, and the settings of its work. Raises ConfigError."""
+    """Returns the planning request and the settings of its workload. Raises ConfigError."""
     of_kind = {"trainer": {"dtype": "bfloat16"}} if options.gpus else {"rollout": BASE["rollout"] | BASE_OF_CORES}
     base = BASE | of_kind
     work, context = settled(base, options.overrides), shape.max_position_embeddings
@@ -142,7 +142,7 @@ def _asked(options: argparse.Namespace, shape: DecoderShape) -> tuple[PlanReques
 
 
 def _summary(found: FirstRun, options: argparse.Namespace) -> Iterator[str]:
-    """Lines on what was chosen, and what is to be expected."""
+    """Yields lines on the chosen settings and the expected performance."""
     plan, config = found.plan, found.config
     lora = f"adapters of rank {config.trainer.lora.rank}" if config.trainer.lora else "all weights"
     yield f"trains      {lora}" + (f", as for all weights {found.because}" if found.because else "")
@@ -164,7 +164,7 @@ def _summary(found: FirstRun, options: argparse.Namespace) -> Iterator[str]:
 
 
 def _text(found: FirstRun, data: FoundData) -> str:
-    """The run file: what differs from the defaults, with the reasons. Raises ConfigError."""
+    """Returns the run file: settings that differ from the defaults, with reasons. Raises ConfigError."""
     config = found.config
     every, kept = config.model_dump(exclude_none=True), config.model_dump(exclude_defaults=True, exclude_none=True)
     for section, names in STATED.items():
@@ -184,7 +184,7 @@ def _text(found: FirstRun, data: FoundData) -> str:
 
 
 def _reasons(found: FirstRun, data: FoundData) -> dict[str, list[str]]:
-    """Comments by section; those of none stand on top."""
+    """Returns comments by section. An empty section means the top of the file."""
     plan, config = found.plan, found.config
     rollout, trainer, generator = config.rollout, config.trainer, config.generator
     held = {one.executor: taken(one.parts) for one in found.held}

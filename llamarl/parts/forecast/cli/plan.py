@@ -31,19 +31,19 @@ BASE = {
     "model": {"path": ""}, "data": {"train": "jsonl", "max_prompt_tokens": 512},
     "rollout": {"prompts_per_step": 256, "group_size": 8, "max_staleness": 4, "max_new_tokens": 4096},
 }  # fmt: skip
-"""Work of a step without a run file."""
+"""Default workload of a step without a run file."""
 OF_WEIGHTS = ("lora", "weights", "moments", "moments_on", "dtype", "device")
-"""Settings of the trainer that decide what a weight takes."""
+"""Settings of the trainer that determine the bytes per weight."""
 SETTINGS = (
     "data.max_prompt_tokens", *(f"rollout.{name}" for name in BASE["rollout"]),
     *(f"trainer.{name}" for name in OF_WEIGHTS),
 )  # fmt: skip
 OF_RUN: Any = {"data": {"train", "max_prompt_tokens"}, "rollout": set(BASE["rollout"]), "trainer": {*OF_WEIGHTS}}
-"""Settings that --config gives."""
+"""Settings that --config provides."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Parser of the command's options."""
+    """Returns the parser of the command's options."""
     found = command_parser(
         "plan", "Find the best layout, split and staleness for a model on a cluster, before renting it.", EXAMPLE
     )
@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; the exit code."""
+    """Runs the command. Returns the exit code."""
     options = parser().parse_args(arguments)
     output = options.output and check_output(options.output)
     with nullcontext() if options.trust else nothing_run():
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def asked(options: argparse.Namespace, base: RunConfig | None) -> PlanRequest:
-    """Request that the options make. Raises ConfigError."""
+    """Returns the planning request for the options. Raises ConfigError."""
     if options.model:
         shape = find_model(options.model)
     elif base:
@@ -130,7 +130,7 @@ def asked(options: argparse.Namespace, base: RunConfig | None) -> PlanRequest:
 
 
 def _prompt_tokens(options: argparse.Namespace, config: RunConfig, shape: DecoderShape) -> int:
-    """`data.max_prompt_tokens`, cut as a run's is where the context has no room for it, unless it is said here."""
+    """Returns the prompt length: the option, or `data.max_prompt_tokens`, reduced to the context as in a run."""
     prompt, room = config.data.max_prompt_tokens, shape.max_position_embeddings - config.rollout.max_new_tokens
     is_said = any(one.startswith("--data.max_prompt_tokens=") for one in options.overrides)
     return prompt if is_said or room < 1 else min(prompt, room)

@@ -22,7 +22,7 @@ EPILOG = """The profile is valid for the model, threads and machine of the run. 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; the exit code."""
+    """Runs the command. Returns the exit code."""
     parser = command_parser(
         "profile", "Turn a short real run into measured constants for `plan` and `simulate`.", EPILOG
     )

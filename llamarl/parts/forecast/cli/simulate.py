@@ -33,9 +33,9 @@ Every setting of the run file can be overridden: --rollout.max_staleness 2 --clu
 llamarl report shows its folder. Exit codes: 0 all steps done, 1 the simulated run failed, 2 a setting cannot work."""
 DEFAULT_GPU = "h100-80g"
 SHARED_BYTES = 1e15
-"""Memory of a core where no bound is to be put on it."""
+"""Bytes of memory per core that act as no limit."""
 TRACE_GENERATORS = 64
-"""Generators in the trace: a viewer cannot hold thousands."""
+"""Maximum number of generators in the trace, because viewers cannot hold thousands."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; the exit code."""
+    """Runs the command. Returns the exit code."""
     options, overrides = with_settings(_parser(), arguments)
     config = load_config(options.config, overrides)
 
@@ -82,8 +82,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _model(options: argparse.Namespace, config: RunConfig) -> DecoderShape | None:
-    """Shape of --model, or else of the run's model. None means that --costs says how long things take, or that the
-    run's model is not here. Raises ConfigError."""
+    """Returns the shape of --model or of the run's model. None means that --costs provides the times, or that the run's
+    model is not on this machine. Raises ConfigError."""
     if options.model:
         return find_model(options.model)
     with suppress(ConfigError):
@@ -92,13 +92,13 @@ def _model(options: argparse.Namespace, config: RunConfig) -> DecoderShape | Non
 
 
 def _kind(options: argparse.Namespace, config: RunConfig) -> str:
-    """Kind of device of the simulated cluster."""
+    """Returns the kind of device of the simulated cluster."""
     on_cores = not options.model and config.trainer.device == config.generator.device == "cpu"
     return options.gpu or (CPU if on_cores else DEFAULT_GPU)
 
 
 def _source(options: argparse.Namespace, config: RunConfig, model: DecoderShape | None) -> str:
-    """Whose costs these are: of which model, on what, by whom they are known."""
+    """Returns a description of the costs: model, device and source."""
     if model:
         measured = "" if options.model else "; --costs RUN/profile.json has measured ones"
         return f"of {model.name} on {_kind(options, config)}, by the tables of `llamarl plan`{measured}"
@@ -111,8 +111,8 @@ def _source(options: argparse.Namespace, config: RunConfig, model: DecoderShape 
 
 
 def _planned(options: argparse.Namespace, config: RunConfig, model: DecoderShape) -> tuple[RunConfig, Costs]:
-    """The planner's costs for the model, and its number of rollouts that a generator decodes at once. Raises
-    ConfigError."""
+    """Returns the settings and the planner's costs for the model, with the planned number of concurrent rollouts per
+    generator. Raises ConfigError."""
     if options.gpus is None and options.model:
         raise ConfigError("--model uses the planner, which needs the size of the cluster; give --gpus N")
     rollout, gpu = config.rollout, find_gpu(_kind(options, config))

@@ -1,1 +1,1 @@
-"""The real controller under a virtual clock: its loops, buffer and policies over executors that only take time."""
+"""Runs the real controller under a virtual clock, with executors that only consume time."""

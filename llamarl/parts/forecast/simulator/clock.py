@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 
 class NothingScheduled(RuntimeError):
-    """Every task waits for another one and no timer is set: virtual time would stand still for ever."""
+    """Every task waits for another one and no timer is set, so virtual time would never advance."""
 
 
 class _VirtualSelector(selectors.DefaultSelector):
-    """Instead of waiting for files it moves the clock."""
+    """Advances the clock instead of waiting for files."""
 
     now_s = 0.0
 
@@ -28,7 +28,7 @@ class _VirtualSelector(selectors.DefaultSelector):
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
-    """`time()` is virtual and starts at 0; files, sockets and other threads are never heard of."""
+    """`time()` is virtual and starts at 0. Files, sockets and other threads are ignored."""
 
     def __init__(self) -> None:
         self._clock = _VirtualSelector()
@@ -38,7 +38,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         return self._clock.now_s
 
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-        """At once, in no time."""
+        """Runs the function at once, in zero virtual time."""
         future = self.create_future()
         try:
             future.set_result(func(*args))
@@ -47,11 +47,11 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         return future
 
     def spend(self, seconds: float) -> None:
-        """The code that runs now takes so long: nothing else runs meanwhile."""
+        """Advances the clock by the duration of the running code, which blocks everything else."""
         self._clock.now_s += seconds
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` under a virtual clock. Raises NothingScheduled, and whatever `main` raises."""
+    """Runs a coroutine as `asyncio.run`, under a virtual clock. Raises NothingScheduled, and any error of `main`."""
     with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
         return runner.run(main)

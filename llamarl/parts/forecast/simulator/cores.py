@@ -1,9 +1,9 @@
-"""Executors that share the cores of one machine: each core's time is split evenly among those who want it.
+"""Executors that share the cores of one machine: each core's time is divided evenly among the running threads.
 
-A simulation runs as if every executor had cores of its own. While executors want K threads on c cores, all of them go
-c / K as fast (processor sharing), so the order of events stays and only the clock is stretched: by max(1, K / c), and
-by 1 + (contention - 1) (min(K, max(c, 2)) - 1), as each other thread that runs meanwhile costs caches and waits.
-The controller is one more that does, whenever it sends or gets a message.
+A simulation runs as if every executor had separate cores. While executors run K threads on c cores, all of them run at
+c / K of the speed (processor sharing). The order of events stays, and only the clock is stretched: by max(1, K / c),
+and by 1 + (contention - 1) (min(K, max(c, 2)) - 1), because concurrent threads cost caches and waits. The controller is
+one more thread whenever it sends or receives a message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Spans = Mapping[str, Sequence[Span]]
 
 
 def in_turn(work: Sequence[tuple[float, float]]) -> list[Span]:
-    """Work of one thread that comes at some seconds and takes some."""
+    """Returns the spans of one thread, given start times and durations of its work."""
     spans, free_s = list[Span](), 0.0
     for at_s, seconds in work:
         start_s, free_s = max(at_s, free_s), max(at_s, free_s) + seconds
@@ -30,15 +30,15 @@ def in_turn(work: Sequence[tuple[float, float]]) -> list[Span]:
 
 
 class SharedCores:
-    """Simulated seconds, mapped to those on shared cores."""
+    """Maps simulated seconds to seconds on shared cores."""
 
     def __init__(self, spans: Spans, threads: Mapping[str, int], cores: float, contention: float = 1.0) -> None:
         """
         Args:
-            spans: of every executor and of the controller, in simulated seconds.
-            threads: that each keeps busy while it works; 0 for one that does not use the cores.
-            cores: of the machine, or a container's part of them.
-            contention: how many times longer all takes where two threads work, beyond that.
+            spans: spans of every executor and of the controller, in simulated seconds.
+            threads: threads of each while it works. 0 means that it does not use the cores.
+            cores: cores of the machine, or a container's CPU limit.
+            contention: slowdown factor while two threads run.
         """
         changes = sorted(
             (at_s, change * threads[name])
@@ -48,25 +48,25 @@ class SharedCores:
         )
         self._simulated_s = np.array([0.0, *(at_s for at_s, _ in changes)])
         wanted = np.cumsum([0, *(change for _, change in changes)])[:-1]
-        beside = np.clip(wanted, 1, max(2.0, cores)) - 1  # further ones wait for a core, and disturb nobody
+        beside = np.clip(wanted, 1, max(2.0, cores)) - 1  # further threads wait for a core and disturb none
         stretch = np.maximum(1.0, wanted / cores) * (1 + (contention - 1) * beside)
         stretched_s = np.diff(self._simulated_s) * stretch
         self._real_s = np.concatenate([[0.0], np.cumsum(stretched_s)])
 
     def __call__(self, simulated_s: float) -> float:
-        """Seconds on the shared cores; after the last work both clocks go at the same pace."""
+        """Returns the seconds on the shared cores. After the last span both clocks run at the same rate."""
         after_s = max(0.0, simulated_s - float(self._simulated_s[-1]))
         return float(np.interp(simulated_s, self._simulated_s, self._real_s)) + after_s
 
     def spans(self, spans: Spans) -> dict[str, list[Span]]:
-        """The same work on the shared cores."""
+        """Returns the spans on the shared cores."""
         return {
             name: [Span(span.name, self(span.start_s), self(span.end_s)) for span in work]
             for name, work in spans.items()
         }
 
     def steps(self, steps: Sequence[StepMetrics], loop_start_s: float, spans: Spans) -> list[StepMetrics]:
-        """Step metrics on the shared cores; `spans` are those of `self.spans`."""
+        """Returns step metrics on the shared cores. `spans` is the result of `self.spans`."""
         start_s = begin_s = self(loop_start_s)
         stretched = list[StepMetrics]()
         for step in steps:

@@ -1,8 +1,8 @@
 """Continuous batching of one generator replica, in closed form between events.
 
-While n rollouts run, a decode step takes a + b * n seconds and gives each of them one token, so a rollout of length L
-that joins after step s ends with step s + L. Between two changes of n time is linear in steps: a heap of end steps says
-when the next change is, and nothing is done per token.
+While n rollouts run, a decode step takes a + b * n seconds and adds one token to each, so a rollout of length L that
+joins after step s ends with step s + L. Between two changes of n, time is linear in steps: a heap of end steps contains
+the next change, and nothing is computed per token.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from collections.abc import Container
 from typing import NamedTuple
 
 STEP_TOLERANCE = 1e-9
-"""Share of a decode step by which a time may miss its boundary through rounding."""
+"""Relative tolerance of a time at a step boundary, for rounding."""
 
 
 class Attempt(NamedTuple):
-    """One rollout to decode, or a segment of one."""
+    """One rollout to decode, or one of its segments."""
 
     group_id: int
     index: int
     num_tokens: int
     earlier_tokens: int = 0
-    """Tokens of the segments before this one."""
+    """Tokens of earlier segments."""
     later_tokens: int = 0
-    """Tokens left for the segments after this one."""
+    """Tokens of later segments."""
 
 
 class Decoded(NamedTuple):
-    """One rollout that has all its tokens, or those that it had when it was withdrawn."""
+    """One complete rollout, or one with its tokens at the time of its withdrawal."""
 
     attempt: Attempt
     finished_s: float
     first_version: int
     last_version: int
     end_step: int
-    """Decode step that gave its last token."""
+    """Decode step of its last token."""
     is_last: bool
-    """Nothing of its group is left here."""
+    """No rollout of its group is left here."""
 
 
 class DecodeQueue:
     """A state machine over virtual time. Changes take effect at the next step boundary, as in a real engine."""
 
     def __init__(self, *, base_s: float, per_rollout_s: float, max_running: int) -> None:
-        """`base_s` (a) and `per_rollout_s` (b) make up a decode step; more than `max_running` rollouts wait in line."""
+        """A decode step takes `base_s` (a) plus `per_rollout_s` (b) per rollout. Rollouts beyond `max_running` wait."""
         self.base_s = base_s
         self._per_rollout_s = per_rollout_s
         self._max_running = max_running
@@ -56,9 +56,9 @@ class DecodeQueue:
         self._running = list[tuple[int, Attempt, int]]()  # heap of (end step, attempt, first version)
         self._waiting = deque[tuple[Attempt, float]]()  # with the seconds of prefill that it brings
         self.finished = deque[Decoded]()
-        """Rollouts in the order of their ends; an end may lie less than one step in the future."""
+        """Rollouts in the order of their ends. An end may be less than one step in the future."""
         self._left = Counter[int]()
-        """Attempts of each group that have not ended."""
+        """Unfinished attempts of each group."""
         self.version = 0
         self.generated_tokens = 0
 
@@ -81,25 +81,26 @@ class DecodeQueue:
 
     @property
     def next_finish_s(self) -> float:
-        """Time when the next rollout ends if nothing else happens, in virtual seconds; infinite when none runs."""
+        """Virtual time of the next end of a rollout if nothing else happens. Infinite if none runs."""
         return self.finished[0].finished_s if self.finished else self.next_end_s
 
     @property
     def next_end_s(self) -> float:
-        """The same, of those that still run."""
+        """Same for rollouts that are still running."""
         if not self._running:
             return math.inf
         return self._boundary_s + (self._running[0][0] - self.num_steps) * self.step_s
 
     def submit(self, now_s: float, attempts: list[Attempt], prefill_s: float) -> None:
-        """Attempts of one group join the line; the first one to be decoded brings the `prefill_s` of their prompt."""
+        """Queues attempts of one group. The first one to be decoded includes `prefill_s` for their prompt."""
         self.advance(now_s)
         self._left.update(attempt.group_id for attempt in attempts)
         self._waiting.extend((attempt, 0.0 if number else prefill_s) for number, attempt in enumerate(attempts))
         self._admit()
 
     def adopt(self, now_s: float, version: int, pause_s: float) -> float:
-        """Decoding stands still for `pause_s` from the next boundary on; when it goes on, with the new version."""
+        """Pauses decoding for `pause_s` from the next boundary on. Returns the time when it continues with the new
+        version."""
         self.advance(now_s)
         self._boundary_s += pause_s
         self.version = version
@@ -120,7 +121,7 @@ class DecodeQueue:
         self._boundary_s = max(self._boundary_s, now_s)
 
     def so_far(self, now_s: float) -> list[Decoded]:
-        """Attempts that wait or run, with the tokens that they have by the first step boundary at or after `now_s`."""
+        """Returns waiting or running attempts, with their tokens by the first step boundary at or after `now_s`."""
         self.advance(now_s)
         left = [(attempt, attempt.num_tokens, self.version) for attempt, _ in self._waiting]
         left += [(attempt, end_step - self.num_steps, first) for end_step, attempt, first in self._running]
@@ -131,7 +132,7 @@ class DecodeQueue:
         ]  # fmt: skip
 
     def withdraw(self, now_s: float, group_ids: Container[int]) -> list[Decoded]:
-        """Takes attempts of these groups away, with the tokens that they have."""
+        """Removes attempts of these groups. Returns them with their tokens."""
         withdrawn = [one for one in self.so_far(now_s) if one.attempt.group_id in group_ids]
         self._waiting = deque(one for one in self._waiting if one[0].group_id not in group_ids)
         self._running = [one for one in self._running if one[1].group_id not in group_ids]
@@ -142,7 +143,7 @@ class DecodeQueue:
         return withdrawn
 
     def _finish(self) -> None:
-        """Takes what ends at the boundary out of the batch and admits who waits."""
+        """Removes finished rollouts from the batch at a boundary, and admits waiting ones."""
         while self._running and self._running[0][0] == self.num_steps:
             _, attempt, first_version = heapq.heappop(self._running)
             self._left[attempt.group_id] -= 1

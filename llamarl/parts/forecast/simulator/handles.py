@@ -1,6 +1,6 @@
-"""Simulated executors: handles that answer as the real ones do, after the time that the real ones would take.
+"""Simulated executors: handles that answer like the real ones, after the duration of the real operation.
 
-They take calls in the order of their arrival and one at a time, as an `ExecutorRank` does.
+They process calls in order of arrival and one at a time, like an `ExecutorRank`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PROBE = Probe(sequences=[NOTHING_T], logprobs=[NOTHING_T], is_compared_N=np.ones
 
 @dataclass(kw_only=True, slots=True)
 class World:
-    """State that all executors of a simulation share."""
+    """Common state of all executors of a simulation."""
 
     config: RunConfig
     costs: Costs
@@ -54,26 +54,26 @@ class World:
     trainer_gpus: int
     lengths: ResponseLengths
     counts: Counter[str] = field(default_factory=Counter)
-    """Number of events, by the names of `COUNTS`."""
+    """Number of events, by the names in `COUNTS`."""
     executors_cpu_s: float = 0.0
-    """Processor time inside simulated executors: in a real run it passes elsewhere, not in the controller."""
+    """CPU time inside simulated executors. In a real run it is not spent in the controller."""
     controller: list[tuple[float, float]] = field(default_factory=list)
-    """Times at which the controller works, and its processor seconds from each on."""
+    """Times at which the controller works, and the CPU seconds of each."""
 
     def message(self, now_s: float) -> None:
-        """One between the controller and an executor."""
+        """Records a message between the controller and an executor."""
         if self.costs.cores:
             self.controller.append((now_s, self.costs.controller_call_s / 2))
 
 
 class SimulatedHandle(ExecutorHandle):
-    """One executor that only takes time: `do_METHOD` gives the seconds of a call and its result when its turn comes.
+    """One executor that only consumes time: `do_METHOD` returns the seconds and the result of a call.
 
-    A result that is a future is answered when that is done, beside later calls.
+    A future as a result is answered when it is done, concurrently with later calls.
     """
 
     SPANS: ClassVar[dict[str, str]] = {}
-    """Span name of each method that is work."""
+    """Span name of each method that counts as work."""
 
     def __init__(self, name: str, world: World) -> None:
         self._loop = asyncio.get_running_loop()
@@ -83,12 +83,12 @@ class SimulatedHandle(ExecutorHandle):
         self.failed: asyncio.Future[ExecutorError] = self._loop.create_future()
         self._ended: ExecutorError | None = None
         self.alive_s = (self._loop.time(), math.inf)
-        """Virtual seconds of its birth and of its death."""
+        """Virtual times of start and death."""
         self._free_s = 0.0
-        """Time when the call that runs is done, in virtual seconds."""
+        """Virtual time when the current call is done."""
         self._doing, self._doing_since_s = "idle", 0.0
         self._line = deque[tuple[str, tuple[Any, ...], asyncio.Future[Any]]]()
-        """Calls that are not done, in the order of their arrival; the first one runs."""
+        """Unfinished calls in order of arrival. The first one is running."""
         self._unanswered = set[asyncio.Future[Any]]()
         self._spans = list[Span]()
 
@@ -108,12 +108,12 @@ class SimulatedHandle(ExecutorHandle):
         if not answer.done():
             await self._wait(answer, method, timeout_s)
         self._world.message(self._loop.time())
-        if self._costs.call_s:  # call and answer are under way; the executor may do other work meanwhile
+        if self._costs.call_s:  # latency, during which the executor may do other work
             await asyncio.sleep(self._costs.call_s)
         return answer.result()
 
     async def _wait(self, answer: asyncio.Future[Any], method: str, timeout_s: float) -> None:
-        """Waits for an answer, no longer than `timeout_s`. The executor goes on in either case."""
+        """Waits at most `timeout_s` for an answer. The executor continues in either case."""
         timer = self._loop.call_later(timeout_s, self._expire, answer, method, timeout_s)
         self._unanswered.add(answer)
         try:
@@ -128,10 +128,10 @@ class SimulatedHandle(ExecutorHandle):
             answer.set_exception(CallTimeout(self.name, method, timeout_s, f"is in {doing}"))
 
     def _begin(self) -> None:
-        """Runs what is in line, up to the first call that takes time."""
+        """Runs queued calls, up to the first call that takes time."""
         while self._line:
             method, args, answer = self._line[0]
-            if answer.done() and not answer.cancelled():  # too late, so it is dropped
+            if answer.done() and not answer.cancelled():  # timed out, so it is dropped
                 self._line.popleft()
                 continue
             seconds, result = self._run(method, args)
@@ -146,28 +146,28 @@ class SimulatedHandle(ExecutorHandle):
             self._answer(answer, result)
 
     def _run(self, method: str, args: tuple[Any, ...]) -> tuple[float, Any]:
-        """A call whose turn it is: its seconds and its result."""
+        """Runs a call. Returns its seconds and its result."""
         began_s = time.thread_time()
         seconds, result = getattr(self, f"do_{method}")(*args)
         self._world.executors_cpu_s += time.thread_time() - began_s
         return seconds, result
 
     def _finish(self, answer: asyncio.Future[Any], result: Any) -> None:
-        """The call that runs is done, and the next one begins."""
+        """Finishes the current call and starts the next one."""
         if self._ended is None:
             self._line.popleft()
             self._answer(answer, result)
             self._begin()
 
     def _answer(self, answer: asyncio.Future[Any], result: Any) -> None:
-        """Answers a caller who still waits."""
+        """Answers a caller that is still waiting."""
         if isinstance(result, asyncio.Future):
             result.add_done_callback(lambda done: done.cancelled() or self._answer(answer, done.result()))
         elif not answer.done():
             answer.set_result(result)
 
     def _later(self, seconds: float) -> asyncio.Future[None]:
-        """A future that is done after so many seconds."""
+        """Returns a future that is done after `seconds` seconds."""
         done = self._loop.create_future()
         self._loop.call_later(seconds, done.set_result, None)
         return done
@@ -184,7 +184,7 @@ class SimulatedHandle(ExecutorHandle):
         return HostStatus(pid=0, doing=doing, doing_age_s=now_s - since_s, busy_s={}, queued_calls=0, spans=spans)
 
     def _current(self, now_s: float) -> tuple[str, float]:
-        """Method that it runs, or `idle`, and since when, in virtual seconds."""
+        """Returns the current method, or `idle`, and its start in virtual seconds."""
         return (self._doing, self._doing_since_s) if now_s < self._free_s else ("idle", self._free_s)
 
     async def status_each(self, timeout_s: float) -> list[HostStatus]:
@@ -195,7 +195,7 @@ class SimulatedHandle(ExecutorHandle):
         self._end(self.failed.result() if self.failed.done() else stopped)
 
     def die(self, error: MeshFailed | None = None) -> None:
-        """The process is gone: as after `kill -9`, or as `error` says."""
+        """Ends the process, as `kill -9` does or as `error` says."""
         if self._ended is None:
             error = error or MeshFailed(self.name, (0,), "was killed by SIGKILL")
             self._end(error)
@@ -211,7 +211,7 @@ class SimulatedHandle(ExecutorHandle):
 
 
 class SimulatedGenerator(SimulatedHandle):
-    """Decodes by `DecodeQueue`; one timer stands for its next event."""
+    """Decodes with a `DecodeQueue`. One timer represents its next event."""
 
     SPANS: ClassVar[dict[str, str]] = {"adopt": "weight_sync", "score": "weight_sync"}
 
@@ -225,15 +225,15 @@ class SimulatedGenerator(SimulatedHandle):
             max_running=settings.max_running,
         )
         self._begun = dict[tuple[int, int], Rollout]()
-        """Rollouts as they were when generation began, for unfinished ones, by group and index."""
+        """Initial state of unfinished rollouts, by group and index."""
         self._reply: asyncio.Future[Collected] | None = None
         self._replied_s, self._num_wanted, self._needed = 0.0, 0, set[int]()
         self._early = list[GenerationRequest]()
-        """Requests that wait for a version to come."""
+        """Requests that wait for a future version."""
         self._ended_rollouts = list[Decoded]()
-        """Rollouts that have ended, to be handed over."""
+        """Ended rollouts that have not been returned."""
         self._num_whole = self._num_parked = 0
-        """Groups that are whole with them, and segments among them that others follow."""
+        """Complete groups among them, and parked segments."""
         self._aborted = list[Rollout]()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
@@ -241,7 +241,7 @@ class SimulatedGenerator(SimulatedHandle):
 
     @property
     def num_unfinished(self) -> int:
-        """Rollouts that would be lost with it."""
+        """Rollouts that would be lost with this generator."""
         queue = self._queue
         return queue.num_running + queue.num_waiting + len(queue.finished) + len(self._ended_rollouts)
 
@@ -272,7 +272,7 @@ class SimulatedGenerator(SimulatedHandle):
         return seconds, Adoption(version=version, stall_s=pause_s)
 
     def do_abort(self, group_ids: Sequence[int]) -> tuple[float, Any]:
-        """Takes back all that has not ended; rollouts come with the tokens that they have."""
+        """Aborts all unfinished rollouts of these groups, which are returned with their tokens."""
         for request in (one for one in self._early if one.group_id in group_ids):
             self._aborted += [replace(one, finish_reason=FinishReason.ABORTED) for one in request.starts()]
         self._early = [one for one in self._early if one.group_id not in group_ids]
@@ -297,12 +297,12 @@ class SimulatedGenerator(SimulatedHandle):
         self._queue.submit(now_s, attempts, self._costs.prefill_token_s * self._slowness * prefilled)
 
     def _starts(self, request: GenerationRequest) -> Iterable[tuple[Rollout, int]]:
-        """Rollouts that are asked for, each as it begins, and the tokens that it will have."""
+        """Yields the requested rollouts in their initial state, and their final number of tokens."""
         lengths = self._world.lengths.draw(request.group_id, request.group_size)
         return ((partial, lengths[partial.index]) for partial in request.starts())
 
     def _pause(self, version: int, pause_s: float) -> float:
-        """Seconds until decoding has stood still for `pause_s`."""
+        """Returns the seconds until a pause of `pause_s` in decoding is over."""
         start_s = self._loop.time()
         end_s = self._queue.adopt(start_s, version, pause_s)
         if self._decoding_since_s is not None:
@@ -312,7 +312,7 @@ class SimulatedGenerator(SimulatedHandle):
         return end_s - start_s
 
     def _schedule(self) -> None:
-        """Sets the timer to the next moment at which a rollout ends, or at which what has ended is handed over."""
+        """Sets the timer to the next end of a rollout, or the next time when ended rollouts are returned."""
         if self._reply is None:
             return
         due_s = min(self._queue.next_finish_s, self._due_s() if self._ended_rollouts else math.inf)
@@ -324,7 +324,7 @@ class SimulatedGenerator(SimulatedHandle):
             self._timer_s = due_s
 
     def _due_s(self) -> float:
-        """When what has ended is handed over, as a generator does."""
+        """Returns the time when ended rollouts are returned, as in a real generator."""
         is_all = not (self._queue.has_work or self._queue.finished)
         if is_all or (self._num_wanted and self._num_whole >= self._num_wanted and not self._needed):
             return -math.inf
@@ -340,7 +340,7 @@ class SimulatedGenerator(SimulatedHandle):
         self._world.executors_cpu_s += time.thread_time() - began_s
 
     def _hand_over(self, reply: asyncio.Future[Collected], now_s: float) -> None:
-        """Answers the waiting `collect` with what has ended, when that is due."""
+        """Answers the waiting `collect` with ended rollouts, when they are due."""
         queue = self._queue
         queue.advance(now_s)
         while queue.finished and queue.finished[0].finished_s <= now_s:
@@ -371,7 +371,8 @@ class SimulatedGenerator(SimulatedHandle):
         return replace(before, columns=columns, finish_reason=reason)
 
     def _sampled(self, decoded: Decoded, before: Rollout) -> Columns:
-        """The columns of its tokens; only their number and the oldest version matter, so one array stands for all."""
+        """Returns the columns of its tokens. Only their number and the oldest version matter, so all share one
+        array."""
         return dict.fromkeys(before.columns, repeated(decoded.first_version, decoded.attempt.num_tokens))
 
     def _current(self, now_s: float) -> tuple[str, float]:
@@ -394,14 +395,14 @@ def _finish_reason(attempt: Attempt, limit_tokens: int) -> FinishReason:
 
 
 class SimulatedTrainer(SimulatedHandle):
-    """Steps take a fixed time and a share per token."""
+    """Steps take a constant time plus a time per token."""
 
     SPANS: ClassVar[dict[str, str]] = {"step": "train", "publish": "weight_sync", "save": "checkpoint"}
 
     def __init__(self, name: str, world: World) -> None:
         super().__init__(name, world)
         self._groups = dict[int, tuple[int, int, int]]()
-        """Rollouts, response tokens and computed tokens of each group that was sent ahead."""
+        """Rollouts, response tokens and computed tokens of each group that was sent in advance."""
         self.version = 0
 
     def do_add_groups(self, groups: Sequence[RolloutGroup]) -> tuple[float, Any]:
@@ -442,5 +443,5 @@ def _size(group: RolloutGroup, skips_equal_rewards: bool) -> tuple[int, int, int
     prompt: Prompt = group.prompt
     tokens = sum(rollout.num_tokens for rollout in group.rollouts)
     is_skipped = skips_equal_rewards and len({result.value for result in group.results}) == 1
-    # The last token of a response predicts nothing, so it is no input.
+    # The last token of a response predicts nothing, so it is not an input.
     return len(group.rollouts), tokens, 0 if is_skipped else len(prompt.token_ids_T) + tokens - len(group.rollouts)

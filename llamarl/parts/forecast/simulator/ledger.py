@@ -18,16 +18,16 @@ from llamarl.types import RolloutGroup
 
 
 class CountingTelemetry(Telemetry):
-    """Counts the staleness of every rollout that is trained on, and which groups they were."""
+    """Counts the staleness of every trained rollout, and records the trained groups."""
 
     def __init__(self, *arguments: Any, spend: Callable[[int], None]) -> None:
-        """`spend` lets the time pass that so many rollouts take to be recorded."""
+        """`spend` advances the clock by the time to record this many rollouts."""
         super().__init__(*arguments)
         self._spend = spend
         self.counts = Counter[int]()
         """Rollouts by staleness, in optimizer steps."""
         self.group_ids = list[int]()
-        """Groups in the order of their consumption."""
+        """Groups in the order in which they were trained."""
 
     def step(
         self,
@@ -37,7 +37,7 @@ class CountingTelemetry(Telemetry):
         sync: SyncReport,
         ready_groups: int,
     ) -> None:
-        """Counts a step, and records it."""
+        """Counts and records a step."""
         self._spend(sum(len(group.rollouts) for group in groups))
         for group in groups:
             self.group_ids.append(group.group_id)
@@ -46,7 +46,7 @@ class CountingTelemetry(Telemetry):
 
 
 class StepLog(MetricsLog):
-    """`metrics.jsonl`, and the steps in memory."""
+    """Writes `metrics.jsonl` and keeps the steps in memory."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, lambda _: None)
@@ -59,5 +59,5 @@ class StepLog(MetricsLog):
             self.steps.append(record)
 
     def rewrite(self, steps: Sequence[StepMetrics]) -> None:
-        """`metrics.jsonl` again, with these steps; after `close`. Raises OSError."""
+        """Replaces `metrics.jsonl` with these steps, after `close`. Raises OSError."""
         write_atomically(self._path, "".join(json.dumps(step.to_json()) + "\n" for step in steps))

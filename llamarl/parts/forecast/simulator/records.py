@@ -1,4 +1,4 @@
-"""Rollouts without content: as long as real ones for everybody who asks, a few bytes in memory and in a pickle.
+"""Rollouts without content: they have the length of real ones, but need few bytes in memory and in a pickle.
 
 Shape suffix: T tokens of one sequence.
 """

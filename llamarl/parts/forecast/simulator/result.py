@@ -23,31 +23,31 @@ COUNTS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
-    """A whole simulated run."""
+    """A complete simulated run."""
 
     split: Split
     end: str
-    """`finished`, or why it ended before."""
+    """`finished`, or why it ended early."""
     steps: tuple[StepMetrics, ...]
     accounts: Accounts
     """Busy shares of executors and roles in the loop."""
     verdict: SpeedVerdict
     staleness: Mapping[int, int]
-    """Rollouts that were trained on, by staleness in optimizer steps."""
+    """Trained rollouts, by staleness in optimizer steps."""
     staleness_bound: int
     group_ids: tuple[int, ...]
-    """Groups in the order of their consumption."""
+    """Groups in the order in which they were trained."""
     loop_s: tuple[float, float]
     """Start and end of the loop, virtual seconds."""
     counts: Mapping[str, int]
     """Number of events by name, for each of `COUNTS`."""
     spans: Mapping[str, list[Span]]
     wall_s: float
-    """Real seconds that the simulation took."""
+    """Real seconds of the simulation."""
     cpu_s: float
-    """Processor seconds that it took."""
+    """CPU seconds of the simulation."""
     executors_cpu_s: float
-    """The part of them inside simulated executors; the rest is the controller and its event loop."""
+    """CPU seconds inside simulated executors. The rest is the controller and its event loop."""
 
     @property
     def num_groups(self) -> int:
@@ -55,7 +55,7 @@ class Simulation:
 
     @property
     def controller_s_per_group(self) -> float:
-        """Processor seconds of the controller per rollout group."""
+        """CPU seconds of the controller per rollout group."""
         return (self.cpu_s - self.executors_cpu_s) / max(self.num_groups, 1)
 
     @property
@@ -65,7 +65,7 @@ class Simulation:
 
     @property
     def step_s(self) -> np.ndarray:
-        """Step times after the first, which begins with empty generators; all of them when there is only one."""
+        """Step times after the first, which begins with empty generators. All step times if there is only one."""
         return np.array([step.step_s for step in self.steps[1:] or self.steps])
 
     @property

@@ -15,7 +15,7 @@ from llamarl.types import Outcome, RewardResult, Rollout
 
 
 class SimulatedReward(SimulatedHandle):
-    """Judges the responses of a call on a number of workers; some responses never get an answer."""
+    """Scores the responses of a call on a number of workers. Some responses never get a result."""
 
     SPANS: ClassVar[dict[str, str]] = {"score": "score"}
 

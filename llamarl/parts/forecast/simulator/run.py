@@ -32,16 +32,16 @@ from llamarl.run.placement import models_in_use
 
 NUM_PROMPTS = 4096
 PROGRESS_S = 5.0
-"""Least wall time between two progress lines."""
+"""Minimum real seconds between two progress lines."""
 
 
 def simulate(config: RunConfig, costs: Costs, faults: Faults, split: Split, metrics: Path) -> Simulation:
-    """Runs the real controller to `config.steps`, in virtual time; step metrics go to the file `metrics`.
+    """Runs the real controller to `config.steps` in virtual time, and writes step metrics to the file `metrics`.
 
-    A failure that would end a real run ends this one; `Simulation.end` says which.
+    A failure that would end a real run ends the simulation. `Simulation.end` has the cause.
 
     Raises:
-        ConfigError: the run has executors that are not simulated.
+        ConfigError: the run has executors without a simulation.
     """
     unknown = [*models_in_use(config), *["trainer.lora"] * bool(config.trainer.lora)]
     if unknown := unknown + ["cluster.placement = 'colocated'"] * config.generators_sleep:
@@ -60,7 +60,7 @@ def simulate(config: RunConfig, costs: Costs, faults: Faults, split: Split, metr
 
 
 class _SimulationProgress(NullScreen):
-    """A line on stderr now and then. Warnings of single faults are counted in the result instead."""
+    """Prints progress lines to stderr. Warnings of single faults are only counted in the result."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -93,7 +93,7 @@ class _SimulatedRun:
         self._end = "finished"
 
     async def run(self) -> None:
-        """Starts the executors, trains, stops them."""
+        """Starts the executors, trains, and stops them."""
         clock = asyncio.get_running_loop()
         assert isinstance(clock, VirtualClockLoop)
         self._clock = clock
@@ -124,7 +124,7 @@ class _SimulatedRun:
         await self._controller.train()
 
     async def _join(self) -> None:
-        """One more generator than the run began with."""
+        """Adds a generator to those of the start."""
         await self._controller.recovery.add(await self._cluster.spawn_generator())
         self._cluster.world.counts["joins"] += 1
 
@@ -140,13 +140,13 @@ class _SimulatedRun:
         )
 
     def _record(self, num_rollouts: int) -> None:
-        """The controller does nothing else meanwhile."""
+        """Records rollouts, which blocks the controller."""
         seconds = self._costs.controller_rollout_s * num_rollouts
         self._cluster.world.controller.append((self._clock.time(), seconds))
         self._clock.spend(seconds)
 
     def _shared_cores(self, spans: dict[str, list[Span]]) -> SharedCores:
-        """Slowdown of executors on `cpu`, which share the machine's cores."""
+        """Returns the mapping for executors on `cpu`, which share the machine's cores."""
         trainer, generator = self._config.trainer, self._config.generator
         threads = {
             "trainer": trainer.threads if trainer.device == "cpu" else 0,
@@ -158,7 +158,7 @@ class _SimulatedRun:
         return SharedCores(all_spans, threads, self._costs.cores, self._costs.contention)
 
     def _generator_busy_share(self, accounts: Accounts, clock: Callable[[float], float]) -> float:
-        """Busy share of generators in the time in which they lived: a generator that is not there does not idle."""
+        """Returns the busy share of generators during their lifetimes."""
         start_s, end_s = self._loop_s
         lives_s = [
             clock(min(end_s, h.alive_s[1])) - clock(max(start_s, h.alive_s[0])) for h in self._cluster.generators
@@ -167,7 +167,7 @@ class _SimulatedRun:
         return sum(busy_s) / sum(lives_s) if sum(lives_s) > 0 else 0.0
 
     def result(self, wall_s: float, cpu_s: float) -> Simulation:
-        """Result of the simulation, which took `wall_s` real seconds and `cpu_s` processor seconds."""
+        """Returns the result of the simulation, which took `wall_s` real seconds and `cpu_s` CPU seconds."""
         counts = self._cluster.world.counts + Counter(resubmitted_groups=self._controller.recovery.num_resubmitted)
         spans = {name: list(work) for name, work in self._telemetry.spans.items()}
         steps, loop_s = self._log.steps, self._loop_s

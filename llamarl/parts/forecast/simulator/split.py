@@ -25,7 +25,7 @@ class Split:
 
 
 def best_split(config: RunConfig, costs: Costs, gpus: int) -> Split:
-    """The split of `gpus` with the shortest step, by `step_parts_s`. Raises ConfigError."""
+    """Returns the split of `gpus` with the shortest step, by `step_parts_s`. Raises ConfigError."""
     each = costs.generator_gpus
     most = (gpus - 1) // each
     if most < 1:
@@ -42,9 +42,10 @@ def best_split(config: RunConfig, costs: Costs, gpus: int) -> Split:
 def step_parts_s(
     config: RunConfig, costs: Costs, *, replicas: np.ndarray, trainer_gpus: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of generators and of the trainer for one step's rollouts, stragglers left out.
+    """Returns the seconds of generators and of the trainer for one step's rollouts, without stragglers.
 
-    In flight are (S + 1) * P * G rollouts, dealt evenly; with n of them on a replica a decode step takes a + b * n.
+    (S + 1) * P * G rollouts are in flight, evenly distributed. With n of them on a replica a decode step takes a + b *
+    n.
     """
     rollout = config.rollout
     samples = rollout.prompts_per_step * rollout.group_size
@@ -60,7 +61,7 @@ def step_parts_s(
 
 
 def choose_split(config: RunConfig, costs: Costs, gpus: int | None, trainer_gpus: int | None) -> Split:
-    """Split that the command line asks for. Without `gpus`: the run's own generators, and as many GPUs for the trainer.
+    """Returns the split that the command line requests. Without `gpus`: the run's generators, and as many trainer GPUs.
 
     Raises:
         ConfigError: there are too few GPUs.

@@ -1,1 +1,1 @@
-"""Commands of a run on several hosts."""
+"""Commands of runs on several hosts."""

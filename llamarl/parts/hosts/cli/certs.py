@@ -19,7 +19,7 @@ ca.key signs certificates and stays in DIR."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; the exit code."""
+    """Runs the command. Returns the exit code."""
     parser = command_parser("certs", "Create the TLS certificates of the hosts of a run.", EPILOG)
     parser.add_argument("folder", metavar="DIR", help="folder of the certificates, readable by you only")
     parser.add_argument("--hosts", default="", metavar="NAME=ADDRESS,...", help="IP addresses or DNS names")
@@ -54,7 +54,7 @@ def _hosts(text: str) -> dict[str, str]:
         check_member(name, address)
         if name in hosts or name in RESERVED:
             why = "named twice" if name in hosts else "the name of a file of another host"
-            raise ConfigError(f"--hosts {part}: {name!r} is {why}; give every host a name of its own")
+            raise ConfigError(f"--hosts {part}: {name!r} is {why}; give every host a different name")
         hosts[name] = address
     return hosts
 
@@ -67,7 +67,7 @@ def _pair(option: str, text: str) -> tuple[str, str]:
 
 
 def _this_machine(hosts: dict[str, str]) -> tuple[str, str]:
-    """Name and address, as the first host sees them."""
+    """Returns this machine's name and address, for the first host."""
     address = next(iter(hosts.values()))
     try:
         return socket.gethostname(), address_towards(address, 9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import sys
@@ -24,11 +25,11 @@ from llamarl.parts.hosts.home import address_towards
 
 EPILOG = """It connects to the run, and again after that run has ended. Executors inherit its environment.
 Ctrl-C or SIGTERM: its work moves to other hosts, then it ends; a second signal ends it at once.
-Exit codes: 0 released, 1 no controller answers, 2 refused, with the reason."""
+Exit codes: 0 released or given up, 1 no controller answers, 2 refused, with the reason."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; the exit code."""
+    """Runs the command. Returns the exit code."""
     options = _parser().parse_args(arguments)
     controllers = options.controller.split(",")
     for place in controllers:
@@ -52,7 +53,8 @@ def main(arguments: Sequence[str]) -> int:
         )
     own_temporary_folder()
     pki = Path(options.pki)
-    agent = HostAgent(controllers, pki, options.name, address, options.once, _say, options.weights_address)
+    give_up_s = options.give_up if options.give_up > 0 else math.inf
+    agent = HostAgent(controllers, pki, options.name, address, options.once, _say, options.weights_address, give_up_s)
     return asyncio.run(agent.run())
 
 
@@ -70,12 +72,19 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("--weights-address", default="", help="address of this host for weights; default: --address")
     parser.add_argument("--once", action="store_true", help="end after the first run")
+    parser.add_argument(
+        "--give-up",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="end without a controller after this time; default: never",
+    )
     parser.add_argument("--drain", action="store_true", help="ask the running `llamarl host` of this name to leave")
     return parser
 
 
 def _drain(controllers: Sequence[str], name: str) -> int:
-    """Lets the agent of a host leave, whether or not a run has it; the exit code."""
+    """Makes the agent of a host leave, with or without a run. Returns the exit code."""
     agents = list(_agents(controllers, name))
     for pid in agents:
         os.kill(pid, DRAIN)
@@ -85,10 +94,11 @@ def _drain(controllers: Sequence[str], name: str) -> int:
 
 
 def _agents(controllers: Sequence[str], name: str) -> Iterator[int]:
-    """Processes of this user, and of this network, that are the host of a name for one of these controllers."""
+    """Yields processes of this user and network namespace that are the agent of this host for one of these
+    controllers."""
     own = _kind(Path("/proc/self"))
     for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, ValueError):  # it has ended, is another user's, or another command
+        with suppress(OSError, ValueError):  # ended, of another user, or another command
             words = (entry / "cmdline").read_text().split("\0")[:-1]
             at = words.index("host")
             if Path(words[at - 1]).name == "llamarl" and _kind(entry) == own:
@@ -98,17 +108,17 @@ def _agents(controllers: Sequence[str], name: str) -> Iterator[int]:
 
 
 def _kind(process: Path) -> tuple[int, str, str]:
-    """User, interpreter and network of a process. Raises OSError."""
+    """Returns user, interpreter and network namespace of a process. Raises OSError."""
     return process.stat().st_uid, os.readlink(process / "exe"), os.readlink(process / "ns/net")
 
 
 def _is_here(address: str) -> bool:
-    """Whether this machine has it. Of a name nothing is known: what it stands for may come later."""
+    """Returns whether this machine has the address. True for a name, which may resolve later."""
     return not address.replace(".", "").isdigit() or bool(interface_of(address))
 
 
 def _own_address(place: str) -> str:
-    """The one from which the system reaches the controller. Raises ConfigError."""
+    """Returns the address from which the system reaches the controller. Raises ConfigError."""
     host, _, port = place.rpartition(":")
     try:
         return address_towards(host, int(port))

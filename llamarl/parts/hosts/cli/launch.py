@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 from llamarl.cli.main import FAILURE
 from llamarl.cli.options import command_parser, with_settings, write_output
@@ -17,20 +18,29 @@ SUBMIT_S = 120.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; the exit code."""
+    """Runs the command. Returns the exit code."""
     parser = command_parser("launch", "Submit a run on several hosts to a scheduler.", EPILOG)
     parser.add_argument("scheduler", choices=("slurm", "kubernetes"))
     parser.add_argument("config", metavar="RUN.toml")
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and stop")
+    parser.add_argument(
+        "--to", type=Path, metavar="FOLDER", help="write a base for Kustomize with the certificates, and stop"
+    )
     options, overrides = with_settings(parser, arguments)
 
     from llamarl.parts.hosts.launch import script
 
+    if options.to and options.scheduler == "slurm":
+        raise ConfigError("--to is for kubernetes; `llamarl launch slurm ... --dry-run > FILE` writes the script")
     config = script.several_hosts(options.config, overrides)
     is_slurm = options.scheduler == "slurm"
     text = script.slurm_script(config, options.config, overrides) if is_slurm else script.kubernetes_manifest(config)
     if options.dry_run:
         print(text, end="")
+        return 0
+    if options.to:
+        script.write_kustomization(config, options.to)
+        print(f"kubectl apply --kustomize {options.to}")
         return 0
     folder = script.files_folder(config)
     try:
@@ -46,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _submitted(command: list[str], text: str) -> int:
-    """The exit code. Raises ConfigError: there is no scheduler, or no answer."""
+    """Submits a job. Returns the exit code. Raises ConfigError if there is no scheduler or no answer."""
     try:
         done = subprocess.run(command, check=False, input=text, text=True, timeout=SUBMIT_S)
     except (FileNotFoundError, subprocess.TimeoutExpired) as error:

@@ -1,1 +1,1 @@
-"""The same run under a scheduler: templates, and what fills them."""
+"""Job scripts for schedulers: templates and the code that fills them."""

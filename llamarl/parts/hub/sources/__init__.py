@@ -1,1 +1,1 @@
-"""Members of the family of data sources that ask the Hub."""
+"""Data sources that read the Hub."""

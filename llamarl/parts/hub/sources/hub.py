@@ -1,4 +1,4 @@
-"""Problems of a data set by its name on the Hugging Face Hub."""
+"""Problems of a dataset by its name on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from llamarl.parts.hub.layout import README, Splits, chosen, configurations
 
 MAX_README_BYTES = 1 << 24
 CONVERTED = "refs/convert/parquet"
-"""Branch on which the Hub keeps what it has converted to Parquet."""
+"""Branch with the Hub's automatic Parquet conversion."""
 
 
 @dataclass(kw_only=True)
 class Hub(Table):
-    """Rows of one split; of the repository only its files are fetched.
+    """Rows of one split. Only the files of the repository are fetched, no code runs.
 
-    Which files these are is said by the head of the README, else by their names; where no file can be read, those count
-    that the Hub has converted to Parquet.
+    The README's header or the file names determine the files. If no file is readable, the Hub's Parquet conversion is
+    used.
     """
 
     path: str
-    """`owner/name` of the data set, or `owner/name@revision`."""
+    """`owner/name` of the dataset, or `owner/name@revision`."""
     config: str = ""
-    """Configuration, such as `main`; empty: the only one, or the default."""
+    """Configuration, such as `main`. Empty means the only or the default configuration."""
     split: str = "train"
-    """Split."""
+    """Name of the split."""
     revision: str = ""
-    """Branch, tag or commit; empty: `main`. A run keeps the commit that it was at its start."""
+    """Branch, tag or commit. Empty means `main`. A run keeps the commit of its start."""
 
     @staticmethod
     def pinned(name: HubName) -> HubName:
-        """The commit that a run keeps: where a name has nothing that can be read, of the branch that has. Raises
+        """Returns the commit that a run keeps. If the name has no readable files, that of the conversion branch. Raises
         ConfigError."""
         return with_data(name)[0]
 
@@ -54,7 +54,7 @@ class Hub(Table):
             yield f"{given.repo}/{config}/{self.split}-{number}", row
 
     def _file(self, name: HubName, path: str) -> Path:
-        """One file, fetched when its rows are wanted: none is after those that `limit` takes."""
+        """Fetches one file when its rows are read. Files beyond `limit` are never fetched."""
         try:
             return fetched(name, "dataset", lambda _: [path]).folder / path
         except ConfigError as error:
@@ -62,8 +62,8 @@ class Hub(Table):
 
 
 def with_data(name: HubName) -> tuple[HubName, str, Mapping[str, Splits]]:
-    """The commit of a data set that has files which can be read, with its README and its files by configuration and
-    split. Raises ConfigError."""
+    """Returns a commit of a dataset with readable files, its README, and its files by configuration and split. Raises
+    ConfigError."""
     commit, files = listing(name, "dataset")
     if (has_readme := README in files) and files[README] > MAX_README_BYTES:
         raise ConfigError(f"its {README} has {files[README]:,} bytes, and at most {MAX_README_BYTES:,} are read")

@@ -16,12 +16,12 @@ from llamarl.parts.page.run_data import RunData
 
 PAGE = "report.html"
 OF_PAGES = ("config.toml", "forecast.json")
-"""Files of which a folder that is shown has at least one: a run's, or a forecast's."""
+"""Files that identify a folder as a run or a forecast. One is enough."""
 EPILOG = "The page needs no network. Running, failed and incomplete runs are shown as far as they are recorded."
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; the exit code."""
+    """Runs the command. Returns the exit code."""
     parser = command_parser("report", "Write one HTML file about runs or forecasts, several side by side.", EPILOG)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, such as runs/demo, or of a forecast")
     parser.add_argument("--output", metavar="FILE", help="where to write it (RUN/report.html)")
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def shown_folders(names: Sequence[str]) -> list[Path]:
-    """The folders that a command is asked to show. Raises ConfigError: one is neither a run's nor a forecast's."""
+    """Returns the folders to show. Raises ConfigError if one is neither a run's nor a forecast's."""
     for folder in (folders := [Path(name) for name in names]):
         if not any((folder / file).exists() for file in OF_PAGES):
             raise not_a_run(folder, OF_PAGES)
@@ -51,17 +51,17 @@ def shown_folders(names: Sequence[str]) -> list[Path]:
 
 
 def decoder(folder: Path) -> Decode | None:
-    """Text of a token, by the tokenizer of the run's model; None where that is not on this machine, which is said, and
-    for a forecast."""
+    """Returns a function from a token id to its text, by the tokenizer of the run's model. None if the tokenizer is not
+    on this machine (which is printed), and for a forecast."""
     from llamarl.data.tokenizer import Tokenizer
     from llamarl.run.hub_pins import base_model
 
-    if (folder / "forecast.json").exists():  # which has no rollouts
+    if (folder / "forecast.json").exists():  # without rollouts
         return None
     try:
         settings = tomllib.loads(read_text(folder / "config.toml", "give the folder of a run"))
         tokenizer = Tokenizer(base_model(folder, settings["model"]["path"], settings.get("output", "")))
-        # Some tokenizers drop the space that begins a text, so each token is decoded behind another one.
+        # Some tokenizers drop a leading space, so each token is decoded behind another one.
         anchor = int(tokenizer.encode("a")[-1])
         before = tokenizer.decode([anchor], skip_special=False)
         return lambda token: tokenizer.decode([anchor, token], skip_special=False).removeprefix(before)

@@ -19,13 +19,13 @@ from llamarl.parts.page.live import Watched, build_app
 EPILOG = """It only reads the folders of runs, which may be running, finished, or on a mounted disk of another machine.
 Everybody who knows the address with its random part can see the page. Ctrl-C ends it."""
 START_S, END_S = 20.0, 5.0
-"""Longest waits for what a run has begun and ends."""
+"""Maximum seconds for the page's process to start and to stop."""
 NICENESS = 19
-"""Above that of the run: where both want a core, the run has it."""
+"""Nice value of the page's process, so that the run has priority."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; the exit code."""
+    """Runs the command. Returns the exit code."""
     parser = command_parser("watch", "Show the page of `llamarl report`, live.", EPILOG)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, such as runs/demo")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
@@ -47,8 +47,8 @@ def main(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def watching(folder: Path) -> Iterator[str]:
-    """While a run goes on, a process of its own shows it; what it says of where."""
-    # A group of its own: Ctrl-C is for the run, which ends this, however it ends itself.
+    """Serves the page of a run from a separate process. Yields a sentence with the address."""
+    # A separate process group: Ctrl-C reaches only the run, which then stops this process.
     command = [*dependent("from llamarl.parts.page.cli.watch import main; main(sys.argv[1:])"), str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
         try:

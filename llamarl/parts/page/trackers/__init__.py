@@ -1,1 +1,1 @@
-"""Trackers, which send metrics where users look already, besides `metrics.jsonl`. One file per member."""
+"""Trackers, which send metrics to other tools in addition to `metrics.jsonl`. One file per tracker."""

@@ -1,4 +1,4 @@
-"""`Tracker`, and what gives it rows without ever waiting for it."""
+"""`Tracker`, the base class of trackers, and a thread that feeds it without blocking the run."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ from llamarl.observability.sinks import Subject
 
 FAMILY = "llamarl.parts.page.trackers"
 MAX_ROWS = 1000
-"""Rows that may wait for a tracker; further ones are left out while so many do."""
+"""Maximum rows in the queue of a tracker. Further rows are dropped while the queue is full."""
 CLOSE_S = 4.0
-"""Seconds that a tracker has for its last rows when the run ends."""
+"""Seconds that a tracker has to send its last rows at the end of a run."""
 
 
 class Tracker(ABC):
-    """Lives in a thread of its own, from its constructor on. Whatever it raises ends it, with a warning."""
+    """Runs in a separate thread, including its constructor. An exception stops the tracker with a warning."""
 
     PACKAGE: ClassVar[str]
-    """Package that is imported, in the constructor and not before."""
+    """Package that the constructor imports."""
 
     @abstractmethod
     def __init__(self, subject: Subject) -> None: ...
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Finite numbers by name: of a step, or, as `eval.NAME`, of an evaluation; `eval.SET/NAME` of a named set."""
+        """Sends finite numbers by name: of a step, of an evaluation as `eval.NAME`, or of a named set as
+        `eval.SET/NAME`."""
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Sends the remaining rows and releases the tracker."""
         return
 
 
 def tracker_class(name: str) -> type[Tracker]:
-    """Raises ConfigError: there is none of this name, or its package is not installed."""
+    """Returns the class of a tracker. Raises ConfigError if it does not exist or its package is not installed."""
     if name not in (known := members(FAMILY)):
         raise ConfigError(f"metrics.sinks: {name!r} is not a sink; known: jsonl, {', '.join(known)}")
     found: type[Tracker] = getattr(importlib.import_module(f"{FAMILY}.{name}"), name.capitalize())
@@ -53,10 +54,10 @@ def tracker_class(name: str) -> type[Tracker]:
 
 
 class TrackerThread:
-    """Rows to one tracker. It says once when it fails or does not keep up, and the run goes on."""
+    """Sends rows to one tracker. Warns once if the tracker fails or falls behind; the run continues."""
 
     def __init__(self, name: str, subject: Subject, warn: Callable[[str], None]) -> None:
-        """Raises ConfigError."""
+        """Raises ConfigError if the tracker cannot be used."""
         self._name, self._warn, self._kind = name, warn, tracker_class(name)
         self._rows = Queue[Row | None](MAX_ROWS)
         self._is_over, self._has_told = threading.Event(), False
@@ -64,7 +65,7 @@ class TrackerThread:
         self._thread.start()
 
     def put(self, row: Row) -> None:
-        """Queues a row and comes back at once; called from one thread."""
+        """Queues a row without waiting. Called from one thread."""
         try:
             if not self._is_over.is_set():
                 self._rows.put_nowait(row)
@@ -77,7 +78,7 @@ class TrackerThread:
             while (row := self._rows.get()) is not None:
                 tracker.log(int(row["step"] or 0), numbers(row))
             tracker.close()
-        except Exception as error:  # of somebody else's package: the run matters more
+        except Exception as error:  # an error in a tracker's package must not stop the run
             self._tell(f"failed and gets no more rows: {type(error).__name__}: {error}".split("\n", 1)[0])
         finally:
             self._is_over.set()
@@ -88,23 +89,23 @@ class TrackerThread:
             self._warn(f"metrics.sinks: {self._name} {text}; metrics.jsonl has everything")
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """Marks the end of the rows."""
         try:
             self._rows.put_nowait(None)
-        except Full:  # it hangs: nobody would see the end
+        except Full:  # the tracker hangs and would not read the mark
             with suppress(Empty):
                 while True:
                     self._rows.get_nowait()
             self._rows.put_nowait(None)
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until what is on its way has arrived, `timeout_s` at most."""
+        """Waits at most `timeout_s` until the queued rows have been sent."""
         if not self._is_over.wait(max(timeout_s, 0.0)):
             self._tell(f"has not ended {CLOSE_S:g} s after the run")
 
 
 def numbers(row: Row) -> dict[str, float]:
-    """Numbers of a row of `metrics.jsonl`, where what is not finite is None."""
+    """Returns the numbers of a row of `metrics.jsonl`, with None for values that are not finite."""
     of_set = f"{row['name']}/" if row.get("name") else ""
     prefix = f"eval.{of_set}" if row["kind"] == "eval" else ""
     return {
@@ -113,10 +114,10 @@ def numbers(row: Row) -> dict[str, float]:
 
 
 class Trackers:
-    """All of a run, as its recorder."""
+    """All trackers of a run, as a recorder."""
 
     def __init__(self, names: Sequence[str], subject: Subject, warn: Callable[[str], None]) -> None:
-        """Raises ConfigError."""
+        """Raises ConfigError if a tracker cannot be used."""
         self.each = [TrackerThread(name, subject, warn) for name in dict.fromkeys(names) if name != "jsonl"]
 
     def row(self, row: Row) -> None:
@@ -124,7 +125,7 @@ class Trackers:
             one.put(row)
 
     def close(self) -> None:
-        """Waits for all of them together, but not for long."""
+        """Waits briefly for all trackers together."""
         for one in self.each:
             one.end()
         until_s = time.monotonic() + CLOSE_S

@@ -1,4 +1,5 @@
-"""An MLflow run in the experiment `llamarl`: at `MLFLOW_TRACKING_URI`, or in `mlruns/` beside the run's folder."""
+"""Records an MLflow run in the experiment `llamarl`, at `MLFLOW_TRACKING_URI` or in `mlruns/` next to the run
+folder."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from llamarl.parts.page.trackers._base import Tracker
 
 EXPERIMENT = "llamarl"
 MAX_LETTERS = 500
-"""Characters of a setting's value at most."""
+"""Maximum characters of a setting's value."""
 
 
 class Mlflow(Tracker):
-    """A resumed run is another run of the same name."""
+    """Records metrics in MLflow. A resumed run becomes another MLflow run of the same name."""
 
     PACKAGE: ClassVar[str] = "mlflow"
 

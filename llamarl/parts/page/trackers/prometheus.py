@@ -1,4 +1,5 @@
-"""The newest numbers at `http://127.0.0.1:PORT/metrics`, for Prometheus; `examples/grafana.json` draws them."""
+"""Serves the newest numbers at `http://127.0.0.1:PORT/metrics` for Prometheus. `examples/grafana.json` is a
+dashboard."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from llamarl.observability.sinks import Subject
 from llamarl.parts.page.trackers._base import Tracker
 
 UNITS = (("_per_s", "_per_second"), ("_s", "_seconds"), ("_share", "_ratio"))
-"""Endings, and what Prometheus calls them."""
+"""Suffixes of metrics, and their Prometheus equivalents."""
 
 
 class Prometheus(Tracker):
-    """Gauges `llamarl_NAME{run=..., executor=...}`, or `source=...`, and the counter of steps."""
+    """Gauges `llamarl_NAME{run=..., executor=...}` or `source=...`, and a counter of steps."""
 
     PACKAGE: ClassVar[str] = "prometheus_client"
 
@@ -51,7 +52,7 @@ class Prometheus(Tracker):
     def _serve(self, accepted: socket.socket, proved: Proved) -> None:
         def answer() -> None:
             try:
-                with accepted, suppress(OSError):  # it asks nothing, or has gone
+                with accepted, suppress(OSError):  # the client sent nothing or disconnected
                     self._handler(accepted, accepted.getpeername(), None)
             finally:
                 proved()
@@ -60,9 +61,9 @@ class Prometheus(Tracker):
 
 
 def exposed(key: str) -> tuple[str, dict[str, str]]:
-    """Name and labels: `extra.rss_bytes.trainer` is `llamarl_rss_bytes` of the executor `trainer`,
-    `extra.expert_load.3` is `llamarl_expert_load` of the `layer` 3, and `eval.math/pass_at.4` is `llamarl_eval_pass_at`
-    of the set `math` with `k` 4."""
+    """Returns name and labels. `extra.rss_bytes.trainer` is `llamarl_rss_bytes` of the executor `trainer`.
+    `extra.expert_load.3` is `llamarl_expert_load` of the `layer` 3. `eval.math/pass_at.4` is `llamarl_eval_pass_at` of
+    the set `math` with `k` 4."""
     is_eval = key.startswith("eval.")
     named, _, own = key.removeprefix("eval.").rpartition("/") if is_eval else ("", "", key.removeprefix("extra."))
     name, _, part = own.partition(".")

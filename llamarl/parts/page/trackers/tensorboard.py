@@ -1,4 +1,4 @@
-"""Event files in `tensorboard/` of the run's folder: `tensorboard --logdir runs`."""
+"""Writes event files to `tensorboard/` in the run folder: `tensorboard --logdir runs`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llamarl.parts.page.trackers._base import Tracker
 
 
 class Tensorboard(Tracker):
-    """One file per start. TensorBoard shows the newest value of a step that was done twice."""
+    """Writes one file per start. TensorBoard shows the newest value of a repeated step."""
 
     PACKAGE: ClassVar[str] = "tensorboard"
 

@@ -1,4 +1,4 @@
-"""A W&B run, as the variables of W&B say: `WANDB_PROJECT`, `WANDB_MODE=offline` and so on."""
+"""Records a W&B run, configured by the variables of W&B: `WANDB_PROJECT`, `WANDB_MODE=offline` and so on."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from llamarl.parts.page.trackers._base import Tracker
 
 
 class Wandb(Tracker):
-    """A resumed run goes on under the same id; W&B leaves out steps that it has."""
+    """Records metrics in W&B. A resumed run keeps its id, and W&B ignores steps that it already has."""
 
     PACKAGE: ClassVar[str] = "wandb"
 
     def __init__(self, subject: Subject) -> None:
         import wandb  # pyrefly: ignore
 
-        # In the run's folder, so that a run that is resumed goes on and one that is begun anew is another.
+        # The id is in the run folder, so that a resumed run continues and an overwritten run gets another id.
         (kept := subject.folder / "wandb" / "id").parent.mkdir(exist_ok=True)
         if not kept.exists():
             with open_own(kept, "x") as file:

@@ -40,7 +40,7 @@ Exit codes: 0 all equal, 1 a difference, which is named, or a process died, 2 th
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; the exit code."""
+    """Runs the command. Returns the exit code."""
     parser = command_parser("replay", "Repeat a run from its record and name the first difference.", EPILOG)
     parser.add_argument("run", metavar="RUN", help="folder of a run, such as runs/demo")
     parser.add_argument("--steps", metavar="A:B", default="", help="first and last step (all)")
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
             said = f"{counted(num, 'step')}{gap} {'is' if num == 1 else 'are'} equal"
             print(said + (f"; the first difference: {found}" if found else ""))
             return FAILURE if found else 0
-        _settings(options)  # before anything of it is executed
+        _settings(options)  # before any of it is executed
         first, last = _range(options.steps, _folder(options.run).done_steps())
         return _what_if(options, overrides, first, last) if overrides else _replay(options, first, last)
     except (Diverged, ExecutorError) as error:
@@ -86,7 +86,7 @@ def _folder(path: str) -> RunFolder:
 
 @contextmanager
 def _bar(total: int) -> Iterator[Callable[[int], None]]:
-    """Hears how much is done."""
+    """Yields a function that shows the number of completed steps."""
     columns = (TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(file=sys.stdout), transient=True) as bar:
         task = bar.add_task("", total=total)
@@ -117,17 +117,17 @@ def _replay(options: argparse.Namespace, first: int, last: int) -> int:
 def compare(
     options: argparse.Namespace, steps: tuple[int, int], told: Callable[[int], None] = print, tally: Tally | None = None
 ) -> Tally:
-    """Replays steps from the first to before the second, here or in a process of its own. Raises Diverged, ConfigError,
-    ExecutorError."""
+    """Replays the steps from the first to before the second, in this or in a separate process. Raises Diverged,
+    ConfigError, ExecutorError."""
     folder, tally = _folder(options.run), tally or Tally()
     run = _pinned(_settings(options), folder)
     config, parts = replayable(run, [options.only] if options.only else PARTS, tally)
     close, cause = arithmetic(run, folder, tally)
     cause = cause or other_code(folder)
-    with fork_server(config.cluster.kind), redirect_stdout(io.StringIO()):  # executors here write to nobody
+    with fork_server(config.cluster.kind), redirect_stdout(io.StringIO()):  # suppresses output of executors
         request = _request(run, config, folder, steps[0], steps[1] - 1, tally)
         was = Recorded(folder, close, cause)
-        request = request._replace(parts=parts, close=close, cause=cause, read=was.check_journal, learnt=was.check)
+        request = request._replace(parts=parts, close=close, cause=cause, read=was.check_journal, trained=was.check)
         replay(request._replace(told=lambda step: told(step - steps[0] + 1)))
     return tally
 
@@ -135,8 +135,8 @@ def compare(
 def _settings(
     options: argparse.Namespace, overrides: Sequence[str] = (), own: Mapping[str, Any] = MappingProxyType({})
 ) -> RunConfig:
-    """The settings of a run that is replayed, which executes what they name. Raises ConfigError: they are damaged, or
-    not trusted."""
+    """Returns the settings of a replayed run, whose code is executed. Raises ConfigError if they are damaged or not
+    trusted."""
     folder = _folder(options.run)
     config = load_recorded(folder.config, overrides, own)
     check_trust(folder.path, config, command="llamarl replay", is_trusted=options.trust)
@@ -144,7 +144,7 @@ def _settings(
 
 
 def _pinned(config: RunConfig, folder: RunFolder, command: str = "llamarl replay") -> RunConfig:
-    """Settings with the commits that the run began with."""
+    """Returns settings with the commits of the run's start."""
     return resolved(config, run=folder.path, command=command)
 
 
@@ -173,7 +173,7 @@ def _what_if(options: argparse.Namespace, overrides: Sequence[str], first: int, 
 
 
 def _range(text: str, done: int) -> tuple[int, int]:
-    """First and last step of `A:B`, either of which may be missing. Raises ConfigError."""
+    """Parses the first and last step of `A:B`. Either may be missing. Raises ConfigError."""
     found = re.fullmatch(r"([0-9]*):([0-9]*)", text or ":")
     first, last = (int(found[1] or 1), int(found[2] or done)) if found else (0, 0)
     if not 1 <= first <= last <= done:

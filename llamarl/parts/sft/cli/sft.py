@@ -29,7 +29,7 @@ class Show(Protocol):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command; the exit code."""
+    """Runs the command. Returns the exit code."""
     parser = command_parser("sft", "Supervised training on worked solutions.", EPILOG)
     parser.add_argument("config", metavar="TOML")
     parser.add_argument("--resume", action="store_true", help="continue from the run's newest valid checkpoint")
@@ -65,8 +65,8 @@ def _warm_start(config: SftConfig) -> int:
 
 
 def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
-    """Prints what the run would do, and whether it can start; the exit code. Raises ConfigError: it cannot, whatever
-    its folder is."""
+    """Prints what the run would do and whether it can start. Returns the exit code. Raises ConfigError if it cannot
+    start."""
     from llamarl.cluster.open import check_cluster
     from llamarl.parts.sft.run import load_documents, place_trainer
     from llamarl.run.folder import FolderTaken, check_run_folder
@@ -153,7 +153,7 @@ def _train(config: RunConfig, options: argparse.Namespace) -> int:
 
 @contextmanager
 def _bar(name: str, steps: int) -> Iterator[Show]:
-    """Progress, drawn on a terminal; elsewhere, as in a notebook or a log, a line for each tenth of the steps."""
+    """Shows progress: a bar on a terminal, otherwise (notebook, log) a line for each tenth of the steps."""
     if not sys.stdout.isatty():
         yield _StepLines(name, steps)
         return
@@ -168,12 +168,12 @@ def _bar(name: str, steps: int) -> Iterator[Show]:
 
 
 class _StepLines:
-    """Prints a line for each tenth of the steps, with the time left as the steps so far tell it."""
+    """Prints a line for each tenth of the steps, with the estimated time left."""
 
     def __init__(self, name: str, steps: int) -> None:
         self._name, self._steps = name, steps
         self._first: tuple[int, float] | None = None
-        """The first step that was reported, and when: a start, or a resumed run's steps, have another speed."""
+        """The first reported step and its time. Steps before it (startup, resumed steps) have another speed."""
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         now_s, steps = time.monotonic(), self._steps

@@ -34,7 +34,7 @@ SelectType=select/cons_tres
 ReturnToService=2
 SlurmdTimeout=10
 KillWait=5
-SchedulerParameters=batch_sched_delay=0,sched_interval=2
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 TaskProlog={folder}/prolog
 """
 
@@ -57,8 +57,12 @@ class SlurmCluster:
         nodes = [
             f"NodeName={name} NodeAddr={address} CPUs=2 RealMemory=1000" for name, address in hosts.addresses.items()
         ]
-        partition = f"PartitionName=all Nodes={','.join(hosts.names)} Default=YES MaxTime=60 State=UP"
-        config.write_text("\n".join([CONFIG.format(folder=self._folder), *nodes, partition, ""]))
+        of = {"all": (hosts.names, "YES"), "first": (hosts.names[:1], "NO"), "others": (hosts.names[1:], "NO")}
+        partitions = [
+            f"PartitionName={name} Nodes={','.join(nodes_of)} Default={is_default} MaxTime=60 State=UP"
+            for name, (nodes_of, is_default) in of.items()
+        ]
+        config.write_text("\n".join([CONFIG.format(folder=self._folder), *nodes, *partitions, ""]))
         self.env = {"SLURM_CONF": str(config), "PATH": PATH}
         prolog = self._folder / "prolog"
         prolog.write_text(f"#!/bin/sh\necho export TMPDIR={hosts.folder}/$SLURMD_NODENAME\n")

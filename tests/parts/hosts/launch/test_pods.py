@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from benchmarks.hosts.namespaces import Namespaces, available
+from llamarl.parts.hosts.heartbeat import VARIABLE
 from llamarl.parts.hosts.launch import script
 from tests.end_to_end.tiny import ROOT, make_model, rows, write_toml
 from tests.nightly import nightly
@@ -53,37 +54,35 @@ def test_pods_meet_and_train(hosts: Namespaces, tmp_path: Path) -> None:
     ]
     config = script.several_hosts(str(toml), overrides)
     secrets = script.kubernetes_secrets(config)
-    parts: dict[str, Any] = {
-        part["kind"]: part for part in yaml.safe_load_all(script.kubernetes_manifest(config, secrets))
-    }
-    folder, of_hosts = tmp_path / "etc", secrets["tiny-pki"]
-    volumes = parts["StatefulSet"]["spec"]["template"]["spec"]["volumes"]
-    (items,) = (one["secret"]["items"] for one in volumes if one["name"] == "pki")
-    files = {f"run/{file}": text for file, text in parts["ConfigMap"]["data"].items()}
-    files |= {f"pki/controller/{file}": text for file, text in secrets["tiny-pki-controller"].items()}
-    files |= {f"pki/{item['path']}": of_hosts[item["key"]] for item in items}
+    manifest = yaml.safe_load_all(script.kubernetes_manifest(config, secrets))
+    parts: dict[str, Any] = {f"{part['kind']}/{part['metadata']['name']}": part for part in manifest}
+    folder = tmp_path / "etc"
+    files = {f"run/{file}": text for file, text in parts["ConfigMap/tiny"]["data"].items()}
+    for secret, of_pod in secrets.items():
+        files |= {f"{secret}/{file}": text for file, text in of_pod.items()}
     for file, text in files.items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / file).write_text(text.replace(script.POD_PKI, str(folder / "pki" / "controller")))
+        (folder / file).write_text(text.replace(script.POD_PKI, str(folder / "tiny-controller-pki")))
         (folder / file).chmod(0o440)
 
-    def pod(host: str, kind: str, name: str) -> subprocess.Popen[str]:
-        [container] = parts[kind]["spec"]["template"]["spec"]["containers"]
-        *shell, command = container["command"]
-        command = command.replace(script.POD_PKI, f"{folder}/pki/{name}").replace("/etc/llamarl", str(folder))
+    def pod(host: str, name: str) -> subprocess.Popen[str]:
+        spec = parts[f"Job/{name}"]["spec"]["template"]["spec"]
+        (secret,) = (one["secret"]["secretName"] for one in spec["volumes"] if one["name"] == "pki")
+        *shell, command = spec["containers"][0]["command"]
+        command = command.replace(script.POD_PKI, f"{folder}/{secret}").replace("/etc/llamarl", str(folder))
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        env = {"PATH": path, VARIABLE: str(tmp_path / f"{name}.heartbeat")}
         with (tmp_path / f"{name}.log").open("w") as log:
-            return hosts.popen(
-                host, [*shell, command], env={"POD_NAME": name, "PATH": path},
-                stdout=log, stderr=log, cwd=ROOT,
-            )  # fmt: skip
+            return hosts.popen(host, [*shell, command], env=env, stdout=log, stderr=log, cwd=ROOT)
 
-    controller = pod("host-a", "Job", "controller")
+    controller = pod("host-a", "tiny-controller")
     for number, host in enumerate(("host-b", "host-c")):
-        pod(host, "StatefulSet", f"tiny-host-{number}")
+        pod(host, f"tiny-host-{number}")
     code = controller.wait(RUN_S)
     logs = "\n".join(path.read_text() for path in tmp_path.glob("*.log"))
     assert code == 0, logs
     steps = [row["step"] for row in rows(tmp_path / "the runs" / "tiny" / "metrics.jsonl") if row["kind"] == "step"]
     assert steps == [1, 2, 3, 4]
     assert "trainer" in logs and "tiny-host-0" in logs and "tiny-host-1" in logs
+    for name in ("tiny-controller", "tiny-host-0", "tiny-host-1"):
+        assert (tmp_path / f"{name}.heartbeat").exists(), "the probe of the container would fail"

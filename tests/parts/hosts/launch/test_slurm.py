@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -95,6 +98,48 @@ def test_a_job_is_queued_again_and_goes_on(slurm: SlurmCluster, tmp_path: Path, 
     if end is NEAR_THE_TIME_LIMIT:
         assert "continue with --resume" in job.log
     assert job.steps == list(range(1, 301))
+    slurm.until_idle()
+
+
+def test_an_agent_that_dies_starts_again(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """The site's own lines are in the environment of each agent."""
+    setup = ("--launch.slurm.setup", "['export OF_THE_SITE=yes', 'echo lines of the site']")
+    job = Job(slurm, tmp_path, "--steps", 60, *setup)
+    job.until_step(3)
+    (agent,) = agents(str(job.launched), "host-c")
+    assert b"OF_THE_SITE=yes" in Path(f"/proc/{agent}/environ").read_bytes()
+    os.kill(agent, signal.SIGKILL)
+    slurm.until(lambda: agents(str(job.launched), "host-c") not in ([], [agent]), RUN_S)
+    job.ends("COMPLETED")
+    assert job.steps == list(range(1, 61))
+    assert job.log.count("host-c at ") == 2, "it serves again"
+    assert "lines of the site\n" in job.log
+    slurm.until_idle()
+
+
+def agents(folder: str, name: str) -> list[int]:
+    """Processes of `llamarl host` with certificates in a folder, for a host."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (entry / "cmdline").read_text().split("\0")
+            if words[1:4] == ["-m", "llamarl", "host"] and name in words and any(folder in word for word in words):
+                found.append(int(entry.name))
+    return found
+
+
+def test_trainer_and_generators_have_nodes_of_their_own(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Two components of a job, of different partitions; it is queued again near the time limit, and goes on."""
+    kinds = ("--launch.slurm.partition=first", "--launch.slurm.generators.partition=others")
+    job = Job(slurm, tmp_path, "--steps", 200, "--launch.slurm.generators.nodes=2", *kinds)
+    job.until_step(10)
+    slurm.ask(*NEAR_THE_TIME_LIMIT, job.number)
+    job.ends("COMPLETED")
+    assert "continue with --resume" in job.log and job.steps == list(range(1, 201))
+    config = tomllib.loads((job.run / "config.toml").read_text())
+    places = {role: hosts for role, hosts in config["cluster"]["place"].items() if hosts}
+    assert places == {"trainer": ["host-a"], "generator": ["host-b", "host-c"]}
+    assert config["cluster"]["num_hosts"] == 3
     slurm.until_idle()
 
 

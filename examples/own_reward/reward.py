@@ -1,7 +1,6 @@
 """Example of a reward: shorter responses earn more.
 
-    llamarl train configs/demo.toml --overwrite \
-        --reward.parts "['gsm8k', {name = 'examples.own_reward:Brevity', limit = 200}]" --reward.weights "[1.0, 0.1]"
+llamarl train examples/own_reward/run.toml
 """
 
 from __future__ import annotations
