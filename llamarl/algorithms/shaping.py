@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+OVERLONG_SHARE = 0.2
+"""Last share of the longest response in which the overlong penalty grows, as in DAPO."""
+
 
 def length_share(num_tokens_G: np.ndarray, max_tokens: int) -> np.ndarray:
     """Returns |y| / max_tokens, float64 [G]: every token costs the same."""

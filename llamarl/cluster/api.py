@@ -129,8 +129,7 @@ class CallTimeout(ExecutorError):
         self.doing = doing
 
     def __str__(self) -> str:
-        settings = {"start": " (cluster.start_timeout_s)", "status": "", "peek": ""}
-        limit = f"{self.timeout_s:.3g} s{settings.get(self.method, ' (cluster.call_timeout_s)')}"
+        limit = f"{self.timeout_s:.3g} s{'' if self.method in ('status', 'peek') else ' (cluster.timeout_s)'}"
         return f"{self.executor}.{self.method} had no answer after {limit}; {self.executor} {self.doing}"
 
 

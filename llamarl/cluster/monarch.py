@@ -81,7 +81,7 @@ _SETTINGS = {
     "HYPERACTOR_MESH_MAX_CAST_FANOUT": f"{MAX_SENDS - 1}",
 }
 """Environment variables of Monarch. With its defaults, it may take 9 s until the death of a process is noticed. A start
-fails if torch, which a fork server imports before it forks a rank, takes 30 s. Here `cluster.start_timeout_s` is the
+fails if torch, which a fork server imports before it forks a rank, takes 30 s. Here `cluster.timeout_s` is the
 limit."""
 _WAITS = "MESH_ORPHAN MESH_SUPERVISION_WATCHDOG MESSAGE_DELIVERY CHANNEL_RECONNECT"
 _PATIENT = {f"HYPERACTOR_{name}_TIMEOUT": "1h" for name in _WAITS.split()}

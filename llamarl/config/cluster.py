@@ -13,7 +13,7 @@ from llamarl.config.section import FilePath, Section
 if TYPE_CHECKING:
     from pydantic_core import CoreSchema
 
-OF_HOSTS = ("kind", "listen", "pki", "num_hosts", "min_hosts", "host_timeout_s", "place")
+OF_HOSTS = ("kind", "listen", "pki", "num_hosts", "min_hosts", "place")
 """Settings that need several hosts."""
 MAX_PORT = 65_535
 MONARCH = ("0.7", "0.8")
@@ -71,7 +71,7 @@ class PlaceConfig(Section):
 
 
 class OnFailureConfig(Section):
-    """Policy by role for executors whose processes die, or do not answer within `call_timeout_s`. A single word applies
+    """Policy by role for executors whose processes die, or do not answer within `timeout_s`. A single word applies
     to all roles: `on_failure = "stop"` ends the run, `"restart"` is the default."""
 
     generator: Literal["stop", "drop", "respawn"] = "respawn"
@@ -124,8 +124,6 @@ class ClusterConfig(Section):
     min_hosts: int = Field(default=0, ge=0)
     """Fewest hosts with which the run continues after it loses hosts of trainer or critic, and with which `--resume`
     starts; 0 means `num_hosts`; only with `hosts`."""
-    host_timeout_s: float = Field(default=300, gt=0)
-    """Longest wait for hosts to connect, in seconds; only with `hosts`."""
     place: PlaceConfig = PlaceConfig()
     """Hosts that each role may use; only with `hosts`."""
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
@@ -133,19 +131,20 @@ class ClusterConfig(Section):
     on_failure: OnFailureConfig = OnFailureConfig()
     """Policy by role for executors that die. A single word applies to all roles: `"stop"` or `"restart"`."""
     max_restarts: int = Field(default=5, ge=0)
-    """Deaths of one role (per replica for generators) that a run survives within `restart_window_s`. Lost hosts do not
+    """Deaths of one role (per replica for generators) that a run survives within 10 minutes. Lost hosts do not
     count."""
-    restart_window_s: float = Field(default=600, gt=0)
-    """Window in seconds. Older deaths do not count."""
-    start_timeout_s: float = Field(default=120, gt=0)
-    """Longest wait for an executor to start and to load its model, in seconds."""
-    call_timeout_s: float = Field(default=600, gt=0)
-    """Longest wait for a call to an executor, for example a train step, in seconds."""
-    stall_timeout_s: float = Field(default=300, gt=0)
-    """The run fails, and reports who waits for whom, if no rollout, reward or step finishes for this long, in
-    seconds."""
+    timeout_s: float = Field(default=600, gt=0, le=1e9)
+    """Longest wait in seconds for hosts to connect, for an executor to start and load its model, and for its answer to
+    a call such as a train step. If no rollout, reward or step finishes for twice as long, the run fails and reports who
+    waits for whom."""
     shutdown_timeout_s: float = Field(default=8, gt=0)
     """Longest wait for executors to end by themselves, in seconds. Then they are killed."""
+
+    @property
+    def stall_timeout_s(self) -> float:
+        """Seconds in which some rollout, reward or step must finish. Longer than a call may take: an executor that
+        hangs is restarted first."""
+        return 2 * self.timeout_s
 
     @property
     def fewest_hosts(self) -> int:

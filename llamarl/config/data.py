@@ -72,8 +72,6 @@ class FilterConfig(Section):
     """Lowest pass rate to keep. A prompt that is never solved teaches nothing."""
     max: float = Field(default=0.95, ge=0, le=1)
     """Highest pass rate to keep. A prompt that is always solved teaches nothing."""
-    unmeasured: Literal["refuse", "keep", "skip"] = "refuse"
-    """Prompts that are missing in the file: refuse to start, keep them, or skip and count them."""
 
     @model_validator(mode="after")
     def _order(self) -> FilterConfig:

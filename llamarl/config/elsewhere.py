@@ -121,6 +121,8 @@ class Dropped:
     """What the user does instead: the end of the message."""
     default: Any = None
     """Recorded value that today's code still follows. A run that was recorded with another value cannot resume."""
+    has_no_results: bool = False
+    """The value changed no recorded result, so a run resumes whatever it was."""
     successor: str = ""
     """Setting that replaces it. Empty if none does."""
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -136,5 +138,31 @@ DROPPED = {
     "cluster.on_generator_failure": Dropped(
         fix="set `cluster.on_failure.generator`, which has the same values", successor="cluster.on_failure.generator"
     ),
+    "cluster.restart_window_s": Dropped(
+        fix="leave it out: `cluster.max_restarts` counts the deaths of the last 10 minutes", has_no_results=True
+    ),
+    "cluster.call_timeout_s": Dropped(
+        fix="set `cluster.timeout_s`, which is also for starts and hosts", successor="cluster.timeout_s"
+    ),
+    **dict.fromkeys(
+        ("cluster.start_timeout_s", "cluster.stall_timeout_s", "cluster.host_timeout_s"),
+        Dropped(fix="set `cluster.timeout_s`, the one timeout of starts, calls and hosts", has_no_results=True),
+    ),
+    "trainer.max_skipped_steps": Dropped(
+        fix="leave it out: three skipped steps in a row end the run", has_no_results=True
+    ),
+    "trainer.peak_tflops": Dropped(fix="leave it out: the peak for `mfu` is measured", has_no_results=True),
+    "reward.model.batch_tokens": Dropped(
+        fix="leave it out: a forward pass of the reward model has at most 8192 tokens", has_no_results=True
+    ),
+    "shaping.overlong_share": Dropped(
+        fix="leave it out: `shaping.overlong_penalty` grows over the last fifth of `rollout.max_new_tokens`",
+        default=0.2,
+    ),
+    **dict.fromkeys(
+        ("data.filter.unmeasured", "data.train.*.filter.unmeasured"),
+        Dropped(fix="leave it out, and measure all prompts with `llamarl eval --rates`", default="refuse"),
+    ),
 }  # fmt: skip
-"""Dropped settings by dotted name. A recorded run is shown and exported whatever their values are."""
+"""Dropped settings by dotted name, with `*` for the number of an entry in a list. A recorded run is shown and exported
+whatever their values are."""

@@ -105,17 +105,38 @@ def _translate(data: dict[str, Any]) -> list[str]:
     lost = []
     for name, dropped in DROPPED.items():
         section, _, last = name.rpartition(".")
-        table: Any = data
-        for part in filter(None, section.split(".")):
-            table = table.get(part) if isinstance(table, dict) else None
-        if not isinstance(table, dict) or last not in table:
-            continue
-        value = table.pop(last)
-        if dropped.successor:
-            _set(data, dropped.successor, dropped.values.get(str(value), value))
-        elif value != dropped.default:
-            lost.append(f"{name} = {value!r}")
+        for table in _tables_at(data, section.split(".")):
+            if last not in table:
+                continue
+            value = table.pop(last)
+            if dropped.successor:
+                _set(data, dropped.successor, dropped.values.get(str(value), value))
+            elif value != dropped.default and not dropped.has_no_results:
+                lost.append(f"{name} = {value!r}")
     return lost
+
+
+def _tables_at(data: Any, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns the tables at a place, in which `*` means every entry of a list."""
+    here = [data]
+    for name in names:
+        if name == "*":
+            here = [entry for one in here if isinstance(one, list) for entry in one]
+        else:
+            here = [one[name] for one in here if isinstance(one, dict) and name in one]
+    return [one for one in here if isinstance(one, dict)]
+
+
+def translated(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns recorded settings by dotted names, without the dropped ones. Names without a dot stay as they are."""
+    tables, whole = dict[str, Any](), dict[str, Any]()
+    for name, value in deepcopy(dict(settings)).items():
+        if "." in name:
+            _set(tables, name, value)
+        else:
+            whole[name] = value
+    _translate(tables)
+    return whole | {name: value for name, value in flat_settings(tables) if value != {}}
 
 
 def tables(path: str | Path) -> dict[str, Any]:
@@ -395,11 +416,14 @@ def _place_in(here: dict[str, Any] | list[Any], name: str, key: str) -> str | in
 
 
 def _explain(error: ValidationError, schema: type[Section], has_options: bool = True) -> str:
+    for one in error.errors():
+        place = tuple(part for part in one["loc"] if part not in (ONE, SEVERAL))
+        dropped = DROPPED.get(".".join("*" if isinstance(part, int) else part for part in place))
+        if dropped and one["type"] == "extra_forbidden":
+            return f"`{'.'.join(map(str, place))}` is not a setting any more; {dropped.fix}"
     first = error.errors()[0]
     place = tuple(part for part in first["loc"] if part not in (ONE, SEVERAL))
     where = ".".join(map(str, place))
-    if first["type"] == "extra_forbidden" and where in DROPPED:
-        return f"`{where}` is not a setting any more; {DROPPED[where].fix}"
     if first["type"] == "extra_forbidden":
         known, name = list(_section_at(schema, place[:-1]).model_fields), str(place[-1])
         names, below = last_names(schema), _below(first["input"])

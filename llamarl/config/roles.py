@@ -140,12 +140,8 @@ class TrainerConfig(Section):
     device: Device = "cpu"
     """`cpu`, `cuda` (the next free GPUs, one for each rank), or `cuda:0,2-3` to name them."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A non-finite loss or gradient ends the run, or its step is skipped and counted."""
-    max_skipped_steps: int = Field(default=3, ge=1)
-    """Consecutive skipped steps of trainer or critic that end the run, with `on_nonfinite = "skip"`."""
-    peak_tflops: float | None = Field(default=None, gt=0)
-    """Peak TFLOP/s of one device of the trainer by its data sheet, for `mfu`. None means the speed of a large matrix
-    product, measured there."""
+    """A non-finite loss or gradient ends the run, or its step is skipped and counted. Three skipped steps in a row end
+    the run."""
     parallelism: ParallelismConfig = ParallelismConfig()
     lora: LoraConfig | None = None
     """Trains only adapters. None means all weights."""
@@ -242,6 +238,10 @@ class RewardParts(Section):
         return self
 
 
+REWARD_MODEL_TOKENS = 8192
+"""Tokens per forward pass of the reward model. A longer response has its own pass."""
+
+
 class RewardModelConfig(Section):
     path: FilePath
     """Hugging Face folder or name of a sequence classification model with one label (`score.weight`)."""
@@ -249,8 +249,6 @@ class RewardModelConfig(Section):
     """Weight of its score in the reward, next to the rule-based parts."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights."""
-    batch_tokens: int = Field(default=8192, ge=1)
-    """Tokens per forward pass. A longer response has its own pass."""
     threads: int = Field(default=1, ge=1, le=1 << 10)
     """CPU threads."""
     device: Device = "cpu"

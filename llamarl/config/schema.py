@@ -214,8 +214,8 @@ class WeightSyncConfig(Section):
     delta: bool = False
     """Sends only the weights that changed, if that is less. For slow links and low learning rates."""
     patience_s: float = Field(default=10.0, gt=0)
-    """A generator that has not adopted a version after this time, or after four times the median of the others plus 4
-    s, is left behind. The run continues without it, and it gets no new requests until it has caught up."""
+    """A generator that has not adopted a version after this time is left behind. The run continues without it, and it
+    gets no new requests until it has caught up."""
     on_mismatch: Literal["stop", "resync"] = "stop"
     """If weights do not arrive as they were sent, ends the run, or sends them again and counts it."""
     probe_every_steps: int = Field(default=4, ge=0)
@@ -244,9 +244,7 @@ class ShapingConfig(Section):
     means none."""
     overlong_penalty: float = Field(default=0.0, ge=0)
     """Subtracted from the reward of a response of `rollout.max_new_tokens`, and in proportion from responses that end
-    within the last `overlong_share` of it (soft overlong punishment of DAPO, which uses 1). 0 means none."""
-    overlong_share: float = Field(default=0.2, gt=0, le=1)
-    """Last share of `rollout.max_new_tokens`, in which `overlong_penalty` grows. DAPO uses a fifth."""
+    within the last fifth of it (soft overlong punishment of DAPO, which uses 1). 0 means none."""
     mask_truncated: bool = False
     """Excludes responses that reached the length limit from loss and baselines, as if they had no reward."""
 

@@ -131,7 +131,7 @@ def build_controller(
         services: with the progress of a run that has `state`.
         state: of the checkpoint to resume from; None means that the run starts.
     """
-    timeout_s, supervisor, telemetry = config.cluster.call_timeout_s, services.supervisor, services.telemetry
+    timeout_s, supervisor, telemetry = config.cluster.timeout_s, services.supervisor, services.telemetry
     budget = RestartBudget(config.cluster, len(executors.generators), telemetry.warn)
     executors = with_restarts(executors, config.cluster, supervisor, budget)
     policy = policy_of_generators(config.cluster, executors)

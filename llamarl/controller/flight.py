@@ -55,8 +55,6 @@ REST = 4.0
 """A slow replica gets a test request after an idle time of REST times the duration of its last requests."""
 SLOW = 4.0
 """A replica is slow if its seconds per token are more than SLOW times the median."""
-LEAST_PATIENCE_S = 1.0
-"""Least time, multiplied by SLOW, that a release waits for a late adoption."""
 ABORT_INTERVAL_S = 1.0
 """Interval between two aborts sent to a replica that is about to leave."""
 T = TypeVar("T")
@@ -710,26 +708,17 @@ class Replicas:
         self.steal_waiting(replica)
         self.changed.notify()
 
-    async def wait_for_adoption(
-        self, version: int, awaited: Sequence[Replica], patience_s: float, *, hurries: bool
-    ) -> set[Replica]:
-        """Waits until these replicas serve `version` or are gone. Returns the late ones at the deadline.
+    async def wait_for_adoption(self, version: int, awaited: Sequence[Replica], patience_s: float) -> set[Replica]:
+        """Waits until these replicas serve `version` or are gone. Returns those that are late after `patience_s`."""
+        late = set(awaited)
 
-        Args:
-            hurries: shorten the deadline once half of the replicas have adopted in much less time.
-        """
-        loop = asyncio.get_running_loop()
-        start_s, late = loop.time(), set(awaited)
-
-        def waits_for_at_most(number: int) -> bool:
+        def is_complete() -> bool:
             late.difference_update([replica for replica in late if replica.version >= version or replica.is_gone])
-            return len(late) <= number
+            return not late
 
         with suppress(TimeoutError):
-            async with asyncio.timeout(patience_s) as limit:
-                await self.changed.until(lambda: waits_for_at_most(len(awaited) // 2 if hurries else 0))
-                limit.reschedule(start_s + min(patience_s, SLOW * max(loop.time() - start_s, LEAST_PATIENCE_S)))
-                await self.changed.until(lambda: waits_for_at_most(0))
+            async with asyncio.timeout(patience_s):
+                await self.changed.until(is_complete)
         return late
 
     def release(self, version: int) -> None:

@@ -3,7 +3,7 @@
 Executors have methods of the same names (`tests/architecture/test_ports.py`). `llamarl.cluster.api.port` turns a port
 and a handle into an object whose methods make the calls::
 
-    trainer = port(TrainerPort, executors.trainer, config.cluster.call_timeout_s)
+    trainer = port(TrainerPort, executors.trainer, config.cluster.timeout_s)
     result = await trainer.step(group_ids, groups)
 """
 

@@ -33,6 +33,8 @@ STOP_S = 2.0
 """Seconds in which the remaining processes of a dead executor may end before they are killed."""
 NOT_REPEATED = frozenset({"save", "commit", "publish_sample"})
 """Calls that new processes cannot answer: the caller gets `Restarted`."""
+RESTART_WINDOW_S = 600.0
+"""Deaths that are older do not count against `cluster.max_restarts`."""
 FIRST_PAUSE_S = 0.5
 """Pause after a restart that failed. Each further failure doubles it."""
 
@@ -49,7 +51,8 @@ class Restarted(MeshFailed):
 
 
 class RestartBudget:
-    """Counts deaths of executors, and limits restarts to `cluster.max_restarts` per role and window.
+    """Counts deaths of executors, and limits restarts to `cluster.max_restarts` per role within
+    RESTART_WINDOW_S.
 
     Example::
 
@@ -58,7 +61,7 @@ class RestartBudget:
     """
 
     def __init__(self, config: ClusterConfig, num_generators: int, warn: Callable[[str], None]) -> None:
-        self._max, self._window_s, self._num_generators = config.max_restarts, config.restart_window_s, num_generators
+        self._max, self._num_generators = config.max_restarts, num_generators
         self.warn = warn
         self._deaths = list[tuple[float, str, str]]()
         """Time, executor and cause of every death."""
@@ -71,7 +74,7 @@ class RestartBudget:
         self._deaths.append((now_s, error.executor, _cause(error)))
         if not isinstance(error, HostFailed):
             self._counted.append((now_s, role))
-        while self._counted and self._counted[0][0] < now_s - self._window_s:
+        while self._counted and self._counted[0][0] < now_s - RESTART_WINDOW_S:
             self._counted.popleft()
         allowed = self._max * (self._num_generators if role == "generator" else 1)
         number = sum(counted == role for _, counted in self._counted)
@@ -79,7 +82,7 @@ class RestartBudget:
             return
         table = "\n".join(f"  {died_s - now_s:8.1f} s  {name}: {cause}" for died_s, name, cause in self._deaths[-20:])
         raise TooManyRestarts(
-            error.executor, (), f"{role} died {number} times within {self._window_s:g} s and is not restarted again "
+            error.executor, (), f"{role} died {number} times within {RESTART_WINDOW_S:g} s and is not restarted again "
             f"(cluster.max_restarts = {self._max}); all deaths, in seconds before the end:\n{table}",
         )  # fmt: skip
 

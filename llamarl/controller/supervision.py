@@ -109,7 +109,7 @@ class Interrupted(Exception):
 
 
 class Stalled(RuntimeError):
-    """Nothing finished for `cluster.stall_timeout_s`; the message lists what each object waits for."""
+    """Nothing finished for twice `cluster.timeout_s`; the message lists what each object waits for."""
 
 
 class Signal:
@@ -238,4 +238,4 @@ class StallWatch:
         clock = asyncio.get_running_loop()
         while (rest_s := self._last_s + self._timeout_s - clock.time()) > 0:
             await asyncio.sleep(rest_s)
-        raise Stalled(f"nothing finished for {self._timeout_s:g} s (cluster.stall_timeout_s): {await describe()}")
+        raise Stalled(f"nothing finished for {self._timeout_s:g} s (twice cluster.timeout_s): {await describe()}")

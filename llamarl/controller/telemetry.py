@@ -290,8 +290,7 @@ class Telemetry:
         for name in sorted(names):
             self.warn(
                 f"{name} has not adopted version {version} in time (weight_sync.patience_s = "
-                f"{self._config.weight_sync.patience_s:g}, less where others are quicker); the run continues without "
-                "it until it has caught up"
+                f"{self._config.weight_sync.patience_s:g}); the run continues without it until it has caught up"
             )
 
     def warn_of_other_weights(self, version: int, before: str, now: str) -> None:

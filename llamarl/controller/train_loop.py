@@ -270,7 +270,7 @@ class TrainedExecutors:
 
     def __init__(self, config: RunConfig, executors: Executors, services: Services) -> None:
         assert executors.trainer is not None
-        self._timeout_s = config.cluster.call_timeout_s
+        self._timeout_s = config.cluster.timeout_s
         self.trainer, critic = port(TrainerPort, executors.trainer, self._timeout_s), executors.models.get("critic")
         self._handles = executors.trainer, critic
         self.critic = port(CriticPort, critic, self._timeout_s) if critic else None

@@ -61,7 +61,7 @@ class WeightSync:
     """
 
     def __init__(self, config: RunConfig, trainer: ExecutorHandle, replicas: Replicas, services: Services) -> None:
-        self._settings, self._timeout_s = config.weight_sync, config.cluster.call_timeout_s
+        self._settings, self._timeout_s = config.weight_sync, config.cluster.timeout_s
         self._handle, self._replicas = trainer, replicas
         self._trainer = port(TrainerPort, trainer, self._timeout_s)
         self._supervisor, self._telemetry, self._watch = services.supervisor, services.telemetry, services.watch
@@ -97,10 +97,10 @@ class WeightSync:
         self._reports[version] = report
         await self._publish(version)
         report.publish_s = clock.time() - start_s
-        hurries, patience_s = patience_s is None, patience_s or self._settings.patience_s
+        patience_s = patience_s or self._settings.patience_s
         behind = [replica for replica in replicas.alive if replica.version < version]
         awaited = [replica for replica in behind if replicas.can_catch_up(replica, patience_s)]
-        late = await replicas.wait_for_adoption(version, awaited, patience_s, hurries=hurries)
+        late = await replicas.wait_for_adoption(version, awaited, patience_s)
         if new := late - self._warned_of_late:
             self._warned_of_late |= new
             self._telemetry.warn_of_late([replica.name for replica in new], version)

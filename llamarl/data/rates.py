@@ -59,22 +59,21 @@ def kept(rows: Sequence[ProblemRow], config: FilterConfig) -> tuple[list[bool], 
     """Returns whether each row has a pass rate within the bounds, and a sentence that counts dropped rows.
 
     Raises:
-        ConfigError: the file is invalid, a row was not measured under `refuse`, or no row is left.
+        ConfigError: the file is invalid, a row was not measured, or no row is left.
     """
     rates = read_rates(config.path)
-    found = [rates.get(digest(row)) for row in rows]
-    unmeasured = [row.problem_id for row, rate in zip(rows, found, strict=True) if rate is None]
-    if unmeasured and config.unmeasured == "refuse":
+    digests = [digest(row) for row in rows]
+    unmeasured = [row.problem_id for row, one in zip(rows, digests, strict=True) if one not in rates]
+    if unmeasured:
         raise ConfigError(
             f"data.filter: {config.path} lacks {len(unmeasured)} of {len(rows)} problems, such as {unmeasured[0]!r}; "
-            "measure them by `llamarl eval --rates`, or set unmeasured = 'keep' or 'skip'"
+            "measure them with `llamarl eval --rates`"
         )
-    keeps = [config.unmeasured == "keep" if rate is None else config.min <= rate <= config.max for rate in found]
-    known = [rate for rate in found if rate is not None]
+    known = [rates[one] for one in digests]
+    keeps = [config.min <= rate <= config.max for rate in known]
     causes = {
         f"solved less often than {config.min:g}": sum(rate < config.min for rate in known),
         f"more often than {config.max:g}": sum(rate > config.max for rate in known),
-        "not measured": len(unmeasured) * (config.unmeasured == "skip"),
     }
     said = ", ".join(f"{number:,} {cause}" for cause, number in causes.items() if number)
     if not any(keeps):

@@ -17,6 +17,7 @@ from llamarl.checkpoint.folder import CRITIC
 from llamarl.checkpoint.keeper import MirrorPlace
 from llamarl.cluster.api import Executor
 from llamarl.config import RunConfig, build
+from llamarl.config.roles import REWARD_MODEL_TOKENS
 from llamarl.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from llamarl.distributed.links import Rendezvous
 from llamarl.distributed.mesh import set_up_device
@@ -81,7 +82,6 @@ class RewardModelExecutor(Executor):
         self._policys, self._own = Tokenizer(config.model.path), Tokenizer(settings.path)
         files = [one.folder / TOKENIZER_FILE for one in (self._policys, self._own)]
         self._has_policys_tokens = files[0].read_bytes() == files[1].read_bytes()
-        self._batch_tokens = settings.batch_tokens
 
     def score(self, groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> list[list[RewardResult]]:
         """Returns one list per group with one result per rollout."""
@@ -102,7 +102,7 @@ class RewardModelExecutor(Executor):
             invalid(f"{len(ids_T)} tokens, and the reward model reads 1 to {longest}") for ids_T in sequences
         ]  # fmt: skip
         readable = [index for index, ids_T in enumerate(sequences) if 0 < len(ids_T) <= longest]
-        batches = packs((sequences[index] for index in readable), self._batch_tokens)
+        batches = packs((sequences[index] for index in readable), REWARD_MODEL_TOKENS)
         for index, score in zip(readable, chain.from_iterable(map(self._forward, batches)), strict=True):
             answer = RewardResult(outcome=Outcome.SCORE, value=score)
             results[index] = answer if abs(score) <= MAX_REWARD else invalid(f"the reward model returned {score}")
@@ -147,7 +147,7 @@ class CriticExecutor(OptimizingExecutor):
         settings, folder = config.critic, Path(checkpoint_folder, CRITIC)
         # The critic saves before the trainer, so the trainer may not have its newest checkpoint yet.
         saving = config.checkpoint.model_copy(update={"keep": config.checkpoint.keep + 1})
-        timeout_s = config.cluster.start_timeout_s
+        timeout_s = config.cluster.timeout_s
         super().__init__("critic", settings, folder, saving, rendezvous, timeout_s, mirror=mirror)
         with self._mesh.together():
             model, weights = open_scalar_model(settings.path or config.model.path, new_head=True)

@@ -16,7 +16,7 @@ from llamarl.algorithms.advantages._base import ValueAdvantage
 from llamarl.algorithms.kl import penalty
 from llamarl.checkpoint.folder import CRITIC
 from llamarl.checkpoint.keeper import MirrorPlace, Place
-from llamarl.checkpoint.mirror import Mirror
+from llamarl.checkpoint.mirroring import StateMirror, find_mirror
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.cluster.api import Executor
 from llamarl.cluster.engine_files import mirror_folder
@@ -84,11 +84,11 @@ class OptimizingExecutor(Executor):
         self._store = CheckpointStore(
             checkpoints, saving.keep, world.rank, world.size, self._mesh.exchange, saving.keep_every
         )
-        self._mirror = None
+        self._mirror: StateMirror | None = None
         if mirror:
             folder = mirror_folder(mirror.run) / name
             with self._mesh.together():
-                self._mirror = Mirror(folder, world.rank, world.size, self._mesh.exchange, mirror.keepers)
+                self._mirror = find_mirror()(folder, world.rank, world.size, self._mesh.exchange, mirror.keepers)
 
     def _built(self, optimization: Optimization[Any]) -> None:
         """Logs which kernels multiply. Raises ConfigError if there is no memory for a mirror of weights and AdamW
@@ -215,7 +215,7 @@ class TrainerExecutor(OptimizingExecutor):
         mirror: MirrorPlace | None = None,
     ) -> None:
         settings, folder = config.trainer, Path(checkpoint_folder)
-        timeout_s = config.cluster.start_timeout_s
+        timeout_s = config.cluster.timeout_s
         super().__init__("trainer", settings, folder, config.checkpoint, rendezvous, timeout_s, mirror=mirror)
         self._resumed: tuple[ControllerState | None, list[str]] = (None, [])
         with self._mesh.together():

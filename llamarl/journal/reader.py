@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from llamarl.config.load import translated
 from llamarl.executors.replies import ControllerState, JournalPosition
 from llamarl.journal.records import Key, Record, TokenRun, decoded_group, joined, newest_version, records
 from llamarl.observability.files import last_lines
@@ -354,7 +355,7 @@ class JournalReader:
         index, walk, newest, expected = self.index, self._walk(0), self.settings, list[JournalPosition]()
         numbers = [number for number in segments(self.folder) if number >= first]
         for number, header in walk.headers(numbers):
-            recorded = self._defaults | header["settings"]
+            recorded = self._defaults | translated(header["settings"])
             before, changed = header["before"], _first_difference(newest, recorded)
             if changed and number > numbers[0]:
                 self.settings_since = header["version"], changed

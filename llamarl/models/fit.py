@@ -8,7 +8,14 @@ from importlib.util import find_spec
 from typing import Any
 
 from llamarl.config import RunConfig
-from llamarl.config.roles import ATTENTION, CriticConfig, ParallelismConfig, ReferenceConfig, RewardModelConfig
+from llamarl.config.roles import (
+    ATTENTION,
+    REWARD_MODEL_TOKENS,
+    CriticConfig,
+    ParallelismConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+)
 from llamarl.models import memory
 from llamarl.models.memory import WIDTHS, GeneratorLoad, Parts, TrainerLoad, total
 from llamarl.models.sizes import DecoderSizes, adapter_parameters, uneven_shares
@@ -61,7 +68,7 @@ def holdings(
             yield _optimizing(name, settings.device, settings.parallelism, parts, config, None)
         else:
             is_reference = isinstance(settings, ReferenceConfig)
-            tokens = trainer.microbatch_tokens if is_reference else settings.batch_tokens
+            tokens = trainer.microbatch_tokens if is_reference else REWARD_MODEL_TOKENS
             load = GeneratorLoad(
                 width=WIDTHS[settings.dtype], kv_width=0, kv_tokens=0, copies=1, prefill_tokens=tokens,
                 rows=min(tokens, memory.TILE_LOGITS // sizes.vocab_size) if is_reference else 0,

@@ -16,6 +16,6 @@ def dapo(base: RunConfig) -> RunConfig:
                 "loss": {"name": "dapo", "clip_low": 0.2, "clip_high": 0.28},
                 "advantage": "group_normalized",
             },
-            "shaping": {"overlong_penalty": 1.0, "overlong_share": 0.2},
+            "shaping": {"overlong_penalty": 1.0},
         },
     )

@@ -107,7 +107,7 @@ class RunSpecs:
             config = config.model_copy(update={name: settings})
         if isinstance(settings, TrainerConfig | CriticConfig):
             num_ranks = settings.parallelism.num_ranks
-            rendezvous = open_rendezvous(num_ranks, config.cluster.start_timeout_s)
+            rendezvous = open_rendezvous(num_ranks, config.cluster.timeout_s)
             options.update(checkpoint_folder=self._checkpoints, rendezvous=rendezvous)
             if self._mirror:
                 options["mirror"] = MirrorPlace(self._mirror, self._places.keepers())
@@ -150,7 +150,7 @@ class GeneratorSpecs:
             model_path=self.config.model.path, config=config, delta=self.delta, backend=backend, lora=self.lora,
             choices=str(self.choices or ""), sleeps=self.sleeps,
             beside_bytes=self.beside_bytes,
-            rendezvous=open_rendezvous(config.tensor_parallel, self.config.cluster.start_timeout_s),
+            rendezvous=open_rendezvous(config.tensor_parallel, self.config.cluster.timeout_s),
         )  # fmt: skip
 
 

@@ -18,12 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Self
 
-from llamarl.checkpoint.copies import CopyFailed, RemoteCopies
 from llamarl.checkpoint.folder import saved_steps
 from llamarl.config import ConfigError, RunConfig, dump_toml, load_recorded, open_own
 from llamarl.observability.files import PIECE_NAME, last_lines, lines, pieces, read_run_rows, write_atomically
 from llamarl.observability.metrics import EvalMetrics
 from llamarl.observability.sinks import RowLog
+from llamarl.run.copies import CopyFailed, open_copies
 from llamarl.run.hub_pins import WEIGHTS_FILE, record_of, recorded
 from llamarl.run.placement import models_in_use, ranges
 
@@ -250,7 +250,7 @@ def _check_unused(path: Path) -> None:
 
 def _settle_copies(config: RunConfig, path: Path, *, resume: bool, overwrite: bool) -> None:
     """Raises ConfigError if copies cannot be reached, the needed ones are damaged, or they belong to another run."""
-    copies = RemoteCopies(config.checkpoint, config.name)
+    copies = open_copies(config)
     try:
         if not resume and not overwrite and copies.steps():
             raise ConfigError(
@@ -402,7 +402,7 @@ def prepare_run_folder(
             if old.name != _LOCK:
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
         if overwrite and config.checkpoint.copy_to:
-            RemoteCopies(config.checkpoint, config.name).clear()
+            open_copies(config).clear()
         if not resume:
             folder.write_config()  # first: it shows other processes to which run the folder belongs
         for made in (folder.logs, folder.checkpoints):

@@ -16,8 +16,8 @@ from llamarl.run.trust import digests_of
 
 _SECTIONS = ("model", "data", "rollout", "trainer", "reference", "critic", "reward", "shaping")
 _NO_MATTER = {
-    "threads", "device", "parallelism", "microbatch_tokens", "batch_tokens", "activation_checkpointing", "compile",
-    "peak_tflops", "segment_tokens", "moments_on", "warm_start", "eval",
+    "threads", "device", "parallelism", "microbatch_tokens", "activation_checkpointing", "compile",
+    "segment_tokens", "moments_on", "warm_start", "eval",
 }  # fmt: skip
 """Settings that change only where or how fast something is computed, or nothing that is recorded."""
 _LEAST: dict[str, Any] = {"model": {"path": ""}, "data": {"train": "jsonl"}}

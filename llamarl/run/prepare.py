@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llamarl.algorithms.advantages._base import GroupAdvantage
+from llamarl.checkpoint.mirroring import find_mirror
 from llamarl.cluster.open import check_cluster
 from llamarl.config import ConfigError, RunConfig, build, did_you_mean, load_recorded, load_sft_config
 from llamarl.config.cluster import lack_of_monarch
@@ -139,9 +140,9 @@ class Prepared:
 def check_parts(config: RunConfig) -> None:
     """Builds all components that the config names, and looks for vLLM, so that mistakes show early. Inside of
     `nothing_run`, checks only components of this package. Raises ConfigError."""
-    limit_s = config.cluster.start_timeout_s
+    limit_s = config.cluster.timeout_s
     late = ConfigError(
-        f"the components of this run are not imported and built after cluster.start_timeout_s = {limit_s:g} s; "
+        f"the components of this run are not imported and built after cluster.timeout_s = {limit_s:g} s; "
         "let their modules do less during import, or raise it"
     )
     with ended_after(limit_s, late):  # a user's module may do anything during import
@@ -329,6 +330,8 @@ def check_here(config: RunConfig) -> None:
     pinned_instructions()
     if config.weight_sync.transport == "nixl":
         part("cuda", "check_nixl")()
+    if config.checkpoint.mirror:
+        find_mirror()
 
 
 def check_lengths(config: RunConfig, shape: ModelShape, problems: Problems) -> None:

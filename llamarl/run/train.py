@@ -27,7 +27,7 @@ from llamarl.observability.report import RunFile, RunSummary, render_summary, ve
 from llamarl.observability.screen import RunInfo, Screen, open_screen
 from llamarl.observability.sinks import EventLog, MetricsLog, RecordedScreen, Subject, start_of_run
 from llamarl.observability.spans import now_s
-from llamarl.run.copying import CheckpointCopier
+from llamarl.run.copies import open_copier
 from llamarl.run.executors import (
     WIND_DOWN_S,
     GeneratorSpecs,
@@ -163,7 +163,7 @@ class _TrainingRun:
             self._config, folder.logs, folder.path, self._placer, screen.phase, resume=self._resume
         )
         cluster = machines.open()
-        copying = CheckpointCopier(self._config, self._folder, telemetry.warn)
+        copying = open_copier(self._config, self._folder, telemetry.warn)
         async with assembled(
             self._config,
             self._problems,
@@ -179,7 +179,8 @@ class _TrainingRun:
             if self._resume:
                 self._continue(telemetry, controller.version)
             journal.begin(controller.version)
-            supervisor.start(copying.loop(), "copies of checkpoints")
+            if copying:
+                supervisor.start(copying.loop(), "copies of checkpoints")
             machines.follow(controller, telemetry, supervisor)
             training = controller.training
             assert training, "train starts a trainer"
@@ -196,7 +197,8 @@ class _TrainingRun:
                     await self._wind_down(training, screen)
                 raise
             finally:
-                await copying.finish(screen.phase)
+                if copying:
+                    await copying.finish(screen.phase)
         self._folder.check()
         self._outcome.end = "finished"
 
@@ -228,7 +230,7 @@ class _TrainingRun:
             self._outcome.loop_ended_s = now_s()
 
     async def _spawn(self, machines: Machines, cluster: Cluster, screen: Screen) -> Executors:
-        config, timeout_s = self._config, self._config.cluster.start_timeout_s
+        config, timeout_s = self._config, self._config.cluster.timeout_s
         places = await machines.places(screen.phase)
         generator = GeneratorSpecs(
             config=config, delta=config.weight_sync.delta, logs=self._folder.logs,
@@ -273,7 +275,7 @@ class _TrainingRun:
         """Returns the state of the newest checkpoint, extended by the journal. None means that nothing was saved yet.
         Raises ConfigError."""
         screen.phase("loading the checkpoint")
-        timeout_s = self._config.cluster.call_timeout_s
+        timeout_s = self._config.cluster.timeout_s
         assert executors.trainer is not None
         trainer = port(TrainerPort, executors.trainer, timeout_s)
         critic = port(CriticPort, executors.models["critic"], timeout_s) if "critic" in executors.models else None

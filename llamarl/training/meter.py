@@ -28,10 +28,7 @@ def device_seconds(device: torch.device) -> float:
 
 
 def peak_flops(config: TrainerConfig, device: torch.device) -> float:
-    """Returns the FLOPs per second of a device: the configured number, or that of the fastest of a few large square
-    products of training."""
-    if config.peak_tflops is not None:
-        return config.peak_tflops * 1e12
+    """Returns the FLOPs per second of a device: those of the fastest of a few large square products of training."""
     return _measured_peak_flops(
         torch.bfloat16 if config.dtype == "bfloat16" else torch.float32, device, torch.get_num_threads()
     )

@@ -74,6 +74,8 @@ def merged(logged: Iterable[Logged]) -> Logged:
 
 MAX_NAMED_GROUPS = 4
 """Largest number of groups in which the faulty rollouts are searched. Each rollout costs a forward and backward."""
+MAX_SKIPPED_STEPS = 3
+"""Consecutive skipped steps that end the run."""
 PARTS = ("staleness", "same_version")
 Alone = Callable[[Sequence[SampleGroup]], tuple[dict[str, float], float]]
 """alone(groups): returns the sums to log, including the loss, and the gradient norm of a step on these groups only."""
@@ -115,7 +117,7 @@ class Health:
             known: a cause that needs no search, with its fix.
 
         Raises:
-            NonFiniteStep: the step ends the run, by `trainer.on_nonfinite` or `trainer.max_skipped_steps`.
+            NonFiniteStep: the step ends the run, by `trainer.on_nonfinite`, or after MAX_SKIPPED_STEPS.
         """
         if is_finite:
             self.num_skipped_in_row = 0
@@ -124,12 +126,12 @@ class Health:
         cause = f"{text}{places and f' from {places}'}"
         details = known or (find() if find else "")
         cause += details and f": {details}"
+        lower = "" if known else f"; lower {self._rate}"
         if self._config.on_nonfinite == "stop":
-            fix = "" if known else f"; lower {self._rate}, or set trainer.on_nonfinite = 'skip'"
-            raise NonFiniteStep(cause + fix)
+            raise NonFiniteStep(cause + (lower and f"{lower}, or set trainer.on_nonfinite = 'skip'"))
         self.num_skipped_in_row += 1
-        if self.num_skipped_in_row == self._config.max_skipped_steps:
-            raise NonFiniteStep(f"{cause}; {self.num_skipped_in_row} steps in a row (trainer.max_skipped_steps)")
+        if self.num_skipped_in_row == MAX_SKIPPED_STEPS:
+            raise NonFiniteStep(f"{cause}; {self.num_skipped_in_row} steps in a row{lower}")
         return cause
 
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from llamarl.algorithms.advantages._base import GroupRewards
 from llamarl.algorithms.kl import KlPenalty, estimate, penalty
-from llamarl.algorithms.shaping import length_share, overlong_share
+from llamarl.algorithms.shaping import OVERLONG_SHARE, length_share, overlong_share
 from llamarl.config.schema import RunConfig, ShapingConfig
 from llamarl.types import (
     COLUMNS,
@@ -434,8 +434,7 @@ class Shaping:
         if config.length_penalty:
             penalties["length_penalty"] = config.length_penalty * length_share(num_tokens_G, max_tokens)
         if config.overlong_penalty:
-            buffer_tokens = config.overlong_share * max_tokens
-            share_G = overlong_share(num_tokens_G, max_tokens, buffer_tokens)
+            share_G = overlong_share(num_tokens_G, max_tokens, OVERLONG_SHARE * max_tokens)
             penalties["overlong_penalty"] = config.overlong_penalty * share_G
         return penalties
 

@@ -38,7 +38,7 @@ ONE_FILE_EACH = ("fsspec", "monarch", "vllm", "wandb", "tensorboard", "mlflow", 
 """Optional packages: an adapter each."""
 CATCHES_EVERYTHING = {
     "llamarl/checkpoint/folder.py": "what a thread's work raises is told by its future, and the thread stays",
-    "llamarl/checkpoint/copies.py": "every file system that fsspec opens raises what it likes, and costs a copy only",
+    "llamarl/parts/copies/remote.py": "every file system that fsspec opens raises what it likes, and costs a copy only",
     "llamarl/cluster/rank.py": "whatever an executor raises becomes a reply",
     "llamarl/config/ref.py": "whatever a user's module raises as it is imported is a setting that cannot work",
     "llamarl/controller/supervision.py": "what a thread's run raises is raised where it is waited for",

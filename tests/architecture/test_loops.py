@@ -26,6 +26,7 @@ WAITS = {
     "controller/weights.py: choose",
     "controller/train_loop.py: _record_completed",
     "controller/train_loop.py: record_completed",
+    "parts/copies/copier.py: finish",
     "parts/episodes/gateway/app.py: _rest",
     "parts/hosts/agent.py: _pull",
     "parts/hosts/agent.py: give",
@@ -33,7 +34,6 @@ WAITS = {
     "parts/hosts/home.py: _line",
     "parts/hosts/registry.py: until",
     "parts/replay/replay.py: _read",
-    "run/copying.py: finish",
 }
 """They repeat something until it is so, for a caller that awaits them, and are no tasks of their own."""
 STARTS = {"create_task", "ensure_future", "start", "take"}

@@ -79,7 +79,7 @@ def test_timeout_names_what_runs_and_drops_what_waits(kind: Kind) -> None:
         await asyncio.sleep(0)
         with pytest.raises(
             CallTimeout,
-            match=r"echo\.remember had no answer after 0\.1 s \(cluster\.call_timeout_s\); echo is in sleep",
+            match=r"echo\.remember had no answer after 0\.1 s \(cluster\.timeout_s\); echo is in sleep",
         ) as caught:
             await handle.call("remember", 1, timeout_s=0.1)
         assert (caught.value.executor, caught.value.method, caught.value.timeout_s) == ("echo", "remember", 0.1)
@@ -233,7 +233,7 @@ def test_spawn_reports_what_went_wrong(kind: Kind) -> None:
         assert re.search(r"(?s)broken\.__init__ failed.*ValueError: no such checkpoint", broken)
         assert re.search(r"(?s)missing\.__init__ failed.*no_such_module", missing)
         assert re.search(
-            r"slow\.start had no answer after [\d.]+ s \(cluster.start_timeout_s\); slow (is in|has not)",
+            r"slow\.start had no answer after [\d.]+ s \(cluster.timeout_s\); slow (is in|has not)",
             slow,
         )
         with pytest.raises(PayloadTooLarge):

@@ -99,7 +99,7 @@ def changes(model: Path, seed: int, number: int) -> Iterator[list[str]]:
     [
         ("--data.eval", "[{source = 3}]"),
         ("--model.path", "a" * 300),
-        ("--cluster.start_timeout_s", "1e300"),
+        ("--cluster.timeout_s", "1e300"),
         ("--reward.model.path", "a" * 300),
     ],
 )

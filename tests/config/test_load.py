@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from llamarl import config
 from llamarl.config import ConfigError, build, dump_toml, load_config, load_recorded, load_sft_config
 from llamarl.config.elsewhere import DROPPED
-from llamarl.config.load import RECORD, flat_settings, last_names, tables
+from llamarl.config.load import RECORD, flat_settings, last_names, tables, translated
 from llamarl.config.schema import GeneratorConfig, RunConfig
 from llamarl.config.section import Section
 from tests.config.conftest import MINIMAL, Write
@@ -62,7 +62,7 @@ def test_defaults_fill_in(minimal: Path) -> None:
             "[cluster]\nkind = 'hosts'\nlisten = '[::1]:1'",
             "cluster.listen = '[::1]:1' is not address:port; give an IPv4",
         ),
-        ("[cluster]\ncall_timeout_s = inf", "`cluster.call_timeout_s = inf`: input should be a finite number"),
+        ("[cluster]\ntimeout_s = inf", "`cluster.timeout_s = inf`: input should be a finite number"),
         ("[trainer]\non_nonfinite = 'ignore'", "`trainer.on_nonfinite = 'ignore'`: input should be 'stop' or 'skip'"),
         ("[trainer]\nloss = {rho = 4.0}", "`trainer.loss.name` is missing; set it in the file or with --trainer.loss"),
         ("[reward]\nparts = []", "`reward.parts = []`: list should have at least 1 item"),
@@ -245,7 +245,7 @@ def test_what_graphs_capture_is_said_of_cut_models_too() -> None:
     assert said and "`tensor_parallel`" in said and "unless" not in said
 
 
-@pytest.mark.parametrize("name", DROPPED)
+@pytest.mark.parametrize("name", [name for name in DROPPED if "*" not in name])
 @pytest.mark.parametrize("value", [False, "stop"])
 def test_a_dropped_setting_is_refused_by_its_name(minimal: Path, write: Write, name: str, value: object) -> None:
     """From a file, the command line and Python, whatever its value is, with what to do."""
@@ -257,6 +257,13 @@ def test_a_dropped_setting_is_refused_by_its_name(minimal: Path, write: Write, n
         load_config(minimal, settings={name: value})
     assert str(caught.value) == said
     assert _message(write(f"{MINIMAL}\n[{section}]\n{last} = {text}\n")) == said
+
+
+def test_a_dropped_setting_of_a_source_is_refused_by_its_place(write: Write) -> None:
+    filters = "filter = {path = 'rates.jsonl', unmeasured = 'keep'}"
+    text = MINIMAL.replace("[data]", "").partition("train")[0]
+    path = write(f"{text}\n[data]\ntrain = [{{name = 'jsonl'}}, {{name = 'jsonl', label = 'b', {filters}}}]\n")
+    assert _message(path).startswith("`data.train.1.filter.unmeasured` is not a setting any more; ")
 
 
 def test_fixes_of_dropped_settings_name_settings_that_exist() -> None:
@@ -280,6 +287,12 @@ def recorded(tmp_path: Path, text: str) -> Path:
         ("[record]\njournal = 'needed'", "record.kind", "resume"),
         ("[record]\njournal = 'all'", "record.kind", "all"),
         ("[cluster]\non_generator_failure = 'drop'", "cluster.on_failure.generator", "drop"),
+        ("[cluster]\nstart_timeout_s = 7.0\ncall_timeout_s = 9.0\nstall_timeout_s = 1.0", "cluster.timeout_s", 9.0),
+        ("[cluster]\nrestart_window_s = 7.0", "cluster.max_restarts", 5),
+        ("[trainer]\nmax_skipped_steps = 9\npeak_tflops = 3.0", "trainer.on_nonfinite", "stop"),
+        ("[shaping]\noverlong_share = 0.2", "shaping.overlong_penalty", 0.0),
+        ("[reward.model]\npath = 'm'\nbatch_tokens = 5", "reward.model.path", "m"),
+        ("[data.filter]\npath = 'r'\nunmeasured = 'refuse'", "data.filter.path", "r"),
     ],
 )
 def test_a_record_may_have_dropped_settings(tmp_path: Path, text: str, name: str, value: object) -> None:
@@ -289,10 +302,32 @@ def test_a_record_may_have_dropped_settings(tmp_path: Path, text: str, name: str
     assert "is not a setting any more" in _message(path, "--weight_sync.power_of_two_scales=false")
 
 
-def test_a_record_that_todays_code_cannot_follow_is_shown_and_not_resumed(tmp_path: Path) -> None:
-    path = recorded(tmp_path, "[weight_sync]\npower_of_two_scales = true\ndelta = true")
-    assert load_recorded(path).weight_sync.delta
-    assert "`weight_sync.power_of_two_scales = True`, which llamarl no longer has; start a new run" in _message(path)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[weight_sync]\npower_of_two_scales = true", "weight_sync.power_of_two_scales = True"),
+        ("[shaping]\noverlong_share = 0.5", "shaping.overlong_share = 0.5"),
+        ("[data.filter]\npath = 'r'\nunmeasured = 'skip'", "data.filter.unmeasured = 'skip'"),
+    ],
+)
+def test_a_record_that_todays_code_cannot_follow_is_shown_and_not_resumed(tmp_path: Path, text: str, said: str) -> None:
+    path = recorded(tmp_path, text)
+    assert load_recorded(path).steps
+    assert f"`{said}`, which llamarl no longer has; start a new run" in _message(path)
+
+
+def test_settings_in_the_header_of_an_older_journal_are_those_of_today() -> None:
+    entry = {"name": "jsonl", "filter": {"path": "r", "min": 0.1}}
+    header = {
+        "seed": 0,
+        "data": "digest",
+        "data.template": "auto",
+        "reward.weights": [1.0],
+        "trainer.loss.name": "aipo",
+    }
+    old = {"trainer.max_skipped_steps": 3, "shaping.overlong_share": 0.2, "data.filter.unmeasured": "refuse"}
+    old["data.train"] = [entry | {"filter": entry["filter"] | {"unmeasured": "refuse"}}]
+    assert translated(header | old) == header | {"data.train": [entry]}
 
 
 def test_later_override_wins(minimal: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from llamarl.config.cluster import ClusterConfig
 from llamarl.controller.admission import TooManyInvalid
 from llamarl.controller.supervision import Stalled
 from llamarl.controller.train_loop import TrainLoop
@@ -201,7 +202,7 @@ def test_some_invalid_rewards_are_counted_and_the_run_goes_on(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("who", ["generator-0", "reward", "trainer"])
-def test_a_stall_says_who_waits_for_whom(tmp_path: Path, who: str) -> None:
+def test_a_stall_says_who_waits_for_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str) -> None:
     generator, reward, trainer = Generator(), Reward(), Trainer()
     for_ever_s = 1e6
     if who == "generator-0":
@@ -210,12 +211,12 @@ def test_a_stall_says_who_waits_for_whom(tmp_path: Path, who: str) -> None:
         reward.score_s = for_ever_s
     else:
         trainer.step_s = for_ever_s
-    settings = config(tmp_path, cluster={"stall_timeout_s": 40.0, "call_timeout_s": 1e5})
-    run = Run(settings, tmp_path, [generator], reward, trainer)
+    monkeypatch.setattr(ClusterConfig, "stall_timeout_s", property(lambda _: 40.0))
+    run = Run(config(tmp_path), tmp_path, [generator], reward, trainer)
     with pytest.raises(Stalled) as caught:
         run.train()
     text = str(caught.value)
-    assert "nothing finished for 40 s (cluster.stall_timeout_s)" in text
+    assert "nothing finished for 40 s (twice cluster.timeout_s)" in text
     busy = {
         "generator-0": (
             "generator-0 owes 2 rollouts",
@@ -233,8 +234,12 @@ def test_a_stall_says_who_waits_for_whom(tmp_path: Path, who: str) -> None:
 
 
 def test_slow_work_is_no_stall(tmp_path: Path) -> None:
-    settings = config(tmp_path, steps=3, cluster={"stall_timeout_s": 40.0})
-    run = Run(settings, tmp_path, [Generator(duration_s=lambda group_id, index: 35.0)], trainer=Trainer(step_s=35.0))
+    run = Run(
+        config(tmp_path, steps=3, cluster={"timeout_s": 36.0}),
+        tmp_path,
+        [Generator(duration_s=lambda group_id, index: 35.0)],
+        trainer=Trainer(step_s=35.0),
+    )
     assert run.train().version == 3
 
 

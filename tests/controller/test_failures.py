@@ -73,9 +73,9 @@ def test_an_exception_in_an_executor_is_what_the_run_reports(tmp_path: Path, nam
 
 
 def test_a_call_without_answer_ends_the_run_by_name(tmp_path: Path) -> None:
-    run = Run(config(tmp_path, cluster={"call_timeout_s": 30.0}), tmp_path, trainer=Trainer(step_s=1e6))
+    run = Run(config(tmp_path, cluster={"timeout_s": 30.0}), tmp_path, trainer=Trainer(step_s=1e6))
     with pytest.raises(
-        CallTimeout, match=r"trainer.step had no answer after 30 s \(cluster.call_timeout_s\); trainer is in step"
+        CallTimeout, match=r"trainer.step had no answer after 30 s \(cluster.timeout_s\); trainer is in step"
     ):
         run.train()
 

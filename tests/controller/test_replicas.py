@@ -85,7 +85,7 @@ def test_of_two_that_are_told_to_leave_one_stays(tmp_path: Path) -> None:
 def test_the_fetch_of_one_that_has_left_concerns_nobody(tmp_path: Path) -> None:
     """It would end the run when its time is over."""
     leaving = Generator(adopt_s=lambda version: 1e6 if version == 2 else 0.1)
-    wanted = config(tmp_path, steps=40, cluster={"call_timeout_s": 20.0}, weight_sync={"patience_s": 1.0})
+    wanted = config(tmp_path, steps=40, cluster={"timeout_s": 20.0}, weight_sync={"patience_s": 1.0})
 
     async def strike(run: Run) -> None:
         while run.controller.replicas.alive[1].fetching != 2:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from llamarl.cluster.api import CallTimeout, ExecutorError, ExecutorHandle, HostFailed, MeshFailed, RemoteError
 from llamarl.config import ConfigError
 from llamarl.config.cluster import ClusterConfig
+from llamarl.controller import restart
 from llamarl.controller.restart import RestartableHandle, RestartBudget, TooManyRestarts
 from llamarl.controller.supervision import Supervisor
 from llamarl.controller.train_loop import StepsLost
@@ -142,9 +143,7 @@ def hangs(name: str, at_s: float) -> Strike:
 @pytest.mark.parametrize("name", ["trainer", "critic", "reward"])
 def test_one_that_does_not_answer_is_replaced_after_its_deadline(tmp_path: Path, name: str) -> None:
     run = run_of(tmp_path)
-    run.config = run.config.model_copy(
-        update={"cluster": run.config.cluster.model_copy(update={"call_timeout_s": 15.0})}
-    )
+    run.config = run.config.model_copy(update={"cluster": run.config.cluster.model_copy(update={"timeout_s": 15.0})})
     run.train(strike=hangs(name, 3.1))
     audit(run)
     assert f"{name}." in run.warnings[0] and "had no answer after 15 s" in run.warnings[0]
@@ -153,7 +152,7 @@ def test_one_that_does_not_answer_is_replaced_after_its_deadline(tmp_path: Path,
 
 def test_a_generator_that_does_not_answer_counts_as_dead(tmp_path: Path) -> None:
     """After its deadline; before that the others take over what it has to do."""
-    wanted = config(tmp_path, steps=40, cluster={"on_failure": {"generator": "drop"}, "call_timeout_s": 15.0})
+    wanted = config(tmp_path, steps=40, cluster={"on_failure": {"generator": "drop"}, "timeout_s": 15.0})
     run = Run(wanted, tmp_path, [Generator(), Generator()]).train(strike=hangs("generator-1", 3.1))
     assert [row["step"] for row in run.steps] == list(range(1, 41)) and not run.complaints
     (said,) = (line for line in run.warnings if "is left" in line)
@@ -367,9 +366,11 @@ def test_a_critic_that_dies_before_it_saves_saves_the_step_that_is_due(tmp_path:
     assert run.lives["critic"] == 1 and 3 in run.models["critic"].weights
 
 
-def test_deaths_long_ago_and_those_of_hosts_do_not_count() -> None:
+def test_deaths_long_ago_and_those_of_hosts_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restart, "RESTART_WINDOW_S", 0.2)
+
     async def main() -> None:
-        deaths = RestartBudget(ClusterConfig(max_restarts=1, restart_window_s=0.2), 1, lambda text: None)
+        deaths = RestartBudget(ClusterConfig(max_restarts=1), 1, lambda text: None)
         for _ in range(3):
             deaths.count(MeshFailed("reward", (0,), "boom"))
             deaths.count(HostFailed("reward", (0,), "host a is lost"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -74,12 +73,9 @@ def test_what_nobody_could_judge_is_not_measured(tmp_path: Path) -> None:
     assert read_rates(write(tmp_path / "rates.jsonl", {0: 0}, samples=0)) == {}
 
 
-@pytest.mark.parametrize(("unmeasured", "keeps"), [("keep", [True, True]), ("skip", [True, False])])
-def test_what_was_not_measured(tmp_path: Path, unmeasured: Any, keeps: list[bool]) -> None:
+def test_prompts_that_were_not_measured_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "rates.jsonl", {0: 4})
-    found, said = kept(ROWS[:2], FilterConfig(path=path, unmeasured=unmeasured))
-    assert found == keeps and said.endswith("left out: 1 not measured") == (unmeasured == "skip")
-    with pytest.raises(ConfigError, match=r"lacks 1 of 2 problems, such as 'r1'; measure them by `llamarl eval"):
+    with pytest.raises(ConfigError, match=r"lacks 1 of 2 problems, such as 'r1'; measure them with `llamarl eval"):
         kept(ROWS[:2], FilterConfig(path=path))
 
 

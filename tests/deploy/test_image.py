@@ -127,7 +127,7 @@ def test_the_image_trains_as_a_user(image: Path, tmp_path: Path) -> None:
     assert buildah(image, *run, "llamarl", "--version") == "llamarl 7.8.9"
     assert buildah(image, *run, "id", "-u") == "1000"
     told = buildah(
-        image, *run, "llamarl", "train", "tiny.toml", "--steps", "2", "--cluster.start_timeout_s", "900", timeout_s=1800
+        image, *run, "llamarl", "train", "tiny.toml", "--steps", "2", "--cluster.timeout_s", "900", timeout_s=1800
     )
     assert "finished 2 steps" in told
     assert (work / "runs" / "tiny" / "summary.json").stat().st_uid == 1000

@@ -85,12 +85,6 @@ def death_of(role: str, *at_s: float) -> Effect:
     return effect
 
 
-def two_deaths(folder: Path, given: dict[str, Any]) -> str:
-    """Where one is forgiven."""
-    given["cluster"]["max_restarts"] = 1
-    return str(death_of("reward", 2.0, 6.0)(folder, given))
-
-
 def death_of_a_generator(folder: Path, given: dict[str, Any]) -> str:
     """In a simulated run, where others can come."""
     split = Split(trainer_gpus=1, replicas=2, generator_gpus=1)
@@ -114,10 +108,6 @@ def weights_that_differ(folder: Path, given: dict[str, Any]) -> str:
 def slow_step(folder: Path, given: dict[str, Any]) -> str:
     given["cluster"]["on_failure"] = "stop"
     return _ended(_faked(folder, given, [Generator()], trainer=Trainer(step_s=40.0)).train)
-
-
-def slow_rollouts(folder: Path, given: dict[str, Any]) -> str:
-    return _ended(_faked(folder, given, [Generator(duration_s=lambda group_id, index: 90.0)]).train)
 
 
 def not_finite(folder: Path, given: dict[str, Any]) -> list[str]:
@@ -222,9 +212,7 @@ EFFECTS: dict[str, tuple[object, Effect]] = {
        for role in ("reward", "reward_model", "reference", "environment", "critic", "trainer")},
     "cluster.on_failure.generator": ("drop", death_of_a_generator),
     "cluster.max_restarts": (0, death_of("reward", 2.0)),
-    "cluster.restart_window_s": (1.0, two_deaths),
-    "cluster.call_timeout_s": (30.0, slow_step),
-    "cluster.stall_timeout_s": (60.0, slow_rollouts),
+    "cluster.timeout_s": (30.0, slow_step),
     "data.solution": ("way", what_sft_learns),
     "data.system": ("Be brief.", what_a_chat_says),
     "data.examples": ([{"question": "1+1?", "answer": "2"}], what_a_chat_says),
@@ -233,7 +221,6 @@ EFFECTS: dict[str, tuple[object, Effect]] = {
     "weight_sync.patience_s": (0.5, late_generators),
     "weight_sync.on_mismatch": ("resync", weights_that_differ),
     "trainer.on_nonfinite": ("stop", not_finite),
-    "trainer.max_skipped_steps": (2, not_finite),
     "trainer.activation_checkpointing": (True, kept_for_backward),
     "trainer.compile": (True, what_computes),
     "generator.kv_on_update": ("recompute", recomputed_tokens),

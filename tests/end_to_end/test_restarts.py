@@ -106,7 +106,7 @@ def test_with_a_mirror_one_step_is_taken_again(tmp_path: Path, toml: Path, whole
 @nightly("two runs of two ranks; of one rank it is said above, of ranks in tests/training/test_layouts.py")
 def test_a_rank_that_is_killed_or_stopped(tmp_path: Path, toml: Path) -> None:
     """One of two ranks of the trainer dies, later one stands still: the sentence says which, and nothing is lost."""
-    two = ("--trainer.parallelism.fsdp", 2, "--cluster.call_timeout_s", 20, "--checkpoint.mirror", "true")
+    two = ("--trainer.parallelism.fsdp", 2, "--cluster.timeout_s", 20, "--checkpoint.mirror", "true")
     two += ("--steps", 12)
     (tmp_path / "whole").mkdir()
     (tmp_path / "faulty").mkdir()

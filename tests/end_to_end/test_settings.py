@@ -99,7 +99,7 @@ REFUSED = {
     "cluster.kind": ("hosts", "cluster."),
     **{
         f"cluster.{one}": (value, f"cluster.{one} is for several hosts")
-        for one, value in (("listen", "localhost:6700"), ("pki", "elsewhere"), ("host_timeout_s", 3), ("min_hosts", 1))
+        for one, value in (("listen", "localhost:6700"), ("pki", "elsewhere"), ("min_hosts", 1))
     },
 }
 """Value, what the refusal says, and other settings."""
@@ -150,7 +150,6 @@ CHANGES = {
     "trainer.dtype": ("bfloat16", "weights"),
     "trainer.weights": ("bfloat16", "weights", "--trainer.dtype", "bfloat16"),
     "trainer.moments": ("8bit", "weights"),
-    "trainer.peak_tflops": (7.0, "extra.peak_tflops"),
     "trainer.lora": ("{rank = 2}", "weights"),
     "reference.kl_coefficient": (0.1, "weights"),
     "reference.kl_in": ("reward", "weights", *KL),
@@ -160,7 +159,6 @@ CHANGES = {
     "reward.parts": ("[{name = 'exact'}]", "rewards"),
     "shaping.length_penalty": (0.5, "advantages"),
     "shaping.overlong_penalty": (0.5, "advantages"),
-    "shaping.overlong_share": (0.9, "advantages", "--shaping.overlong_penalty", 0.5),
     "shaping.mask_truncated": ("true", "advantages"),
     "eval.every_steps": (1, "evals"),
     "eval.max_prompts": (5, "evals"),
@@ -193,7 +191,6 @@ PLANNED = {
 """Value, and other settings: `llamarl explain` says something else follows. Hosts are called so either way."""
 READ = {
     "generator.cuda_graphs": "executors/generator.py",
-    "cluster.start_timeout_s": "run/train.py",
     "cluster.shutdown_timeout_s": "run/executors.py",
 }
 """Where what takes a GPU or another machine to show is read, as an attribute."""

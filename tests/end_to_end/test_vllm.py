@@ -47,7 +47,7 @@ def test_weights_are_adopted_in_flight(tmp_path: Path, toml: Path, which: str) -
         *("--trainer.learning_rate", 0.02, "--weight_sync.max_mismatch", 0.01),
         *("--generator.kv_on_update", "recompute", "--generator.kv_cache_bytes", 64 << 20),
         *("--generator.vllm.arguments", "['--enforce-eager']", "--generator.max_running", 16),
-        *("--cluster.start_timeout_s", 800, "--eval.max_prompts", 2, "--weight_sync.probe_every_steps", 1),
+        *("--cluster.timeout_s", 800, "--eval.max_prompts", 2, "--weight_sync.probe_every_steps", 1),
         *("--reward.parts", "['tests.executors.rewards:EvenLength']"),
         timeout_s=880,
     )

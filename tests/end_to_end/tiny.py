@@ -47,7 +47,7 @@ window = 2
 parts = [{{name = "exact"}}]
 
 [cluster]
-start_timeout_s = {start_s}
+timeout_s = {start_s}
 
 [screen]
 kind = "lines"

@@ -136,7 +136,13 @@ class TestRewardModel:
     def test_it_reads_the_tokens_that_were_sampled(
         self, make_config: MakeConfig, classifier: Path, group: RolloutGroup
     ) -> None:
-        config = make_config(reward={"model": {"path": str(classifier), "batch_tokens": 16}})
+        config = make_config(
+            reward={
+                "model": {
+                    "path": str(classifier),
+                }
+            }
+        )
         (results,) = judge(config).score([(group.prompt, group.rollouts)])
         for rollout, result in zip(group.rollouts, results, strict=True):
             ids_T = np.concatenate([group.prompt.token_ids_T, rollout.token_ids_T])

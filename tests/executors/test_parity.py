@@ -224,11 +224,6 @@ def test_what_multiplies_is_kept_in_the_run_s_folder(model: Path, tmp_path: Path
     assert kept and all(name.startswith("products-") for name in kept)
 
 
-def test_a_given_peak_is_not_measured(model: Path, tmp_path: Path) -> None:
-    config = settings(model).model_dump() | {"trainer": {"peak_tflops": 2.5}}
-    assert TrainerExecutor(RunConfig.model_validate(config), str(tmp_path), resume=False)._peak_flops == 2.5e12
-
-
 def test_weights_without_a_sync_are_not_the_trainer_s(trainer: TrainerExecutor, generator: GeneratorExecutor) -> None:
     """The test above can fail: one step without adoption is far outside its tolerance."""
     synced(trainer, generator, 0, in_use=())

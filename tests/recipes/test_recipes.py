@@ -43,11 +43,11 @@ def test_every_recipe_says_something_and_can_be_read_back(toml: Path, tmp_path: 
 
 
 def test_the_user_wins(toml: Path) -> None:
-    toml.write_text(f"{MINIMAL}\nrecipe = 'dapo'\n[trainer]\nloss = 'aipo'\n[shaping]\noverlong_share = 0.5\n")
+    toml.write_text(f"{MINIMAL}\nrecipe = 'dapo'\n[trainer]\nloss = 'aipo'\n[shaping]\noverlong_penalty = 0.5\n")
     config = load_config(toml, ["--rollout.max_attempts", "3", "--rollout.group_size=5"])
     assert (config.trainer.loss.name, config.trainer.loss.options) == ("aipo", {})
     assert config.trainer.advantage.name == "group_normalized"
-    assert (config.shaping.overlong_penalty, config.shaping.overlong_share) == (1.0, 0.5)
+    assert config.shaping.overlong_penalty == 0.5
     assert (config.rollout.max_attempts, config.rollout.group_size) == (3, 5)
     plain = load_config(toml, ["--recipe", ""])
     assert (plain.rollout.max_attempts, plain.trainer.advantage.name) == (1, "group_mean")

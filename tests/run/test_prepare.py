@@ -186,10 +186,10 @@ def test_files_are_counted_before_a_run_starts(tmp_path: Path, monkeypatch: pyte
 def test_a_part_whose_import_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_part.py").write_text("import time\ntime.sleep(600)")
     monkeypatch.syspath_prepend(tmp_path)
-    settings = {"reward": {"parts": ["slow_part:Slow"]}, "cluster": {"start_timeout_s": 0.2}}
+    settings = {"reward": {"parts": ["slow_part:Slow"]}, "cluster": {"timeout_s": 0.2}}
     config = RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "d"}} | settings)
     outer = signal.setitimer(signal.ITIMER_REAL, 200.0)
-    with pytest.raises(ConfigError, match=r"not imported and built after cluster.start_timeout_s = 0.2 s"):
+    with pytest.raises(ConfigError, match=r"not imported and built after cluster.timeout_s = 0.2 s"):
         check_parts(config)
     left_s, _ = signal.setitimer(signal.ITIMER_REAL, *outer)
     assert 100.0 < left_s < 200.0  # a limit of whoever is around this still holds

@@ -11,7 +11,7 @@ from typing import Any, cast
 from llamarl.config import RunConfig
 from llamarl.run.executors import PROCESS, GeneratorSpecs, spawn_all
 
-MINIMAL = {"model": {"path": "m"}, "data": {"train": "running_total"}, "cluster": {"start_timeout_s": 50.0}}
+MINIMAL = {"model": {"path": "m"}, "data": {"train": "running_total"}, "cluster": {"timeout_s": 50.0}}
 
 
 def test_each_replica_has_its_own_vllm_seed_and_log(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from llamarl.algorithms.advantages.gae import Gae
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses._base import Loss, Positions, TokenLosses
 from llamarl.algorithms.losses.aipo import Aipo
-from llamarl.checkpoint.mirror import Mirror
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config import ConfigError
 from llamarl.config.errors import RanksLost
@@ -32,6 +31,7 @@ from llamarl.models.lora import B, add_adapters
 from llamarl.models.scalar import load_scalar_model, open_scalar_model
 from llamarl.models.shape import ModelShape, YarnScaling
 from llamarl.models.transformer import Transformer
+from llamarl.parts.copies.mirror import Mirror
 from llamarl.sharding.box import Box
 from llamarl.sharding.tensor_parallel import sharded_dim
 from llamarl.training import parallel, policy

@@ -172,12 +172,12 @@ def test_a_step_that_is_not_finite(make_groups: MakeGroups) -> None:
 
 def test_so_many_skipped_steps_in_a_row_end_it(make_groups: MakeGroups) -> None:
     """One that is finite begins the count anew; the rollout at fault is named."""
-    critic = make_critic(on_nonfinite="skip", max_skipped_steps=2)
+    critic = make_critic(on_nonfinite="skip")
     good, bad = (valued(critic, make_groups()) for _ in range(2))
     bad[1] = replace(bad[1], results=(bad[1].results[0], replace(bad[1].results[1], value=np.inf)))
-    skipped = [finished(critic.learn(groups)).skipped for groups in (good, bad, good, bad)]
-    assert skipped == [False, True, False, True]
+    skipped = [finished(critic.learn(groups)).skipped for groups in (good, bad, bad, good, bad, bad)]
+    assert skipped == [False, True, True, False, True, True]
     with pytest.raises(
-        NonFiniteStep, match=r"critic step 4: .*the reward of group 1 rollout 1 is inf; .*; 2 steps in a row"
+        NonFiniteStep, match=r"critic step 6: .*the reward of group 1 rollout 1 is inf; .*; 3 steps in a row"
     ):
         finished(critic.learn(bad))

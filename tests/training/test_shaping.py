@@ -42,12 +42,15 @@ def test_without_shaping_the_last_token_has_the_reward(group: RolloutGroup) -> N
     assert UNSHAPED.metrics([group]) == {}
 
 
-def test_penalties_are_taken_off_and_shown(group: RolloutGroup) -> None:
-    """Length: 0.1 * 2/10, ...; overlong: the last 4 of 10 tokens, so half of 0.5 at 8 and all of it at 10."""
-    costly = shaping(length_penalty=0.1, overlong_penalty=0.5, overlong_share=0.4)
-    np.testing.assert_allclose(costly.rewards(group).rewards_G, [-0.02, 1 - 0.08 - 0.25, 2 - 0.1 - 0.5], rtol=1e-12)
+def test_penalties_are_taken_off_and_shown(group: RolloutGroup, make_group) -> None:
+    """Length: 0.1 * 2/10, ...; overlong: the last 2 of 10 tokens, so half of 0.5 at 9 and all of it at 10."""
+    costly = shaping(length_penalty=0.1, overlong_penalty=0.5)
+    group = replace(
+        group, rollouts=(group.rollouts[0], make_group(responses=[(6,) * 9]).rollouts[0], group.rollouts[2])
+    )
+    np.testing.assert_allclose(costly.rewards(group).rewards_G, [-0.02, 1 - 0.09 - 0.25, 2 - 0.1 - 0.5], rtol=1e-12)
     metrics = costly.metrics([group, group])
-    assert metrics == pytest.approx({"length_penalty_mean": 0.2 / 3, "overlong_penalty_mean": 0.25})
+    assert metrics == pytest.approx({"length_penalty_mean": 0.21 / 3, "overlong_penalty_mean": 0.25})
     assert [result.value for result in group.results] == [0.0, 1.0, 2.0]
 
 
@@ -63,14 +66,14 @@ def test_what_an_environment_wrote_costs_nothing(group: RolloutGroup) -> None:
 
     episodes = replace(group, rollouts=tuple(map(answered, group.rollouts)))
     costly = replace(
-        shaping(length_penalty=0.1, overlong_penalty=0.5, overlong_share=0.6),
+        shaping(length_penalty=0.1, overlong_penalty=0.5),
         kl=KlPenalty(coefficient=0.2, estimator="k1"),
     )
-    earned = costly.rewards(episodes).token_rewards  # 2, 4 and 6 sampled tokens; the last 6 of 10 cost more
+    earned = costly.rewards(episodes).token_rewards  # 2, 4 and 6 sampled tokens of 10: none in the last fifth
     np.testing.assert_allclose(earned[1], [-0.1, 0, 0, 0, 0, -0.1, -0.1, 0.9 - 0.04], rtol=1e-9)
     masks = [one.tolist() for one in costly.rewards(episodes).is_sampled]
     assert masks[:2] == [[True] * 2, [True] + [False] * 4 + [True] * 3]
-    np.testing.assert_allclose(earned[2][-2:], [-0.1, 2 - 0.1 - 0.06 - 0.5 / 3], rtol=1e-9)
+    np.testing.assert_allclose(earned[2][-2:], [-0.1, 2 - 0.1 - 0.06], rtol=1e-9)
 
 
 def test_truncated_responses_are_left_out_and_counted(group: RolloutGroup) -> None:

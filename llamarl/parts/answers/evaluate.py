@@ -120,7 +120,7 @@ async def _evaluate(
         reward = reward_spec(config)
         models = [part("episodes", "spec")(config)] if config.has_episodes else []
         specs = [reward, *models, *GeneratorSpecs(config=config).first(placer)]
-        first, *others = await spawn_all(cluster, specs, config.cluster.start_timeout_s)
+        first, *others = await spawn_all(cluster, specs, config.cluster.timeout_s)
         beside, generators = others[: len(models)], others[len(models) :]
         return Executors(reward=first, models={handle.name: handle for handle in beside}, generators=generators)
 

@@ -149,13 +149,13 @@ class Fleet:
 
     def _now(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 0.0) -> T:
         """Runs a coroutine in the fleet's loop and returns its result. The calls inside have deadlines."""
-        limit_s = timeout_s or 2 * self._config.cluster.call_timeout_s
+        limit_s = timeout_s or 2 * self._config.cluster.timeout_s
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(None if math.isinf(limit_s) else limit_s)
 
     async def _start(self) -> None:
         config, specs = self._config, GeneratorSpecs(config=self._config).first(self._placer)
-        handles = await spawn_all(self._cluster, specs, config.cluster.start_timeout_s)
-        self._members = [_Member(handle, config.cluster.call_timeout_s) for handle in handles]
+        handles = await spawn_all(self._cluster, specs, config.cluster.timeout_s)
+        self._members = [_Member(handle, config.cluster.timeout_s) for handle in handles]
         self._tasks = [asyncio.create_task(self._collect(member)) for member in self._members]
 
     async def _ask(self, member: _Member, request: GenerationRequest) -> None:

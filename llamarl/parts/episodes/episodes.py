@@ -38,7 +38,7 @@ def open_turns(
     ConfigError."""
     handle = executors.models.get("environment")
     if config.rollout.agent and handle:
-        return Agents(handle, config.cluster.call_timeout_s, supervisor, flight, replicas, waited)
+        return Agents(handle, config.cluster.timeout_s, supervisor, flight, replicas, waited)
     environments = {
         label: build_environment(one.rollout.environment)
         for label, one in config.by_source.items()
@@ -46,7 +46,7 @@ def open_turns(
     }
     if not environments or handle is None:
         return None
-    timeout_s = config.cluster.call_timeout_s
+    timeout_s = config.cluster.timeout_s
     return Episodes(handle, environments, timeout_s, supervisor, flight, replicas, waited)
 
 

@@ -62,10 +62,10 @@ async def gathered(
     """
     settings = config.cluster
     place = await registry.open(settings.listen)
-    fewest, patience_s = settings.fewest_hosts, RETURN_S if resume else settings.host_timeout_s
+    fewest, patience_s = settings.fewest_hosts, RETURN_S if resume else settings.timeout_s
     least = f", and going on with {fewest}" if fewest < settings.num_hosts else ""
     tell(f"waiting at {place} for hosts to call, {settings.num_hosts} in all{least}")
-    await registry.until(settings.num_hosts, settings.host_timeout_s, fewest, patience_s)
+    await registry.until(settings.num_hosts, settings.timeout_s, fewest, patience_s)
     registry.leaves = lambda host: None  # the later executors decide
     hosting = HostPlacer(config, registry.hosts, only)
     hosts = list(registry.hosts.values())
@@ -258,7 +258,7 @@ class Elastic:
         if keepers := self._hosting.keepers():
             for one in (executors.trainer, executors.models.get("critic")):
                 if one is not None:
-                    await port(OptimizingPort, one, self._settings.call_timeout_s).choose_keepers(keepers)
+                    await port(OptimizingPort, one, self._settings.timeout_s).choose_keepers(keepers)
 
     async def _supply(self, host: Host) -> None:
         """Allows executors on a host once it has the models."""

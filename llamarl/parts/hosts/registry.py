@@ -225,7 +225,7 @@ class Registry:
             option, number = ("num_hosts", num_hosts) if fewest == num_hosts else ("min_hosts", fewest)
             who = f"only {self._here()}" if self.hosts else "no host"
             raise ConfigError(
-                f"cluster.{option} = {number}, but {who} called within {timeout_s:g} s (cluster.host_timeout_s), "
+                f"cluster.{option} = {number}, but {who} called within {timeout_s:g} s (cluster.timeout_s), "
                 f"{self._missing(number)}; start `llamarl host` on the others, or lower cluster.{option}{refused}"
             ) from None
         finally:

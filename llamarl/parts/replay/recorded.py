@@ -32,7 +32,11 @@ class Diverged(RuntimeError):
     """A replayed value differs from the record."""
 
     def __init__(self, step: int, what: str, recorded: object, found: object, cause: str) -> None:
-        super().__init__(f"step {step}, {what}: recorded {recorded}, replayed {found}. Likely cause: {cause}")
+        super().__init__(step, what, str(recorded), str(found), cause)  # so that it can be pickled
+
+    def __str__(self) -> str:
+        step, what, recorded, found, cause = self.args
+        return f"step {step}, {what}: recorded {recorded}, replayed {found}. Likely cause: {cause}"
 
 
 class Recorded:

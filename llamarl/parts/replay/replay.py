@@ -172,7 +172,7 @@ class _Replay:
         with TemporaryDirectory() as logs:
             cluster = open_cluster(limits, Path(logs))
             spawned = supervised(
-                lambda: spawn_all(cluster, list(specs.values()), limits.start_timeout_s), cluster.shutdown,
+                lambda: spawn_all(cluster, list(specs.values()), limits.timeout_s), cluster.shutdown,
                 limits.shutdown_timeout_s, handles_signals=False,
             )  # fmt: skip
             async with spawned as (handles, supervisor):
@@ -206,7 +206,7 @@ class _Replay:
         return found
 
     async def _replayed(self, handles: Mapping[str, ExecutorHandle]) -> None:
-        request, timeout_s = self._request, self._config.cluster.call_timeout_s
+        request, timeout_s = self._request, self._config.cluster.timeout_s
         if "reward" in request.parts:
             models = {name: one for name, one in handles.items() if name in ("reward-model", "reference")}
             self._scoring = Scorers(handles["reward"], models, self._config.reward.model, timeout_s)

@@ -28,7 +28,7 @@ class SftExecutor(OptimizingExecutor):
     def __init__(
         self, config: RunConfig, checkpoint_folder: str, resume: bool, rendezvous: Rendezvous | None = None
     ) -> None:
-        settings, timeout_s = config.trainer, config.cluster.start_timeout_s
+        settings, timeout_s = config.trainer, config.cluster.timeout_s
         super().__init__("trainer", settings, Path(checkpoint_folder), config.checkpoint, rendezvous, timeout_s)
         self._resumed: tuple[dict[str, int] | None, list[str]] = (None, [])
         with self._mesh.together():

@@ -25,7 +25,7 @@ from llamarl.observability.sinks import MetricsLog
 from llamarl.parts.sft.documents import num_tokens, reply_of, to_conversation, to_documents
 from llamarl.parts.sft.recorded import SftRecord, recorded
 from llamarl.run.checks import check_moments, check_parallelism, check_training
-from llamarl.run.copying import CheckpointCopier
+from llamarl.run.copies import open_copier
 from llamarl.run.executors import WIND_DOWN_S, executor_spec, nothing_to_resume, spawn_all, supervised
 from llamarl.run.folder import RunFolder
 from llamarl.run.placement import LocalPlacer, Machines, open_machines
@@ -129,17 +129,19 @@ class SftRun:
         async with spawned as (handle, supervisor):
             supervisor.watch(handle)
             machines.end_with(handle, supervisor)
-            trainer = port(SftPort, handle, limits.call_timeout_s)
+            trainer = port(SftPort, handle, limits.timeout_s)
             under_way = list[asyncio.Task[None]]()
-            copying = CheckpointCopier(self.config, self.folder, self.warn)
-            supervisor.start(copying.loop(), "copies of checkpoints")
+            copying = open_copier(self.config, self.folder, self.warn)
+            if copying:
+                supervisor.start(copying.loop(), "copies of checkpoints")
             try:
                 await supervisor.run(self._learn(trainer, log, supervisor, under_way))
             except Interrupted:
                 await self._wind_down(trainer, under_way)
                 raise
             finally:
-                await copying.finish(self.warn)
+                if copying:
+                    await copying.finish(self.warn)
 
     async def _spawn(self, cluster: Cluster, machines: Machines) -> ExecutorHandle:
         config, num_ranks = self.config, self.config.trainer.parallelism.num_ranks
@@ -147,10 +149,10 @@ class SftRun:
         spec = executor_spec(
             "trainer", "llamarl.parts.sft.executor:SftExecutor", config.trainer.threads, num_ranks, config=config,
             resume=self.resume, place=found,
-            rendezvous=open_rendezvous(num_ranks, config.cluster.start_timeout_s),
+            rendezvous=open_rendezvous(num_ranks, config.cluster.timeout_s),
             checkpoint_folder=str(self.folder.checkpoints),
         )  # fmt: skip
-        return (await spawn_all(cluster, [spec], config.cluster.start_timeout_s))[0]
+        return (await spawn_all(cluster, [spec], config.cluster.timeout_s))[0]
 
     async def _learn(
         self, trainer: SftPort, log: MetricsLog, supervisor: Supervisor, under_way: list[asyncio.Task[None]]

@@ -42,7 +42,7 @@ def settings(config: RunConfig, logs: Path, number: int) -> VllmSettings:
         threads=generator.threads,
         kv_on_update=generator.kv_on_update,
         seed=crc32(f"{config.seed}/{number}".encode()),
-        start_timeout_s=START_SHARE * config.cluster.start_timeout_s,
+        start_timeout_s=START_SHARE * config.cluster.timeout_s,
         log_path=str(logs / f"generator-{number}.vllm.log"),
         arguments=tuple(generator.vllm.arguments),
     )

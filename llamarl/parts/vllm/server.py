@@ -107,7 +107,7 @@ class VllmServer:
         while True:
             self.require_alive()
             if time.monotonic() > deadline_s:
-                self.fail(f"did not answer within {timeout_s:.0f} s; raise cluster.start_timeout_s")
+                self.fail(f"did not answer within {timeout_s:.0f} s; raise cluster.timeout_s")
             try:
                 self._send("GET", "/health", None, CONTROL_TIMEOUT_S)
                 return

@@ -55,7 +55,7 @@ class HostedRun(Run):
             config_of({"generator": ["[c-z]"]}, generator={"replicas": replicas}), self.registry.hosts
         )
         self.names = self.hosting.of_role("generator")
-        wanted = config(folder, steps=steps, cluster={"on_failure": {"generator": policy}, "stall_timeout_s": 60.0})
+        wanted = config(folder, steps=steps, cluster={"on_failure": {"generator": policy}})
         super().__init__(wanted, folder, [Generator() for _ in self.names])
 
     async def spawn(self, number: int) -> ExecutorHandle:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -27,6 +28,7 @@ from llamarl.journal.reader import JournalReader
 from llamarl.journal.records import encode, records
 from llamarl.kernels import products
 from llamarl.parts.replay.executor import ReplayingExecutor
+from llamarl.parts.replay.recorded import Diverged
 from llamarl.parts.replay.replayer import Replayer
 from llamarl.training.trainer import Trainer
 from llamarl.types import Outcome, RewardResult, Rollout, RolloutGroup
@@ -437,7 +439,7 @@ def test_others_learn_from_what_is_on_record(copy: Path) -> None:
 
 def test_same_settings_learn_the_same(run: Path) -> None:
     """What others learn differs by their settings alone."""
-    done = llamarl_here("replay", run, "--shaping.overlong_share", 0.3, "--name", "same")
+    done = llamarl_here("replay", run, "--trainer.decay_floor", 0.3, "--name", "same")
     assert done.returncode == 0, done.stderr
     names = ("step", "loss", "grad_norm", "kl_to_behavior", "importance_ratio_max")
     found = [
@@ -522,3 +524,11 @@ def test_two_runs_that_are_one(run: Path, copy: Path) -> None:
     rewrite(copy / "journal.jsonl", change)
     done = llamarl_here("replay", run, "--against", copy)
     assert done.returncode == 1 and "first difference: step 4, weights of version 4" in done.stdout
+
+
+def test_a_difference_that_another_process_finds_keeps_its_sentence() -> None:
+    """With `--jobs` it comes from a worker of a pool, which pickles it."""
+    one = Diverged(3, "loss", 1.5, np.float32(2.5), "another machine")
+    other = pickle.loads(pickle.dumps(one))
+    assert isinstance(other, Diverged)
+    assert str(other) == str(one) == "step 3, loss: recorded 1.5, replayed 2.5. Likely cause: another machine"

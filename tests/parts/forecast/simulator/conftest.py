@@ -28,7 +28,7 @@ def run_config(*, steps: int = 6, cluster: dict[str, Any] | None = None, seed: i
             "data": {"train": {"name": "none"}},
             "rollout": {"prompts_per_step": 4, "group_size": 2, "max_new_tokens": 1000} | rollout,
             "checkpoint": {"every_steps": 0},
-            "cluster": {"stall_timeout_s": 1e6, "call_timeout_s": 1e5} | (cluster or {}),
+            "cluster": {"timeout_s": 1e5} | (cluster or {}),
         }
     )
 

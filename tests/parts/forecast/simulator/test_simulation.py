@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from llamarl.config.cluster import ClusterConfig
 from llamarl.observability.metrics import StepMetrics
 from llamarl.parts.forecast.costs import Costs
 from llamarl.parts.forecast.report import render_simulation, summary
@@ -207,13 +208,13 @@ def test_reward_timeouts_make_rollouts_invalid(simulated: Simulate) -> None:
 
 
 def test_a_response_longer_than_the_call_timeout_ends_the_run_as_it_would_a_real_one(simulated: Simulate) -> None:
-    config = run_config(cluster={"call_timeout_s": 5.0, "on_failure": {"generator": "stop"}})
+    config = run_config(cluster={"timeout_s": 5.0, "on_failure": {"generator": "stop"}})
     assert simulated(config, costs=EXACT, replicas=1).end.startswith("CallTimeout: generator-0.collect")
 
 
-def test_a_stalled_run_says_who_waits(simulated: Simulate) -> None:
-    config = run_config(cluster={"stall_timeout_s": 3.0})
-    found = simulated(config, costs=EXACT)
+def test_a_stalled_run_says_who_waits(simulated: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ClusterConfig, "stall_timeout_s", property(lambda _: 3.0))
+    found = simulated(run_config(), costs=EXACT)
     assert found.end.startswith("Stalled: nothing finished for 3 s")
     assert "8 are in flight" in found.end
     assert "generator-1 (pid 0): work for 3 s" in found.end

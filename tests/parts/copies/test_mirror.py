@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from llamarl.checkpoint import keeper, mirror
+from llamarl.checkpoint import keeper
 from llamarl.checkpoint.keeper import MirrorKeeper, Place
-from llamarl.checkpoint.mirror import Mirror, Shards
 from llamarl.config import ConfigError
+from llamarl.parts.copies import mirror
+from llamarl.parts.copies.mirror import Mirror, Shards
 from llamarl.sharding.box import Box
 from llamarl.weight_sync.layout import TensorSpec
 

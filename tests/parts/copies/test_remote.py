@@ -7,15 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import checkpoint_processes as processes
 import fsspec
 import pytest
 
-from llamarl.checkpoint.copies import CopyFailed, RemoteCopies
 from llamarl.checkpoint.folder import CRITIC, MANIFEST, saved_steps
 from llamarl.checkpoint.store import CheckpointStore
 from llamarl.config import ConfigError
 from llamarl.config.schema import CheckpointConfig
+from llamarl.parts.copies.remote import RemoteCopies
+from llamarl.run.copies import CopyFailed
+from tests.checkpoint import checkpoint_processes as processes
 
 
 @pytest.fixture(params=["", "file://", "memory:/"])

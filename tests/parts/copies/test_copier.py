@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.checkpoint.copies import CopyFailed, RemoteCopies
 from llamarl.config import ConfigError, RunConfig
-from llamarl.run import copying
-from llamarl.run.copying import CheckpointCopier
+from llamarl.parts.copies import copier as copying
+from llamarl.parts.copies.copier import CheckpointCopier
+from llamarl.parts.copies.remote import RemoteCopies
+from llamarl.run.copies import CopyFailed
 from llamarl.run.folder import RunFolder, prepare_run_folder
 
 DEADLINE_S = 240.0

@@ -20,13 +20,10 @@ from llamarl.checkpoint.folder import (
 from llamarl.config.errors import ConfigError
 from llamarl.config.schema import CheckpointConfig
 from llamarl.observability.files import sync
+from llamarl.run.copies import CopyFailed
 
 BESIDE = ("config.toml", "weights.json")
 """Files of a run's folder that are needed to use its checkpoints."""
-
-
-class CopyFailed(OSError):
-    """The remote place refuses, cannot be reached, or does not hold the bytes that were sent."""
 
 
 @contextmanager

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
-from llamarl.checkpoint.copies import CopyFailed, RemoteCopies
 from llamarl.checkpoint.folder import MANIFEST, removable_steps, run_in_background, step_folder
 from llamarl.config import RunConfig
+from llamarl.parts.copies.remote import RemoteCopies
+from llamarl.run.copies import CopyFailed
 from llamarl.run.folder import RunFolder
 
 LOOK_S, LONGEST_PAUSE_S = 0.5, 60.0
@@ -23,7 +24,7 @@ class CheckpointCopier:
     def __init__(self, config: RunConfig, folder: RunFolder, warn: Callable[[str], None]) -> None:
         """Raises ConfigError if the destination cannot be opened."""
         self._settings = settings = config.checkpoint
-        self._copies = RemoteCopies(settings, config.name) if settings.copy_to else None
+        self._copies = RemoteCopies(settings, config.name)
         self._folder, self._warn = folder, warn
         self._copied = dict[int, int]()
         """Commit time in ns of each copied checkpoint, by step."""
@@ -33,7 +34,8 @@ class CheckpointCopier:
     async def loop(self) -> None:
         """Consumes committed checkpoints of the folder. Waits for copies and for time."""
         pause_s = LOOK_S
-        while (copies := self._copies) is not None:
+        copies = self._copies
+        while True:
             if found := self._next():
                 step, committed_ns = found
                 try:
@@ -69,7 +71,7 @@ class CheckpointCopier:
     async def finish(self, phase: Callable[[str], None]) -> None:
         """Waits up to `LAST_COPY_S` for the last copy, and warns if it is not complete."""
         copies, found = self._copies, self._next()
-        if copies is None or found is None:
+        if found is None:
             return
         phase(f"copying the last checkpoint to {copies.name}, at most {LAST_COPY_S:g} s")
         with suppress(TimeoutError):

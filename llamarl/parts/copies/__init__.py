@@ -1,0 +1,1 @@
+"""Copies of checkpoints elsewhere, and of the newest states in memory."""
