@@ -709,7 +709,7 @@ class Replicas:
         self.changed.notify()
 
     async def wait_for_adoption(self, version: int, awaited: Sequence[Replica], patience_s: float) -> set[Replica]:
-        """Waits until these replicas serve `version` or are gone. Returns those that are late after `patience_s`."""
+        """Waits until these replicas serve `version` or are gone. Returns the late ones after `patience_s`."""
         late = set(awaited)
 
         def is_complete() -> bool:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.ref import part
-
-if TYPE_CHECKING:
-    from llamarl.run.folder import RunFolder
 
 
 class CopyFailed(OSError):
@@ -54,8 +51,9 @@ def open_copies(config: RunConfig) -> Copies:
     return copies
 
 
-def open_copier(config: RunConfig, folder: RunFolder, warn: Callable[[str], None]) -> Copier | None:
-    """Returns None if `checkpoint.copy_to` is empty. Raises ConfigError if it cannot be opened."""
+def open_copier(config: RunConfig, folder: object, warn: Callable[[str], None]) -> Copier | None:
+    """Opens the copier of a `RunFolder`. Returns None if `checkpoint.copy_to` is empty. Raises ConfigError if it cannot
+    be opened."""
     if not config.checkpoint.copy_to:
         return None
     copier: Copier = _offer(config, "CheckpointCopier")(config, folder, warn)
