@@ -1,4 +1,4 @@
-"""Which Triton kernels serve on a GPU: those that reproduce torch there."""
+"""Selects the Triton kernels of a GPU: those that reproduce torch's results on it."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from llamarl.config.errors import ConfigError
 from llamarl.parts.cuda.transports import cuda_ipc, nixl
 from llamarl.parts.cuda.transports._one_sided import check_allocator
-from llamarl.parts.cuda.transports.cuda_ipc import CudaIpcPublisher, CudaIpcSubscriber, Handle
+from llamarl.parts.cuda.transports.cuda_ipc import CudaIpcPublisher, CudaIpcSubscriber, IpcHandle
 from llamarl.sharding.box import Box
 from llamarl.weight_sync.base import FingerprintMismatch, Superseded, TransferFailed, plan_writers, views
 from llamarl.weight_sync.layout import TensorSpec, lay_out
@@ -53,7 +53,7 @@ def subscriber(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaIpcSubscriber]:
     """It opens handles as another process does."""
     opened = cuda_ipc._opened
 
-    def elsewhere(handle: Handle) -> Tensor:
+    def elsewhere(handle: IpcHandle) -> Tensor:
         pid = os.getpid()
         with monkeypatch.context() as patch:
             patch.setattr(cuda_ipc.os, "getpid", lambda: pid + 1)

@@ -36,7 +36,7 @@ class Unreachable(RuntimeError):
     """Memory of the trainer cannot be opened; says why."""
 
 
-class Handle(NamedTuple):
+class IpcHandle(NamedTuple):
     """Memory of another process."""
 
     pid: int
@@ -50,7 +50,7 @@ class Handle(NamedTuple):
 
 _numbers = itertools.count()
 _own = dict[int, Tensor]()
-"""Memory of this process by `Handle.number`, since CUDA opens no handle in the process that made it."""
+"""Memory of this process by `IpcHandle.number`, since CUDA opens no handle in the process that made it."""
 
 
 class CudaIpcPublisher(OneSidedPublisher):
@@ -60,7 +60,7 @@ class CudaIpcPublisher(OneSidedPublisher):
     NEEDS_SAME_HOST, TRIED_ACROSS_HOSTS = True, False
 
     def __init__(self, plan: WriterPlan, exchange: Exchange, folder: Path | None = None, **options: Any) -> None:
-        self._handles = dict[int, Handle]()
+        self._handles = dict[int, IpcHandle]()
         """By the address of the memory."""
         if options.get("device", CPU).type == "cuda":
             check_allocator(self.TRANSPORT)
@@ -75,7 +75,7 @@ class CudaIpcPublisher(OneSidedPublisher):
                 _own[handle.number] = slot.flats[index]
         return slot
 
-    def _memory(self, slot: Slot, number: int) -> Handle:
+    def _memory(self, slot: Slot, number: int) -> IpcHandle:
         return self._handles[slot.flats[number].data_ptr()]
 
     def _drop(self, slot: Slot) -> None:
@@ -118,7 +118,7 @@ class CudaIpcSubscriber(OneSidedSubscriber):
             stream.synchronize()
         return num_bytes
 
-    def _open(self, handle: Handle) -> Tensor:
+    def _open(self, handle: IpcHandle) -> Tensor:
         if (handle.pid, handle.number) not in self._mapped:
             self._mapped[handle.pid, handle.number] = _opened(handle)
         return self._mapped[handle.pid, handle.number]
@@ -133,21 +133,21 @@ class CudaIpcSubscriber(OneSidedSubscriber):
             torch.cuda.ipc_collect()
 
 
-def _shared(flat: Tensor) -> tuple[Tensor, Handle]:
+def _shared(flat: Tensor) -> tuple[Tensor, IpcHandle]:
     """Returns memory of the same size that others can open, and its handle. GPU memory is the given one."""
     about = os.getpid(), next(_numbers)
     if flat.device.type == "cuda":
         from torch.multiprocessing.reductions import reduce_tensor
 
         _, arguments = reduce_tensor(flat)
-        return flat, Handle(*about, _uuid(flat.device.index or 0), arguments)
+        return flat, IpcHandle(*about, _uuid(flat.device.index or 0), arguments)
     descriptor = os.memfd_create("llamarl-slot")
     os.ftruncate(descriptor, flat.nbytes)
     memory = torch.frombuffer(mmap.mmap(descriptor, flat.nbytes), dtype=torch.uint8)
-    return memory, Handle(*about, "", (descriptor, flat.nbytes))
+    return memory, IpcHandle(*about, "", (descriptor, flat.nbytes))
 
 
-def _opened(handle: Handle) -> Tensor:
+def _opened(handle: IpcHandle) -> Tensor:
     """Raises Unreachable."""
     if handle.pid == os.getpid():
         return _own[handle.number]

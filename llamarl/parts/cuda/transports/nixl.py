@@ -1,7 +1,7 @@
 """One-sided: each generator rank reads its parts out of the trainer ranks' memory, which do nothing meanwhile.
 
 NIXL brings the bytes, by the same calls over RDMA, NVLink or PCIe on GPU machines, and over shared memory or TCP where
-there is nothing better. Slots are on the trainer's device; what is read goes straight into place on the generator's.
+there is nothing better. Slots are on the trainer's device; reads go directly into the weights on the generator's device.
 Where slots are, and whether one still is what it was, is said by a connection whose ends have proved that they know
 the secret. NIXL's own connections prove nothing: on one host they keep to the loopback; between hosts UCX takes the
 devices that `UCX_NET_DEVICES` names, or the best of all, as RDMA goes by others than the interface of an address.
@@ -270,7 +270,7 @@ class NixlEndpoint:
         )
         kinds = (kind for kind in vars(api.nixlBind).values() if isinstance(kind, type) and issubclass(kind, Exception))
         self._errors = tuple(kinds)
-        """Errors of the library, which have no base of their own in common."""
+        """Errors of the library, which have no common base class."""
 
     def do(self, method: str, *arguments: Any) -> Any:
         """Raises Broken."""
@@ -281,7 +281,7 @@ class NixlEndpoint:
 
 
 def register(agent: NixlEndpoint, first: Tensor, num_bytes: int) -> Any:
-    """Lets the agent read or write so many bytes from where a tensor begins."""
+    """Lets the agent read or write `num_bytes` from the start of a tensor."""
     kind, number = memory_of(first)
     return agent.do("register_memory", [(first.data_ptr(), num_bytes, number, "")], kind)
 

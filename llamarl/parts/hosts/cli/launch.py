@@ -13,7 +13,7 @@ from llamarl.config import ConfigError
 EPILOG = """The run is that of `llamarl train RUN.toml` with the same overrides, on cluster.num_hosts machines;
 cluster.kind, cluster.listen and cluster.pki are set for you. Options of sbatch by their long names:
 --launch.slurm.partition gpu --launch.slurm.time 24:00:00; of Kubernetes: --launch.kubernetes.image IMAGE
---launch.kubernetes.claim CLAIM. What is submitted is kept in <output>/<name>.launch; see docs/hosts.md."""
+--launch.kubernetes.claim CLAIM. The submitted files are kept in <output>/<name>.launch; see docs/hosts.md."""
 SUBMIT_S = 120.0
 
 
