@@ -1,4 +1,4 @@
-"""Selects the Triton kernels of a GPU: those that reproduce torch's results on it."""
+"""Selects the Triton kernels of a GPU. Only kernels that reproduce torch's results on it are used."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""One-sided: each generator rank reads its parts out of the trainer ranks' memory, which do nothing meanwhile.
+"""One-sided transport: each generator rank reads its parts from the memory of the trainer ranks, which take no part.
 
-NIXL brings the bytes, by the same calls over RDMA, NVLink or PCIe on GPU machines, and over shared memory or TCP where
-there is nothing better. Slots are on the trainer's device; reads go directly into the weights on the generator's device.
-Where slots are, and whether one still is what it was, is said by a connection whose ends have proved that they know
-the secret. NIXL's own connections prove nothing: on one host they keep to the loopback; between hosts UCX takes the
-devices that `UCX_NET_DEVICES` names, or the best of all, as RDMA goes by others than the interface of an address.
+NIXL moves the bytes with the same calls over RDMA, NVLink or PCIe on GPU machines, and over shared memory or TCP
+elsewhere. Slots are on the trainer's device, and reads go directly into the weights on the generator's device. An
+authenticated connection tells the addresses of slots, and whether a slot was unchanged during a read. NIXL's own
+connections are not authenticated: on one host they use the loopback interface; between hosts UCX takes the devices in
+`UCX_NET_DEVICES`, or the best ones, because RDMA does not use the interface of an address.
 """
 
 from __future__ import annotations

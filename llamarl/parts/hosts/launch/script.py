@@ -141,8 +141,8 @@ def kubernetes_manifest(config: RunConfig, secrets: Mapping[str, Mapping[str, st
 
 
 def kubernetes_secrets(config: RunConfig, folder: Path | None = None) -> dict[str, dict[str, str]]:
-    """Makes the certificates, by default in the folder of the submitted files. Returns the files of each pod's Secret by
-    its name. Raises ConfigError."""
+    """Makes the certificates, by default in the folder of the submitted files. Returns the files of each pod's Secret
+    by its name. Raises ConfigError."""
     pki = (folder or files_folder(config)) / "pki"
     names = [*_hosts(config), CONTROLLER]
     make_certificates(pki, {name: (name, f"{name}.{config.name}") for name in names}, POD_PKI_DAYS)
