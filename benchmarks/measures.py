@@ -61,8 +61,8 @@ SENTENCES: dict[str, dict[str, str]] = {
         "loop-2026-11-26": AGAINST_BASE,
         "loop-avx2-2026-11-26": f"{AGAINST_BASE}; both limited to AVX2",
         "real-2026-11-28": "SmolLM2-135M on SVAMP in bfloat16, median of three seeds: held-out accuracy "
-        "{accuracy_before:.1%} to {accuracy_after:.1%} in 150 steps and {minutes:.0f} minutes, largest mismatch after a sync "
-        "{mismatch_mean_max:.3f} nats; a step is {speedup:.1f} times as fast as at commit 23758f0a, three pairs",
+        "{accuracy_before:.1%} to {accuracy_after:.1%} in 150 steps and {minutes:.0f} minutes, largest mismatch after "
+        "a sync {mismatch_mean_max:.3f} nats; a step is {speedup:.1f} times as fast as at commit 23758f0a, three pairs",
         "peers-real-2026-11-28": "first step of SmolLM2-135M on SVAMP: {ratio_vs_trl/samples_per_s:.0f} times TRL's "
         "samples per second, {ratio_vs_trl/peak_memory:.2f} of its memory, AVX-512",
         "gallery-2026-11-28": "the gallery's examples, one seed, held-out accuracy after 60 steps: own reward "
