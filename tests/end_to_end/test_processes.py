@@ -294,7 +294,7 @@ def test_a_run_that_diverges_does_not_look_like_a_success(
         assert rate in last and "trainer.on_nonfinite = 'skip'" in last and not warnings
     else:
         assert "3 steps in a row" in last
-        (warning,) = warnings
+        warning, _ = warnings
         assert f"{name} 0: loss inf, " in warning and "trainer.on_nonfinite = 'skip'" in warning
     assert last.partition("NonFiniteStep: ")[2] in (tmp_path / "tiny/summary.json").read_text()
 

@@ -131,9 +131,8 @@ def decode_error(decode: ModuleType, device: torch.device, dtype: torch.dtype = 
     for place in range(2):
         block, offset = divmod(start + int(own_B[place]) - 1, BLOCK_SIZE)
         keys[table[place, block], :, offset], values[table[place, block], :, offset] = turned_k[place], v[place]
-    apart += [
-        (one.cpu().double() - other.double()).abs().max() for one, other in zip(caches, (keys, values), strict=True)
-    ]
+    for one, other in zip(caches, (keys, values), strict=True):  # a rotated key may round to a neighbor
+        apart.append(((one.cpu().double() - other.double()).abs() / other.double().abs().clamp(min=1)).max())
     exact = _attended(turned_q, keys, values, table, prefix, own_B)
     return max(one.item() for one in (*apart, (found.double().cpu() - exact).abs().max()))
 

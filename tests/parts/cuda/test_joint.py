@@ -91,9 +91,9 @@ def test_a_torch_without_cuda_is_told() -> None:
 
 
 def test_its_transport_has_a_name_like_the_others() -> None:
-    assert names() == ["file", "in_place", "nixl", "p2p", "shared_memory"]
+    assert names() == ["cuda_ipc", "file", "in_place", "nixl", "p2p", "shared_memory"]
     check_name("nixl")
-    with pytest.raises(ConfigError, match="use auto, file, in_place, nixl, p2p, shared_memory or package"):
+    with pytest.raises(ConfigError, match="use auto, cuda_ipc, file, in_place, nixl, p2p, shared_memory or package"):
         check_name("nixxl")
 
 

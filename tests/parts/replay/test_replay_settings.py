@@ -20,8 +20,8 @@ EQUAL = r"replayed 6 steps, 36 rollouts, [\d,]+ tokens, 36 rewards: all equal"
 
 
 def test_all_transports_are_here() -> None:
-    """But the one of one device, which `tests/end_to_end/test_restarts.py` replays."""
-    assert {name for name, _ in CODECS} == set(names()) - {"in_place"}
+    """Except the one of one device, which `tests/end_to_end/test_restarts.py` replays, and the one between GPUs."""
+    assert {name for name, _ in CODECS} == set(names()) - {"in_place", "cuda_ipc"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
