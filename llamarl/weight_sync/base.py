@@ -679,24 +679,31 @@ class PackedPublisher(Publisher):
         )
 
     def publish(self, version: int, weights: Mapping[str, Tensor], in_use: Collection[int]) -> Address:
-        plan, kept = self._plan, {*in_use, max(self._slots, default=version)}
+        kept = {*in_use, max(self._slots, default=version)}
         free = [self._slots.pop(old) for old in list(self._slots) if old not in kept]
         if len(self._slots) == MAX_SLOTS:
             raise NoFreeSlot(f"no slot for version {version}: versions {[*self._slots]} are in use")
         slot = free[0] if free else self._new_slot()
         for left in free[1:]:
             self._drop(left)
-        for index, layout in enumerate(plan.layouts):
-            slot.proofs[index][:] = 0
-            places = (place for bucket in self._buckets[index] for place in bucket.parts)
-            targets = ((part, packed(layout, slot.flats[index], part, start)) for part, start in places)
-            plan.write(index, version, weights, targets, slot.proofs[index])
+        try:
+            self._fill(slot, version, weights)
+        except BaseException:
+            self._drop(slot)  # no version has it
+            raise
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # no other thread waits for this stream
         if before := self._slots.get(version):  # published again
             self._drop(before)
         self._slots[version] = slot
         return self._address
+
+    def _fill(self, slot: Slot, version: int, weights: Mapping[str, Tensor]) -> None:
+        for index, layout in enumerate(self._plan.layouts):
+            slot.proofs[index][:] = 0
+            places = (place for bucket in self._buckets[index] for place in bucket.parts)
+            targets = ((part, packed(layout, slot.flats[index], part, start)) for part, start in places)
+            self._plan.write(index, version, weights, targets, slot.proofs[index])
 
     def _new_slot(self) -> Slot:
         sizes = [sum(bucket.num_bytes for bucket in buckets) for buckets in self._buckets]
