@@ -44,6 +44,7 @@ def rows_in(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@nightly("a part is waited for until it is late")
 def test_a_part_that_dies_or_is_late_costs_its_own_rows(tmp_path: Path) -> None:
     output = tmp_path / "output"
     output.mkdir()
