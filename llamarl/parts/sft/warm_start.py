@@ -6,11 +6,13 @@ faster than with AdamW only.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -74,10 +76,27 @@ def warm_start(config: SftConfig, progress: Progress | None = None) -> Path:
             settings = config.model_copy(update={"source": pinned})  # the hash is that of the file, which has no commit
             record = {"settings_hash": settings_hash(config), "settings": settings.model_dump(mode="json")}
             (made / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-            os.replace(made, output)
+            _put(made, output, record["settings_hash"])
     finally:
         torch.set_num_threads(threads)
     return output
+
+
+def _put(made: Path, output: Path, digest: object) -> None:
+    """Moves a finished model to its folder, unless another process has made the same model there meanwhile. Raises
+    ConfigError: the folder holds something else."""
+    try:
+        os.replace(made, output)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        with suppress(OSError, ValueError, KeyError):
+            if json.loads((output / RECORD_FILE).read_text(encoding="utf-8"))["settings_hash"] == digest:
+                return
+        raise ConfigError(
+            f"output = {str(output)!r} was made by another process meanwhile, with other settings; delete it or choose "
+            "another folder"
+        ) from None
 
 
 def _shape(config: SftConfig, tokenizer: Tokenizer) -> ModelShape:

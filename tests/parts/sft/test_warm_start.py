@@ -57,6 +57,26 @@ def test_progress_off_a_terminal_is_a_few_lines(
     assert last == f"base model: {tmp_path / 'base'}"
 
 
+@pytest.mark.parametrize("others", [{}, {"seed": 7}], ids=["same", "other settings"])
+def test_two_runs_may_make_the_same_model_at_once(tmp_path: Path, others: dict[str, Any]) -> None:
+    """Two examples with one base model, started side by side."""
+    config = tiny(tmp_path / "base", steps=1)
+
+    def meanwhile(*_: Any) -> None:
+        other = warm_start(config.model_copy(update={"output": str(tmp_path / "elsewhere")}))
+        record = json.loads((other / RECORD_FILE).read_text())
+        record["settings_hash"] = settings_hash(config.model_copy(update=others))
+        (other / RECORD_FILE).write_text(json.dumps(record))
+        other.rename(tmp_path / "base")
+
+    if others:
+        with pytest.raises(ConfigError, match=r"output = .*base"):
+            warm_start(config, meanwhile)
+    else:
+        assert warm_start(config, meanwhile) == tmp_path / "base"
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
 def test_loss_falls(made: Made) -> None:
     _, _, steps = made
     assert [step for step, _ in steps] == list(range(1, 31))
