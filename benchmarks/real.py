@@ -49,7 +49,11 @@ def train(checkout: Path, name: str, options: list[str], output: Path) -> list[d
     ]  # fmt: skip
     env = os.environ | {"PYTHONPATH": f"{checkout}{os.pathsep}{ROOT}"}  # the reward is a file of this checkout
     subprocess.run(command, check=True, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, timeout=5400)
-    return [json.loads(line) for line in (output / name / "metrics.jsonl").read_text().splitlines()]
+    return metrics_of(output / name)
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def values_of(steps: list[dict[str, Any]], key: str) -> list[float]:
@@ -115,8 +119,7 @@ def forecast(name: str, output: Path) -> dict[str, float]:
     said = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
     found = re.search(r"([\d.]+) s, if every group has a gradient", said)
     assert found, "the dry run forecasts no step"
-    rows = [json.loads(line) for line in (output / name / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if row["kind"] == "step"][1:]
+    steps = [row for row in metrics_of(output / name) if row["kind"] == "step"][1:]
     per_step = tomllib.loads((ROOT / CONFIG).read_text())["rollout"]["prompts_per_step"]
     trained = [per_step - row["extra.flat_groups"] for row in steps]
     line = statistics.linear_regression(trained, [row["extra.train_s"] for row in steps])

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from llamarl.batches import batches
 from llamarl.cluster.api import ExecutorHandle, each_rank
 from llamarl.config import RunConfig
 from llamarl.config.ref import part
@@ -197,15 +198,7 @@ def routes_bytes(rollouts: Iterable[Rollout]) -> int:
 
 def split_calls(items: Iterable[Item], num_bytes: Callable[[Item], int]) -> Iterator[list[Item]]:
     """Splits items into consecutive lists, each small enough for one call."""
-    batch, size = list[Item](), 0
-    for item in items:
-        if batch and size + num_bytes(item) > CALL_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(item)
-        size += num_bytes(item)
-    if batch:
-        yield batch
+    return batches(items, num_bytes, CALL_BYTES)
 
 
 def split_requests(requests: Sequence[GenerationRequest]) -> Iterator[list[GenerationRequest]]:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from llamarl.batches import batches
 from llamarl.checkpoint.folder import CRITIC
 from llamarl.checkpoint.keeper import MirrorPlace
 from llamarl.cluster.api import Executor
@@ -23,7 +24,7 @@ from llamarl.distributed.links import Rendezvous
 from llamarl.distributed.mesh import set_up_device
 from llamarl.executors.trainer import OptimizingExecutor
 from llamarl.generation.model import load_generator_model
-from llamarl.generation.sampler import logprobs_of, packs
+from llamarl.generation.sampler import logprobs_of
 from llamarl.models.attention import causal_attend
 from llamarl.models.scalar import load_scalar_model, open_scalar_model
 from llamarl.rewards._base import MAX_REWARD, invalid
@@ -102,8 +103,8 @@ class RewardModelExecutor(Executor):
             invalid(f"{len(ids_T)} tokens, and the reward model reads 1 to {longest}") for ids_T in sequences
         ]  # fmt: skip
         readable = [index for index, ids_T in enumerate(sequences) if 0 < len(ids_T) <= longest]
-        batches = packs((sequences[index] for index in readable), REWARD_MODEL_TOKENS)
-        for index, score in zip(readable, chain.from_iterable(map(self._forward, batches)), strict=True):
+        packs = batches((sequences[index] for index in readable), len, REWARD_MODEL_TOKENS)
+        for index, score in zip(readable, chain.from_iterable(map(self._forward, packs)), strict=True):
             answer = RewardResult(outcome=Outcome.SCORE, value=score)
             results[index] = answer if abs(score) <= MAX_REWARD else invalid(f"the reward model returned {score}")
         return results

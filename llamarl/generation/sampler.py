@@ -20,7 +20,7 @@ packed tokens, D model dim; C blocks of the vocabulary, or tokens of one chunk; 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llamarl.batches import batches
 from llamarl.generation.backend import EngineModel, unknown_id
 from llamarl.kernels import gpu
 from llamarl.kernels.linear import exactly
@@ -280,7 +281,7 @@ def score(
         if error := unknown_id(token_ids_T, shape.vocab_size, shape.unused_ids):
             raise ValueError(f"sequence {i} has {error}")
     scores, start = list[np.ndarray](), 0
-    for pack in packs(sequences, _PACK_TOKENS):
+    for pack in batches(sequences, len, _PACK_TOKENS):
         of_pack = candidates and replace(candidates, cutoffs=candidates.cutoffs[start : start + len(pack)])
         start += len(pack)
         scores += _scored_pack(model, pack, of_pack)
@@ -397,16 +398,3 @@ def _logprobs(logits_C_V: Tensor, targets_C_1: Tensor, cutoffs_C_1: Tensor) -> T
     own_C_1 = logits_C_V.gather(1, targets_C_1)
     is_out_C_V = (logits_C_V < own_C_1 + cutoffs_C_1).scatter_(1, targets_C_1, value=False)
     return (own_C_1 - logits_C_V.masked_fill_(is_out_C_V, -torch.inf).logsumexp(1, keepdim=True))[:, 0]
-
-
-def packs(sequences: Iterable[np.ndarray], max_tokens: int) -> Iterator[list[np.ndarray]]:
-    """Yields consecutive sequences for one forward each. A sequence longer than `max_tokens` is alone."""
-    pack, size = list[np.ndarray](), 0
-    for token_ids_T in sequences:
-        if pack and size + len(token_ids_T) > max_tokens:
-            yield pack
-            pack, size = [], 0
-        pack.append(token_ids_T)
-        size += len(token_ids_T)
-    if pack:
-        yield pack

@@ -19,6 +19,12 @@ def settings_hash(config: SftConfig) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def made_by(folder: Path) -> str:
+    """Returns the hash of the settings that made a folder, or "something else" if none is recorded."""
+    record = folder / RECORD_FILE
+    return json.loads(record.read_text(encoding="utf-8"))["settings_hash"] if record.exists() else "something else"
+
+
 def is_made(model_path: str | Path, config: SftConfig) -> bool:
     """Returns whether `model_path` holds the model that `config` makes; False if nothing is there yet.
 
@@ -28,11 +34,9 @@ def is_made(model_path: str | Path, config: SftConfig) -> bool:
     folder = Path(model_path)
     if not (folder / "config.json").exists():
         return False
-    record = folder / RECORD_FILE
-    made_by = json.loads(record.read_text(encoding="utf-8"))["settings_hash"] if record.exists() else "something else"
-    if made_by != settings_hash(config):
+    if (found := made_by(folder)) != settings_hash(config):
         raise ConfigError(
             f"model.path = {str(folder)!r} holds a model made by other settings than those of model.warm_start "
-            f"({made_by} there, {settings_hash(config)} here); delete the folder, or set another model.path"
+            f"({found} there, {settings_hash(config)} here); delete the folder, or set another model.path"
         )
     return True

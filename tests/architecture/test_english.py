@@ -19,6 +19,7 @@ MOST = {
     "llamarl/algorithms": 0,
     "llamarl/api.py": 0,
     "llamarl/checkpoint": 0,
+    "llamarl/batches.py": 0,
     "llamarl/child.py": 0,
     "llamarl/cli": 0,
     "llamarl/cluster": 0,

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llamarl.kernels.attention import BLOCK_SIZE
+from llamarl.parts.cuda.ops import _bounded
 
 _TILE = 4 * BLOCK_SIZE
 _TILE_ROW_BYTES = 512
@@ -146,14 +147,6 @@ def _span(prefix, own, S: tl.constexpr, T: tl.constexpr, P: tl.constexpr, LEAST:
     start = (prefix + S - 1) // S * S
     end = start + own
     return start, end, tl.maximum(((end + P - 1) // P + T - 1) // T, LEAST) * T
-
-
-@triton.jit
-def _bounded(x, MOST: tl.constexpr):
-    """Numbers bounded by the range of the cache; NaN stays."""
-    if MOST > 0:
-        x = tl.where(x > MOST, MOST, tl.where(x < -MOST, -MOST, x))
-    return x
 
 
 @triton.jit

@@ -12,7 +12,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -33,7 +32,7 @@ from llamarl.parts.sft.muon import Muon
 from llamarl.parts.sft.supervised import Supervised
 from llamarl.run.hub_pins import resolved_data
 from llamarl.sharding.tensor_parallel import is_router
-from llamarl.training.base_model import RECORD_FILE, settings_hash
+from llamarl.training.base_model import RECORD_FILE, made_by, settings_hash
 from llamarl.types import SampleGroup
 
 WARMUP_STEPS = 10
@@ -90,9 +89,8 @@ def _put(made: Path, output: Path, digest: object) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        with suppress(OSError, ValueError, KeyError):
-            if json.loads((output / RECORD_FILE).read_text(encoding="utf-8"))["settings_hash"] == digest:
-                return
+        if made_by(output) == digest:
+            return
         raise ConfigError(
             f"output = {str(output)!r} was made by another process meanwhile, with other settings; delete it or choose "
             "another folder"
