@@ -24,12 +24,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from llamarl.models.sizes import CHUNK_TOKENS, DeltaShape
 
@@ -151,6 +152,25 @@ class Branches:
         return cls([0, *accumulate(lengths[:-1])], lengths, parents)
 
 
+class Recomputed(torch.autograd.Function):
+    """A function of tensors that keeps only its inputs for backward and is computed again there. What the delta rule
+    keeps inside of its chunks is tens of times as large."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        ctx.compute = compute
+        return compute(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        with torch.enable_grad():
+            inputs = [saved.detach().requires_grad_() for saved in ctx.saved_tensors]
+            output = ctx.compute(*inputs)
+        return None, *torch.autograd.grad(output, inputs, grads[0])
+
+
 class Packed:
     """`Recur` over whole packed sequences, differentiable, in chunks."""
 
@@ -167,12 +187,15 @@ class Packed:
     def __call__(
         self, place: int, delta: DeltaShape, mixed_N_C: Tensor, conv_C_W: Tensor, decay_N_H: Tensor, strength_N_H: Tensor
     ) -> Tensor:
-        with torch.autocast(mixed_N_C.device.type, enabled=False):
-            padded = F.pad(wide(mixed_N_C), (0, 0, 0, 1))
-            # An embedding, because the gradient of its rows is summed in a fixed order, on GPUs too.
-            seen = [F.embedding(index_N, padded) for index_N in self._windows_of(conv_C_W.shape[1])]
-            q, k, v = heads(convolved(seen, wide(conv_C_W)), delta)
-            return self._rule(q, k, v, wide(decay_N_H), wide(strength_N_H))
+        def compute(mixed_N_C: Tensor, conv_C_W: Tensor, decay_N_H: Tensor, strength_N_H: Tensor) -> Tensor:
+            with torch.autocast(mixed_N_C.device.type, enabled=False):
+                padded = F.pad(wide(mixed_N_C), (0, 0, 0, 1))
+                # An embedding, because the gradient of its rows is summed in a fixed order, on GPUs too.
+                seen = [F.embedding(index_N, padded) for index_N in self._windows_of(conv_C_W.shape[1])]
+                q, k, v = heads(convolved(seen, wide(conv_C_W)), delta)
+                return self._rule(q, k, v, wide(decay_N_H), wide(strength_N_H))
+
+        return Recomputed.apply(compute, mixed_N_C, conv_C_W, decay_N_H, strength_N_H)
 
     def _rule(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor) -> Tensor:
         outputs, ends, states = list[Tensor](), list[Tensor](), None

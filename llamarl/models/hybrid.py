@@ -69,6 +69,8 @@ def delta_from_hf(config: Mapping[str, Any], num_layers: int) -> dict[str, Any] 
     layers = tuple(number for number, kind in enumerate(kinds) if kind == "linear_attention")
     if not layers:
         return None
+    if len(layers) == num_layers:
+        refuse("layer_types", "linear_attention throughout", "at least one layer of full_attention is needed")
     return {
         "layers": layers,
         "num_key_heads": count(config, "linear_num_key_heads", default=16),

@@ -37,6 +37,8 @@ MOMENTS_BYTES = {"float32": 8.0, "8bit": 2 + 8 / BLOCK_COLUMNS}
 """Bytes per trained weight of both moments of AdamW, by `trainer.moments`."""
 
 
+STATES_OF_ROLLOUT = 2
+"""States of delta nets in a generator for each rollout that decodes: its own, and that behind its prompt."""
 UNEVEN_EXPERTS = 1.3
 """Rows of the fullest of the ranks that share the experts of a mixture, over their mean. An assumption: routers were
 trained to be even, over far more tokens than a microbatch has, and a rank has several experts."""
@@ -240,8 +242,8 @@ def _gathered(sizes: DecoderSizes, load: TrainerLoad) -> tuple[Number, Number, N
 
 
 def _frozen(sizes: DecoderSizes, lora: LoraConfig | None) -> int:
-    """Returns scalars in the projections of a layer that have an adapter."""
-    return sum(map(math.prod, adapted(sizes, lora))) if lora else 0
+    """Returns scalars in the projections of a layer that have an adapter; in a hybrid model the mean of all layers."""
+    return sum(num * math.prod(shape) for num, shape in adapted(sizes, lora)) // sizes.num_layers if lora else 0
 
 
 def activation_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Number:
@@ -279,19 +281,19 @@ def activation_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Number:
 def kv_token_bytes(sizes: DecoderSizes, tp: Number, width: int) -> Number:
     """Returns bytes of a token's keys and values on one rank. Heads are not split: more ranks than heads repeat
     them."""
-    return 2 * sizes.num_layers * sizes.head_dim * width * np.maximum(np.ceil(sizes.num_kv_heads / tp), 1)
+    return 2 * sizes.num_attention_layers * sizes.head_dim * width * np.maximum(np.ceil(sizes.num_kv_heads / tp), 1)
 
 
 def served_bytes(sizes: DecoderSizes, width: Number, tp: Number = 1) -> Number:
     """Returns bytes of one copy of a generator's weights on a rank: projections in `width` bytes each (8-bit ones with
     a float32 scale per row), embedding and head in 16 bits unless projections have 32, norms, biases and routers in 32
     bits."""
-    sparse, vocabulary = sizes.num_sparse_layers, sizes.vocab_size * sizes.hidden_size
+    vocabulary = sizes.vocab_size * sizes.hidden_size
     layers = sum(
         count * _served(sizes, name, shape, width, tp)
-        for count, is_sparse in ((sizes.num_layers - sparse, False), (sparse, True)) if count
-        for name, shape in sizes.layer_weights(is_sparse).items()
-    )  # fmt: skip
+        for count, weights in sizes.layer_kinds()
+        for name, shape in weights.items()
+    )
     ends = (2 - sizes.tie_embeddings) * vocabulary / tp * np.maximum(width, 2)
     return layers + ends + 4 * sizes.hidden_size
 
@@ -341,6 +343,8 @@ def generator_bytes(sizes: DecoderSizes, load: GeneratorLoad) -> Parts:
         frozen = 2 * _frozen(sizes, load.lora) * sizes.num_layers
         parts["frozen"] = (frozen + 4 * adapter_parameters(sizes, load.lora)) / load.tp
     parts["keys and values"] = load.kv_tokens * kv_token_bytes(sizes, load.tp, load.kv_width)
+    if sizes.delta is not None and load.kv_width:
+        parts["states"] = STATES_OF_ROLLOUT * load.rows * sizes.state_bytes / load.tp
     inner = 3 * sizes.active_width + 2 * (sizes.query_size + 2 * sizes.kv_size)
     copied = 2 * sizes.hidden_size * sizes.rows_per_token
     work = np.maximum(load.rows, load.prefill_tokens) * (2 * inner / load.tp + 3 * 4 * sizes.hidden_size + copied)

@@ -382,14 +382,19 @@ def num_scalars(weights: Weights) -> int:
     return sum(map(math.prod, weights.values()))
 
 
-def adapted(sizes: DecoderSizes, lora: LoraConfig) -> list[tuple[int, ...]]:
-    """Returns the shapes of a layer's projections that have an adapter."""
+def adapted(sizes: DecoderSizes, lora: LoraConfig) -> list[tuple[int, tuple[int, ...]]]:
+    """Returns the shapes of the projections that have an adapter, each with its number of layers."""
     weights = sizes.layer_weights(is_sparse=False)
-    return [weights[f"{'self_attn' if target in ATTENTION else 'mlp'}.{target}.weight"] for target in lora.targets]
+    return [
+        (sizes.num_attention_layers, weights[f"self_attn.{target}.weight"])
+        if target in ATTENTION
+        else (sizes.num_layers, weights[f"mlp.{target}.weight"])
+        for target in lora.targets
+    ]
 
 
 def adapter_parameters(sizes: DecoderSizes, lora: LoraConfig) -> int:
-    return lora.rank * sizes.num_layers * sum(map(sum, adapted(sizes, lora)))
+    return lora.rank * sum(num * sum(shape) for num, shape in adapted(sizes, lora))
 
 
 def sizes_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -515,6 +520,8 @@ def uneven_parts(sizes: DecoderSizes, num_ranks: int, *, repeats_kv_heads: bool)
         "tokens in the vocabulary": sizes.vocab_size,
         "key/value heads": num_ranks if repeats_kv_heads and num_ranks % kv_heads == 0 else kv_heads,
     }
+    if sizes.delta is not None:
+        parts["key heads of delta nets"] = sizes.delta.num_key_heads
     return [f"{size} {name}" for name, size in parts.items() if size % num_ranks]
 
 

@@ -33,7 +33,7 @@ from llamarl.models.experts import Experts, Router
 from llamarl.models.hf import EMBEDDING, Read
 from llamarl.models.lora import A, B
 from llamarl.models.scalar import ScalarModel
-from llamarl.models.transformer import Decoder, Transformer
+from llamarl.models.transformer import Decoder, Layer, Transformer
 from llamarl.observability.metrics import megabytes
 from llamarl.observability.spans import stage
 from llamarl.sharding.box import Box
@@ -122,10 +122,6 @@ class Pipeline:
 
     def _empty(self, shape: tuple[int, int]) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
-
-
-BLOCKS = ("self_attn", "mlp")
-"""Blocks of each layer. They take the rows of all tensor-parallel ranks, and their outputs are summed."""
 
 
 class Sharding:
@@ -299,8 +295,8 @@ def _cut(module: nn.Module, boxes: dict[str, Box]) -> None:
 
 def _join_blocks(decoder: Decoder, first_token: int, tp: Axis) -> None:
     for layer in decoder.layers.children():
-        for name in BLOCKS:
-            block = layer.get_submodule(name)
+        assert isinstance(layer, Layer)
+        for block in (layer.mixer, layer.mlp):  # they take the rows of all ranks, and their outputs are summed
             block.register_forward_pre_hook(lambda _, args: (gather_rows(args[0], tp), *args[1:]))
             block.register_forward_hook(lambda _module, _args, output: scatter_rows(output, tp))
 
