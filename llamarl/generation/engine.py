@@ -170,12 +170,21 @@ class Engine:
         if model.shape.delta is not None and scheduler.slots is not None:
             self._states = StateCache(model.shape.delta, EMPTY + 1 + scheduler.slots.num_blocks, model.device)
         self._cache = KVCache(
-            num_layers=model.shape.num_attention_layers, num_blocks=num_blocks + graphs, num_kv_heads=model.shape.num_kv_heads,
-            head_dim=model.shape.head_dim, dtype=model.kv_dtype, device=model.device,
+            num_layers=model.shape.num_attention_layers, num_blocks=num_blocks + graphs,
+            num_kv_heads=model.shape.num_kv_heads, head_dim=model.shape.head_dim, dtype=model.kv_dtype,
+            device=model.device,
         )  # fmt: skip
         if graphs:
             assert isinstance(model, GeneratorModel), "graphs run a model made for generation"
             self._graphs = part("cuda", "decode_graphs")(model, self._cache, num_blocks, scheduler.max_running)
+
+    def add_states(self) -> None:
+        """Doubles the number of states of delta nets, for a replay, which holds more rollouts than decode at once."""
+        slots = self._scheduler.slots
+        assert slots is not None, "the model has no states"
+        assert self._states is not None, "it sleeps"
+        self._states.widen(slots.num_blocks)
+        slots.widen(slots.num_blocks)
 
     @property
     def has_work(self) -> bool:

@@ -45,6 +45,7 @@ from llamarl.generation.network import (
     stack_of,
 )
 from llamarl.kernels import gpu
+from llamarl.kernels.delta import sigmoid_mul
 from llamarl.kernels.linear import Linear, QuantizedRows, Workspace, is_exact, products_of_few_rows
 from llamarl.kernels.ops import rms_norm, rotate
 from llamarl.models.folder import load_shape, loading_text
@@ -350,7 +351,7 @@ class GeneratorModel:
         q, k, v = (flat.unflatten(-1, (-1, self.shape.head_dim)) for flat in flats)
         q, gate = (x.contiguous() for x in q.unflatten(-2, (-1, 2)).unbind(-2))
         q, k = (x.to(v.dtype) for x in rotate(q, k, rotation, layer.qk_norms, self.shape.rms_norm_eps))
-        return (attend(layer.place, q, k, v) * gate.sigmoid()).flatten(-2)
+        return sigmoid_mul(attend(layer.place, q, k, v).flatten(-2).contiguous(), gate.flatten(-2))
 
     def _by_few_rows(
         self, products: Any, token_ids_N: Tensor, positions_N: Tensor, attend: TorchAttention, fed_R: Tensor | None

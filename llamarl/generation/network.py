@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from llamarl.kernels import experts
+from llamarl.kernels.delta import gates, sigmoid_mul, wide
+from llamarl.kernels.delta_shape import DeltaShape
 from llamarl.kernels.experts import ExpertFeedForward, RouteKernel
 from llamarl.kernels.linear import Linear, QuantizedRows, Workspace, is_exact
-from llamarl.kernels.ops import silu_mul
+from llamarl.kernels.ops import rms_norm, silu_mul
 from llamarl.kernels.stack import NUM_LINEARS, LayerStack, Norms, can_stack
-from llamarl.models.delta_rule import Recur, wide
+from llamarl.models.delta_rule import Recur
 from llamarl.models.experts import route
 from llamarl.models.shape import ModelShape, MoeShape
-from llamarl.models.sizes import DeltaShape
-from llamarl.models.transformer import gated_norm, log_decay
 
 _ARGUMENTS = {"weight": "values_N_K", "weight.scale": "scales_N", "bias": "bias_N"}
 """Argument of `Linear` by the name of a module's tensor."""
@@ -85,7 +85,7 @@ class ExpertMixture:
         y_N_D = self.experts(x_N_D, ids_N_K, gates_N_K)
         if self.shared is not None:
             shared_N_D = self.shared.down(self.shared.inner(x_N_D))
-            y_N_D += shared_N_D if self.shared_gate is None else self.shared_gate(x_N_D).sigmoid() * shared_N_D
+            y_N_D += shared_N_D if self.shared_gate is None else sigmoid_mul(shared_N_D, self.shared_gate(x_N_D))
         return y_N_D, ids_N_K
 
 
@@ -111,10 +111,10 @@ class DeltaNet:
         """
         *qkv, z = projected
         b, a = _parts([linear(x_N_D) for linear in self.ba])
-        decay_N_H = log_decay(a, self.a_log_H, self.dt_bias_H)
-        out_N_H_V = recur(place, self.sizes, torch.cat(qkv, -1), self.conv_C_W, decay_N_H, wide(b).sigmoid())
-        gate_N_H_V = wide(z.unflatten(-1, (-1, self.sizes.value_dim)))
-        return gated_norm(out_N_H_V, self.norm_V, gate_N_H_V, self.eps).flatten(-2).to(x_N_D.dtype)
+        decays = gates(b, a, self.a_log_H, self.dt_bias_H)
+        out_N_H_V = recur(place, self.sizes, torch.cat(qkv, -1), self.conv_C_W, *decays)
+        normed = rms_norm(out_N_H_V.flatten(0, 1), self.norm_V, self.eps).view(len(x_N_D), -1)
+        return silu_mul(wide(z), normed).to(x_N_D.dtype)
 
 
 def _parts(products: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -127,6 +127,13 @@ class BlockPool:
         """Share in use, 0 to 1."""
         return (self.num_blocks - self.num_free) / max(self.num_blocks, 1)
 
+    def widen(self, count: int) -> None:
+        """Adds free blocks."""
+        first = len(self._num_users)
+        self._free = [*range(first, first + count)][::-1] + self._free
+        self._num_users += [0] * count
+        self.num_blocks += count
+
     def take(self) -> int:
         """Returns a free block, with one user. There must be one."""
         block = self._free.pop()

@@ -1,12 +1,8 @@
-"""The gated delta rule (arXiv 2412.06464) on packed sequences, in its recurrent and its chunked form.
+"""The gated delta rule (arXiv 2412.06464) on packed sequences, in its chunked form.
 
-A value head keeps a state S [K, V]. A token with query q, key k, value v, log decay g and strength b does
-
-    S := exp(g) S,   S := S + k b (v - k S)^T,   output := q S
-
-`step` computes this for one token of many sequences, as in decoding. `Chunks` computes the same for whole sequences in
-chunks of up to 64 tokens: within a chunk as products of matrices (arXiv 2406.06484, section 3.2), from chunk to chunk
-by the state. Both round differently.
+`Chunks` computes what `kernels/delta.py: step` computes token by token, for whole sequences in chunks of up to 64
+tokens: within a chunk as products of matrices (arXiv 2406.06484, section 3.2), from chunk to chunk by the state. Both
+round differently.
 
 `Branches` says where sequences begin. A sequence begins with zeros, or where another one ends: a response continues its
 prompt, and a prompt the beginning that all prompts share. So a packed batch is computed level after level, and neither
@@ -32,10 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llamarl.models.sizes import CHUNK_TOKENS, DeltaShape
+from llamarl.kernels.delta import convolved, heads, wide
+from llamarl.kernels.delta_shape import CHUNK_TOKENS, DeltaShape
 
-_LEAST_NORM = 1e-6
-"""Added to the squared norm of queries and keys, as in the released models."""
 ROOT = -1
 """Parent of a sequence that begins with zeros."""
 
@@ -44,7 +39,13 @@ class Recur(Protocol):
     """The recurrent part of a delta net: convolution and delta rule, over sequences that the callee knows."""
 
     def __call__(
-        self, place: int, delta: DeltaShape, mixed_N_C: Tensor, conv_C_W: Tensor, decay_N_H: Tensor, strength_N_H: Tensor
+        self,
+        place: int,
+        delta: DeltaShape,
+        mixed_N_C: Tensor,
+        conv_C_W: Tensor,
+        decay_N_H: Tensor,
+        strength_N_H: Tensor,
     ) -> Tensor:
         """Returns outputs [N, H, V], float32 at least.
 
@@ -54,49 +55,6 @@ class Recur(Protocol):
             decay_N_H: log decays, at most 0.
         """
         ...
-
-
-def heads(mixed_N_C: Tensor, delta: DeltaShape) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns normed queries over sqrt(K) and normed keys, [N, J, K], and values, [N, H, V], from the convolution's
-    outputs. The number of heads follows from the channels, which tensor parallelism cuts."""
-    ranks = delta.mixed_size // mixed_N_C.shape[-1]
-    sizes = [delta.key_size // ranks, delta.key_size // ranks, delta.value_size // ranks]
-    q, k, v = mixed_N_C.split_with_sizes(sizes, -1)
-    q, k = (_normed(x.unflatten(-1, (-1, delta.key_dim))) for x in (q, k))
-    return q * delta.key_dim**-0.5, k, v.unflatten(-1, (-1, delta.value_dim))
-
-
-def _normed(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _LEAST_NORM)
-
-
-def step(
-    q_B_J_K: Tensor, k_B_J_K: Tensor, v_B_H_V: Tensor, decay_B_H: Tensor, strength_B_H: Tensor, state_B_H_K_V: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Returns outputs [B, H, V] of one token of each sequence, and the states after it."""
-    each = v_B_H_V.shape[1] // k_B_J_K.shape[1]
-    q_B_H_K, k_B_H_K = (x.repeat_interleave(each, 1) for x in (q_B_J_K, k_B_J_K))
-    state_B_H_K_V = state_B_H_K_V * decay_B_H.exp()[..., None, None]
-    error_B_H_V = v_B_H_V - (k_B_H_K[..., None, :] @ state_B_H_K_V).squeeze(-2)
-    state_B_H_K_V = state_B_H_K_V + k_B_H_K[..., None] * (strength_B_H[..., None] * error_B_H_V)[..., None, :]
-    return (q_B_H_K[..., None, :] @ state_B_H_K_V).squeeze(-2), state_B_H_K_V
-
-
-def convolved(windows_N_W_C: Sequence[Tensor], conv_C_W: Tensor) -> Tensor:
-    """Returns silu of the causal convolution of each channel, [N, C].
-
-    Args:
-        windows_N_W_C: the inputs that each token sees, the oldest first: for each of W places a tensor [N, C].
-    """
-    summed = windows_N_W_C[0] * conv_C_W[:, 0]
-    for place, x_N_C in enumerate(windows_N_W_C[1:], 1):
-        summed = summed + x_N_C * conv_C_W[:, place]
-    return F.silu(summed)
-
-
-def wide(x: Tensor) -> Tensor:
-    """Returns x in float32 at least."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +84,8 @@ class Branches:
             depths.append(0 if own == ROOT else depths[own] + 1)
             resolved.append(number if length else own)
         self.levels = list[Level]()
-        for depth in range(max(depths, default=-1) + 1):
+        deepest = max((depth for depth, length in zip(depths, lengths, strict=True) if length), default=-1)
+        for depth in range(deepest + 1):
             chosen = [number for number, length in enumerate(lengths) if length and depths[number] == depth]
             chosen.sort(key=lambda number: -lengths[number])
             numbers |= {number: len(numbers) + place for place, number in enumerate(chosen)}
@@ -185,7 +144,13 @@ class Packed:
         self._windows = dict[int, Tensor]()
 
     def __call__(
-        self, place: int, delta: DeltaShape, mixed_N_C: Tensor, conv_C_W: Tensor, decay_N_H: Tensor, strength_N_H: Tensor
+        self,
+        place: int,
+        delta: DeltaShape,
+        mixed_N_C: Tensor,
+        conv_C_W: Tensor,
+        decay_N_H: Tensor,
+        strength_N_H: Tensor,
     ) -> Tensor:
         def compute(mixed_N_C: Tensor, conv_C_W: Tensor, decay_N_H: Tensor, strength_N_H: Tensor) -> Tensor:
             with torch.autocast(mixed_N_C.device.type, enabled=False):
@@ -237,9 +202,7 @@ class Chunks:
     def __init__(self, level: Level, num_tokens: int, device: torch.device) -> None:
         longest = max(level.lengths)
         self.size = min(CHUNK_TOKENS, 1 << (longest - 1).bit_length())
-        self._counts = [
-            sum(length > first for length in level.lengths) for first in range(0, longest, self.size)
-        ]
+        self._counts = [sum(length > first for length in level.lengths) for first in range(0, longest, self.size)]
         index = np.full((sum(self._counts), self.size), num_tokens)
         row = 0
         for number, count in enumerate(self._counts):
@@ -297,5 +260,3 @@ class Chunks:
         """Returns tokens in chunks, [P, H, T, X]; zeros where a sequence has ended, which change no state."""
         padded = F.pad(x_N_H_X, (0, 0, 0, 0, 0, 1))
         return padded.index_select(0, self._index_PT).unflatten(0, (-1, self.size)).transpose(1, 2)
-
-

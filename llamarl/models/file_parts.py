@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llamarl.kernels.delta_shape import DeltaShape
 from llamarl.models.hybrid import LEFT_OUT, TEXT_PREFIX
 from llamarl.models.shape import ModelShape
-from llamarl.models.sizes import HYBRIDS, DeltaShape
+from llamarl.models.sizes import HYBRIDS
 from llamarl.sharding.tensor_parallel import is_expert
 
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -99,10 +100,9 @@ def _joined(delta: DeltaShape, family: str, hidden_size: int) -> dict[str, Joine
         return places | {f"in_proj_{kind}.weight": JoinedRows(name, rows_N, whole) for kind, rows_N in plain.items()}
     # Key head after key head: its query, its key, then values and gates of its value heads.
     heads, each = delta.num_key_heads, delta.num_value_heads // delta.num_key_heads
-    for name, widths in (
-        ("in_proj_qkvz.weight", {"q": delta.key_dim, "k": delta.key_dim, "v": each * delta.value_dim, "z": each * delta.value_dim}),
-        ("in_proj_ba.weight", {"b": each, "a": each}),
-    ):  # fmt: skip
+    values = each * delta.value_dim
+    qkvz = {"q": delta.key_dim, "k": delta.key_dim, "v": values, "z": values}
+    for name, widths in (("in_proj_qkvz.weight", qkvz), ("in_proj_ba.weight", {"b": each, "a": each})):
         unit, start = sum(widths.values()), 0
         for kind, width in widths.items():
             rows_N = (np.arange(heads)[:, None] * unit + start + np.arange(width)).reshape(-1)

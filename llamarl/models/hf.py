@@ -21,10 +21,10 @@ from torch import Tensor
 
 from llamarl.config import ConfigError, open_own, read_json
 from llamarl.config.hub import folder_of
+from llamarl.models.file_parts import FileLayout
 from llamarl.models.folder import CONFIG, GENERATION_CONFIG, WEIGHTS, load_shape, opened
 from llamarl.models.hybrid import text_config
 from llamarl.models.shape import ARCHITECTURES, ModelShape, hf_eos
-from llamarl.models.file_parts import FileLayout
 from llamarl.models.tensors import EMBEDDING, HEAD, LAST_NORM, Headers
 from llamarl.models.transformer import Transformer
 from llamarl.observability.files import sync
@@ -90,7 +90,10 @@ class Weights(Headers):
         of_all = self.layout.all_experts(name, self._shapes[name])
         if of_all is not None and of_all[0] in self._files:
             file, first, _ = of_all
-            rows = Box((box.starts[0], first + box.starts[1], box.starts[2]), (box.stops[0], first + box.stops[1], box.stops[2]))
+            rows = Box(
+                (box.starts[0], first + box.starts[1], box.starts[2]),
+                (box.stops[0], first + box.stops[1], box.stops[2]),
+            )
             return _part(self._files[file], self._stored[file], rows)
         chosen = names[box.starts[0] : box.stops[0]]
         with ExitStack() as leaving:

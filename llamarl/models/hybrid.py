@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from llamarl.config import ConfigError
+from llamarl.kernels.delta_shape import DeltaShape
 from llamarl.models.keys import refuse, same_value
-from llamarl.models.sizes import DeltaShape, count
+from llamarl.models.sizes import count
 
 TEXT_FAMILIES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Family of the decoder by the `model_type` of a model that also reads images."""
@@ -18,8 +19,8 @@ LEFT_OUT = ("mtp.", "model.visual.")
 """Beginnings of names in files of layers that predict further tokens, and of the image encoder."""
 _OUTER = {
     "model_type", "architectures", "text_config", "vision_config", "image_token_id", "video_token_id",
-    "vision_start_token_id", "vision_end_token_id", "tie_word_embeddings", "transformers_version", "torch_dtype", "dtype",
-    "bos_token_id", "eos_token_id", "pad_token_id", "language_model_only",
+    "vision_start_token_id", "vision_end_token_id", "tie_word_embeddings", "transformers_version", "torch_dtype",
+    "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "language_model_only",
 }  # fmt: skip
 """Keys of the config around a `text_config`. None of them changes what the decoder computes for text."""
 _SHARED = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "torch_dtype", "dtype")
@@ -43,7 +44,9 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
             refuse(key, value, f"{outer} has no such key; remove it if it changes nothing that the model computes")
     if inner.get("model_type", family) != family:
         refuse("text_config.model_type", inner["model_type"], f"the text part of {outer} is {family}")
-    named = {"Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"} & {*config.get("architectures", ())}
+    named = {"Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"} & {
+        *config.get("architectures", ())
+    }
     text: dict[str, Any] = {"model_type": family, "architectures": [] if named else config.get("architectures")}
     shared = {
         key: same_value({key: config.get(key), f"text_config.{key}": inner.get(key)}, key, f"text_config.{key}")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from llamarl.config.roles import LoraConfig
+from llamarl.kernels.delta_shape import CHUNK_TOKENS, DeltaShape
 from llamarl.models.sizes import DecoderSizes, adapted, adapter_parameters
 from llamarl.sharding.tensor_parallel import cuts_by_expert, is_expert, is_quantizable, sharded_dim
 
@@ -135,6 +136,8 @@ def _peak(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
     copied = hidden * sizes.rows_per_token * _uneven(load)
     work = (width * ((_inner(sizes, load) - 1) * active + copied) + 12 * hidden * (not load.fused)) * rows
     work = work + (layer if load.checkpointing else 0)
+    if sizes.delta is not None:
+        work = work + _rule_bytes(sizes.delta) * load.tokens / load.tp  # with the layer's own, if it is kept
     last = _inner(sizes, load) * width * active * rows if load.checkpointing else 0
     gradient = load.weight * vocabulary if load.lora is None else 0  # whole; a frozen head has none
     # The embedding's is whole too. If it is also the head, both gradients and their sum exist at once.
@@ -269,13 +272,34 @@ def activation_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Number:
     heads = width * ((_inner(sizes, load) - is_again) * inner + hidden * sizes.rows_per_token * _uneven(load))
     # Queries, keys, values, outputs, and the logarithm of each query's sum. Without flash attention queries and outputs
     # twice, because attention needs them in another order.
-    heads += width * (2 * query + 2 * kv) + 4 * sizes.num_heads if load.flash else width * 4 * query
+    with_attention = sizes.num_attention_layers / sizes.num_layers
+    mixer = width * (2 * query + 2 * kv) + 4 * sizes.num_heads if load.flash else width * 4 * query
     if sizes.qk_norm:
-        heads += (2 if lora is None else 1) * 4 * (query + kv)
+        mixer += (2 if lora is None else 1) * 4 * (query + kv)
+    if sizes.is_hybrid:  # gates, their sigmoids, and outputs before them
+        mixer += 3 * width * query
+    if sizes.delta is not None:
+        mixer = with_attention * mixer + (1 - with_attention) * _delta_bytes(sizes.delta, width)
+    heads += mixer
     # Flash attention keeps the keys and values of all context ranks.
     gathered_kv = width * 2 * kv * (load.tokens - tokens) / load.tp
     copied = gathered_kv if load.flash else width * 2 * query * load.keys / (load.cp * load.tp)
-    return (residual / load.tp + gathered + heads / load.tp) * tokens + copied
+    return (residual / load.tp + gathered + heads / load.tp) * tokens + copied * with_attention
+
+
+def _delta_bytes(delta: DeltaShape, width: int) -> int:
+    """Returns bytes per token that a delta net keeps for backward: mixed channels; log decays and strengths with what
+    they come from; outputs, their norms, gates and their activations; and the input of the last projection. What is
+    inside of the chunks is computed again."""
+    of_values = 26 if width == 2 else 20
+    return width * delta.mixed_size + 20 * delta.num_value_heads + of_values * delta.value_size
+
+
+def _rule_bytes(delta: DeltaShape) -> int:
+    """Returns bytes per token of one layer's chunks while they are computed again, with their gradients."""
+    within = 5 * CHUNK_TOKENS + 8 * delta.key_dim + 8 * delta.value_dim
+    states = 4 * delta.key_dim * delta.value_dim // CHUNK_TOKENS
+    return 4 * ((delta.conv_width + 4) * delta.mixed_size + delta.num_value_heads * (within + states))
 
 
 def kv_token_bytes(sizes: DecoderSizes, tp: Number, width: int) -> Number:

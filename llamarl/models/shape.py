@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llamarl.config import ConfigError
+from llamarl.kernels.delta_shape import DeltaShape
 from llamarl.models.hybrid import delta_from_hf, delta_to_hf, text_config
 from llamarl.models.keys import check_keys, refuse, same_value
 from llamarl.models.mixture import flag, mixture_from_hf, mixture_to_hf
@@ -16,7 +17,6 @@ from llamarl.models.refused import refusal
 from llamarl.models.sizes import (
     HYBRIDS,
     DecoderSizes,
-    DeltaShape,
     MoeShape,
     count,
     original_context,
@@ -49,7 +49,7 @@ WITHOUT_WINDOW = ("llama", "glm4_moe", *HYBRIDS)
 _ABSENT: dict[str, dict[str, float]] = {
     "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "glm4_moe": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
-    **dict.fromkeys(HYBRIDS, {"partial_rotary_factor": 0.25}),
+    **{family: {"partial_rotary_factor": 0.25} for family in HYBRIDS},
 }
 """Values that a family's class in transformers assumes for absent keys, if other families assume others."""
 _ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
@@ -191,7 +191,11 @@ class ModelShape(DecoderSizes):
         sizes = sizes_from_hf(config)
         if family not in HYBRIDS:
             _check_full_attention(config, sizes["num_layers"], sizes["max_position_embeddings"])
-        if config.get("head_dim") is None and family not in ("qwen3", *HYBRIDS) and sizes["hidden_size"] % sizes["num_heads"]:
+        if (
+            config.get("head_dim") is None
+            and family not in ("qwen3", *HYBRIDS)
+            and sizes["hidden_size"] % sizes["num_heads"]
+        ):
             divides = f"without head_dim, num_attention_heads = {sizes['num_heads']} must divide it"
             refuse("hidden_size", sizes["hidden_size"], divides)
         theta, scaling, rotated = _rope(config, absent)
@@ -222,7 +226,9 @@ class ModelShape(DecoderSizes):
             names = ("attention_bias", "use_qk_norm", "partial_rotary_factor")
             of_family |= {name: getattr(self, name) for name in names}
         if self.is_hybrid:
-            of_family |= delta_to_hf(self.delta, self.num_layers) | {"partial_rotary_factor": self.partial_rotary_factor}
+            of_family |= delta_to_hf(self.delta, self.num_layers) | {
+                "partial_rotary_factor": self.partial_rotary_factor
+            }
             of_family |= {"num_experts": 0} if self.family == "qwen3_next" and self.moe is None else {}
         return {
             "architectures": [ARCHITECTURES[self.family]],

@@ -21,13 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from llamarl.kernels.delta import log_decay, wide
+from llamarl.kernels.delta_shape import DeltaShape
 from llamarl.kernels.half import Rounded
 from llamarl.kernels.ops import gate_by_torch, rotate_by_torch
-from llamarl.models.delta_rule import Recur, wide
+from llamarl.models.delta_rule import Recur
 from llamarl.models.experts import MoeFeedForward
 from llamarl.models.masking import UnusedIds
 from llamarl.models.shape import LinearScaling, Llama3Scaling, ModelShape, YarnScaling
-from llamarl.models.sizes import DeltaShape
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attend(place, q_N_H_K, k_N_J_K, v_N_J_K) -> out_N_H_K. It scales the scores by head_dim ** -0.5. `place` is the
@@ -248,11 +249,6 @@ class DeltaNet(nn.Module):
         return self.out_proj(gated_norm(out_N_H_V, self.norm.weight, z_N_H_V, self.eps).flatten(-2))
 
 
-def log_decay(a_N_H: Tensor, a_log_H: Tensor, dt_bias_H: Tensor) -> Tensor:
-    """Returns the log decays of each token, float32 at least."""
-    return -wide(a_log_H).exp() * F.softplus(wide(a_N_H) + wide(dt_bias_H))
-
-
 def gated_norm(x_N_H_V: Tensor, weight_V: Tensor, gate_N_H_V: Tensor, eps: float) -> Tensor:
     """Returns the RMS norm of each head, times silu of its gate."""
     return F.rms_norm(x_N_H_V, weight_V.shape, weight_V.to(x_N_H_V.dtype), eps) * F.silu(gate_N_H_V)
@@ -402,8 +398,8 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int, std: float) -> None:
-        """Sets matrices to normal numbers of standard deviation `std`, factors of norms to 1, biases to 0, and decays of
-        delta nets as transformers does. The bits are the same on every device."""
+        """Sets matrices to normal numbers of standard deviation `std`, factors of norms to 1, biases to 0, and decays
+        of delta nets as transformers does. The bits are the same on every device."""
         generator = torch.Generator("cpu").manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:

@@ -65,7 +65,8 @@ def check_hybrid(config: RunConfig, shape: ModelShape) -> None:
         )
     if trainer.compile:
         raise ConfigError(
-            f"trainer.compile = true with {path}: the chunks of its delta nets differ with every microbatch; leave it out"
+            f"trainer.compile = true with {path}: the chunks of its delta nets differ with every microbatch; "
+            "leave it out"
         )
 
 

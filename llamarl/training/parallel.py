@@ -33,7 +33,7 @@ from llamarl.models.experts import Experts, Router
 from llamarl.models.hf import EMBEDDING, Read
 from llamarl.models.lora import A, B
 from llamarl.models.scalar import ScalarModel
-from llamarl.models.transformer import Decoder, Layer, Transformer
+from llamarl.models.transformer import Decoder, Transformer
 from llamarl.observability.metrics import megabytes
 from llamarl.observability.spans import stage
 from llamarl.sharding.box import Box
@@ -122,6 +122,10 @@ class Pipeline:
 
     def _empty(self, shape: tuple[int, int]) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+
+BLOCKS = ("mixer", "mlp")
+"""Blocks of each layer. They take the rows of all tensor-parallel ranks, and their outputs are summed."""
 
 
 class Sharding:
@@ -295,8 +299,8 @@ def _cut(module: nn.Module, boxes: dict[str, Box]) -> None:
 
 def _join_blocks(decoder: Decoder, first_token: int, tp: Axis) -> None:
     for layer in decoder.layers.children():
-        assert isinstance(layer, Layer)
-        for block in (layer.mixer, layer.mlp):  # they take the rows of all ranks, and their outputs are summed
+        for name in BLOCKS:
+            block = getattr(layer, name)
             block.register_forward_pre_hook(lambda _, args: (gather_rows(args[0], tp), *args[1:]))
             block.register_forward_hook(lambda _module, _args, output: scatter_rows(output, tp))
 

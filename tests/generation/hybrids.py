@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
+from llamarl.kernels.delta_shape import DeltaShape
 from llamarl.models.hf import new_model
 from llamarl.models.shape import ModelShape, MoeShape
-from llamarl.models.sizes import DeltaShape
 from llamarl.models.transformer import Transformer
 
 DELTA = DeltaShape(layers=(0, 2), num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=12)

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from llamarl.generation.engine import Engine
 from llamarl.generation.model import GeneratorModel, load_generator_model
 from llamarl.generation.scheduler import EMPTY
-from llamarl.models.delta_rule import convolved, heads, step
+from llamarl.kernels.delta import convolved, heads, step
+from llamarl.kernels.delta_shape import DeltaShape
 from llamarl.models.hf import save_model
-from llamarl.models.sizes import DeltaShape
 from llamarl.models.transformer import Transformer
 from llamarl.types import GenerationRequest, SamplingParams
 from tests.generation.hybrids import HYBRIDS, hybrid
@@ -185,7 +185,8 @@ class Continued:
     """Attention and delta nets of one sequence whose parts are computed by different weights."""
 
     def __init__(self) -> None:
-        self._seen, self._states, self._inputs = dict[int, list[tuple[Tensor, Tensor]]](), dict(), dict()
+        self._seen = dict[int, list[tuple[Tensor, Tensor]]]()
+        self._states, self._inputs = dict[int, Tensor](), dict[int, Tensor]()
 
     def __call__(self, place: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         seen = self._seen.setdefault(place, [])

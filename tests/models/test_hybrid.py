@@ -15,12 +15,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llamarl.config import ConfigError
+from llamarl.kernels.delta import convolved, heads, step
+from llamarl.kernels.delta_shape import DeltaShape
 from llamarl.models.attention import causal_attend, packed_attend
-from llamarl.models.delta_rule import ROOT, Branches, Packed, convolved, heads, step
+from llamarl.models.delta_rule import ROOT, Branches, Packed
 from llamarl.models.folder import load_shape
 from llamarl.models.hf import load_model, open_model, save_model
 from llamarl.models.shape import ModelShape
-from llamarl.models.sizes import DeltaShape
 from llamarl.models.transformer import Transformer
 from llamarl.sharding.box import Box
 from tests.models.conftest import SIZES
@@ -160,7 +161,7 @@ def test_a_rank_reads_its_heads(files: Path) -> None:
 
 
 def nested(files: Path, to: Path) -> None:
-    """The same decoder as published: inside of a model that also reads images, with joined experts and a further layer."""
+    """The same decoder as published: inside of a model that also reads images, with joined experts."""
     config = json.loads((files / "config.json").read_text())
     tensors = {name: one for path in files.glob("*.safetensors") for name, one in load_file(path).items()}
     outer = config["model_type"].removesuffix("_text")
@@ -209,12 +210,14 @@ def inputs(num_tokens: int, seed: int = 0) -> tuple[Tensor, ...]:
     return mixed, conv, decay, torch.rand(num_tokens, 6, generator=generator, dtype=torch.float64)
 
 
-def one_by_one(given: tuple[Tensor, ...]) -> Tensor:
+def one_by_one(given: tuple[Tensor, ...], shape: DeltaShape = DELTA_SHAPE) -> Tensor:
     """One sequence by the recurrent form, token by token."""
     mixed, conv, decay, strength = given
-    windows = torch.nn.functional.pad(mixed, (0, 0, 3, 0)).unfold(0, 4, 1)
-    q, k, v = heads(convolved(windows.unbind(-1), conv), DELTA_SHAPE)
-    state, outputs = mixed.new_zeros(1, 6, 5, 7), list[Tensor]()
+    width = shape.conv_width
+    windows = torch.nn.functional.pad(mixed, (0, 0, width - 1, 0)).unfold(0, width, 1)
+    q, k, v = heads(convolved(windows.unbind(-1), conv), shape)
+    state = mixed.new_zeros(1, shape.num_value_heads, shape.key_dim, shape.value_dim)
+    outputs = list[Tensor]()
     for t in range(len(mixed)):
         now = slice(t, t + 1)
         output, state = step(q[now], k[now], v[now], decay[now], strength[now], state)
@@ -241,6 +244,7 @@ def test_the_chunked_form_is_the_recurrent_form(length: int) -> None:
     ("shared", "prompts", "responses"),
     [
         (0, [70, 1, 3], [(5, 66, 1), (), (2, 0, 4)]),
+        (0, [6, 3], [(0,), (0, 0)]),
         (0, [0, 4], [(3, 80), (130,)]),
         (20, [2, 0, 66], [(7, 1), (3,), (65, 2)]),
     ],
@@ -310,13 +314,13 @@ def test_a_text_part_of_another_family_is_refused() -> None:
         ModelShape.from_hf({"model_type": "qwen3_5", "text_config": text})
     with pytest.raises(ConfigError, match="`text_config` is missing"):
         ModelShape.from_hf({"model_type": "qwen3_5"})
-    with pytest.raises(ConfigError, match="`audio_config` = {}; qwen3_5 has no such key"):
+    with pytest.raises(ConfigError, match=r"`audio_config` = \{\}; qwen3_5 has no such key"):
         ModelShape.from_hf({"model_type": "qwen3_5", "text_config": text, "audio_config": {}})
 
 
 def test_a_config_is_written_as_it_was_read() -> None:
-    for case in CASES:
+    for case, sizes in CASES.items():
         family = next(one for one in ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text") if case.startswith(one))
-        shape = ModelShape.from_hf(SIZES | {"num_hidden_layers": 4, "model_type": family} | CASES[case])
+        shape = ModelShape.from_hf(SIZES | {"num_hidden_layers": 4, "model_type": family} | sizes)
         assert ModelShape.from_hf(shape.to_hf()) == shape
         assert replace(shape, delta=None).state_bytes == 0 < shape.state_bytes
