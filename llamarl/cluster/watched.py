@@ -1,4 +1,4 @@
-"""Ranks in processes of their own: the command that starts one, and a handle that notices their deaths by pidfds."""
+"""Executors in processes: the command that starts a rank, and a handle that notices deaths by pidfds."""
 
 from __future__ import annotations
 

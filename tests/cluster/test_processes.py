@@ -317,6 +317,26 @@ def test_a_process_that_cannot_be_started_is_a_dead_executor(monkeypatch: pytest
     run(main, "processes")
 
 
+def test_plain_processes_open_no_place_to_connect_to() -> None:
+    async def main(cluster: Cluster) -> None:
+        before = listening(os.getpid())
+        handle = await cluster.spawn(echo(), SPAWN_S)
+        assert listening(os.getpid()) == before and not listening(handle.pids[0])
+
+    run(main, "processes")
+
+
+def listening(pid: int) -> set[str]:
+    """Unix sockets of a process to which another could connect."""
+    of_machine = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    inodes = {f"socket:[{fields[6]}]" for fields in of_machine if int(fields[3], 16) & 0x10000}  # __SO_ACCEPTCON
+    found = set[str]()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # the descriptor of the listing
+            found.add(os.readlink(link))
+    return found & inodes
+
+
 def test_work_continues_while_the_controller_does_not_read(tmp_path: Path) -> None:
     """Results of several times the size of a socket's buffer wait in the rank, and not on its executor's thread."""
 
