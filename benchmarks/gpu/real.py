@@ -49,9 +49,9 @@ def pack(folder: Path) -> None:
 
 def process_options(device: str) -> list[str]:
     """Returns the options of separate processes: Monarch's where it loads, else plain ones."""
-    loads = subprocess.run([sys.executable, "-c", "import monarch.actor"], capture_output=True).returncode == 0
+    tried = subprocess.run([sys.executable, "-c", "import monarch.actor"], check=False, capture_output=True)
     ipc = [] if device == "cpu" else ["--weight_sync.transport", "cuda_ipc"]
-    return ["--cluster.kind", "monarch" if loads else "processes", *ipc]
+    return ["--cluster.kind", "processes" if tried.returncode else "monarch", *ipc]
 
 
 def joined(pieces: Path, model: Path) -> None:
