@@ -318,7 +318,10 @@ def prepare(config: RunConfig, *, weights: bool = True, machine: MachineMemory |
     """
     shape, warnings = check_layout(config)
     if config.cluster.kind == "inline" and (lack := lack_of_monarch()):
-        warnings.append(f"cluster.kind = 'inline': executors share this process and take turns; {lack}")
+        warnings.append(
+            f"cluster.kind = 'inline': executors share this process and take turns; {lack}, "
+            "or set cluster.kind = 'processes'"
+        )
     tokenizer, placer = open_tokenizer(config.model.path, config.data), None
     check_vocabulary(tokenizer, shape.vocab_size)
     if config.cluster.kind != "hosts":  # a controller of several hosts needs neither weights nor devices
