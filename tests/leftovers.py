@@ -70,7 +70,11 @@ def listening() -> list[str]:
 
 
 def folders(own: Path) -> list[str]:
-    """Temporary ones of the package and of Monarch, but for those that go at the next start, and this process's."""
+    """Returns the package's temporary folders, except those that the next start removes, and this process's own.
+
+    A rank that is killed while it starts may leave a folder of Monarch's (`.tmp` and six letters) beside them. It is
+    removed with the session's own folder.
+    """
     from llamarl.cluster.engine_files import sweep
 
     current, tempfile.tempdir = tempfile.gettempdir(), str(own)
@@ -78,7 +82,7 @@ def folders(own: Path) -> list[str]:
         sweep()
     finally:
         tempfile.tempdir = current
-    return sorted(path.name for kind in ("llamarl-*", ".tmp*") for path in own.glob(kind) if str(path) != current)
+    return sorted(path.name for path in own.glob("llamarl-*") if str(path) != current)
 
 
 def _target(descriptor: Path) -> str:

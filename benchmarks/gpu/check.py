@@ -39,7 +39,8 @@ NEEDED = ("torch", "numpy", "pydantic", "rich", "safetensors", "tokenizers", "to
 NIXL = ("nixl_cu12", "nixl_cu13")
 """Either, by torch's CUDA."""
 OPTIONAL = {
-    "monarch": "cluster.kind = 'monarch'", **dict.fromkeys(NIXL, "weight_sync.transport = 'nixl', if torch is for it"),
+    "monarch": "cluster.kind = 'monarch'; 'processes' does without it",
+    **dict.fromkeys(NIXL, "weight_sync.transport = 'nixl', if torch is for it"),
     **dict.fromkeys(("pytest", "pytest_timeout", "hypothesis"), "the tests"),
 }  # fmt: skip
 TESTS = (

@@ -29,16 +29,9 @@ INLINE = ["--cluster.kind", "inline"]
 RUNS = {
     "asynchronous": [*INLINE, "--rollout.max_staleness", "1"],
     "synchronous": [*INLINE, "--rollout.max_staleness", "0", "--rollout.window", "1"],
-    "processes": [
-        "--cluster.kind",
-        "monarch",
-        "--rollout.max_staleness",
-        "1",
-        "--weight_sync.transport",
-        "cuda_ipc",
-    ],
+    "processes": ["--rollout.max_staleness", "1"],
 }
-"""Options of each run. The last one has trainer and generator in processes of their own, on one card."""
+"""Options of each run. The last one has trainer and generator in separate processes, on one card."""
 USUAL = ("asynchronous", "synchronous")
 
 
@@ -52,6 +45,13 @@ def pack(folder: Path) -> None:
         (folder / str(number)).mkdir(parents=True, exist_ok=True)
         (folder / str(number) / "piece").write_bytes(content[start : start + PIECE_BYTES])
     print(f"{folder}: {len(content) / 1e6:.0f} MB in {number + 1} pieces")
+
+
+def process_options(device: str) -> list[str]:
+    """Returns the options of separate processes: Monarch's where it loads, else plain ones."""
+    tried = subprocess.run([sys.executable, "-c", "import monarch.actor"], check=False, capture_output=True)
+    ipc = [] if device == "cpu" else ["--weight_sync.transport", "cuda_ipc"]
+    return ["--cluster.kind", "processes" if tried.returncode else "monarch", *ipc]
 
 
 def joined(pieces: Path, model: Path) -> None:
@@ -74,12 +74,13 @@ def joined(pieces: Path, model: Path) -> None:
 def trained(name: str, options: argparse.Namespace, output: Path, model: Path) -> dict[str, Any]:
     """Returns the row of one run."""
     steps, device = options.steps, options.device
+    chosen = [*RUNS[name], *(process_options(device) if name == "processes" else [])]
     command = [
         sys.executable, "-m", "llamarl", "train", str(CONFIG), "--name", name, "--output", str(output), "--overwrite",
         "--model.path", str(model), "--trainer.device", device, "--generator.device", device, "--steps", str(steps),
         "--rollout.prompts_per_step", str(options.prompts), "--eval.max_prompts", str(options.eval),
         "--eval.every_steps", str(max(1, steps // 4)), "--checkpoint.every_steps", "0",
-        "--screen.kind", "lines", *RUNS[name],
+        "--screen.kind", "lines", *chosen,
     ]  # fmt: skip
     start_s, is_whole = time.monotonic(), True
     try:
@@ -96,6 +97,7 @@ def trained(name: str, options: argparse.Namespace, output: Path, model: Path) -
     return {
         "run": name,
         "device": device,
+        "options": chosen,
         "steps": len(steps_of),
         "is_whole": is_whole,
         "samples_per_s": median("samples_per_s"),

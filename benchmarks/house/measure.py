@@ -1,20 +1,14 @@
-"""How easy the code is to find one's way in: sizes of rooms and parts, borders, names, and what a demo passes through.
+"""How easy the code is to find one's way in: sizes, borders, constructors, prose, and what a demo passes through.
 
     python benchmarks/house/measure.py [--tree FOLDER] [--base FOLDER] [--runs 3] [--no-demo] [--folder FOLDER]
 
-Counts any checkout of this repository in the same way, whether its parts are folders below `llamarl/parts/` or lie
-among the rest: `sorting.toml` says which file belongs to which room of the core or part, and what each may hold. A file
-that is not sorted, or twice, is refused.
+Counts any checkout of this repository in the same way.
 
-- Code lines have no blank lines, comments and docstrings. Only Python counts.
-- An edge is an importer and what it imports, once each, whatever is imported; imports inside functions and for types
-  alone count. Of a file that belongs to two, each share is a module of its own.
-- A docstring stands at the top of a module, class or function, or below an assignment. One that begins with one of
-  `source.OPENINGS` needs the line above it to be understood.
-- Class names that two classes have, underscores aside, and those whose last word ends in -ing. Members of families,
-  named after their files, may share theirs.
+- Code lines are without blank lines, comments and docstrings. Only Python counts.
+- An import counts once for each importer and imported module, also inside functions and for types alone.
+- Constructors are listed if their written `__init__` takes more than seven arguments. Generated ones do not count.
 - Files and record types that a demo of four steps enters, executors in threads (`demo.py` says how that is counted):
-  what every one of `--runs` runs enters, as timers come by chance. The base model is made once, in about a minute.
+  what every one of `--runs` runs enters, as timers differ from run to run. The base model is made once, in a minute.
 """
 
 from __future__ import annotations
@@ -33,61 +27,38 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from _record import write_result
-from source import Sorting, by_string, cannot_be_read_alone, class_names, crossing, sizes
+from source import Source, crossing, long_constructors, prose, sizes
 
 HERE = Path(__file__).parent
 STEPS, DEADLINE_S = 4, 900.0
 Row = tuple[str, str, str]
-"""A measure, what it is now, and what it is to be at most."""
+"""A measure, its value now, and the most it should be."""
 
 
 def text_measures(tree: Path) -> tuple[list[Row], dict[str, Any]]:
-    """Without running anything."""
-    sorting = Sorting(tree)
-    counts, edges, docs, names = sizes(sorting), crossing(sorting), cannot_be_read_alone(sorting), class_names(sorting)
-    rooms = {
-        kind: {
-            name: {"files": counts["files"][name], "code_lines": counts["lines"][name], "budget": row["budget"]}
-            for name, row in table.items()
-        }
-        for kind, table in (("rooms", sorting.rooms), ("parts", sorting.parts))
+    """Counts the text, and runs nothing."""
+    source = Source(tree)
+    rooms, edges, constructors, words = sizes(source), crossing(source), long_constructors(source), prose(source)
+    core = {name: row for name, row in rooms.items() if not name.startswith("parts/")}
+    totals = {
+        "core_files": sum(row["files"] for row in core.values()),
+        "core_code_lines": sum(row["code_lines"] for row in core.values()),
+        "part_code_lines": sum(row["code_lines"] for name, row in rooms.items() if name not in core),
     }
-    over = [
-        f"{name} {row['code_lines']} of {row['budget']}"
-        for table in rooms.values()
-        for name, row in table.items()
-        if row["code_lines"] > row["budget"]
-    ]
-    core, parts = (sum(row["code_lines"] for row in table.values()) for table in rooms.values())
-    readme = len((tree / "README.md").read_text(encoding="utf-8").splitlines())
-    rows = [
-        (f"{kind} {name}: code lines", f"{row['code_lines']:,}", f"{row['budget']:,}")
-        for kind, table in (("core", rooms["rooms"]), ("part", rooms["parts"]))
-        for name, row in table.items()
-    ]
+    rows = [(name, f"{row['code_lines']:,}", "-") for name, row in rooms.items()]
     rows += [
-        ("code lines of the core", f"{core:,}", f"{sorting.totals['core']:,}"),
-        ("code lines of parts", f"{parts:,}", f"{sorting.totals['parts']:,}"),
-        ("rooms and parts over their budget", str(len(over)), "0"),
+        ("code lines of the core", f"{totals['core_code_lines']:,}", "-"),
+        ("code lines of parts", f"{totals['part_code_lines']:,}", "-"),
+        ("files of the core", str(totals["core_files"]), "190"),
         ("imports from the core into parts", str(len(edges["core_to_part"])), "0"),
         ("imports between parts", str(len(edges["part_to_part"])), "0"),
-        ("docstrings that cannot be read alone", f"{docs['cannot_be_read_alone']} ({docs['share']:.1%})", "0"),
-        ("class names with two bearers (families aside)", str(len(names["double"])), "0"),
-        ("class names that are gerunds", str(len(names["gerunds"])), "0"),
-        ("lines of the README", str(readme), "about 100"),
+        ("constructors with more than seven arguments", str(len(constructors)), "0"),
+        ("pages of the docs", str(words["docs_pages"]), "26"),
+        ("words of the docs", f"{words['docs_words']:,}", "32,000"),
+        ("lines of the README", str(words["readme_lines"]), "110"),
+        ("constructions of the word list", str(words["dialect"]), "0"),
     ]
-    return rows, {
-        "layout": "parts are folders" if sorting.has_parts else "parts lie among the rest",
-        "core_code_lines": core,
-        "part_code_lines": parts,
-        **rooms,
-        "over_budget": over,
-        "edges": edges,
-        "parts_named_in_texts_of_the_core": by_string(sorting),
-        "docstrings": docs,
-        "class_names": names,
-        "readme_lines": readme,
-    }
+    return rows, totals | words | {"rooms": rooms, "edges": edges, "long_constructors": constructors}
 
 
 def demo_measures(tree: Path, base: Path, runs: int) -> tuple[list[Row], dict[str, Any]]:
@@ -115,9 +86,9 @@ def demo_measures(tree: Path, base: Path, runs: int) -> tuple[list[Row], dict[st
         }
     steps, way, whole = (figures[name] for name in ("steps", "way", "command"))
     return [
-        ("files that the steps of the demo enter", str(steps["num_files"]), "85"),
-        ("record types that they build", str(steps["num_records"]), "45"),
-        ("files on the way of a prompt to a gradient", str(way["num_files"]), "48"),
+        ("files that the steps of the demo enter", str(steps["num_files"]), "80"),
+        ("record types that they build", str(steps["num_records"]), "-"),
+        ("files on the way of a prompt to a gradient", str(way["num_files"]), "64"),
         ("files that the whole command enters", str(whole["num_files"]), "-"),
         ("record types that it builds", str(whole["num_records"]), "-"),
     ], {"demo": figures}

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     if needed := [name for name in lacks if name != MONARCH]:
         print(f"This machine cannot run llamarl; missing: {', '.join(needed)} (pip install llamarl)")
         return 1
-    lacks = [f"{name} (executors share one process: cluster.kind = 'inline')" for name in lacks]
+    lacks = [f"{name} (executors share one process unless cluster.kind = 'processes')" for name in lacks]
 
     import torch
 

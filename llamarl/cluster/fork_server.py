@@ -1,7 +1,7 @@
 """`fork_server`: a process that imports torch and the executors once for a run, and forks each rank of an executor.
 
 A forked rank differs from an ordinary one in its parent and in the time that its start takes. The rank takes arguments,
-environment, standard streams and limits from the program that Monarch starts for it (`cluster/launcher.py`). The server
+environment, standard streams and limits from the program that is started for it (`cluster/launcher.py`). The server
 declines a request if a variable differs that libraries read at import; the rank then starts by itself. The server has
 one thread and no CUDA context.
 """
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -98,13 +98,18 @@ class ForkServer:
                 os.close(until)
                 os.close(tells)
         self._control, self._stages = ours, stages
-        self._control.set_inheritable(True)  # by the processes that Monarch starts
+        self._control.set_inheritable(True)  # by the processes of ranks
         self.place = f"{os.getpid()}:{ours.fileno()}"
         """Value of the variable `SERVER` by which launchers find the server."""
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def control(self) -> int:
+        """Descriptor that reaches the server."""
+        return self._control.fileno()
 
     def is_ready(self, module: str) -> bool:
         """Returns whether a launcher's request for a module would be answered at once. True if the server has ended."""
@@ -140,12 +145,12 @@ _shared: list[ForkServer] = []
 
 @contextmanager
 def fork_server(kind: str) -> Iterator[None]:
-    """Context in which Monarch's ranks are forked if possible. Simultaneous runs of a process share one server.
+    """Context in which ranks of this machine are forked if possible. Simultaneous runs of a process share one server.
 
     Args:
-        kind: `cluster.kind`. With another kind than `monarch` this process starts no ranks, and no server.
+        kind: `cluster.kind`. With `inline` and `hosts` this process starts no ranks, and no server.
     """
-    if kind != "monarch":
+    if kind not in ("monarch", "processes"):
         yield
         return
     user = object()
@@ -186,21 +191,29 @@ def end() -> None:
         _shared.pop().close()
 
 
-async def ready(module: str, timeout_s: float) -> None:
+def descriptors() -> tuple[int, ...]:
+    """Returns the descriptors by which processes that this one starts reach its server."""
+    return tuple(server.control for server in _shared)
+
+
+async def ready(module: str, timeout_s: float, tell: Callable[[str], None] | None = None) -> float:
     """Waits until the server of this process can fork ranks of a module at once, for `timeout_s` at most: Monarch gives
-    a rank that it starts less time than imports may take."""
+    a rank that it starts less time than imports may take. Returns the seconds that are left."""
     import asyncio  # the command that starts the server has not imported it yet
 
     until_s = time.monotonic() + timeout_s
+    if tell and SERVER in os.environ:
+        tell("imports modules")
     while _shared and not _shared[0].is_ready(module) and time.monotonic() < until_s:
         await asyncio.sleep(_LOOK_S)
+    return max(0.0, until_s - time.monotonic())
 
 
 def serve() -> None:
     """Runs the server. Returns only in each forked rank, with the `sys.argv` of the ordinary start."""
     stages: list[list[str]] = json.loads(sys.argv[2])
     control, until, starter, tells = map(int, sys.argv[3:7])
-    _die_with(until)
+    start_up.die_with(until)
     _rename([sys.executable, "-m", "llamarl.cluster.fork_server"])
     gc.disable()  # a search for garbage among modules takes a sixth of their import
     parent, here = os.pidfd_open(starter), dict(os.environ)
@@ -328,7 +341,7 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
     reply = socket.socket(fileno=reply_at)
     try:
         os.setpgid(0, 0)
-        _die_with(until)
+        start_up.die_with(until)
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
             os.close(stream)
@@ -396,17 +409,6 @@ def unfit() -> str:
             if (path := os.readlink(f"/proc/self/fd/{name}")).startswith(DEVICES):
                 return f"the fork server has opened {path}"
     return ""
-
-
-def _die_with(until: int) -> None:
-    """Has the kernel kill this process's group, even while it is stopped, when the other end of a pipe closes."""
-    fcntl.fcntl(until, fcntl.F_SETOWN, -os.getpgid(0))
-    fcntl.fcntl(until, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(until, fcntl.F_SETFL, fcntl.fcntl(until, fcntl.F_GETFL) | os.O_ASYNC)
-    poll = select.poll()
-    poll.register(until, select.POLLIN)
-    if poll.poll(0):  # it closed before
-        os._exit(1)
 
 
 def _tell(reply: socket.socket, **answer: Any) -> None:

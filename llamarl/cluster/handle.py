@@ -49,7 +49,7 @@ _STAGE_S = 0.5
 """Interval between two questions for the stage of an executor that is not ready."""
 _MARGIN_S = 0.5
 """A rank expires a call up to this time before the caller gives up, so that a late result is not lost."""
-_ABANDON_S = 2.0
+ABANDON_S = 2.0
 """Time to stop an executor that was never ready."""
 CAUSE_S = 4.0
 """Longest wait for the cause of an executor's death, after its consequences have appeared."""
@@ -140,10 +140,10 @@ class BaseHandle(ExecutorHandle):
                 if telling:
                     telling.cancel()
         except CallTimeout as error:
-            await self.stop(timeout_s=_ABANDON_S)
+            await self.stop(timeout_s=ABANDON_S)
             raise CallTimeout(self.name, "start", timeout_s, error.doing) from None
         except (ExecutorError, asyncio.CancelledError):
-            await self.stop(timeout_s=_ABANDON_S)
+            await self.stop(timeout_s=ABANDON_S)
             raise
 
     async def _tell_stages(self, tell: Tell) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, Reply, Tell, error_of, pickled, value_of
 from llamarl.cluster.handle import BaseHandle, stop_all
 from llamarl.cluster.rank import CLOSE, FAILURE, ExecutorRank
+from llamarl.config.cluster import use_processes
 from llamarl.config.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class InlineCluster(Cluster):
         if spec.num_ranks > 1:
             raise ConfigError(
                 f"cluster.kind = 'inline' runs one rank per executor, and {spec.name} asks for {spec.num_ranks}; "
-                "use cluster.kind = 'monarch'"
+                + use_processes()
             )
         sys.path[:0] = [path for path in spec.code_paths if path not in sys.path]
         log = self._log_folder / f"{spec.name}.log" if self._log_folder else None

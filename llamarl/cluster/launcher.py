@@ -1,4 +1,4 @@
-"""The program that Monarch starts for a rank. It requests the process from a fork server, and represents the process.
+"""The program that is started for a rank. It requests the process from a fork server, and represents the process.
 
 It ends as that process ends, and that process is killed when it ends first. Without a server, or when the server
 declines, it becomes the ordinary start. A bare interpreter (`-I -S`) runs the text of this file, so it imports little.

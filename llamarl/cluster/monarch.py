@@ -16,31 +16,27 @@ import pickle
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from llamarl.child import kill_group
-from llamarl.cluster import fork_server, launcher, start_up
+from llamarl.cluster import fork_server
 from llamarl.cluster.api import (
     Cluster,
-    ExecutorError,
     ExecutorHandle,
     ExecutorSpec,
     MeshFailed,
     Reply,
     Tell,
-    error_of,
     pickled,
-    value_of,
 )
 from llamarl.cluster.engine_files import quiet_stderr
 from llamarl.cluster.engine_sockets import keep_private, limit_unauthenticated, warn_if_open
-from llamarl.cluster.handle import CAUSE_S, BaseHandle, cause_of, cause_of_reaped, killed_by, rank_of, stop_all
+from llamarl.cluster.handle import cause_of, rank_of, stop_all
 from llamarl.cluster.launcher import SERVER
-from llamarl.cluster.rank import CLOSE, FAILURE, ExecutorRank
+from llamarl.cluster.rank import FAILURE, ExecutorRank
+from llamarl.cluster.watched import WatchedHandle, rank_command
 from llamarl.config.errors import ConfigError
 
 try:
@@ -62,14 +58,13 @@ try:
 except ImportError as error:
     raise ConfigError(
         f"cluster.kind = 'monarch' needs Monarch ({error}); pip install 'llamarl[monarch]', "
-        "or set cluster.kind = 'inline'"
+        "or set cluster.kind = 'processes', which does without it on one machine"
     ) from error
 
 __all__ = ["BootstrapCommand", "MonarchCluster", "MonarchHandle", "ProcMesh", "attach_to_workers", "serve_host"]
 keep_private()
 limit_unauthenticated()
 _ENGINE_MODULE = "monarch._src.actor.bootstrap_main"
-_LAUNCHER = Path(launcher.__file__).read_text(encoding="utf-8")
 MAX_SENDS = 16
 """Most messages in which a call to all ranks of a mesh leaves this process, or a rank that forwards it in Monarch's
 tree."""
@@ -121,8 +116,8 @@ class Rank(Actor):
         return await asyncio.wrap_future(self._host.submit(method, payload, timeout_s))
 
 
-class MonarchHandle(BaseHandle):
-    """Passes calls through Monarch. Notices the death of a local process by its pidfd, in milliseconds."""
+class MonarchHandle(WatchedHandle):
+    """Passes calls through Monarch."""
 
     def __init__(self, spec: ExecutorSpec, meshes: Sequence[tuple[ProcMesh, Rank]]) -> None:
         """
@@ -131,11 +126,6 @@ class MonarchHandle(BaseHandle):
         """
         super().__init__(spec)
         self._meshes = meshes
-        self._exits: list[asyncio.Future[None]] = []
-        """Resolved when the process of a rank, and its launcher if there is one, has ended."""
-        self._running: list[set[int]] = []
-        """Descriptors of the processes of each rank that have not ended."""
-        self._stopping: asyncio.Task[None] | None = None
 
     def _send(
         self, method: str, payload: bytes, timeout_s: float, rank: int | None = None
@@ -165,20 +155,6 @@ class MonarchHandle(BaseHandle):
             rank -= ranks.size()
         raise IndexError(rank)
 
-    def _watch(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._watch_work()
-        for rank, pids in enumerate(zip(self._launchers, self.pids, strict=True)):
-            self._exits.append(loop.create_future())
-            self._running.append(set())
-            for pid in filter(None, pids):
-                with suppress(ProcessLookupError):
-                    descriptor = os.pidfd_open(pid)
-                    self._running[rank].add(descriptor)
-                    loop.add_reader(descriptor, self._process_ended, rank, descriptor)
-            if not self._running[rank]:
-                self._exited(rank, "has ended")
-
     def _watch_work(self) -> None:
         first = 0
         for _, ranks in self._meshes:  # one call for all ranks of a mesh
@@ -188,92 +164,21 @@ class MonarchHandle(BaseHandle):
     def _hear(self, first: int, failures: Iterator[Future[Reply]]) -> None:
         """Waits for the next failure of a mesh."""
         if failure := next(failures, None):
-            failure.as_asyncio().add_done_callback(partial(self._failure_told, first, failures))
+            failure.as_asyncio().add_done_callback(partial(self._mesh_told, first, failures))
 
-    def _failure_told(self, first: int, failures: Iterator[Future[Reply]], failure: asyncio.Future[Reply]) -> None:
+    def _mesh_told(self, first: int, failures: Iterator[Future[Reply]], failure: asyncio.Future[Reply]) -> None:
         """Handles a failure of a mesh, which begins with rank `first`: `work()` has raised in a rank, or Monarch has
-        lost a rank. A rank that only lost other ranks may report before them."""
+        lost a rank."""
         if (lost := failure.exception()) is not None:
             rank, cause = first + rank_of(str(lost)), cause_of(str(lost))
             self._fail(MeshFailed(self.name, (rank,), f"pid {self.pids[rank]}{self._where(rank)} {cause}"))
-        elif isinstance(raised := error_of(failure.result(), self.name), MeshFailed):
-            asyncio.get_running_loop().call_later(CAUSE_S, self._fail, raised)
+        elif self._failure_told(failure.result()):
             self._hear(first, failures)
-        else:
-            self._fail(raised)
-
-    def _where(self, rank: int) -> str:
-        """Returns the host of a rank for a message, empty for this machine."""
-        return ""
-
-    def _process_ended(self, rank: int, descriptor: int) -> None:
-        """Handles the end of a rank or of its launcher. The launcher ends as the rank does, and this process can learn
-        its cause."""
-        asyncio.get_running_loop().remove_reader(descriptor)
-        cause = None
-        try:
-            info = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if info is not None:
-                killed = info.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-                cause = killed_by(info.si_status) if killed else f"ended with exit code {info.si_status}"
-        except ChildProcessError:  # Monarch, the parent's code, has reaped it first, or a fork server is the parent
-            cause = cause_of_reaped(descriptor)
-        os.close(descriptor)
-        self._running[rank].discard(descriptor)
-        self._exited(rank, cause)
-
-    def _exited(self, rank: int, cause: str | None) -> None:
-        kill_group(self.pids[rank])
-        if not self._running[rank]:
-            self._exits[rank].set_result(None)
-        self._dead(rank, cause)
-
-    def _dead(self, rank: int, cause: str | None) -> None:
-        """Marks a rank dead. None as cause means that Monarch gets time to report it."""
-        error = MeshFailed(self.name, (rank,), f"pid {self.pids[rank]}{self._where(rank)} {cause or 'has ended'}")
-        if cause is not None:
-            self._fail(error)
-        elif not self._ended.done():
-            asyncio.get_running_loop().call_later(CAUSE_S, self._fail, error)
-
-    async def _lost(self, error: BaseException | None) -> ExecutorError:
-        await asyncio.wait((self._ended,), timeout=CAUSE_S)
-        if self._ended.done():
-            return self._ended.result()
-        when = "" if self.pids else " while it started"
-        return MeshFailed(self.name, tuple(range(self._num_ranks)), f"a process {cause_of(str(error))}{when}")
-
-    async def stop(self, timeout_s: float) -> None:
-        if self._stopping is None:
-            self._end()
-            self._stopping = asyncio.create_task(self._stop(time.monotonic() + timeout_s, timeout_s))
-        await asyncio.shield(self._stopping)
-
-    async def _stop(self, deadline_s: float, timeout_s: float) -> None:
-        """Closes, leaves, then kills. The close may take half of the time, and leaving two thirds of the rest."""
-        closed = self._send(CLOSE, b"", timeout_s)
-        closed.add_done_callback(lambda replies: replies.exception())
-        await asyncio.wait((closed,), timeout=timeout_s / 2)
-        if not closed.done():
-            self._kill()
-        left = asyncio.ensure_future(self._leave())
-        await asyncio.wait((left,), timeout=(deadline_s - time.monotonic()) * 2 / 3)
-        self._kill()
-        if self._exits:
-            await asyncio.wait(self._exits, timeout=max(0.1, deadline_s - time.monotonic()))
-        if closed.done() and closed.exception() is None:
-            for reply in closed.result():
-                value_of(reply, self.name)
 
     async def _leave(self) -> None:
         """Stops the meshes. Meshes with dead processes may refuse to stop; their other processes are killed next."""
         stopping = (mesh.stop("stopped by the controller") for mesh, _ in self._meshes)
         await asyncio.gather(*stopping, return_exceptions=True)
-
-    def _kill(self) -> None:
-        for pid, ended in zip(self.pids, self._exits, strict=True):
-            if not ended.done():
-                kill_group(pid)
 
 
 class MonarchCluster(Cluster):
@@ -302,12 +207,7 @@ class MonarchCluster(Cluster):
         atexit.register(_end_client)  # before Monarch's own, which would report a timeout
 
     async def spawn(self, spec: ExecutorSpec, timeout_s: float, tell: Tell | None = None) -> ExecutorHandle:
-        if SERVER in os.environ:
-            began_s = time.monotonic()
-            if tell:
-                tell("imports modules")
-            await fork_server.ready(spec.target.partition(":")[0], timeout_s)
-            timeout_s = max(0.0, timeout_s - (time.monotonic() - began_s))
+        timeout_s = await fork_server.ready(spec.target.partition(":")[0], timeout_s, tell)
         handle = MonarchHandle(spec, [self._start(spec, self._machine, spec.num_ranks, self._bootstrap_command)])
         return await self._ready(handle, timeout_s, tell)
 
@@ -354,16 +254,8 @@ def bootstrap_command(
     Args:
         launches: a fork server may be available to fork the rank.
     """
-    found: dict[str, str | None] = dict(env)
-    log_name = spec.name
-    if spec.num_ranks > 1:
-        found |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(spec.num_ranks)}
-        log_name = f"{spec.name}.{rank}"
-    log_file = log_folder / f"{log_name}.log" if log_folder else None
-    arguments = start_up.command(_ENGINE_MODULE, spec.code_paths, log_file)
-    if launches:
-        arguments = ["-I", "-S", "-c", _LAUNCHER, spec.target.partition(":")[0], *arguments]
-    return BootstrapCommand(sys.executable, None, arguments, found)
+    arguments, variables = rank_command(spec, rank, local_rank, env, log_folder, _ENGINE_MODULE, launches=launches)
+    return BootstrapCommand(sys.executable, None, arguments, {**variables})
 
 
 def _end_client() -> None:

@@ -14,8 +14,9 @@ from llamarl.config.ref import part
 
 def check_cluster(settings: ClusterConfig) -> None:
     """Checks, before anything is started, that this machine has what `settings` require. Raises ConfigError."""
-    if settings.kind != "inline" and (lack := lack_of_monarch()):
-        raise ConfigError(f"cluster.kind = {settings.kind!r}: {lack}, or set cluster.kind = 'inline'")
+    if settings.kind in ("monarch", "hosts") and (lack := lack_of_monarch()):
+        where = "" if settings.kind == "monarch" else " on one machine"
+        raise ConfigError(f"cluster.kind = {settings.kind!r}: {lack}, or set cluster.kind = 'processes'{where}")
     if settings.kind == "hosts":
         part("hosts", "check")(settings)
 
@@ -34,6 +35,11 @@ def open_cluster(settings: ClusterConfig, log_folder: Path | None = None) -> Clu
         from llamarl.cluster.inline import InlineCluster
 
         return InlineCluster(log_folder)
+    if settings.kind == "processes":
+        own_temporary_folder()
+        from llamarl.cluster.processes import ProcessCluster
+
+        return ProcessCluster(log_folder)
     prepare_monarch(log_folder)
     from llamarl.cluster.monarch import MonarchCluster
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import runpy
+import select
 import signal
 import sys
 import threading
@@ -15,7 +17,7 @@ from llamarl.cluster.launcher import ORDINARY
 LIFELINE = "LLAMARL_LIFELINE"
 """Environment variable with the descriptor of a pipe whose other end this host's agent holds."""
 launcher_pid = 0
-"""Process that Monarch has started for this rank, which a fork server has forked. 0 means this process itself."""
+"""Process that was started for this rank, which a fork server has forked. 0 means this process itself."""
 _PROGRAM = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -40,6 +42,17 @@ def command(engine_module: str, code_paths: tuple[str, ...], log_file: Path | No
     """
     paths = [*map(os.path.abspath, code_paths), *map(os.path.abspath, sys.path)]
     return ["-c", _PROGRAM, json.dumps(list(dict.fromkeys(paths))), engine_module, str(log_file or ""), os.getcwd()]
+
+
+def die_with(until: int) -> None:
+    """Has the kernel kill this process's group, even while it is stopped, when the other end of a pipe closes."""
+    fcntl.fcntl(until, fcntl.F_SETOWN, -os.getpgid(0))
+    fcntl.fcntl(until, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(until, fcntl.F_SETFL, fcntl.fcntl(until, fcntl.F_GETFL) | os.O_ASYNC)
+    poll = select.poll()
+    poll.register(until, select.POLLIN)
+    if poll.poll(0):  # it closed before
+        os._exit(1)
 
 
 def main() -> None:

@@ -37,15 +37,14 @@ def lack_of_monarch() -> str:
 
 def use_processes() -> str:
     """Returns text on how to give executors their own processes."""
-    lack = lack_of_monarch()
-    return "use cluster.kind = 'monarch'" + f" ({lack})" * bool(lack)
+    return f"use cluster.kind = '{'processes' if lack_of_monarch() else 'monarch'}'"
 
 
 def _settled(kind: str) -> str:
     return ("inline" if lack_of_monarch() else "monarch") if kind == "auto" else kind
 
 
-Kind = Annotated[Literal["auto", "monarch", "hosts", "inline"], AfterValidator(_settled)]
+Kind = Annotated[Literal["auto", "monarch", "processes", "hosts", "inline"], AfterValidator(_settled)]
 """Kind of cluster. `auto` becomes the kind that this installation supports, so that records say what was used."""
 
 
@@ -113,8 +112,9 @@ class OnFailureConfig(Section):
 
 class ClusterConfig(Section):
     kind: Kind = Field(default="auto", validate_default=True)
-    """Place of executors. `monarch`: processes on this machine; `hosts`: processes on hosts that connect; `inline`:
-    all in this process; `auto`: `monarch` if it is installed, else `inline`."""
+    """Place of executors. `monarch`: processes on this machine; `processes`: the same without Monarch; `hosts`:
+    processes on hosts that connect; `inline`: all in this process; `auto`: `monarch` if it is installed, else
+    `inline`."""
     listen: str = ""
     """Address of this machine, `address:port`, to which `llamarl host` connects; only with `hosts`."""
     pki: FilePath = "pki"

@@ -19,9 +19,9 @@ _SIZES = {
 }  # fmt: skip
 _WINDOWS = {"use_sliding_window", "max_window_layers"}
 _EXPERTS = {"num_experts", "num_local_experts", "num_experts_per_tok"}
-_HYBRID = _SIZES | {
+_HYBRID = (_SIZES - {"sliding_window"}) | {
     "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
-    "linear_num_value_heads", "full_attention_interval", "partial_rotary_factor", "use_sliding_window",
+    "linear_num_value_heads", "full_attention_interval", "partial_rotary_factor",
 }  # fmt: skip
 _GATED_EXPERTS = {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"}
 COMPUTED: dict[str, set[str]] = {
@@ -68,17 +68,17 @@ _FIXED: dict[str, Any] = {
     "chunk_size_feed_forward": 0,
 }
 """Keys that may be absent, with the only value that the decoder computes."""
+_FIXED_HYBRID: dict[str, Any] = {
+    "use_qk_norm": True, "attn_output_gate": True, "sliding_window": None, "use_sliding_window": False,
+}  # fmt: skip
 _FIXED_OF: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True},
     "qwen3": {"use_qk_norm": True},
     "qwen3_moe": {"use_qk_norm": True},
     "glm4_moe": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-    "qwen3_next": {"use_qk_norm": True, "attn_output_gate": True},
-    "qwen3_5_text": {"use_qk_norm": True, "attn_output_gate": True, "mlp_only_layers": []},
-    "qwen3_5_moe_text": {
-        "use_qk_norm": True, "attn_output_gate": True, "mlp_only_layers": [], "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-    },
+    "qwen3_next": _FIXED_HYBRID,
+    "qwen3_5_text": _FIXED_HYBRID | {"mlp_only_layers": []},
+    "qwen3_5_moe_text": _FIXED_HYBRID | {"mlp_only_layers": [], "norm_topk_prob": True, "decoder_sparse_step": 1},
 }  # fmt: skip
 """The same for families that compute something else."""
 HARMLESS = {

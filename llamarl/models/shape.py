@@ -44,7 +44,7 @@ MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", "qwen3_next", "qwen3_5_moe_text"
 """Families of mixtures of experts."""
 WINDOWED = ("qwen2", "qwen3", "qwen3_moe")
 """Families in which `use_sliding_window` decides whether there is a window."""
-WITHOUT_WINDOW = ("llama", "glm4_moe", *HYBRIDS)
+WITHOUT_WINDOW = ("llama", "glm4_moe")
 """Families whose class in transformers has no window."""
 _ABSENT: dict[str, dict[str, float]] = {
     "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},

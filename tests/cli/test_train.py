@@ -64,10 +64,10 @@ def test_monarch_that_is_missing(toml: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "monarch" else found(name))
     lack, alone = "Monarch is not installed: pip install 'llamarl[monarch]'", ("--cluster.kind", "monarch")
     for command in ("train", "sft"):
-        check(llamarl_here(command, toml, *alone), lack, "or set cluster.kind = 'inline'", command=command)
+        check(llamarl_here(command, toml, *alone), lack, "or set cluster.kind = 'processes'", command=command)
     assert not (toml.parent / "runs").exists()
     for asked in ("--trainer.parallelism.fsdp=2", "--weight_sync.transport=nixl", "--checkpoint.mirror=true"):
-        check(llamarl_here("train", toml, asked), "cluster.kind = 'inline'", lack)
+        check(llamarl_here("train", toml, asked), "cluster.kind = 'inline'", "use cluster.kind = 'processes'")
     done = llamarl_here("train", toml)  # `auto`: nobody asked for Monarch
     assert done.returncode == 0, done.stderr
     assert f"executors share this process and take turns; {lack}" in done.stdout

@@ -131,6 +131,9 @@ class Echo(Executor):
         os.write(1, f"{text}\n".encode())
         sys.stderr.write(f"{text} on stderr\n")
 
+    def touch(self, file: str) -> None:
+        Path(file).touch()
+
     def exit(self, code: int) -> None:
         os._exit(code)
 

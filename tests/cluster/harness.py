@@ -21,8 +21,8 @@ from llamarl.cluster.launcher import SERVER
 from llamarl.cluster.open import open_cluster
 from llamarl.config.cluster import ClusterConfig
 
-Kind = Literal["monarch", "inline", "forked"]
-"""Clusters; `forked` is Monarch's with ranks that a server forks."""
+Kind = Literal["monarch", "inline", "forked", "processes", "forked processes"]
+"""Clusters; in `forked` ones, which else are Monarch's, a server forks the ranks."""
 HERE = Path(__file__).parent
 SPAWN_S = 240.0
 CALL_S = 240.0
@@ -49,14 +49,14 @@ def forking(*light: str) -> Iterator[ForkServer]:
 
 
 def run(main: Callable[[Cluster], Awaitable[None]], kind: Kind, log_folder: Path | None = None) -> None:
-    config = ClusterConfig(kind="inline" if kind == "inline" else "monarch")
+    config = ClusterConfig(kind="monarch" if kind == "forked" else kind.removeprefix("forked "))
 
     async def within() -> None:
         async with asyncio.timeout(500.0):
             async with open_cluster(config, log_folder) as cluster:
                 await main(cluster)
 
-    with forking() if kind == "forked" else nullcontext():
+    with forking() if "forked" in kind else nullcontext():
         asyncio.run(within())
 
 

@@ -27,7 +27,7 @@ from llamarl.config import ConfigError
 from tests.cluster.harness import CALL_S, SPAWN_S, Kind, echo, run
 
 
-@pytest.fixture(params=["inline", "monarch", "forked"])
+@pytest.fixture(params=["inline", "monarch", "forked", "processes", "forked processes"])
 def kind(request: pytest.FixtureRequest) -> Kind:
     return request.param
 
@@ -164,14 +164,15 @@ def test_long_arguments_and_results_travel_in_parts(kind: Kind) -> None:
     run(main, kind)
 
 
-def test_ranks_may_answer_at_different_length() -> None:
+@pytest.mark.parametrize("kind", ["monarch", "processes"])
+def test_ranks_may_answer_at_different_length(kind: Kind) -> None:
     async def main(cluster: Cluster) -> None:
         two = ExecutorSpec(name="two", target="executors:Echo", num_ranks=2, code_paths=echo().code_paths)
         handle = await cluster.spawn(two, SPAWN_S)
         lengths = [len(value) for value in await handle.call_each("zeros_of_rank", MAX_MESSAGE_BYTES, timeout_s=CALL_S)]
         assert lengths == [0, 3 * MAX_MESSAGE_BYTES]
 
-    run(main, "monarch")
+    run(main, kind)
 
 
 def test_payload_cap(kind: Kind) -> None:

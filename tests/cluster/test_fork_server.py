@@ -13,15 +13,26 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from llamarl.cluster import fork_server, launcher, monarch
+from llamarl.cluster import fork_server, launcher, watched
 from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, MeshFailed
-from tests.cluster.harness import CALL_S, HERE, SPAWN_S, echo, forking, is_alive, run, until
+from tests.cluster.harness import CALL_S, HERE, SPAWN_S, Kind, echo, forking, is_alive, run, until
+from tests.nightly import also
 
 NUMBER = "OMP_NUM_THREADS"
+
+
+@pytest.fixture(params=["monarch", "processes"])
+def kind(request: pytest.FixtureRequest) -> Literal["monarch", "processes"]:
+    """Kind of the cluster whose ranks are forked where a server is."""
+    return request.param
+
+
+def served(kind: str) -> Kind:
+    return "forked" if kind == "monarch" else "forked processes"
 
 
 def parent(pid: int) -> int:
@@ -48,7 +59,7 @@ def launchers() -> list[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_rank_that_is_killed_is_named_as_one_that_started_by_itself(number: signal.Signals) -> None:
+def test_a_rank_that_is_killed_is_named_as_one_that_started_by_itself(kind: Kind, number: signal.Signals) -> None:
     async def main(cluster: Cluster) -> None:
         handle = await cluster.spawn(echo(), SPAWN_S)
         (stands,) = launchers()
@@ -60,21 +71,21 @@ def test_a_rank_that_is_killed_is_named_as_one_that_started_by_itself(number: si
         assert error.cause == f"pid {handle.pids[0]} was killed by {number.name}"
         await until(lambda: not is_alive(child) and not is_alive(stands), CALL_S)
 
-    run(main, "forked")
+    run(main, served(kind))
 
 
-def test_exit_codes_are_told() -> None:
+def test_exit_codes_are_told(kind: Kind) -> None:
     async def main(cluster: Cluster) -> None:
         for code in (0, 3):
             handle = await cluster.spawn(echo(f"exit-{code}"), SPAWN_S)
             with pytest.raises(MeshFailed, match=rf"pid {handle.pids[0]} ended with exit code {code}"):
                 await handle.call("exit", code, timeout_s=CALL_S)
 
-    run(main, "forked")
+    run(main, served(kind))
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_rank_ends_with_its_launcher(stopped: bool) -> None:
+def test_a_rank_ends_with_its_launcher(kind: Kind, stopped: bool) -> None:
     """However that is killed, and whatever the rank is at; also what the rank has started."""
 
     async def main(cluster: Cluster) -> None:
@@ -87,10 +98,10 @@ def test_a_rank_ends_with_its_launcher(stopped: bool) -> None:
         await asyncio.wait_for(handle.failed, CALL_S)
         await until(lambda: not is_alive(handle.pids[0]) and not is_alive(child), CALL_S)
 
-    run(main, "forked")
+    run(main, served(kind))
 
 
-def test_a_signal_to_end_reaches_the_rank() -> None:
+def test_a_signal_to_end_reaches_the_rank(kind: Kind) -> None:
     """Monarch sends it to the process that it knows."""
 
     async def main(cluster: Cluster) -> None:
@@ -100,10 +111,10 @@ def test_a_signal_to_end_reaches_the_rank() -> None:
         await asyncio.wait_for(handle.failed, CALL_S)
         await until(lambda: not is_alive(handle.pids[0]) and not is_alive(stands), CALL_S)
 
-    run(main, "forked")
+    run(main, served(kind))
 
 
-def test_without_its_server_a_rank_goes_on_and_the_next_starts_by_itself(tmp_path: Path) -> None:
+def test_without_its_server_a_rank_goes_on_and_the_next_starts_by_itself(kind: Kind, tmp_path: Path) -> None:
     async def main(cluster: Cluster) -> None:
         handle = await cluster.spawn(echo("first"), SPAWN_S)
         assert is_forked(handle)
@@ -117,12 +128,12 @@ def test_without_its_server_a_rank_goes_on_and_the_next_starts_by_itself(tmp_pat
         assert isinstance(error, MeshFailed) and f"pid {handle.pids[0]}" in error.cause
 
     with forking() as server:
-        run(main, "monarch", tmp_path)
+        run(main, kind, tmp_path)
     assert launcher.SERVER_ENDED in (tmp_path / "again.log").read_text()
     assert launcher.SERVER_ENDED not in (tmp_path / "first.log").read_text()
 
 
-def test_a_server_that_is_killed_while_it_is_asked_costs_a_start_only(tmp_path: Path) -> None:
+def test_a_server_that_is_killed_while_it_is_asked_costs_a_start_only(kind: Kind, tmp_path: Path) -> None:
     """Stopped, so that it has the request and does not answer."""
 
     async def main(cluster: Cluster) -> None:
@@ -136,14 +147,16 @@ def test_a_server_that_is_killed_while_it_is_asked_costs_a_start_only(tmp_path: 
         assert await handle.call("echo", 1, timeout_s=CALL_S) == 1
 
     with forking() as server:
-        run(main, "monarch", tmp_path)
+        run(main, kind, tmp_path)
 
 
-def test_a_server_that_does_not_answer_costs_a_start_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_answer_costs_a_start_only(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And when it goes on, it starts no second process for that rank."""
     patient, hasty = f"WAIT_S = {launcher.WAIT_S}", "WAIT_S = 0.3"
-    assert patient in monarch._LAUNCHER
-    monkeypatch.setattr(monarch, "_LAUNCHER", monarch._LAUNCHER.replace(patient, hasty))
+    assert patient in watched._LAUNCHER
+    monkeypatch.setattr(watched, "_LAUNCHER", watched._LAUNCHER.replace(patient, hasty))
 
     async def main(cluster: Cluster) -> None:
         await until(lambda: server.is_ready("executors"), CALL_S)
@@ -161,11 +174,11 @@ def test_a_server_that_does_not_answer_costs_a_start_only(tmp_path: Path, monkey
         return children(stage)
 
     with forking() as server:
-        run(main, "monarch", tmp_path)
+        run(main, kind, tmp_path)
     assert "0.3 s" in (tmp_path / "echo.log").read_text()
 
 
-def test_a_rank_is_not_started_before_the_server_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_is_not_started_before_the_server_is_ready(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Monarch waits for a started rank less long than imports may take."""
 
     async def main(cluster: Cluster) -> None:
@@ -178,7 +191,7 @@ def test_a_rank_is_not_started_before_the_server_is_ready(monkeypatch: pytest.Mo
         assert is_forked(await spawning)
 
     with forking() as server:
-        run(main, "monarch")
+        run(main, kind)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +204,7 @@ def test_a_rank_is_not_started_before_the_server_is_ready(monkeypatch: pytest.Mo
     ],
 )
 def test_what_libraries_read_as_they_are_loaded_is_never_another(
-    env: Mapping[str, str], said: str, tmp_path: Path
+    kind: Kind, env: Mapping[str, str], said: str, tmp_path: Path
 ) -> None:
     async def main(cluster: Cluster) -> None:
         handle = await cluster.spawn(replace(echo(), env={**env}), SPAWN_S)
@@ -199,12 +212,12 @@ def test_what_libraries_read_as_they_are_loaded_is_never_another(
         assert await handle.call("environ", *env, timeout_s=CALL_S) == list(env.values())
 
     with forking():
-        run(main, "monarch", tmp_path)
+        run(main, kind, tmp_path)
     (line,) = (tmp_path / "echo.log").read_text().splitlines()
     assert said in line
 
 
-def test_an_executor_of_somebody_else_starts_by_itself(tmp_path: Path) -> None:
+def test_an_executor_of_somebody_else_starts_by_itself(kind: Kind, tmp_path: Path) -> None:
     (tmp_path / "others.py").write_text("from executors import Echo as Other\n")
 
     async def main(cluster: Cluster) -> None:
@@ -212,10 +225,10 @@ def test_an_executor_of_somebody_else_starts_by_itself(tmp_path: Path) -> None:
         spec = ExecutorSpec(name="other", target="others:Other", code_paths=paths)
         assert not is_forked(await cluster.spawn(spec, SPAWN_S))
 
-    run(main, "forked")
+    run(main, served(kind))
 
 
-def test_a_forked_rank_finds_what_one_finds_that_starts_by_itself() -> None:
+def test_a_forked_rank_finds_what_one_finds_that_starts_by_itself(kind: Kind) -> None:
     found = list[dict[str, Any]]()
 
     async def main(cluster: Cluster) -> None:
@@ -224,8 +237,8 @@ def test_a_forked_rank_finds_what_one_finds_that_starts_by_itself() -> None:
         )
         found.append(await handle.call("surroundings", timeout_s=CALL_S))
 
-    run(main, "monarch")
-    run(main, "forked")
+    run(main, kind)
+    run(main, served(kind))
     ordinary, forked = found
     assert forked["environment"].pop("HYPERACTOR_MESH_BOOTSTRAP_ENABLE_PDEATHSIG") == "false"
     changing = {name for name in ordinary["environment"] if name.startswith(("HYPERACTOR_", "BOOTSTRAP_"))}
@@ -239,8 +252,8 @@ def test_a_forked_rank_finds_what_one_finds_that_starts_by_itself() -> None:
         assert forked[name] == value, (name, forked[name], value)
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_threads_are_as_many_as_in_one_that_starts_by_itself(number: int) -> None:
+@pytest.mark.parametrize("number", [2, *also(1)])
+def test_threads_are_as_many_as_in_one_that_starts_by_itself(kind: Kind, number: int) -> None:
     """Libraries read their number as they are loaded, which was with one thread."""
     found = list[dict[str, int]]()
 
@@ -250,9 +263,9 @@ def test_threads_are_as_many_as_in_one_that_starts_by_itself(number: int) -> Non
         assert is_forked(handle) == (launcher.SERVER in os.environ)
         found.append(await handle.call("thread_counts", timeout_s=CALL_S))
 
-    run(main, "monarch")
+    run(main, kind)
     with forking("torch"):
-        run(main, "monarch")
+        run(main, kind)
     ordinary, forked = found
     assert forked == ordinary
     assert ordinary["torch"] == ordinary["of numpy"] == number
@@ -291,7 +304,7 @@ def test_simultaneous_runs_of_a_process_share_a_server(pretended: type[Pretended
     assert (pretended.begun, pretended.ended) == (2, 2)
 
 
-@pytest.mark.parametrize(("kind", "switch"), [("inline", "1"), ("hosts", "1"), ("monarch", "0")])
+@pytest.mark.parametrize(("kind", "switch"), [("inline", "1"), ("hosts", "1"), ("monarch", "0"), ("processes", "0")])
 def test_no_server_without_ranks_or_with_the_switch(
     kind: str, switch: str, pretended: type[Pretended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,14 +345,14 @@ async def main(cluster):
     await asyncio.to_thread(sys.stdin.read)
 
 with forking() as server:
-    run(main, "monarch")
+    run(main, sys.argv[1])
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, None])
-def test_nothing_outlives_the_controller(number: signal.Signals | None) -> None:
+def test_nothing_outlives_the_controller(kind: Kind, number: signal.Signals | None) -> None:
     """Killed, interrupted, or ended by itself; a rank may be stopped when the controller is killed."""
-    command = [sys.executable, "-c", CONTROLLER]
+    command = [sys.executable, "-c", CONTROLLER, kind]
     with subprocess.Popen(
         command, cwd=HERE.parents[1], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         text=True, start_new_session=True,

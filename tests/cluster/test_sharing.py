@@ -23,9 +23,14 @@ from llamarl.cluster.api import (
     ExecutorSpec,
     MeshFailed,
 )
-from tests.cluster.harness import CALL_S, SPAWN_S, echo, run
+from tests.cluster.harness import CALL_S, SPAWN_S, Kind, echo, run
 
 NUM_RANKS = 3
+
+
+@pytest.fixture(params=["monarch", "processes"])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return request.param
 
 
 def sharing(folder: Path) -> ExecutorSpec:
@@ -47,7 +52,7 @@ def counted(handle: ExecutorHandle, num_ranks: int) -> Callable[[], int]:
     return lambda: sum(sent)
 
 
-def test_long_arguments_leave_the_caller_once(tmp_path: Path) -> None:
+def test_long_arguments_leave_the_caller_once(kind: Kind, tmp_path: Path) -> None:
     async def main(cluster: Cluster) -> None:
         handle = await cluster.spawn(sharing(tmp_path), SPAWN_S)
         num_bytes = counted(handle, NUM_RANKS)
@@ -61,10 +66,10 @@ def test_long_arguments_leave_the_caller_once(tmp_path: Path) -> None:
         assert size < num_bytes() < 1.01 * size
         assert await handle.call_each("dealt_here", timeout_s=CALL_S) == [[0, 3], [1, 4], [2]]
 
-    run(main, "monarch")
+    run(main, kind)
 
 
-def test_short_arguments_are_nobody_s_to_share(tmp_path: Path) -> None:
+def test_short_arguments_are_nobody_s_to_share(kind: Kind, tmp_path: Path) -> None:
     async def main(cluster: Cluster) -> None:
         several, one = await asyncio.gather(
             cluster.spawn(sharing(tmp_path), SPAWN_S),
@@ -74,10 +79,10 @@ def test_short_arguments_are_nobody_s_to_share(tmp_path: Path) -> None:
         await one.call("remember", bytes(3 * MAX_MESSAGE_BYTES), timeout_s=CALL_S)  # one rank has nobody to share with
         assert list(tmp_path.iterdir()) == []
 
-    run(main, "monarch")
+    run(main, kind)
 
 
-def test_rank_0_alone_answers_a_call_to_all(tmp_path: Path) -> None:
+def test_rank_0_alone_answers_a_call_to_all(kind: Kind, tmp_path: Path) -> None:
     async def main(cluster: Cluster) -> None:
         handle = await cluster.spawn(sharing(tmp_path), SPAWN_S)
         received = list[int]()
@@ -94,10 +99,10 @@ def test_rank_0_alone_answers_a_call_to_all(tmp_path: Path) -> None:
         assert sum(received) < 3.01 * MAX_MESSAGE_BYTES
         assert await handle.call_each("pid", timeout_s=CALL_S) == handle.pids
 
-    run(main, "monarch")
+    run(main, kind)
 
 
-def test_a_rank_that_dies_before_its_part_is_there_ends_the_call(tmp_path: Path) -> None:
+def test_a_rank_that_dies_before_its_part_is_there_ends_the_call(kind: Kind, tmp_path: Path) -> None:
     async def main(cluster: Cluster) -> None:
         handle = await cluster.spawn(sharing(tmp_path), SPAWN_S)
         os.kill(handle.pids[1], signal.SIGSTOP)
@@ -108,10 +113,10 @@ def test_a_rank_that_dies_before_its_part_is_there_ends_the_call(tmp_path: Path)
         with pytest.raises(MeshFailed, match=r"rank 1\): pid \d+ was killed by SIGKILL"):
             await call
 
-    run(main, "monarch")
+    run(main, kind)
 
 
-def test_a_part_that_never_comes_ends_with_the_call(tmp_path: Path) -> None:
+def test_a_part_that_never_comes_ends_with_the_call(kind: Kind, tmp_path: Path) -> None:
     async def main(cluster: Cluster) -> None:
         handle = await cluster.spawn(sharing(tmp_path), SPAWN_S)
         send = handle._send
@@ -124,7 +129,7 @@ def test_a_part_that_never_comes_ends_with_the_call(tmp_path: Path) -> None:
             await handle.call("remember", bytes(4 * MAX_MESSAGE_BYTES), timeout_s=1.0)
         await handle.stop(1.0)  # the others still wait for the part
 
-    run(main, "monarch")
+    run(main, kind)
 
 
 def test_many_ranks_on_many_hosts_cost_no_more() -> None:

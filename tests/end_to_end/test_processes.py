@@ -131,7 +131,7 @@ def test_ctrl_c_and_resume(running: Running, toml: Path) -> None:
     assert not re.search(rf"step +{last}/", done.stdout), "a step was done again"
 
 
-@pytest.mark.parametrize("kind", ["inline", *(["monarch"] if NIGHTLY else [])])
+@pytest.mark.parametrize("kind", ["inline", *(["monarch", "processes"] if NIGHTLY else [])])
 def test_being_asked_to_end_and_a_second_signal(tmp_path: Path, toml: Path, kind: str) -> None:
     """SIGTERM ends one run. A second run, which starts in parallel, receives two signals in a row."""
     polite, hasty = (Running(tmp_path / name, toml, "--cluster.kind", kind) for name in ("polite", "hasty"))
@@ -145,7 +145,7 @@ def test_a_terminal_that_is_closed(tmp_path: Path, toml: Path) -> None:
 
 
 def executors_of(kind: str) -> frozenset[str]:
-    return EXECUTORS if kind == "monarch" else frozenset()
+    return frozenset() if kind == "inline" else EXECUTORS
 
 
 def end_politely(polite: Running, number: signal.Signals, kind: str) -> None:
@@ -215,7 +215,7 @@ def test_a_run_survives_the_kill_of_a_generator(tmp_path: Path, toml: Path, poli
 
 
 @nightly("half a minute of standing still; the clock that bears it is in tests/controller/test_clock.py")
-@pytest.mark.parametrize("kind", ["inline", "monarch"])
+@pytest.mark.parametrize("kind", ["inline", "monarch", "processes"])
 def test_a_run_that_is_stopped_goes_on(tmp_path: Path, toml: Path, kind: str) -> None:
     """As by Ctrl-Z: for longer than it may stall, and than Monarch waits for an answer."""
     stall_s, stopped_s = (10, 14.0) if kind == "inline" else (30, 50.0)

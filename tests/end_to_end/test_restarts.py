@@ -90,6 +90,32 @@ def test_whoever_dies_the_run_learns_the_same(tmp_path: Path, toml: Path, whole:
     assert 3 <= again[0][1] <= 7
 
 
+def test_without_monarch_a_run_is_killed_resumed_and_replayed(
+    tmp_path: Path, toml: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainer, generator and then the controller are killed, and the trainer of the resumed run."""
+    (tmp_path / "monarch.py").write_text("raise ImportError('this Monarch is for another torch')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    done = tiny.llamarl("train", toml, "--output", tmp_path, "--cluster.kind", "monarch")
+    assert done.returncode == 2 and "another torch" in done.stderr and "cluster.kind = 'processes'" in done.stderr
+    processes = ("--cluster.kind", "processes")
+    run = Faulty(tmp_path, toml, *processes)
+    killed = [run.strike(name, step) for name, step in (("trainer", 3), ("generator-0", 6))]
+    run.command.until(lambda: '"step": 10,' in (tmp_path / "tiny/metrics.jsonl").read_text())
+    run.pids += descendants(run.command.process.pid)
+    _, said = run.command.end(signal.SIGKILL)
+    assert gone(run.pids) == []
+    for pid in killed:
+        assert f"pid {pid} was killed by SIGKILL" in said, said
+    run = Faulty(tmp_path, toml, *processes, "--resume")
+    run.strike("trainer", 18)
+    run.end()
+    assert steps(tmp_path) == steps(whole)
+    assert weights(tmp_path) == weights(whole), "bit for bit"
+    done = llamarl_here("replay", tmp_path / "tiny")
+    assert done.returncode == 0 and "all equal" in done.stdout, done.stdout + done.stderr
+
+
 @nightly("what a mirror keeps, and what goes on from it, is in tests/checkpoint and tests/controller")
 def test_with_a_mirror_one_step_is_taken_again(tmp_path: Path, toml: Path, whole: Path) -> None:
     run = Faulty(tmp_path, toml, "--checkpoint.mirror", "true")
@@ -104,9 +130,11 @@ def test_with_a_mirror_one_step_is_taken_again(tmp_path: Path, toml: Path, whole
 
 
 @nightly("two runs of two ranks; of one rank it is said above, of ranks in tests/training/test_layouts.py")
-def test_a_rank_that_is_killed_or_stopped(tmp_path: Path, toml: Path) -> None:
+@pytest.mark.parametrize("kind", ["monarch", "processes"])
+def test_a_rank_that_is_killed_or_stopped(tmp_path: Path, toml: Path, kind: str) -> None:
     """One of two ranks of the trainer dies, later one stands still: the sentence says which, and nothing is lost."""
-    two = ("--trainer.parallelism.fsdp", 2, "--cluster.timeout_s", 20, "--checkpoint.mirror", "true")
+    two = ("--trainer.parallelism.fsdp", 2, "--cluster.timeout_s", 60, "--checkpoint.mirror", "true")
+    two += ("--cluster.kind", kind)
     two += ("--steps", 12)
     (tmp_path / "whole").mkdir()
     (tmp_path / "faulty").mkdir()

@@ -123,7 +123,8 @@ def replayable(config: RunConfig, parts: Sequence[Part], tally: Tally) -> tuple[
     if not wanted:
         raise ConfigError(f"--only {parts[0]}: {tally.notes[-1]}; leave --only out")
     alone = max(config.trainer.parallelism.num_ranks, config.critic.parallelism.num_ranks) == 1
-    cluster = {"kind": "inline" if alone else "monarch", "placement": "disaggregated"}
+    several = "processes" if config.cluster.kind == "processes" else "monarch"
+    cluster = {"kind": "inline" if alone else several, "placement": "disaggregated"}
     native = {"replicas": 1, "backend": "native", "tensor_parallel": 1, "kv_cache_bytes": None, "cuda_graphs": "off"}
     running = {"max_running": min(generator.max_running * max(generator.replicas, 1) + 1, 1 << 16)}
     sync = {"transport": "auto", "delta": False, "probe_every_steps": 0}
