@@ -34,7 +34,7 @@ from llamarl.config.errors import ConfigError
 from llamarl.config.roles import LoraConfig
 from llamarl.generation.attention import KernelAttention, TorchAttention
 from llamarl.generation.network import (
-    DeltaNet,
+    DeltaHeads,
     ExpertMixture,
     GatedLinears,
     GeneratorLayer,
@@ -54,7 +54,7 @@ from llamarl.models.lora import A, B, adapted_weights, adapter_of, merged
 from llamarl.models.masking import UnusedIds
 from llamarl.models.quantize import QUANTIZED_DTYPES, quantize_rows
 from llamarl.models.shape import ModelShape
-from llamarl.models.transformer import Attend, Mixing, Rope, Rotation, Transformer
+from llamarl.models.transformer import Attend, Mixer, Rope, Rotation, Transformer
 from llamarl.models.vocabulary import unused_ids
 from llamarl.observability.spans import stage
 from llamarl.sharding.box import Box
@@ -347,7 +347,7 @@ class GeneratorModel:
         """Returns the gated outputs of all heads of a hybrid model's attention or delta net, [N, I]."""
         if layer.delta is not None:
             projected = _project(layer.qkv, x_N_D, self._delta_sizes)
-            return layer.delta(layer.place, cast(Mixing, attend).recur, x_N_D, projected)
+            return layer.delta(layer.place, cast(Mixer, attend).recur, x_N_D, projected)
         flats = _project(layer.qkv, x_N_D, self._qkv_sizes)
         q, k, v = (flat.unflatten(-1, (-1, self.shape.head_dim)) for flat in flats)
         q, gate = (x.contiguous() for x in q.unflatten(-2, (-1, 2)).unbind(-2))
@@ -439,7 +439,7 @@ class GeneratorModel:
             return GeneratorLayer(
                 qkv=linears(*(f"linear_attn.in_proj_{kind}" for kind in "qkvz")), qk_norms=None,
                 o=linears("linear_attn.out_proj")[0], place=with_delta.index(index), **ends,
-                delta=DeltaNet(
+                delta=DeltaHeads(
                     sizes=delta, ba=linears("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
                     conv_C_W=torch.cat([get(f"linear_attn.conv_{kind}.weight") for kind in "qkv"]).float(),
                     a_log_H=get("linear_attn.A_log"), dt_bias_H=get("linear_attn.dt_bias"),

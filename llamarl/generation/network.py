@@ -90,7 +90,7 @@ class ExpertMixture:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeltaNet:
+class DeltaHeads:
     """The part of a delta net between its projections."""
 
     sizes: DeltaShape
@@ -134,7 +134,7 @@ class GeneratorLayer:
     mlp: GatedLinears | ExpertMixture
     place: int
     """Number among the layers with attention, or with a delta net."""
-    delta: DeltaNet | None = None
+    delta: DeltaHeads | None = None
     """Delta net in place of attention, whose projections are `qkv`. None means attention."""
 
     def norms(self) -> Norms:

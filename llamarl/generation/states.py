@@ -38,7 +38,7 @@ class StateCache:
         self.inputs_L_S_D_C[:, EMPTY] = 0
 
     def widen(self, count: int) -> None:
-        """Adds slots. Copies those that exist."""
+        """Adds slots. Copies the slots that exist."""
         self.states_L_S_H_K_V, self.inputs_L_S_D_C = (
             torch.cat((x, x.new_empty(len(x), count, *x.shape[2:])), 1)
             for x in (self.states_L_S_H_K_V, self.inputs_L_S_D_C)

@@ -53,7 +53,7 @@ class DeltaShape:
 
     @property
     def state_scalars(self) -> int:
-        """Scalars that one layer keeps of a sequence: a state per value head, and the last inputs of the
+        """Scalars that a layer keeps of a sequence: a state per value head, and the last inputs of the
         convolution."""
         return self.num_value_heads * self.key_dim * self.value_dim + (self.conv_width - 1) * self.mixed_size
 

@@ -4,7 +4,7 @@ a matrix for each kind of head.
 
 Tokens of many sequences share one dimension, and the caller's `attend` decides which token sees which. So one
 definition serves training (packed documents) and generation (paged KV cache). For delta nets `attend` also knows which
-token continues which (`Mixing`).
+token continues which (`Mixer`).
 
 Shape suffixes: N packed tokens, D model dim, H query heads, J kv heads, K head dim, F feed-forward dim, V vocabulary, M
 positions, R rotated channels of a head, W experts of a token in all layers, C mixed channels of a delta net.
@@ -38,8 +38,8 @@ Rotation = tuple[Tensor, Tensor]
 """(cos_N_1_R, sin_N_1_R). The first half of the sine is negative, see `rotate_by_torch`."""
 
 
-class Mixing(Protocol):
-    """`Attend` for a hybrid model."""
+class Mixer(Protocol):
+    """`Attend` of a hybrid model."""
 
     recur: Recur
     """Recurrent part of its delta nets."""
@@ -243,7 +243,7 @@ class DeltaNet(nn.Module):
         conv_C_W = torch.cat([self.get_parameter(f"conv_{kind}.weight") for kind in "qkv"])
         z, b, a = (self.get_submodule(f"in_proj_{kind}")(x_N_D) for kind in "zba")
         decay_N_H = log_decay(a, self.A_log, self.dt_bias)
-        recur = cast(Mixing, attend).recur
+        recur = cast(Mixer, attend).recur
         out_N_H_V = recur(self.place, self.delta, mixed_N_C, conv_C_W, decay_N_H, wide(b).sigmoid())
         z_N_H_V = wide(z.unflatten(-1, (-1, self.delta.value_dim)))
         return self.out_proj(gated_norm(out_N_H_V, self.norm.weight, z_N_H_V, self.eps).flatten(-2))

@@ -302,7 +302,8 @@ def test_padding_and_empty_batches_are_computed() -> None:
     ],
 )
 def test_other_hybrids_are_refused_by_name(change: dict[str, Any], named: str) -> None:
-    sizes = SIZES | DELTA | {"model_type": "qwen3_5_text", "head_dim": 16}
+    kinds = ["linear_attention", "full_attention"]
+    sizes = SIZES | DELTA | {"model_type": "qwen3_5_text", "head_dim": 16, "layer_types": kinds}
     ModelShape.from_hf(sizes)
     with pytest.raises(ConfigError, match=named):
         ModelShape.from_hf(sizes | change)

@@ -200,8 +200,8 @@ RELEASED: dict[str, dict[str, Any]] = {
         },
     },
     "qwen3_5_moe_text": {
-        "attn_output_gate": True, "full_attention_interval": 4, "mtp_num_hidden_layers": 1, "partial_rotary_factor": 0.25,
-        "router_aux_loss_coef": 0.001, "norm_topk_prob": True,
+        "attn_output_gate": True, "full_attention_interval": 4, "mtp_num_hidden_layers": 1,
+        "partial_rotary_factor": 0.25, "router_aux_loss_coef": 0.001, "norm_topk_prob": True,
     },
 }  # fmt: skip
 """Keys of files on the Hub: Qwen2.5, Qwen3-Coder, GLM-4.5, Mixtral, Mistral Small, Llama 3.1, Qwen3, Qwen3-Next
