@@ -37,6 +37,15 @@ class Turn:
     """Tool calls in the response, if the model's chat template supports tools."""
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A reply, and the reward of the turn that it answers. The reward of an episode is the sum of the rewards of its
+    turns and of its end. `shaping.credit` decides which tokens learn from which rewards."""
+
+    reply: str | Messages
+    reward: float
+
+
 @dataclass
 class Environment(ABC):
     """Replies turn by turn. The reply is a function of all turns so far, so that any worker can reply and the death of
@@ -66,8 +75,8 @@ class Environment(ABC):
     """Strings that end a turn, like a stop token. The token that completes one of them is kept."""
 
     @abstractmethod
-    def reply(self, task: Task, turns: Sequence[Turn]) -> str | Messages | RewardResult | None:
-        """Returns the reply to the last turn: text or messages from which the policy continues, or the episode's
+    def reply(self, task: Task, turns: Sequence[Turn]) -> str | Messages | Scored | RewardResult | None:
+        """Returns the reply to the last turn: text or messages from which the policy continues, alone or `Scored`, or a
         reward, which ends the episode, or None, which ends it and leaves the reward to `[reward]`. An exception makes
         the episode INVALID."""
 

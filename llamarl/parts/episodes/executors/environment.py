@@ -160,7 +160,8 @@ class OpenEnvironment:
         messages = [] if isinstance(said, Failure) else said.get("messages", [])
         num_errors = sum(bool(one.get("is_error")) for one in messages)
         calls = num_calls, num_errors
-        return Replied(episode.group_id, episode.index, num_tokens, observation_T, result, seconds, calls)
+        earned = 0.0 if isinstance(said, Failure) else said.get("turn_reward", 0.0)
+        return Replied(episode.group_id, episode.index, num_tokens, observation_T, result, seconds, calls, earned)
 
     def _ends_with_stop(self, episode: OpenTurn) -> bool:
         return int(episode.turns[-1][1][-1]) in self._tokenizer.eos_token_ids
