@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +20,14 @@ def examples(number: int) -> int:
 def also(*cases: Any) -> tuple[Any, ...]:
     """Further cases that only `make test-all` runs."""
     return cases if NIGHTLY else ()
+
+
+def crossed(*lists: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Returns all combinations of values; by day the fewest in which each value of each list occurs."""
+    values = [list(one) for one in lists]
+    if NIGHTLY:
+        return list(product(*values))
+    return [tuple(one[number % len(one)] for one in values) for number in range(max(map(len, values)))]
 
 
 def nightly(why: str) -> pytest.MarkDecorator:

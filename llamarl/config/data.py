@@ -148,6 +148,8 @@ class TrainSource(SourceConfig):
     """Share of the prompts from this source, relative to the other weights. The size of the source does not matter."""
     filter: FilterConfig | None = None
     """`data.filter` of this source."""
+    teacher: FilePath = ""
+    """`reference.path` of this source: the model that teaches its prompts."""
 
 
 MAX_SAMPLES = 4096

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from llamarl.config.cluster import ClusterConfig, use_processes
-from llamarl.config.data import MIN_TEMPERATURE, DataConfig, EvalConfig, EvalSet, SourceConfig, with_tools
+from llamarl.config.data import MIN_TEMPERATURE, DataConfig, EvalConfig, EvalSet, SourceConfig, TrainSource, with_tools
 from llamarl.config.ref import Ref
 from llamarl.config.roles import (
     AgentConfig,
@@ -367,7 +367,9 @@ class RunConfig(Section):
             rollout = rollout.model_copy(update={"environment": source.environment, "tools": source.tools})
         if source.reward is not None:
             reward = reward.model_copy(update={"parts": source.reward.parts, "weights": source.reward.weights})
-        own = {"data": self.data.of(source), "rollout": rollout, "reward": reward}
+        own: dict[str, Section] = {"data": self.data.of(source), "rollout": rollout, "reward": reward}
+        if isinstance(source, TrainSource) and source.teacher:
+            own["reference"] = self.reference.model_copy(update={"path": source.teacher})
         own |= {"eval": source.settled(self.eval, "data.eval")} if isinstance(source, EvalSet) else {}
         return self.model_copy(update=own)
 
@@ -383,6 +385,14 @@ class RunConfig(Section):
         """Settings for each source as the only one, by `Prompt.source`: training sources and sets of held-out problems.
         The empty name has the run's settings, for prompts without a label."""
         return {"": self} | {key: self.of(source) for key, source in self.data.by_key.items()}
+
+    @property
+    def references(self) -> dict[str, str]:
+        """Folders of the reference models by `Prompt.source`. The empty name has that of all other prompts, if there
+        are others."""
+        found = {one.label: one.teacher for one in self.data.sources if one.teacher}
+        is_complete = bool(found) and len(found) == len(self.data.sources)
+        return found if is_complete else found | {"": self.reference.path or self.model.path}
 
     @property
     def has_episodes(self) -> bool:

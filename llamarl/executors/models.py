@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,7 +24,7 @@ from llamarl.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from llamarl.distributed.links import Rendezvous
 from llamarl.distributed.mesh import set_up_device
 from llamarl.executors.trainer import OptimizingExecutor
-from llamarl.generation.model import load_generator_model
+from llamarl.generation.model import GeneratorModel, load_generator_model
 from llamarl.generation.sampler import logprobs_of
 from llamarl.models.attention import causal_attend
 from llamarl.models.scalar import load_scalar_model, open_scalar_model
@@ -39,30 +40,38 @@ from llamarl.types import Outcome, Prompt, RewardResult, Rollout
 
 
 class ReferenceExecutor(Executor):
-    """The reference model: the initial policy, or another model with its vocabulary. It never changes, so resumed runs
-    have the same reference."""
+    """The reference model: the initial policy, or another model with its vocabulary, such as a teacher. A source may
+    have its own. They never change, so resumed runs have the same reference."""
 
     SPANS: ClassVar[dict[str, str]] = {"score": "score"}
 
     def __init__(self, config: RunConfig) -> None:
         settings = config.reference
         self._device = set_up_device(settings.device, settings.threads, "reference.device")
-        self._model = load_generator_model(
-            settings.path or config.model.path, settings.dtype, self._device, tokens_of=config.model.path
-        )
+        of_path = {
+            path: load_generator_model(path, settings.dtype, self._device, tokens_of=config.model.path)
+            for path in dict.fromkeys(config.references.values())
+        }
+        self._models = {source: of_path[path] for source, path in config.references.items()}
+        """Models by `Prompt.source`. The empty name has that of all other prompts."""
         self._max_tokens = config.trainer.microbatch_tokens
         self._temperature = config.rollout.temperature
 
     def score(self, groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> list[list[np.ndarray]]:
         """Returns the log-probability of each response token at the sampling temperature, float32 [T] per rollout by
         group."""
-        return per_response(groups, self._max_tokens, lambda microbatches: map(self._logprobs, microbatches))
+        return [self._of_group(group) for group in groups]
+
+    def _of_group(self, group: tuple[Prompt, Sequence[Rollout]]) -> list[np.ndarray]:
+        model = self._models.get(group[0].source) or self._models[""]
+        compute = partial(self._logprobs, model)
+        return per_response([group], self._max_tokens, lambda microbatches: map(compute, microbatches))[0]
 
     @torch.inference_mode()
-    def _logprobs(self, microbatch: Microbatch) -> np.ndarray:
-        hidden_R_D = hidden_of(self._model, microbatch, self._device)
+    def _logprobs(self, model: GeneratorModel, microbatch: Microbatch) -> np.ndarray:
+        hidden_R_D = hidden_of(model, microbatch, self._device)
         targets_R = torch.from_numpy(microbatch.targets_R).to(self._device, non_blocking=True)
-        return logprobs_of(self._model, hidden_R_D, targets_R, self._temperature).cpu().numpy()
+        return logprobs_of(model, hidden_R_D, targets_R, self._temperature).cpu().numpy()
 
 
 class RewardModelExecutor(Executor):

@@ -53,6 +53,7 @@ from llamarl.models.masking import UnusedIds
 from llamarl.models.quantize import QUANTIZED_DTYPES, quantize_rows
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Attend, Rope, Transformer
+from llamarl.models.vocabulary import unused_ids
 from llamarl.observability.spans import stage
 from llamarl.sharding.box import Box
 from llamarl.sharding.tensor_parallel import (
@@ -527,7 +528,7 @@ def load_generator_model(
     try:
         shape = load_shape(folder)
         if tokens_of:
-            shape = dataclasses.replace(shape, unused_ids=load_shape(tokens_of).unused_ids)
+            shape = dataclasses.replace(shape, unused_ids=unused_ids(Path(tokens_of), shape.vocab_size))
         model = GeneratorModel(shape, precision, device, tensor_parallel, kv_dtype)
         if not asleep:
             with stage(loading_text(folder)):

@@ -15,6 +15,7 @@ from llamarl.config.roles import (
     ParallelismConfig,
     ReferenceConfig,
     RewardModelConfig,
+    TrainerConfig,
 )
 from llamarl.models import memory
 from llamarl.models.memory import WIDTHS, GeneratorLoad, Parts, TrainerLoad, total
@@ -52,29 +53,24 @@ class RankMemory:
 
 
 def holdings(
-    config: RunConfig, shape: DecoderSizes, models: Mapping[str, tuple[Model, DecoderSizes]]
+    config: RunConfig, shape: DecoderSizes, models: Mapping[str, tuple[Model, Sequence[DecoderSizes]]]
 ) -> Iterator[RankMemory]:
     """Yields the memory of each executor of a run, each generator separately.
 
     Args:
-        models: settings and shapes of the models besides the policy, by the executor's name.
+        models: settings and shapes of the models besides the policy, by the executor's name. A reference may hold
+            several.
     """
     trainer, sleeps = config.trainer, config.generators_sleep
     learns = _optimizing("trainer", trainer.device, trainer.parallelism, trainer_parts(config, shape), config, shape)
     yield replace(learns, rests=_at_rest(learns.parts, trainer.parallelism)) if sleeps else learns
-    for name, (settings, sizes) in models.items():
+    for name, (settings, shapes) in models.items():
         if isinstance(settings, CriticConfig):
-            parts = memory.trainer_bytes(sizes, trainer_load(config, sizes, settings))
+            parts = memory.trainer_bytes(shapes[0], trainer_load(config, shapes[0], settings))
             yield _optimizing(name, settings.device, settings.parallelism, parts, config, None)
         else:
-            is_reference = isinstance(settings, ReferenceConfig)
-            tokens = trainer.microbatch_tokens if is_reference else REWARD_MODEL_TOKENS
-            load = GeneratorLoad(
-                width=WIDTHS[settings.dtype], kv_width=0, kv_tokens=0, copies=1, prefill_tokens=tokens,
-                rows=min(tokens, memory.TILE_LOGITS // sizes.vocab_size) if is_reference else 0,
-            )  # fmt: skip
             on_gpu = settings.device != "cpu"
-            yield RankMemory(executor=name, num_ranks=1, on_gpu=on_gpu, parts=memory.generator_bytes(sizes, load))
+            yield RankMemory(executor=name, num_ranks=1, on_gpu=on_gpu, parts=_scorer_parts(trainer, settings, shapes))
     generator, tp = config.generator, config.generator.tensor_parallel
     parts = memory.generator_bytes(shape, generator_load(config, shape))
     grows = 0.0
@@ -86,6 +82,24 @@ def holdings(
             executor=f"generator-{number}", num_ranks=tp, on_gpu=generator.device != "cpu", parts=parts, grows=grows,
             rests={kind: parts[kind] for kind in ("weights", "frozen") if trainer.lora} if sleeps else None,
         )  # fmt: skip
+
+
+def _scorer_parts(
+    trainer: TrainerConfig, settings: ReferenceConfig | RewardModelConfig, shapes: Sequence[DecoderSizes]
+) -> Parts:
+    """Returns bytes of a reference or reward model. One of several models works at a time."""
+    is_reference = isinstance(settings, ReferenceConfig)
+    tokens = trainer.microbatch_tokens if is_reference else REWARD_MODEL_TOKENS
+    found: Parts = {}
+    for sizes in shapes:
+        load = GeneratorLoad(
+            width=WIDTHS[settings.dtype], kv_width=0, kv_tokens=0, copies=1, prefill_tokens=tokens,
+            rows=min(tokens, memory.TILE_LOGITS // sizes.vocab_size) if is_reference else 0,
+        )  # fmt: skip
+        parts = memory.generator_bytes(sizes, load)
+        weights = found.get("weights", 0.0) + parts["weights"]
+        found = {kind: max(size, found.get(kind, 0.0)) for kind, size in parts.items()} | {"weights": weights}
+    return found
 
 
 def _at_rest(parts: Parts, layout: ParallelismConfig) -> Parts:

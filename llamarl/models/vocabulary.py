@@ -31,6 +31,21 @@ def unused_ids(folder: Path, vocab_size: int) -> Spans:
     return _unused(path, vocab_size, status.st_mtime_ns, status.st_size)
 
 
+def tokens_of(folder: Path) -> dict[int, str]:
+    """Returns the tokens in `folder`/tokenizer.json by id, added tokens included. Empty if there is no tokenizer, or
+    one that cannot be read, which `Tokenizer` reports."""
+    try:
+        tokenizer = json.loads((folder / TOKENIZER_FILE).read_bytes())
+        vocabulary = tokenizer["model"]["vocab"]
+        if isinstance(vocabulary, list):
+            found = {number: str(row[0]) for number, row in enumerate(vocabulary)}
+        else:
+            found = {int(number): str(token) for token, number in vocabulary.items()}
+        return found | {int(one["id"]): str(one["content"]) for one in tokenizer.get("added_tokens") or ()}
+    except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError):
+        return {}
+
+
 @lru_cache(maxsize=8)
 def _unused(path: Path, vocab_size: int, _modified_ns: int, _num_bytes: int) -> Spans:
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.roles import ATTENTION, CriticConfig, ParallelismConfig
@@ -13,8 +14,9 @@ from llamarl.models.folder import load_shape
 from llamarl.models.memory import BLOCK_COLUMNS, trainer_bytes
 from llamarl.models.shape import ModelShape, MoeShape
 from llamarl.models.sizes import DecoderSizes, uneven_parts, uneven_shares
+from llamarl.models.vocabulary import tokens_of
 from llamarl.observability.spans import MIN_FILES
-from llamarl.run.placement import models_in_use
+from llamarl.run.placement import model_paths, models_in_use
 from llamarl.sharding.tensor_parallel import cuts_by_expert
 
 
@@ -180,16 +182,29 @@ def uneven_experts(moe: MoeShape | None, num_ranks: int) -> list[str]:
 def check_models(config: RunConfig, shape: ModelShape) -> None:
     """Raises ConfigError if reference or critic have another vocabulary than the policy, a model has no folder, or the
     critic's layout does not fit."""
+    for name, option, path in model_paths(config):
+        if name != "reward-model":
+            _check_tokens(config.model.path, shape, option, path)
     for name, settings in models_in_use(config).items():
         other = load_shape(settings.path) if settings.path else shape
-        if name != "reward-model" and other.vocab_size != shape.vocab_size:
-            raise ConfigError(
-                f"{name}.path = {settings.path!r} has {other.vocab_size} tokens and model.path {shape.vocab_size}; "
-                "name a model with the policy's tokenizer"
-            )
         if isinstance(settings, CriticConfig):
             check_parallelism(other, settings.parallelism, settings.path or config.model.path, name)
             check_blocks(config, other, settings.parallelism, name)
+
+
+def _check_tokens(policy: str, shape: ModelShape, option: str, path: str) -> None:
+    """Raises ConfigError if a model reads the policy's token ids as other tokens. Rows beyond the tokenizer's tokens do
+    not matter: models of one family pad their embeddings differently. Without tokenizers the sizes must be equal."""
+    own, other, num_rows = tokens_of(Path(policy)), tokens_of(Path(path)), load_shape(path).vocab_size
+    differs = next((one for one in own if other.get(one) != own[one]), None) if own and other else None
+    fix = "name a model with the policy's tokenizer"
+    if differs is not None:
+        raise ConfigError(
+            f"{option} = {path!r} has {other.get(differs, 'no token')!r} as token {differs}, and model.path "
+            f"{own[differs]!r}; {fix}"
+        )
+    if num_rows <= max(own) if own and other else num_rows != shape.vocab_size:
+        raise ConfigError(f"{option} = {path!r} has {num_rows} tokens and model.path {shape.vocab_size}; {fix}")
 
 
 def check_moments(config: RunConfig, shape: ModelShape) -> None:

@@ -12,7 +12,7 @@ from llamarl.config import ConfigError, RunConfig, read_json
 from llamarl.config.hub import HubName, Kind, NotFetched, hub_name, missing_folder, open_hub
 from llamarl.config.ref import NotRun, Ref, class_of
 from llamarl.models.folder import fingerprints
-from llamarl.run.placement import models_in_use
+from llamarl.run.placement import model_paths
 
 WEIGHTS_FILE = "weights.json"
 """File in a run's folder with the fingerprints of model files, and the commits on the Hub, at the run's start."""
@@ -48,9 +48,8 @@ class Named:
 def named(config: RunConfig) -> Iterator[Named]:
     """Yields the settings that name models in use, or data on the Hub. Raises ConfigError."""
     yield Named("model.path", config.model.path)
-    for name, settings in models_in_use(config).items():
-        if settings.path:
-            yield Named(f"{'reward.model' if name == 'reward-model' else name}.path", settings.path)
+    for _, option, path in model_paths(config):
+        yield Named(option, path)
     for option, found in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         if isinstance(found, Ref):
             yield from _named_data(found, option)

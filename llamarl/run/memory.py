@@ -53,10 +53,10 @@ def machine_memory(config: RunConfig) -> MachineMemory:
 
 def run_holdings(config: RunConfig, shape: DecoderSizes) -> list[RankMemory]:
     """Returns the memory of each executor of a run. Raises ConfigError if a model cannot be read."""
-    models = {
-        name: (settings, load_shape(settings.path) if settings.path else shape)
-        for name, settings in models_in_use(config).items()
-    }
+    models = dict[str, tuple[fit.Model, list[DecoderSizes]]]()
+    for name, settings in models_in_use(config).items():
+        paths = set(config.references.values()) if name == "reference" else {settings.path or config.model.path}
+        models[name] = settings, [shape if path == config.model.path else load_shape(path) for path in sorted(paths)]
     return list(fit.holdings(config, shape, models))
 
 

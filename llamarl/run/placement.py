@@ -313,6 +313,17 @@ def models_in_use(config: RunConfig) -> dict[str, ReferenceConfig | CriticConfig
     return found
 
 
+def model_paths(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Yields executor, option and path of each model that the settings name, except the policy. Raises ConfigError."""
+    used = models_in_use(config)
+    for name, settings in used.items():
+        if settings.path:
+            yield name, f"{'reward.model' if name == 'reward-model' else name}.path", settings.path
+    for number, source in enumerate(config.data.sources if "reference" in used else ()):
+        if source.teacher:
+            yield "reference", f"data.train.{number}.teacher", source.teacher
+
+
 def wanted_executors(config: RunConfig) -> Iterator[WantedExecutor]:
     """Yields executors that a config needs, in the order in which they get devices. Raises ConfigError."""
     models = models_in_use(config)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llamarl.algorithms.advantages._base import GroupAdvantage
+from llamarl.algorithms.advantages._base import GroupAdvantage, TeacherAdvantage
 from llamarl.checkpoint.mirroring import find_mirror
 from llamarl.cluster.open import check_cluster
 from llamarl.config import ConfigError, RunConfig, build, did_you_mean, load_recorded, load_sft_config
@@ -34,7 +34,7 @@ from llamarl.run.folder import RunFolder, check_run_folder, prepare_run_folder
 from llamarl.run.hub_pins import check_folder, named, resolved
 from llamarl.run.memory import MachineMemory, check_memory
 from llamarl.run.models import with_start_model
-from llamarl.run.placement import LocalPlacer, models_in_use
+from llamarl.run.placement import LocalPlacer, model_paths, models_in_use
 from llamarl.run.preview import check_functions, check_reward
 from llamarl.run.trust import check_trust, with_trusted
 from llamarl.training.base_model import is_made
@@ -154,15 +154,7 @@ def _check_parts(config: RunConfig) -> None:
         build(config.trainer.loss, "llamarl.algorithms.losses", "trainer.loss")
     with suppress(NotRun):
         _check_advantage(config)
-    used = models_in_use(config)
-    unused = config.reference.model_dump(include={"path", "dtype", "threads", "device"})
-    if "reference" not in used and unused != ReferenceConfig().model_dump(include=set(unused)):
-        raise ConfigError("reference is set but not used; set reference.kl_coefficient, or leave it out")
-    if "critic" not in used and config.critic != CriticConfig():
-        raise ConfigError(
-            f"critic is set but not used, as trainer.advantage = {config.trainer.advantage.name!r} needs no values; "
-            "use 'gae', or leave it out"
-        )
+    _check_unused(config)
     for which, sources in (("train", config.data.sources), ("eval", config.data.eval_sets)):
         for number, source in enumerate(sources):
             with suppress(NotRun):
@@ -181,6 +173,25 @@ def _check_parts(config: RunConfig) -> None:
             part(config.generator.backend, "check")(config)
 
 
+def _check_unused(config: RunConfig) -> None:
+    """Raises ConfigError if settings of a model are set that no executor reads."""
+    used = models_in_use(config)
+    unused = config.reference.model_dump(include={"path", "dtype", "threads", "device"})
+    if "reference" not in used and unused != ReferenceConfig().model_dump(include=set(unused)):
+        raise ConfigError("reference is set but not used; set reference.kl_coefficient, or leave it out")
+    for number, source in enumerate(config.data.sources if "reference" not in used else ()):
+        if source.teacher:
+            raise ConfigError(
+                f"data.train.{number}.teacher = {source.teacher!r} is not used; set reference.kl_coefficient, or "
+                "recipe = 'distillation'"
+            )
+    if "critic" not in used and config.critic != CriticConfig():
+        raise ConfigError(
+            f"critic is set but not used, as trainer.advantage = {config.trainer.advantage.name!r} needs no values; "
+            "use 'gae', or leave it out"
+        )
+
+
 def _check_advantage(config: RunConfig) -> None:
     """Builds the advantage. Raises ConfigError."""
     advantage = build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage")
@@ -188,6 +199,34 @@ def _check_advantage(config: RunConfig) -> None:
         raise ConfigError(
             f"rollout.group_size = 1 with trainer.advantage = {config.trainer.advantage.name!r}: it compares the "
             "rollouts of a group, so one rollout teaches nothing; use a group_size of 2 or more"
+        )
+    if isinstance(advantage, TeacherAdvantage):
+        _check_teacher(config, advantage)
+
+
+def _check_teacher(config: RunConfig, advantage: TeacherAdvantage) -> None:
+    """Raises ConfigError if an advantage that learns from a teacher would have none, or would lose groups."""
+    name, reference = f"trainer.advantage = {config.trainer.advantage.name!r}", config.reference
+    if not reference.kl_coefficient or reference.kl_in != "reward":
+        raise ConfigError(
+            f"{name} learns from the divergence from a teacher in the reward of each token; set "
+            "reference.kl_coefficient = 1 and reference.kl_in = 'reward', as recipe = 'distillation' does"
+        )
+    taught = [source for source in config.data.sources if source.teacher]
+    if not reference.path and (not taught or len(taught) < len(config.data.sources)):
+        raise ConfigError(
+            f"{name} without a teacher for all prompts: set reference.path to its folder or name, or `teacher` of each "
+            "source of data.train"
+        )
+    if config.rollout.max_attempts > 1:
+        raise ConfigError(
+            f"rollout.max_attempts = {config.rollout.max_attempts} with {name}: it would replace groups with equal "
+            "rewards, which the teacher judges, too; leave it out"
+        )
+    if config.rollout.group_size == 1 and advantage.compares:
+        raise ConfigError(
+            f"rollout.group_size = 1 with {name} and a reward_weight: the reward is compared within a group; use a "
+            "group_size of 2 or more, or leave reward_weight out"
         )
 
 
@@ -323,9 +362,10 @@ def prepare(config: RunConfig, *, weights: bool = True, machine: MachineMemory |
 def _models(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yields role and path of each model whose weights are loaded."""
     yield "policy", config.model.path
-    for name, settings in models_in_use(config).items():
-        if path := settings.path or (config.model.path if name == "critic" else ""):
-            yield name, path
+    for name, _, path in model_paths(config):
+        yield name, path
+    if "critic" in models_in_use(config) and not config.critic.path:
+        yield "critic", config.model.path
 
 
 def check_here(config: RunConfig) -> None:

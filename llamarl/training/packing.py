@@ -395,15 +395,17 @@ class Shaping:
         """Returns the response's reward less its penalties at the last token, and the penalty for leaving the reference
         at each token. The greedy response's reward is unshaped."""
         cost_G = sum(self._penalties(group).values(), np.zeros(len(group.rollouts)))
+        scores_G = np.array([result.value for result in group.results], np.float64) - cost_G
         token_rewards = [self._token_rewards(rollout) for rollout in group.rollouts]
-        for rewards_T, result, cost in zip(token_rewards, group.results, cost_G, strict=True):
-            rewards_T[-1:] += result.value - cost  # the last token of a response was sampled
+        for rewards_T, score in zip(token_rewards, scores_G, strict=True):
+            rewards_T[-1:] += score  # the last token of a response was sampled
         baseline = group.baseline
         return GroupRewards(
             token_rewards=tuple(token_rewards),
             valid_G=valid_rollouts(group, mask_truncated=self.config.mask_truncated),
             values=tuple(rollout.values_T for rollout in group.rollouts),
             is_sampled=tuple(rollout.is_sampled_T for rollout in group.rollouts),
+            scores_G=scores_G,
             baseline=np.nan if baseline is None or baseline.outcome is Outcome.INVALID else baseline.value,
         )
 

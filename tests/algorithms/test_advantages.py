@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.algorithms.advantages._base import Advantage, GroupAdvantage, GroupRewards, ValueAdvantage
+from llamarl.algorithms.advantages.distillation import Distillation
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.advantages.group_normalized import GroupNormalized
 from llamarl.algorithms.advantages.leave_one_out import LeaveOneOut
@@ -34,7 +35,8 @@ def earned(rewards_G, valid_G, lengths=None, baseline: float = np.nan) -> GroupR
     token_rewards = [np.zeros(length) for length in lengths or [2] * len(rewards_G)]
     for rewards_T, reward in zip(token_rewards, rewards_G, strict=True):
         rewards_T[-1:] = reward
-    return GroupRewards(token_rewards=tuple(token_rewards), valid_G=valid_G, baseline=baseline)
+    scores_G = np.asarray(rewards_G, np.float64)
+    return GroupRewards(token_rewards=tuple(token_rewards), valid_G=valid_G, scores_G=scores_G, baseline=baseline)
 
 
 def of_one_group(advantage: Advantage, rewards_G, valid_G, **options) -> np.ndarray:
@@ -169,6 +171,22 @@ def test_reinforce_plus_plus_takes_what_comes_after_a_token() -> None:
     ((found,),) = ReinforcePlusPlus(epsilon=0.0).of_batch([rewards])
     returns = np.array([3.0, 4.0, 6.0])
     np.testing.assert_allclose(found, (returns - returns.mean()) / returns.std(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_distillation_closed_form(weight: float) -> None:
+    """Each token has its own log-ratio to the teacher. The reward counts by the group's mean, in all tokens."""
+    ratios, scores_G = ([-0.5, 0.25], [1.0, -2.0], [9.0]), np.array([1.0, 0.0, 7.0])
+    token_rewards = tuple(np.array(ratio) for ratio in ratios)
+    for rewards_T, score in zip(token_rewards, scores_G, strict=True):
+        rewards_T[-1] += score
+    group = GroupRewards(token_rewards=token_rewards, valid_G=valid(1, 1, 0), scores_G=scores_G)
+    (found,) = Distillation(reward_weight=weight).of_batch([group])
+    np.testing.assert_allclose(found[0], np.array(ratios[0]) + weight * 0.5, rtol=0, atol=1e-15)
+    np.testing.assert_allclose(found[1], np.array(ratios[1]) - weight * 0.5, rtol=0, atol=1e-15)
+    np.testing.assert_array_equal(found[2], [0.0])
+    with pytest.raises(ValueError, match="reward_weight = -1"):
+        Distillation(reward_weight=-1.0)
 
 
 def test_all_tokens_of_a_rollout_have_its_advantage() -> None:

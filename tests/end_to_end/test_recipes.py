@@ -7,6 +7,7 @@ or more in the last five steps, in 4 runs of each recipe with the seeds 1 to 4.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -15,9 +16,10 @@ from tests.end_to_end.learning import Trained
 from tests.end_to_end.tiny import llamarl_here, rows
 
 STEPS, PROMPTS = 20, 16
+REWARDED = "{name = 'distillation', reward_weight = 1.0}"
 
 
-@pytest.mark.parametrize("recipe", members("llamarl.recipes"))
+@pytest.mark.parametrize("recipe", sorted({*members("llamarl.recipes")} - {"distillation"}))
 def test_it_learns(trained: Trained, recipe: str) -> None:
     override = ("--steps", STEPS, "--seed", 1, "--eval.every_steps", 0, "--name", recipe)
     done = llamarl_here("train", trained.toml, "--recipe", recipe, *override)
@@ -35,6 +37,49 @@ def test_it_learns(trained: Trained, recipe: str) -> None:
         assert all(row["extra.overlong_penalty_mean"] >= 0 for row in steps)
     else:
         assert sum(row["extra.flat_groups"] for row in steps) > PROMPTS
+
+
+def test_a_student_learns_from_the_teacher_of_its_source_alone(trained: Trained, tmp_path: Path) -> None:
+    """No reward counts. One source is taught by a run's trained model, and the other by the base model, which teaches
+    the student nothing that it does not do already. Seeds 1 to 3: from 33 % to 97 % or more; 33 % with the base model
+    as the only teacher."""
+    teacher = tmp_path / "teacher"
+    done = llamarl_here("export", trained.folder, teacher)
+    assert done.returncode == 0, done.stderr
+    task = trained.toml.parent / "train.jsonl"
+    sources = [f"{{name = 'jsonl', path = '{task}', label = '{label}'" for label in ("sums", "more")]
+    train = f"[{sources[0]}, teacher = '{teacher}'}}, {sources[1]}, weight = 0.25}}]"
+    options = ("--recipe", "distillation", "--data.train", train, "--reference.path", trained.toml.parent / "base")
+    accuracy = {}
+    for name, more in (("taught", ()), ("untaught", ("--data.train", f"[{sources[1]}}}]"))):
+        run = ("--steps", STEPS, "--seed", 1, "--eval.every_steps", 0, "--name", name)
+        done = llamarl_here("train", trained.toml, *options, *more, *run)
+        assert done.returncode == 0, done.stderr
+        folder = trained.folder.with_name(name)
+        accuracy[name] = json.loads((folder / "summary.json").read_text())["accuracy_after"]
+    assert accuracy["taught"] > 0.9 and accuracy["untaught"] < 0.5, accuracy
+    steps = [row for row in rows(trained.folder.with_name("taught") / "metrics.jsonl") if row["kind"] == "step"]
+    assert steps[-1]["extra.kl_to_reference"] < steps[0]["extra.kl_to_reference"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--recipe", "distillation"), "reference.path"),
+        (("--trainer.advantage", "distillation"), "reference.kl_coefficient"),
+        (
+            ("--recipe", "distillation", "--reference.kl_in", "loss", "--reference.kl_estimator", "k3"),
+            "reference.kl_in",
+        ),
+        (("--recipe", "distillation", "--rollout.max_attempts", 3), "rollout.max_attempts"),
+        (("--trainer.advantage", REWARDED, "--rollout.group_size", 1), "rollout.group_size"),
+    ],
+)
+def test_a_teacher_that_would_not_teach_is_refused(trained: Trained, options: tuple[str, ...], named: str) -> None:
+    if named in ("rollout.max_attempts", "rollout.group_size"):
+        options = ("--recipe", "distillation", "--reference.path", trained.toml.parent / "base", *options)
+    done = llamarl_here("train", trained.toml, "--name", "refused", *options)
+    assert done.returncode == 2 and named in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("advantage", ["remax", "reinforce_plus_plus"])

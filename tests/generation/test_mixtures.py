@@ -33,6 +33,7 @@ from tests.generation.references import full_logits, run
 from tests.generation.test_lora import adapters, expected, part, served
 from tests.generation.test_model import LENGTHS, PRECISIONS, Alone, Meeting, Rank, loaded, logits
 from tests.kernels.engines import engine
+from tests.nightly import crossed
 
 FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe")
 
@@ -143,8 +144,7 @@ def test_lower_precisions_stay_close(computed_by: str, name: str) -> None:
         assert (ours - exact)[same].norm() < tolerance * exact[same].norm(), precision
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize(("name", "precision"), crossed(MIXTURES, PRECISIONS))
 def test_a_sequence_has_the_same_bits_and_experts_whatever_lies_beside_it(computed_by, name, precision) -> None:
     if computed_by == "torch":
         pytest.skip("torch's matmul depends on the number of rows")

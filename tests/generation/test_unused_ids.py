@@ -21,6 +21,7 @@ from llamarl.training.policy import target_logprobs
 from llamarl.types import GenerationRequest, SamplingParams
 from tests.generation.conftest import VOCAB
 from tests.generation.native import make_engine, run
+from tests.nightly import crossed
 
 UNUSED = ((5, 6), (11, 14), (30, VOCAB))
 USED = sorted(set(range(VOCAB)) - {one for span in UNUSED for one in range(*span)})
@@ -58,11 +59,11 @@ def used(requests: list[GenerationRequest]) -> list[GenerationRequest]:
     return [replace(one, prompt_token_ids_T=ids[one.prompt_token_ids_T % len(ids)]) for one in requests]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS.keys())
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(("name", "precision"), crossed(SAMPLINGS, ["float32", "bfloat16", "int8"]))
 def test_are_never_sampled(
-    padded: Transformer, make_requests: Requests, precision: str, sampling: SamplingParams, computed_by: str
+    padded: Transformer, make_requests: Requests, name: str, precision: str, computed_by: str
 ) -> None:
+    sampling = SAMPLINGS[name]
     served = GeneratorModel(padded.shape, precision, "cpu")
     served.load(padded)
     rollouts = run(make_engine(served), used(make_requests(4, sampling)))

@@ -14,6 +14,7 @@ import pytest
 from llamarl.config import load_config
 from llamarl.observability.metrics import EvalMetrics, wilson
 from tests.architecture.repository import ROOT
+from tests.nightly import nightly
 from tests.observability.test_intervals import DIFFICULTIES, coverage
 
 PAGE = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
@@ -75,6 +76,7 @@ def test_two_points_are_seen_in_four_of_five_cases() -> None:
     assert np.mean(seen) == pytest.approx(0.8, abs=0.03)
 
 
+@nightly("a minute of simulation; test_intervals.py has smaller ones")
 def test_coverage() -> None:
     for place, own, naive in table("| problems, samples | this interval | all samples as if independent |"):
         num, k = map(int, place.split(", "))

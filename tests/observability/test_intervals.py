@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.observability.metrics import ERRORS_95, chances, effective_num, pass_at_k, share_error, wilson
+from tests.nightly import crossed
 
 SIMULATED = 1500
 """Evaluations of each kind; the share that is found has a standard error of 0.006 around 0.95."""
@@ -96,11 +97,13 @@ class TestSeveralSamples:
     def test_none_was_judged(self) -> None:
         assert effective_num([], []) == 0
 
-    @pytest.mark.parametrize("kind", DIFFICULTIES)
-    @pytest.mark.parametrize(("num", "k"), [(15, 4), (30, 16), (100, 1), (100, 8), (400, 4)])
-    def test_coverage(self, kind: str, num: int, k: int) -> None:
+    @pytest.mark.parametrize(
+        ("kind", "samples"), crossed(DIFFICULTIES, [(15, 4), (30, 16), (100, 1), (100, 8), (400, 4)])
+    )
+    def test_coverage(self, kind: str, samples: tuple[int, int]) -> None:
         """Problems are drawn anew each time, and their samples: 95 % of all intervals hold the mean of all problems. Of
         few answers there are few shares, and Wilson's own interval jumps between 90 and 98 %."""
+        num, k = samples
         assert coverage(kind, num, k) > (0.9 if num < 30 else 0.92)
 
     def test_all_samples_as_if_independent_would_be_wrong(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -25,6 +25,9 @@ class GroupRewards:
     is_sampled: tuple[np.ndarray, ...] = ()
     """Per rollout, bool [T]: False for tokens that an environment wrote, which earn nothing. () means that all were
     sampled."""
+    scores_G: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """Reward of each response less its penalties, without those of single tokens, float64. Part of the reward of the
+    last token."""
     baseline: float = math.nan
     """Reward of the greedy response. NaN means that there is none or that it is invalid."""
 
@@ -64,6 +67,16 @@ class GroupAdvantage(Advantage):
 
     def of_batch(self, groups: Sequence[GroupRewards]) -> list[list[np.ndarray]]:
         return [group.spread(self(group.rewards_G, group.valid_G)) for group in groups]
+
+
+class TeacherAdvantage(Advantage):
+    """Learns from the log-probabilities of a teacher, so a run with it has `reference.kl_in = "reward"`. Groups with
+    equal rewards teach, too."""
+
+    @property
+    @abstractmethod
+    def compares(self) -> bool:
+        """Whether the rollouts of a group are compared, too."""
 
 
 class ValueAdvantage(Advantage):

@@ -24,7 +24,7 @@ from llamarl.parts.hosts.home import BLAST_S, BROKEN
 from llamarl.parts.hosts.hosting import HostPlacer
 from llamarl.parts.hosts.registry import Host, Registry
 from llamarl.run.hub_pins import named
-from llamarl.run.placement import models_in_use
+from llamarl.run.placement import model_paths
 
 WIRE_BYTES = 256 << 20
 """Bytes of a bandwidth measurement."""
@@ -161,7 +161,7 @@ async def look_at(config: RunConfig, hosting: HostPlacer, folder: Path, host: Ho
         ConfigError: a file is missing, or the run folder is not the same, for an executor on the host.
     """
     executors = hosting.on_host(host.name)
-    models = [config.model.path, *(one.path for one in models_in_use(config).values() if one.path)]
+    models = [config.model.path, *(path for _, _, path in model_paths(config))]
     here = [Path(path).absolute() for path in models if Path(path).exists()]  # a warm start may create the rest
     writers = [name for name in executors if name in ("trainer", "critic")]
     shared = str(folder.absolute())

@@ -9,6 +9,7 @@ import pytest
 
 from llamarl.observability.metrics import ERRORS_95, share_error
 from llamarl.parts.answers.compare import paired_difference
+from tests.nightly import crossed
 
 SIMULATED = 1500
 """Evaluations of each kind; the share that is found has a standard error of 0.006 around 0.95."""
@@ -31,9 +32,8 @@ def test_the_same_answers_have_no_difference_and_a_width() -> None:
     assert all(map(math.isnan, paired_difference([], [])))
 
 
-@pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("gain", [0.0, 0.05, 0.2])
-def test_coverage(k: int, gain: float) -> None:
+@pytest.mark.parametrize(("gain", "k"), crossed([0.0, 0.05, 0.2], [1, 4]))
+def test_coverage(gain: float, k: int) -> None:
     rng, held = np.random.default_rng([k, int(100 * gain)]), list[bool]()
     for _ in range(SIMULATED):
         before = rng.beta(0.5, 0.5, 100)
