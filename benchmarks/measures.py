@@ -54,8 +54,9 @@ SENTENCES: dict[str, dict[str, str]] = {
         "learning-2026-11-25": "accuracy compared with synchronous training after 60 steps of the demo: staleness 1 "
         "{gap_points/demo S=1:+.1f} points ({interval/demo S=1/0:.1f} to {interval/demo S=1/1:.1f}, "
         "{seeds/demo S=1:.0f} pairs)",
-        "learning-early-2026-11-28": "accuracy compared with synchronous training after 30 steps of the demo, on its way: "
-        "staleness 1 {gap_points/early demo S=1:.1f} points, staleness 2 {gap_points/early demo S=2:.1f}, ten pairs each",
+        "learning-early-2026-11-28": "accuracy compared with synchronous training after 30 steps of the demo, on its "
+        "way: staleness 1 {gap_points/early demo S=1:.1f} points, staleness 2 {gap_points/early demo S=2:.1f}, ten "
+        "pairs each",
         "learning-2026-11-26": "accuracy compared with synchronous training after 60 steps: staleness 2 "
         "{gap_points/demo S=2:+.1f} points ({interval/demo S=2/0:.1f} to {interval/demo S=2/1:.1f}, "
         "{seeds/demo S=2:.0f} pairs), staleness 4 {gap_points/demo S=4:+.1f} points, without Adam's momentum "

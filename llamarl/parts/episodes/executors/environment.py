@@ -131,7 +131,7 @@ class OpenEnvironment:
         if not (written_in := self._tokenizer.tool_format):
             return []
         end = len(token_ids_T) - (int(token_ids_T[-1]) in self._tokenizer.eos_token_ids)
-        return tool_calls(self._tokenizer.decode(token_ids_T[:end], skip_special=False), written_in)[1]
+        return tool_calls(self._tokenizer.decode(token_ids_T[:end], skip_special=False), written_in, self._tools)[1]
 
     def _reply(self, episode: OpenTurn, said: dict[str, Any] | Failure, seconds: float) -> Replied:
         """Returns a worker's reply, with its text or messages as tokens, or with the end of the episode."""
