@@ -41,8 +41,8 @@ def ok(name: str, **arguments: object) -> ToolCall:
         ("llama", '{"a": 1} is an object', '{"a": 1} is an object', []),
         ("llama", r"{x : x > 0}", r"{x : x > 0}", []),
         ("qwen_coder", "plain", "plain", []),
-        ("qwen_coder", ("So\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n1\n</parameter>"
-         "\n</function>\n</tool_call>"), "So", [ok("add", a=1, b="1")]),
+        ("qwen_coder", ("So\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n1\n"
+         "</parameter>\n</function>\n</tool_call>"), "So", [ok("add", a=1, b="1")]),
         ("qwen_coder", ("<tool_call><function=f></function></tool_call><tool_call><function=run>"
          "<parameter=code>\nif a < b:\n    print('x')\n\n</parameter></function></tool_call>"), "",
          [ok("f"), ok("run", code="if a < b:\n    print('x')\n")]),
