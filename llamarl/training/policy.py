@@ -274,7 +274,8 @@ def set_compute(model: Transformer | ScalarModel, config: TrainerConfig, device:
         layer.recompute = config.activation_checkpointing is True
         if config.compile:
             # Compiles neither attention, whose plan differs with every microbatch, nor the hooks of tensor parallelism.
-            layer.self_attn.heads = torch.compile(layer.self_attn.heads, dynamic=True)
+            assert isinstance(layer.mixer, Attention), "the checks at start refuse delta nets"
+            layer.mixer.heads = torch.compile(layer.mixer.heads, dynamic=True)
             if isinstance(layer.mlp, FeedForward):  # the number of an expert's rows also varies
                 layer.mlp.forward = torch.compile(layer.mlp.forward, dynamic=True)
     return on_cpu and (config.dtype == "float32" or uses_halves(config, device))
