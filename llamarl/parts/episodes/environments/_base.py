@@ -38,7 +38,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class RewardedReply:
     """A reply, and the reward of the turn that it answers. The reward of an episode is the sum of the rewards of its
     turns and of its end. `shaping.credit` decides which tokens learn from which rewards."""
 
@@ -75,10 +75,10 @@ class Environment(ABC):
     """Strings that end a turn, like a stop token. The token that completes one of them is kept."""
 
     @abstractmethod
-    def reply(self, task: Task, turns: Sequence[Turn]) -> str | Messages | Scored | RewardResult | None:
-        """Returns the reply to the last turn: text or messages from which the policy continues, alone or `Scored`, or a
-        reward, which ends the episode, or None, which ends it and leaves the reward to `[reward]`. An exception makes
-        the episode INVALID."""
+    def reply(self, task: Task, turns: Sequence[Turn]) -> str | Messages | RewardedReply | RewardResult | None:
+        """Returns the reply to the last turn: text or messages from which the policy continues, perhaps with the turn's
+        reward; or a reward, which ends the episode; or None, which ends it and leaves the reward to `[reward]`. An
+        exception makes the episode INVALID."""
 
     def open(self, task: Task) -> None:  # noqa: B027 - most environments have no state
         """Prepares the state of an episode. If a class overrides this, every episode gets a copy of the environment in

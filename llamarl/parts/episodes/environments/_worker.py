@@ -9,7 +9,7 @@ from typing import Any
 
 from llamarl.config import Ref, build
 from llamarl.config.errors import ConfigError
-from llamarl.parts.episodes.environments._base import Environment, Scored, Task, Turn
+from llamarl.parts.episodes.environments._base import Environment, RewardedReply, Task, Turn
 from llamarl.rewards._base import MAX_REWARD
 from llamarl.types import RewardResult, ToolCall
 
@@ -38,11 +38,11 @@ def reply(item: dict[str, Any]) -> dict[str, Any]:
 
 def _as_item(said: Any) -> dict[str, Any]:
     """Returns what an environment replied as JSON. Raises TypeError or ValueError if it is no reply."""
-    if isinstance(said, Scored):
+    if isinstance(said, RewardedReply):
         item = _as_item(said.reply)
         if not item.keys() & {"text", "messages"}:
             raise TypeError(
-                f"a Scored has text or messages, and this one {said.reply!r:.100}; return the last reward alone"
+                f"a RewardedReply has text or messages, and this one {said.reply!r:.100}; return the last reward alone"
             )
         if not (isinstance(said.reward, int | float) and abs(said.reward) <= MAX_REWARD):
             raise ValueError(f"the reward of a turn is {said.reward!r}, and not a number of at most {MAX_REWARD:g}")
