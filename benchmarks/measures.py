@@ -173,8 +173,8 @@ SENTENCES: dict[str, dict[str, str]] = {
         "{accuracy_after/environment/0:.1%}, {accuracy_after/environment/1:.1%}, {accuracy_after/environment/2:.1%} as "
         "environment, {accuracy_after/agent/0:.1%}, {accuracy_after/agent/1:.1%}, {accuracy_after/agent/2:.1%} as "
         "agent",
-        "credit-2026-11-28": "steps until a policy of two rewarded turns is right, over those with the episode's reward: "
-        "{turn_over_episode:.2f} with each turn's own, {to_go_over_episode:.2f} with rewards to go",
+        "credit-2026-11-28": "steps until a policy of two rewarded turns is right, over those with the episode's "
+        "reward: {turn_over_episode:.2f} with each turn's own, {to_go_over_episode:.2f} with rewards to go",
         "judge_data-2026-11-23": "reference solutions judged right: {humaneval/right:.0f} of {humaneval/rows:.0f} "
         "(HumanEval), {mbpp/right:.0f} of {mbpp/rows:.0f} (MBPP)",
         "gateway-latency-2026-11-23": "slowest answer of the endpoint to another client during long calls: "
