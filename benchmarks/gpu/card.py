@@ -30,6 +30,7 @@ from check import PARALLEL, PYTEST, ROOT, TESTS, Part, Said
 
 TOY = "{toy}"
 """In a command: options of a rehearsal."""
+TOY_SECONDS = "{toy_seconds}"
 MOST_MIB = 60.0
 """Of what one call carries beside the checkout."""
 WHEELS = {
@@ -80,6 +81,7 @@ CALLS: dict[int, Sequence[Asked]] = {
     ),
     3: (
         Asked(_runs("processes", 80, "processes", "--steps 40"), 1),
+        Asked(Part("sharing", 40, "sharing.py " + TOY_SECONDS), 3),
         Asked(Part("turns-1b", 60, "turns.py --model 1b --steps 8"), 2),
     ),
 }  # fmt: skip
@@ -183,7 +185,12 @@ def main() -> int:
 def call(asked: Sequence[Asked], options: argparse.Namespace, said: Said, left_s: float) -> int:
     """Runs the parts. Returns 1 if one of them failed."""
     toy = "--steps 2 --prompts 2 --eval 4" if options.device == "cpu" else ""
-    asked = [replace(one, part=replace(one.part, command=one.part.command.replace(TOY, toy))) for one in asked]
+    seconds = "--seconds 0.5" if options.device == "cpu" else ""
+
+    def told(command: str) -> str:
+        return command.replace(TOY, toy).replace(TOY_SECONDS, seconds)
+
+    asked = [replace(one, part=replace(one.part, command=told(one.part.command))) for one in asked]
     parts, deadline_s = kept_parts(asked, left_s), time.monotonic() + left_s
     for name in (one.part.name for one in asked if one.part not in parts):
         said.row({"part": name, "ended": "left out: time is short"})

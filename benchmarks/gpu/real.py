@@ -88,6 +88,7 @@ def trained(name: str, options: argparse.Namespace, output: Path, model: Path) -
     except subprocess.TimeoutExpired:  # what it has learned until then is on disk
         is_whole = False
     rows = [json.loads(line) for line in (output / name / "metrics.jsonl").read_text().splitlines()]
+    began = json.loads((output / name / "events.jsonl").read_text().partition("\n")[0])
     steps_of = [row for row in rows if row["kind"] == "step"]
 
     def median(key: str) -> float | None:
@@ -98,6 +99,7 @@ def trained(name: str, options: argparse.Namespace, output: Path, model: Path) -
         "run": name,
         "device": device,
         "options": chosen,
+        "gpu_sharing": began.get("gpu_sharing"),
         "steps": len(steps_of),
         "is_whole": is_whole,
         "samples_per_s": median("samples_per_s"),

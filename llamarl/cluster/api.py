@@ -168,6 +168,8 @@ class HostStatus:
     """Process that was started for the rank and ends with this one, which a fork server has forked. 0 means none."""
     stage: str = ""
     """Stage of the running method if it takes long and reports its stages, such as `loading the model`."""
+    where: str = ""
+    """Line at which the executor's thread is, such as `sum (mesh.py:88)`. Known for messages about timeouts only."""
     usage: Usage = NOTHING
     """Memory, descriptors and threads of the process. NOTHING if the process is gone."""
 

@@ -295,7 +295,8 @@ def _now_s() -> float:
 def _sentence(status: HostStatus) -> str:
     doing = "is idle" if status.doing == "idle" else f"is in {status.doing}"
     doing += f" ({status.stage})" if status.stage else ""
-    return f"{doing} for {status.doing_age_s:.1f} s, {status.queued_calls} calls queued"
+    where = f" at {status.where}" if status.where else ""
+    return f"{doing} for {status.doing_age_s:.1f} s{where}, {status.queued_calls} calls queued"
 
 
 def _again(error: ExecutorError) -> ExecutorError:

@@ -7,6 +7,7 @@ import importlib
 import os
 import pickle
 import queue
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from llamarl.cluster.api import Deal, Executor, ExecutorSpec, HostStatus, Reply,
 from llamarl.observability.notes import keep_notes_in
 from llamarl.observability.spans import Span, SpanLog, now_s, stage, stage_of, usage
 
+_PACKAGE, _LIBRARIES = str(Path(__file__).parents[1]), (sys.prefix, sys.base_prefix)
 READY = "@ready"
 """Answered once the executor is built, with `Executor.SHARES_CALLS`."""
 FAILURE = "@failure"
@@ -358,12 +360,26 @@ class ExecutorRank:
             launcher_pid=start_up.launcher_pid,
             doing=doing,
             stage=stage_of(self._thread.ident),
+            where="" if take_spans else _line_of(self._thread.ident),
             doing_age_s=age_s,
             busy_s=busy_s,
             queued_calls=self._queue.qsize(),
             spans=self._span_log.drain() if take_spans else [],
             usage=usage(),
         )
+
+
+def _line_of(thread: int | None) -> str:
+    """Returns the line of an executor's code at which its thread is, outside of libraries. Empty means that none
+    runs. It shows a collective that never ends, for which NCCL has no time limit here."""
+    frame = sys._current_frames().get(thread or 0)
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        if frame.f_code.co_filename.startswith(_PACKAGE):
+            break
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename == __file__:
+        return ""
+    return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
 
 def _promise() -> Future[Reply]:

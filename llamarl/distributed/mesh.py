@@ -328,6 +328,10 @@ def _open_groups(
     if device.type == "cuda":
         # NCCL's own watchdog would end the process at the time limit, before `Watch` can say where it was.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        # Groups over the same ranks work at the same time, on streams of FSDP and the trainer. NCCL then starts them in
+        # the host's order, which is that of all ranks; it would slow down decoding, which has one group.
+        if math.prod(shape[:-1]) > 1:
+            os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         # With a bound device, all ranks make communicators here. The first sends of a pipeline do not involve all
         # ranks.
         backend, bound = "cpu:gloo,cuda:nccl", device

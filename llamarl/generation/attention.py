@@ -222,6 +222,11 @@ class StepGraphs(Protocol):
         """Returns True if a step of this number of rows captures nothing."""
         ...
 
+    def state(self) -> tuple[int, ...]:
+        """Returns numbers that decide which steps are captured. They must be the same on all ranks that share a model,
+        because a capture runs their collectives."""
+        ...
+
 
 def backend_name(cache: KVCache) -> str:
     """Returns the attention of this cache, for the log: `c++ avx2`, `triton`, or `torch` and the reason."""

@@ -243,6 +243,10 @@ class Engine:
         for sequence in self._scheduler.outdate(self._recompute):
             self._rows.remove(sequence)
 
+    def graph_state(self) -> tuple[int, ...]:
+        """Returns `StepGraphs.state`. Empty without graphs."""
+        return self._graphs.state() if self._graphs else ()
+
     def score(self, sequences: Ordered[np.ndarray], candidates: CandidateSets | None = None) -> list[np.ndarray]:
         return score(self.model, sequences, candidates)
 

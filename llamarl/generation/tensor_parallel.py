@@ -58,11 +58,11 @@ class _Steps:
         self._engine = engine
         self._crc = 0
 
-    def done(self) -> tuple[float, ...]:
+    def done(self) -> tuple[tuple[float, ...], tuple[int, ...]]:
         """Returns the summary: tokens sampled and prefilled, use of the KV cache, and a checksum of the rollouts that
-        have left."""
+        have left; and what decides whether the next step is captured."""
         stats = self._engine.stats()
-        return stats.decode_tokens, stats.prefill_tokens, stats.kv_use, self._crc
+        return (stats.decode_tokens, stats.prefill_tokens, stats.kv_use, self._crc), self._engine.graph_state()
 
     def step(self) -> list[Rollout]:
         rollouts = self._engine.step()
@@ -198,12 +198,22 @@ class FollowerRank:
         self.stopped = True
         self._mesh.close()
 
+    def _check(self, summary: tuple[tuple[float, ...], tuple[int, ...]]) -> None:
+        """Raises OutOfStep if rank 0's summary is another than this rank's."""
+        (done, graphs), (other, others_graphs), rank = self._steps.done(), summary, self._links.rank
+        if done != other:
+            raise OutOfStep(f"rank 0 has done {other}, rank {rank} {done}")
+        if graphs != others_graphs:  # before the step: only one of them would capture it, and run collectives twice
+            raise OutOfStep(
+                f"rank 0 has CUDA graphs {others_graphs}, rank {rank} {graphs} (captures, weights in use): the memory "
+                "of new weights was used before on one of them only; set generator.cuda_graphs = 'off'"
+            )
+
     def _do(self, method: str, argument: Any) -> None:
         engine = self._engine
         match method:
             case "step":
-                if argument != (done := self._steps.done()):
-                    raise OutOfStep(f"rank 0 has done {argument}, rank {self._links.rank} {done}")
+                self._check(argument)
                 self._steps.step()
             case "submit":
                 engine.submit(argument)

@@ -31,6 +31,8 @@ COUNT_S = 120.0
 """Time limit of a process that imports torch and counts devices, in seconds."""
 MAX_ROWS = 24
 """Most rows of a table."""
+MPS_FOLDER = "CUDA_MPS_PIPE_DIRECTORY"
+"""Environment variable with the folder of a daemon of CUDA MPS."""
 
 
 class WantedExecutor(NamedTuple):
@@ -265,6 +267,18 @@ class LocalPlacer(Placer):
         return self._crowded({"": os.cpu_count() or 1})
 
     @property
+    def sharing(self) -> str:
+        """Text on GPUs that processes share at the same time, and how. Empty means that there are none."""
+        if self._config.cluster.kind == "inline" or self._config.generators_sleep:
+            return ""
+        names = sorted(name for name, one in self._assigned.items() if self._together & {*one.devices[""]})
+        if not names:
+            return ""
+        shared = ranges(tuple(sorted(int(str(device)) for device in self._together)))
+        how = "by CUDA MPS" if has_mps() else f"by time, because CUDA MPS is off (no daemon at {mps_folder()})"
+        return f"{', '.join(names)} share cuda {shared} {how}"
+
+    @property
     def lack(self) -> str:
         """Text on needed and available devices. Empty means that there are enough."""
         used = [device for one in self._assigned.values() for device in one.devices[""]]
@@ -367,6 +381,20 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
         "  ".join(f"{cell:{sign}{width}}" for cell, sign, width in zip(row, signs, widths, strict=False)).rstrip()
         for row in rows
     ]
+
+
+def mps_folder() -> Path:
+    """Returns the folder by which processes find the daemon of CUDA MPS."""
+    return Path(os.environ.get(MPS_FOLDER) or "/tmp/nvidia-mps")
+
+
+def has_mps() -> bool:
+    """Returns whether a daemon of CUDA MPS serves this machine, so that kernels of several processes run at once."""
+    try:
+        pid = int((mps_folder() / "nvidia-cuda-mps-control.pid").read_text())
+    except (OSError, ValueError):  # a container may have the pipes of a daemon outside, without its number
+        return (mps_folder() / "control").exists()
+    return Path(f"/proc/{pid}").exists()
 
 
 def count_devices() -> int:

@@ -120,7 +120,10 @@ class _TrainingRun:
             keep = (lambda failure: screen.warn(str(failure)), config.record.max_bytes)
             events = EventLog(folder.events, *keep)
             screen = RecordedScreen(self._shown, events)
-            events.add("start", **start_of_run(), staleness_limit=limit, model=info.model, resumed=self._resume)
+            facts = start_of_run() | {"staleness_limit": limit, "model": info.model, "resumed": self._resume}
+            if self._placer and self._placer.sharing:
+                facts["gpu_sharing"] = self._placer.sharing
+            events.add("start", **facts)
             for text in self._outcome.warnings:
                 screen.warn(text)
             log = MetricsLog(folder.metrics, *keep)

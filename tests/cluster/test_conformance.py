@@ -79,7 +79,8 @@ def test_timeout_names_what_runs_and_drops_what_waits(kind: Kind) -> None:
         await asyncio.sleep(0)
         with pytest.raises(
             CallTimeout,
-            match=r"echo\.remember had no answer after 0\.1 s \(cluster\.timeout_s\); echo is in sleep",
+            match=r"echo\.remember had no answer after 0\.1 s \(cluster\.timeout_s\); echo is in sleep for [\d.]+ s "
+            r"at sleep \(executors\.py:\d+\), ",
         ) as caught:
             await handle.call("remember", 1, timeout_s=0.1)
         assert (caught.value.executor, caught.value.method, caught.value.timeout_s) == ("echo", "remember", 0.1)

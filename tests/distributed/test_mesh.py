@@ -265,3 +265,26 @@ def test_nccl_is_bound_to_the_device_and_leaves_failures_to_the_watch(monkeypatc
     with pytest.raises(RuntimeError, match="no GPU"):
         mesh._open_groups(store, (1, 2, 1, 1), gpu, 0, 2, 60.0)  # pyrefly: ignore[bad-argument-type]
     assert (asked["backend"], asked["device_id"], asked["handling"]) == ("cpu:gloo,cuda:nccl", gpu, "0")
+
+
+@pytest.mark.parametrize(
+    ("shape", "given", "ordered"),
+    [((1, 2, 1, 1), None, "1"), ((1, 2, 2, 1), None, "1"), ((1, 1, 1, 2), None, None), ((1, 2, 1, 1), "0", "0")],
+)
+def test_nccl_starts_groups_of_the_same_ranks_in_one_order(
+    shape: tuple[int, ...], given: str | None, ordered: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a trainer. Ranks that share a generator have one group, and the order has a price there."""
+    name = "NCCL_LAUNCH_ORDER_IMPLICIT"
+    monkeypatch.setenv(name, given or "")
+    if given is None:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    monkeypatch.setattr(mesh.dist, "init_process_group", explode)
+    with pytest.raises(RuntimeError, match="no GPU"):
+        mesh._open_groups(Any, shape, torch.device("cuda", 0), 0, 2, 60.0)  # pyrefly: ignore[bad-argument-type]
+    assert os.environ.get(name) == ordered
+
+
+def explode(*_: Any, **__: Any) -> None:
+    raise RuntimeError("no GPU")

@@ -60,7 +60,14 @@ def follow(where: Rendezvous, folder: Path, rank: int, size: int, mishap: str, g
 def follow_here(where: Rendezvous, folder: Path, rank: int, size: int, mishap: str, graphs: bool) -> str:
     mesh = join(where, rank, {"tp": size}, timeout_s=240.0)
     model, engine = build(mesh, folder, graphs)
-    follower = FollowerRank(engine, mesh, lambda version: load(model, folder, version))
+    first = model.weights_at
+
+    def use(version: int) -> None:
+        load(model, folder, version)
+        if mishap == "reuse":  # the allocator gives the memory of earlier weights again, on this rank only
+            model.weights_at = first
+
+    follower = FollowerRank(engine, mesh, use)
     follower.report(7, f"part {rank}")
     idle = 0
     try:
@@ -165,6 +172,16 @@ def test_four_ranks_equal_one(workers: Workers, tmp_path: Path, graphs: bool) ->
         assert_equals_one_rank(served)
         served.backend.close()
         assert all(worker.result().startswith("stopped after") for worker in others)
+
+
+def test_ranks_that_would_not_capture_together_end_before_the_step(workers: Workers, tmp_path: Path) -> None:
+    """One would replay a graph of earlier weights, and the others would capture one, with collectives that it lacks."""
+    with computed_by("torch"), serve(workers, 2, tmp_path, mishap="reuse", graphs=True) as (served, others):
+        run(served.backend, make_requests(3, GREEDY))
+        served.update(conformance_model(), 1)
+        with pytest.raises(RanksLost, match=r"OutOfStep: rank 0 has CUDA graphs .* generator\.cuda_graphs = 'off'"):
+            run(served.backend, make_requests(3, GREEDY))
+        assert "OutOfStep" in others[0].result()
 
 
 def test_all_ranks_report_a_version(workers: Workers, tmp_path: Path) -> None:

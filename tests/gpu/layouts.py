@@ -214,6 +214,33 @@ class Traffic(TorchDispatchMode):
         return result
 
 
+class Issued(TorchDispatchMode):
+    """Keeps the collectives in the order in which the host issues them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().startswith(("c10d::", "_c10d_functional::")):
+            self.found.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def issued(sizes: dict[str, int], rank: int) -> list[str]:
+    """Collectives of one rank in a whole step, of as many microbatches on each rank."""
+    shape = ModelShape(
+        family="llama", hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32,
+        intermediate_size=384, vocab_size=208, max_position_embeddings=256, tie_embeddings=False,
+    )  # fmt: skip
+    settings, order = TrainerConfig(microbatch_tokens=64, dtype="bfloat16"), Issued()
+    with rank_of(rank, sizes) as mesh:
+        trainer = Trainer(new_model(shape, 0, 0.05), settings, Aipo(), GroupMean(), 1.0, mesh, CPU)
+        with order:
+            finished(trainer.update(example_groups(8, shape.vocab_size), 1))
+    return order.found
+
+
 def traffic(sizes: dict[str, int], recompute: bool | str) -> dict[str, float]:
     """Of a layer, in the gradients of a microbatch in bfloat16 on the first of so many ranks; and its parameters."""
     counts = list[dict[str, int]]()

@@ -53,6 +53,14 @@ def test_layers_are_not_whole_between_forward_and_backward(elsewhere: Run, recom
     assert copied["after_forward"] >= copied["layers"], "the mutant"
 
 
+@pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"fsdp": 2, "cp": 2}, {"fsdp": 2, "tp": 2}], ids=str)
+def test_all_ranks_issue_collectives_in_one_order(elsewhere: Run, sizes: dict[str, int]) -> None:
+    """Of several groups, as of FSDP, of context ranks and of the norm of gradients. NCCL starts them in that order."""
+    first, *others = [elsewhere(layouts.issued, sizes, rank) for rank in range(4)]
+    assert len(set(first)) > 2 and len(first) > 10
+    assert all(other == first for other in others)
+
+
 def test_what_a_layer_moves_and_launches_under_fsdp(elsewhere: Run) -> None:
     """Weights in two bytes, gathered for forward and for backward, and gradients in four, once. The additional launches
     copy in and out of what is sent, and views of it."""

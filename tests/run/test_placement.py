@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.section import named_devices
 from llamarl.distributed import mesh
-from llamarl.run.placement import LocalPlacer, ranges
+from llamarl.run.placement import MPS_FOLDER, LocalPlacer, ranges
 
 
 def config_of(**sections: dict[str, Any]) -> RunConfig:
@@ -47,6 +49,29 @@ def test_a_trainer_of_four_beside_four_replicas_fills_a_host_of_eight() -> None:
         *(f"generator-{i}      1  cuda {4 + i}" for i in range(4)),
         "reward           1  cpu",
     ]
+
+
+def test_processes_that_share_a_gpu_are_named_with_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a daemon of CUDA MPS if there is a living one, else by time. Executors of one process, or in turns, do not."""
+    monkeypatch.setenv(MPS_FOLDER, str(tmp_path))
+    both = {"trainer": {"device": "cuda:1"}, "generator": {"device": "cuda:1"}}
+
+    def sharing(**cluster: str) -> str:
+        rollout = {"max_staleness": 0, "window": 1} if "placement" in cluster else {}
+        return LocalPlacer(config_of(**both, rollout=rollout, cluster={"kind": "processes", **cluster}), 2).sharing
+
+    off = f"generator-0, trainer share cuda 1 by time, because CUDA MPS is off (no daemon at {tmp_path})"
+    assert sharing() == off
+    (tmp_path / "control").touch()
+    assert sharing() == "generator-0, trainer share cuda 1 by CUDA MPS"
+    number = tmp_path / "nvidia-cuda-mps-control.pid"
+    number.write_text(f"{os.getpid()}\n")
+    assert sharing().endswith("by CUDA MPS")
+    number.write_text("4194999\n")  # larger than any: the daemon was killed and has left its pipes
+    assert sharing() == off
+    assert sharing(kind="inline") == sharing(placement="colocated") == ""
+    apart = {"trainer": {"device": "cuda:0"}, "generator": {"device": "cuda:1"}}
+    assert LocalPlacer(config_of(**apart), 2).sharing == ""
 
 
 def test_all_roles_are_counted_out(monkeypatch: pytest.MonkeyPatch) -> None:

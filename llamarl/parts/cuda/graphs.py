@@ -105,6 +105,12 @@ class DecodeGraphs:
         """See `StepGraphs`."""
         return self._at_hand(num_rows, draws) is not None
 
+    def state(self) -> tuple[int, ...]:
+        """See `StepGraphs`: the number of captures, and the place of the weights in use among those with graphs."""
+        captured = [*self._replays]
+        is_known = self._model.weights_at in captured
+        return self.num_captured, captured.index(self._model.weights_at) if is_known else -1
+
     def describe(self) -> str:
         """Returns text for the log: which products serve at which numbers of rows, as far as that was measured."""
         few = [str(size) for size, is_faster in sorted(self._faster.items()) if is_faster]

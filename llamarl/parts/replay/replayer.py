@@ -105,7 +105,7 @@ class Replayer:
                 self._lives.append(_Life(rollout, sequence, prefix, versions_T, is_checked_T, prompt_routes))
         return faults
 
-    def go_on(self, version: int) -> Replayed:
+    def advance(self, version: int) -> Replayed:
         """Repeats all computations under `version`, whose weights are in use."""
         budget, num_checked, found = self._engine._scheduler.prefill_tokens, 0, list[Difference]()
         work = list(self._chunks(version))

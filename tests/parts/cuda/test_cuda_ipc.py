@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from llamarl.config.errors import ConfigError
+from llamarl.distributed.links import Rendezvous
 from llamarl.parts.cuda.transports import cuda_ipc, nixl
 from llamarl.parts.cuda.transports._one_sided import check_allocator
 from llamarl.parts.cuda.transports.cuda_ipc import CudaIpcPublisher, CudaIpcSubscriber, IpcHandle
@@ -159,6 +161,25 @@ def test_memory_without_a_handle_is_refused(variable: str, kind: type, monkeypat
         kind(plan, lambda value: [value], device=torch.device("cuda", 0))
     monkeypatch.setenv(variable, "expandable_segments:False")
     check_allocator("nixl")
+
+
+def test_many_readers_cost_the_trainer_little(publisher: CudaIpcPublisher, subscriber: CudaIpcSubscriber) -> None:
+    """64 generator ranks, as on eight hosts of eight GPUs, have a thread each. In between they wait, and one that reads
+    does not make its thread spin."""
+    address = publisher.publish(0, weights(0), ())
+    place = Rendezvous(subscriber.place_in(address), address.publisher)
+    connections = [place.connect(lay_out(SPECS).digest, 60.0) for _ in range(64)]
+    try:
+        for connection in connections:
+            connection.recv()
+            connection.send(0)
+        assert all(connection.recv() for connection in connections), "all read"
+        before_s = time.process_time()
+        time.sleep(1.0)
+        assert time.process_time() - before_s < 0.1
+    finally:
+        for connection in connections:
+            connection.close()
 
 
 def test_it_is_preferred_to_nixl_between_processes_of_one_host() -> None:

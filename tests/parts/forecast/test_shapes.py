@@ -18,6 +18,7 @@ from llamarl.models.transformer import Transformer
 from llamarl.parts.forecast.candidates import trainer_candidates
 from llamarl.parts.forecast.request import ASYNCHRONOUS
 from llamarl.parts.forecast.shapes import MODELS, DecoderShape, find_model
+from tests.nightly import crossed
 from tests.parts.forecast.conftest import make_request
 
 
@@ -38,8 +39,7 @@ def test_parameters(name: str, total: float, active: float) -> None:
     assert MODELS[name].matmul_parameters == pytest.approx(active, rel=0.02)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "tied"), crossed(MODELS, [False, True]))
 def test_a_built_in_shape_has_the_weights_of_the_model_that_is_made(name: str, tied: bool) -> None:
     known = replace(MODELS[name], tie_embeddings=tied)
     shape = ModelShape(**{field.name: getattr(known, field.name) for field in fields(DecoderSizes)})

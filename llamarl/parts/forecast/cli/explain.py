@@ -141,7 +141,7 @@ def consequences(config: RunConfig, machine: MachineMemory | None = None) -> dic
         table = [f"on hosts {each}; `llamarl doctor --hosts` checks connected hosts", *hosting.table()]
     else:
         placer = LocalPlacer(config, len(machine.gpus) if machine else None)
-        table = placer.table()
+        table = [*placer.table(), *filter(None, [placer.sharing])]
         for said in filter(None, (placer.lack, *placer.crowded())):
             print(f"llamarl: {said}", file=sys.stderr)
     rollout, sync = config.rollout, config.weight_sync
