@@ -1,8 +1,8 @@
 """The gated delta rule (arXiv 2412.06464) on packed sequences, in its chunked form.
 
-`Chunks` computes what `kernels/delta.py: step` computes token by token, for whole sequences in chunks of up to 64
-tokens: within a chunk as products of matrices (arXiv 2406.06484, section 3.2), from chunk to chunk by the state. Both
-round differently.
+`Chunks` computes what `kernels/delta.py: step` computes token by token, for whole sequences in chunks of up to
+64 tokens: within a chunk as products of matrices (arXiv 2406.06484, section 3.2), from chunk to chunk by the state.
+Both round differently.
 
 `Branches` says where sequences begin. A sequence begins with zeros, or where another one ends: a response continues its
 prompt, and a prompt the beginning that all prompts share. So a packed batch is computed level after level, and neither
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from llamarl.kernels.delta import convolved, heads, wide
-from llamarl.kernels.delta_shape import CHUNK_TOKENS, DeltaShape
+from llamarl.kernels.delta_shape import DeltaShape
 
 ROOT = -1
 """Parent of a sequence that begins with zeros."""
@@ -140,7 +140,7 @@ class Packed:
         """
         self._num_tokens, self._device = num_tokens, device
         self._levels = cache(lambda: branches().levels)
-        self._chunks = cache(lambda: [Chunks(level, num_tokens, device) for level in self._levels()])
+        self._chunks = cache(lambda most: [Chunks(level, num_tokens, device, most) for level in self._levels()])
         self._windows = dict[int, Tensor]()
 
     def __call__(
@@ -158,20 +158,23 @@ class Packed:
                 # An embedding, because the gradient of its rows is summed in a fixed order, on GPUs too.
                 seen = [F.embedding(index_N, padded) for index_N in self._windows_of(conv_C_W.shape[1])]
                 q, k, v = heads(convolved(seen, wide(conv_C_W)), delta)
-                return self._rule(q, k, v, wide(decay_N_H), wide(strength_N_H))
+                chunks = self._chunks(delta.chunk_tokens(mixed_N_C.is_cuda))
+                return self._rule(chunks, q, k, v, wide(decay_N_H), wide(strength_N_H))
 
         return Recomputed.apply(compute, mixed_N_C, conv_C_W, decay_N_H, strength_N_H)
 
-    def _rule(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor) -> Tensor:
+    def _rule(
+        self, of_levels: list[Chunks], q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor
+    ) -> Tensor:
         outputs, ends, states = list[Tensor](), list[Tensor](), None
-        for level, chunks in zip(self._levels(), self._chunks(), strict=True):
+        for level, chunks in zip(self._levels(), of_levels, strict=True):
             if states is not None:
                 parents_B = torch.tensor(level.parents, device=self._device)
                 states = F.embedding(parents_B, torch.cat(ends).flatten(1)).unflatten(1, states.shape[1:])
             output, states = chunks(q, k, v, decay, strength, states)
             outputs.append(output)
             ends.append(states)
-        order_N = torch.cat([chunks.tokens_N for chunks in self._chunks()]).argsort()
+        order_N = torch.cat([chunks.tokens_N for chunks in of_levels]).argsort()
         return torch.cat(outputs).index_select(0, order_N)
 
     def _windows_of(self, width: int) -> Tensor:
@@ -199,9 +202,13 @@ class Chunks:
     a chunk of a number are the first ones.
     """
 
-    def __init__(self, level: Level, num_tokens: int, device: torch.device) -> None:
+    def __init__(self, level: Level, num_tokens: int, device: torch.device, most: int) -> None:
+        """
+        Args:
+            most: the most tokens of a chunk.
+        """
         longest = max(level.lengths)
-        self.size = min(CHUNK_TOKENS, 1 << (longest - 1).bit_length())
+        self.size = min(most, 1 << (longest - 1).bit_length())
         self._counts = [sum(length > first for length in level.lengths) for first in range(0, longest, self.size)]
         index = np.full((sum(self._counts), self.size), num_tokens)
         row = 0

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from llamarl.config.roles import LoraConfig
-from llamarl.kernels.delta_shape import CHUNK_TOKENS, DeltaShape
+from llamarl.kernels.delta_shape import DeltaShape
 from llamarl.models.sizes import DecoderSizes, adapted, adapter_parameters
 from llamarl.sharding.tensor_parallel import cuts_by_expert, is_expert, is_quantizable, sharded_dim
 
@@ -137,7 +137,8 @@ def _peak(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
     work = (width * ((_inner(sizes, load) - 1) * active + copied) + 12 * hidden * (not load.fused)) * rows
     work = work + (layer if load.checkpointing else 0)
     if sizes.delta is not None:
-        work = work + _rule_bytes(sizes.delta) * load.tokens / load.tp  # with the layer's own, if it is kept
+        # In addition to the layer's own activations, if these are kept.
+        work = work + _rule_bytes(sizes.delta, load.on_gpu) * load.tokens / load.tp
     last = _inner(sizes, load) * width * active * rows if load.checkpointing else 0
     gradient = load.weight * vocabulary if load.lora is None else 0  # whole; a frozen head has none
     # The embedding's is whole too. If it is also the head, both gradients and their sum exist at once.
@@ -295,10 +296,11 @@ def _delta_bytes(delta: DeltaShape, width: int) -> int:
     return width * delta.mixed_size + 20 * delta.num_value_heads + of_values * delta.value_size
 
 
-def _rule_bytes(delta: DeltaShape) -> int:
+def _rule_bytes(delta: DeltaShape, on_gpu: bool) -> int:
     """Returns bytes per token of one layer's chunks while they are computed again, with their gradients."""
-    within = 5 * CHUNK_TOKENS + 8 * delta.key_dim + 8 * delta.value_dim
-    states = 4 * delta.key_dim * delta.value_dim // CHUNK_TOKENS
+    chunk = delta.chunk_tokens(on_gpu)
+    within = 5 * chunk + 8 * delta.key_dim + 8 * delta.value_dim
+    states = 4 * delta.key_dim * delta.value_dim // chunk
     return 4 * ((delta.conv_width + 4) * delta.mixed_size + delta.num_value_heads * (within + states))
 
 

@@ -134,7 +134,7 @@ def test_logits_and_all_gradients_are_those_of_transformers(oracle: PreTrainedMo
         assert parameter.grad is not None and wide.grad is not None, name
         own, other = ((one - wide.grad).norm() / wide.grad.norm() for one in (parameter.grad, gradients[name]))
         assert other <= 3e-4, name  # what float32 leaves of fast decays
-        assert own <= max(1e-5, 2 * other), name
+        assert own <= max(3e-5, 2 * other), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -225,9 +225,11 @@ def one_by_one(given: tuple[Tensor, ...], shape: DeltaShape = DELTA_SHAPE) -> Te
     return torch.cat(outputs)
 
 
+@pytest.mark.parametrize("most", [16, 64])
 @pytest.mark.parametrize("length", [1, 2, 5, 63, 64, 65, 200])
-def test_the_chunked_form_is_the_recurrent_form(length: int) -> None:
-    """With all gradients, in float64."""
+def test_the_chunked_form_is_the_recurrent_form(length: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all gradients, in float64; in chunks as on CPUs and as on GPUs."""
+    monkeypatch.setattr(DeltaShape, "chunk_tokens", lambda *_: most)
     results = list[list[Tensor]]()
     direction = torch.randn(length, 6, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     packed = Packed(lambda: Branches([0], [length], [ROOT]), length, torch.device("cpu"))

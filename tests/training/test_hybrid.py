@@ -62,9 +62,9 @@ def test_recomputed_layers_have_the_same_gradients(make_groups) -> None:
 def test_bfloat16_is_near_and_states_are_float32(make_groups) -> None:
     seen, rule = set[torch.dtype](), packed_attend([1], [()]).recur.__class__._rule
 
-    def noted(self: Any, *inputs: torch.Tensor) -> torch.Tensor:
+    def noted(self: Any, chunks: Any, *inputs: torch.Tensor) -> torch.Tensor:
         seen.update(one.dtype for one in inputs)
-        return rule(self, *inputs)
+        return rule(self, chunks, *inputs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llamarl.models.delta_rule.Packed._rule", noted)
