@@ -7,15 +7,17 @@ from pydantic import Field, model_validator
 from llamarl.config.ref import Ref
 from llamarl.config.section import FilePath, Section
 
-DENSE, MIXTURES = ("llama", "mistral", "qwen2", "qwen3"), ("qwen3_moe", "mixtral", "glm4_moe")
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
+TABLES = ("qwen3_moe", "mixtral", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Mixtures of experts and hybrids, which need further keys."""
 
 
 class ShapeConfig(Section):
     """Shape of a model made from scratch."""
 
     family: str | Ref = "llama"
-    """Architecture. A mixture of experts is a table with its keys of `config.json`: `{name = "qwen3_moe", num_experts =
-    8, num_experts_per_tok = 2, ...}`. An auxiliary loss balances its experts."""
+    """Architecture. A mixture of experts or a hybrid is a table with its keys of `config.json`: `{name = "qwen3_moe",
+    num_experts = 8, num_experts_per_tok = 2, ...}`. An auxiliary loss balances experts."""
     hidden_size: int = Field(default=128, ge=1, le=1 << 16)
     """Width, D."""
     num_layers: int = Field(default=3, ge=1, le=1 << 10)
@@ -35,11 +37,11 @@ class ShapeConfig(Section):
 
     @model_validator(mode="after")
     def _known_family(self) -> ShapeConfig:
-        name, known = (self.family.name, MIXTURES) if isinstance(self.family, Ref) else (self.family, DENSE)
+        name, known = (self.family.name, TABLES) if isinstance(self.family, Ref) else (self.family, DENSE)
         if name not in known:
             raise ValueError(
                 f"shape.family = {name!r} cannot be made from scratch; use one of {', '.join(DENSE)}, or "
-                f"{{name = NAME, ...}} with one of {', '.join(MIXTURES)} and the keys of its experts in config.json"
+                f"{{name = NAME, ...}} with one of {', '.join(TABLES)} and its keys in config.json"
             )
         return self
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ import torch
 import transformers
 
 from llamarl.config import ConfigError
+from llamarl.models.hybrid import text_config
 from llamarl.models.refused import OTHERS
 from llamarl.models.shape import ARCHITECTURES, ModelShape
 from llamarl.models.transformer import Transformer
-from llamarl.parts.forecast.shapes import DecoderShape
+from llamarl.parts.forecast.shapes import MODELS, DecoderShape
 
 PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
-LOAD = [*PUBLISHED["loads"], *PUBLISHED["mixtures"]]
+LOAD = [*PUBLISHED["loads"], *PUBLISHED["mixtures"], *PUBLISHED["hybrids"]]
 OF_GATE_UP = ("experts.gate_proj", "experts.up_proj")
 """Matrices that transformers keeps as one."""
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
@@ -64,6 +66,28 @@ class TestMixtureThatLoads:
         size, context = model["parameters"] / 1e9, model["config"]["max_position_embeddings"]
         row = f"| `{model['name']}` | {model['config']['model_type']} | {size:.2f} | {context:,} |"
         assert row in PAGE
+
+
+@pytest.mark.parametrize("model", PUBLISHED["hybrids"], ids=lambda model: model["name"])
+class TestHybridThatLoads:
+    def test_has_the_parameters_of_transformers(self, model: dict[str, Any]) -> None:
+        """Of the decoder: the names of models count an image encoder and layers that predict further tokens."""
+        shape = ModelShape.from_hf(model["config"])
+        assert shape.num_parameters == model["parameters"]
+        named = float(re.search(r"-([\d.]+)B", model["name"])[1])  # pyrefly: ignore[unsupported-operation]
+        assert shape.num_parameters == pytest.approx(named * 1e9, rel=0.011)
+        config = text_config(model["config"]) | {"num_hidden_layers": 4}
+        with torch.device("meta"):
+            theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+        assert sum(one.numel() for one in theirs.parameters()) == ModelShape.from_hf(config).num_parameters
+
+    def test_is_known_to_the_planner(self, model: dict[str, Any]) -> None:
+        (known,) = (one for one in MODELS.values() if one.path == model["name"])
+        assert replace(DecoderShape.from_hf(model["config"]), name=known.name, path=known.path) == known
+
+    def test_has_its_row_in_the_docs(self, model: dict[str, Any]) -> None:
+        size, context = model["parameters"] / 1e9, 262_144
+        assert f"| `{model['name']}` | {model['config']['model_type']} | {size:.2f} | {context:,} |" in PAGE
 
 
 @pytest.mark.parametrize("model", PUBLISHED["refused"], ids=lambda model: model["name"])

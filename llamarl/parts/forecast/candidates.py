@@ -129,7 +129,7 @@ def _model_parallel(request: PlanRequest, pool: Pool, rules: Rules) -> list[tupl
         (tp, cp, pp, 1)
         for tp in powers_of_two(min(pool.gpu.node_gpus, heads))
         if not uneven_parts(request.model, tp, repeats_kv_heads=False)
-        for cp in CONTEXT_PARALLEL
+        for cp in (CONTEXT_PARALLEL if request.model.delta is None else (1,))
         for pp in PIPELINE_PARALLEL
         if tp * cp * pp <= pool.count and pp <= request.model.num_layers
     ]

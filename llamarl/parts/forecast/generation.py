@@ -54,7 +54,8 @@ def decode_parts(
     """Returns the seconds of one decode step of one replica with `active` responses, by cause. Reading and computing
     overlap.
 
-    weights: bytes / memory bandwidth. kv: keys and values of the active responses, split at most `num_kv_heads` ways.
+    weights: bytes / memory bandwidth. kv: keys and values of the active responses, split at most `num_kv_heads` ways,
+    and their states of delta nets.
     compute: matrix products beyond the reading time. tensor: two all-reduces per layer, latency plus bytes. overhead:
     host time per step. (Pope et al., arXiv 2211.05102, sections 2 and 3.)
     """
@@ -63,6 +64,7 @@ def decode_parts(
     bandwidth = gpu.memory_bandwidth * constants.bandwidth_efficiency
     weights = read_bytes(model, weight_bytes, active) / tp / bandwidth
     kv = active * context_tokens * kv_token_bytes(model, tp, BF16) / bandwidth
+    kv = kv + 2 * active * model.state_bytes / tp / bandwidth  # states of delta nets are read and written
     peak = np.where(weight_bytes == BF16, gpu.bf16_flops, gpu.fp8_flops or gpu.bf16_flops)
     flops = token_flops(request, context_tokens) + expert_flops(request, tp)
     compute = active * flops / tp / (peak * constants.prefill_efficiency)

@@ -13,6 +13,7 @@ from llamarl.config import ConfigError, RunConfig, did_you_mean, load_sft_config
 from llamarl.config.errors import one_of
 from llamarl.config.hub import OF_MODELS, hub_name, open_hub
 from llamarl.config.section import near_path
+from llamarl.kernels.delta_shape import DeltaShape
 from llamarl.models.refused import OTHERS, refusal
 from llamarl.models.shape import ModelShape
 from llamarl.models.sizes import DecoderSizes, MoeShape
@@ -37,7 +38,7 @@ class DecoderShape(DecoderSizes):
 
 _COLUMNS = (
     *("family", "name", "path", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
-    *("intermediate_size", "vocab_size", "max_position_embeddings", "tie_embeddings", "moe", "attention_bias"),
+    *("intermediate_size", "vocab_size", "max_position_embeddings", "tie_embeddings", "moe", "attention_bias", "delta"),
 )
 
 
@@ -50,6 +51,13 @@ def _moe(num_layers: int, num_experts: int, experts_per_token: int, expert_size:
     )  # fmt: skip
 
 
+def _delta(num_layers: int, num_value_heads: int) -> DeltaShape:
+    """Returns the delta nets of a model in which every fourth layer has attention."""
+    layers = tuple(layer for layer in range(num_layers) if (layer + 1) % 4)
+    return DeltaShape(layers=layers, num_key_heads=16, num_value_heads=num_value_heads, key_dim=128, value_dim=128)
+
+
+_GATED: dict[str, Any] = {"shared_size": 512, "gates_shared": True}
 _SIGMOID: dict[str, Any] = {"scoring": "sigmoid", "has_selection_bias": True}
 _TABLE: tuple[tuple[Any, ...], ...] = (
     # Llama 3.1 (arXiv 2407.21783, table 3); of 3.2 config.json on the Hub
@@ -82,6 +90,14 @@ _TABLE: tuple[tuple[Any, ...], ...] = (
      _moe(94, 128, 8, 1536)),
     ("glm4_moe", "glm-4.5-air", "zai-org/GLM-4.5-Air", 4096, 46, 96, 8, 128, 10_944, 151_552, 131_072, False,
      _moe(45, 128, 8, 1408, dense=1, shared_size=1408, **_SIGMOID), True),
+    ("qwen3_next", "qwen3-next-80b-a3b", "Qwen/Qwen3-Next-80B-A3B-Instruct", 2048, 48, 16, 2, 256, 5120, 151_936,
+     262_144, False, _moe(48, 512, 10, 512, **_GATED), False, _delta(48, 32)),
+    ("qwen3_5_text", "qwen3.5-9b", "Qwen/Qwen3.5-9B", 4096, 32, 16, 4, 256, 12_288, 248_320, 262_144, False, None,
+     False, _delta(32, 32)),
+    ("qwen3_5_text", "qwen3.5-27b", "Qwen/Qwen3.5-27B", 5120, 64, 24, 4, 256, 17_408, 248_320, 262_144, False, None,
+     False, _delta(64, 48)),
+    ("qwen3_5_moe_text", "qwen3.5-35b-a3b", "Qwen/Qwen3.5-35B-A3B", 2048, 40, 16, 2, 256, 512, 248_320, 262_144, False,
+     _moe(40, 256, 8, 512, **_GATED), False, _delta(40, 32)),
 )  # fmt: skip
 MODELS = {row[1]: DecoderShape(**dict(zip(_COLUMNS, row, strict=False))) for row in _TABLE}
 """Built-in shapes."""

@@ -168,7 +168,9 @@ def _train(model: Transformer, documents: list[SampleGroup], config: SftConfig, 
 
 def _optimizer(model: Transformer, config: SftConfig) -> torch.optim.Optimizer:
     named = model.named_parameters()
-    matrices = [p for name, p in named if p.ndim >= 2 and "layers." in name and not is_router(name)]
+    matrices = [
+        p for name, p in named if p.ndim >= 2 and "layers." in name and not is_router(name) and ".conv_" not in name
+    ]
     chosen = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in chosen]
     adamw = torch.optim.AdamW(others, config.adamw_learning_rate, (0.9, 0.95), weight_decay=0.0, fused=True)

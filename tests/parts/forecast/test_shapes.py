@@ -11,11 +11,15 @@ import pytest
 import torch
 
 from llamarl.config import ConfigError
+from llamarl.models.memory import GeneratorLoad, generator_bytes
 from llamarl.models.shape import ModelShape
 from llamarl.models.sizes import DecoderSizes
 from llamarl.models.transformer import Transformer
+from llamarl.parts.forecast.candidates import trainer_candidates
+from llamarl.parts.forecast.request import ASYNCHRONOUS
 from llamarl.parts.forecast.shapes import MODELS, DecoderShape, find_model
 from tests.nightly import crossed
+from tests.parts.forecast.conftest import make_request
 
 
 @pytest.mark.parametrize(
@@ -161,3 +165,19 @@ def test_a_config_that_is_not_planned_is_refused(tmp_path: Path, keys: dict[str,
     (tmp_path / "config.json").write_text(json.dumps(HF | keys))
     with pytest.raises(ConfigError, match=said):
         find_model(str(tmp_path))
+
+
+def test_a_plan_of_a_hybrid_has_no_context_ranks_and_counts_its_states() -> None:
+    """`train` refuses context ranks. A state is read and written with each token, whatever the context."""
+    model, dense = MODELS["qwen3.5-27b"], MODELS["qwen3-32b"]
+    found = {
+        one.name: {
+            *trainer_candidates(make_request(one, 16), make_request(one, 16).pools[0], ASYNCHRONOUS).cp_L.tolist()
+        }
+        for one in (model, dense)
+    }
+    assert found[model.name] == {1} < found[dense.name]
+    assert model.num_attention_layers == 16
+    assert model.state_bytes == 48 * 4 * (48 * 128 * 128 + 3 * (2 * 16 + 48) * 128)
+    load = GeneratorLoad(width=2, kv_width=2, kv_tokens=0, tp=2, rows=100)
+    assert generator_bytes(model, load)["states"] == 100 * model.state_bytes
