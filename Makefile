@@ -32,7 +32,7 @@ help: ## Show what can be made
 demo: $(RUNTIME) ## Train a small model on the CPU, asynchronously, and watch its reward rise
 	@$(VENV)/bin/llamarl train configs/demo.toml --overwrite
 
-demo-real: $(REAL) ## Train a real model (SmolLM2-135M) on word problems, two CPU cores, at most 20 minutes
+demo-real: $(REAL) ## Train a real model (SmolLM2-135M) on word problems, two CPU cores, 18 minutes with AVX-512 BF16
 	@$(VENV)/bin/python -m examples.real.demo $(TRAIN)
 
 test-real: $(DEV) ## The whole life of a real model: train, kill, resume, replay, eval, generate, serve, export

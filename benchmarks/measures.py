@@ -54,6 +54,9 @@ SENTENCES: dict[str, dict[str, str]] = {
         "learning-2026-11-25": "accuracy compared with synchronous training after 60 steps of the demo: staleness 1 "
         "{gap_points/demo S=1:+.1f} points ({interval/demo S=1/0:.1f} to {interval/demo S=1/1:.1f}, "
         "{seeds/demo S=1:.0f} pairs)",
+        "learning-early-2026-11-28": "accuracy compared with synchronous training after 30 steps of the demo, on its "
+        "way: staleness 1 {gap_points/early demo S=1:.1f} points, staleness 2 {gap_points/early demo S=2:.1f}, ten "
+        "pairs each",
         "learning-2026-11-26": "accuracy compared with synchronous training after 60 steps: staleness 2 "
         "{gap_points/demo S=2:+.1f} points ({interval/demo S=2/0:.1f} to {interval/demo S=2/1:.1f}, "
         "{seeds/demo S=2:.0f} pairs), staleness 4 {gap_points/demo S=4:+.1f} points, without Adam's momentum "
@@ -170,6 +173,8 @@ SENTENCES: dict[str, dict[str, str]] = {
         "{accuracy_after/environment/0:.1%}, {accuracy_after/environment/1:.1%}, {accuracy_after/environment/2:.1%} as "
         "environment, {accuracy_after/agent/0:.1%}, {accuracy_after/agent/1:.1%}, {accuracy_after/agent/2:.1%} as "
         "agent",
+        "credit-2026-11-28": "steps until a policy of two rewarded turns is right, over those with the episode's "
+        "reward: {turn_over_episode:.2f} with each turn's own, {to_go_over_episode:.2f} with rewards to go",
         "judge_data-2026-11-23": "reference solutions judged right: {humaneval/right:.0f} of {humaneval/rows:.0f} "
         "(HumanEval), {mbpp/right:.0f} of {mbpp/rows:.0f} (MBPP)",
         "gateway-latency-2026-11-23": "slowest answer of the endpoint to another client during long calls: "

@@ -34,7 +34,8 @@ class Column:
     dtype: Any
     filled_by: str
     """Executor that fills the column. `generator`: while it samples. `rescorer`: when tokens leave the generator.
-    `agents`: when a session ends. `reference` and `critic`: for whole rollouts. `trainer`: when it builds a batch."""
+    `environments`: when they reply. `agents`: when a session ends. `reference` and `critic`: for whole rollouts.
+    `trainer`: when it builds a batch."""
     default: float | bool | None = None
     """Value for tokens that lack the column. None means that the column has no default."""
     is_recorded: bool = False
@@ -61,6 +62,8 @@ COLUMNS: dict[str, Column] = {
         Column(name="cutoffs", dtype=np.float32, filled_by="generator", default=-math.inf),
         # Natural-log probability by a forward without a cache, with the weights that sampled it. NaN: not computed.
         Column(name="fresh_logprobs", dtype=np.float32, filled_by="rescorer", default=math.nan),
+        # Reward that the environment gave for a turn, at the turn's last sampled token.
+        Column(name="turn_rewards", dtype=np.float32, filled_by="environments", default=0.0, is_recorded=True),
         # Number of the token sequence within an outside agent's episode. Each sequence includes its own prompt.
         Column(name="sequence", dtype=np.int32, filled_by="agents", is_recorded=True),
         # Natural-log probability under the frozen reference.
@@ -356,6 +359,19 @@ class Rollout(_PerToken):
         """Number of turns of the policy. 0 for a rollout without tokens."""
         is_sampled_T = self.is_sampled_T
         return int(is_sampled_T[:1].sum() + (is_sampled_T[1:] & ~is_sampled_T[:-1]).sum())
+
+    @property
+    def turn_rewards_T(self) -> np.ndarray:
+        """float32: rewards of turns, at their last sampled tokens."""
+        return filled(self.columns, "turn_rewards", self.num_tokens)
+
+    @property
+    def turn_T(self) -> np.ndarray:
+        """Number of the turn of each token, int64. Tokens that an environment wrote belong to the turn before them."""
+        is_sampled_T = self.is_sampled_T
+        begins_T = is_sampled_T.copy()
+        begins_T[1:] &= ~is_sampled_T[:-1]
+        return np.maximum(np.cumsum(begins_T) - 1, 0)
 
     @property
     def turns(self) -> list[tuple[bool, np.ndarray]]:

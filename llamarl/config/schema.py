@@ -245,8 +245,23 @@ class ShapingConfig(Section):
     overlong_penalty: float = Field(default=0.0, ge=0)
     """Subtracted from the reward of a response of `rollout.max_new_tokens`, and in proportion from responses that end
     within the last fifth of it (soft overlong punishment of DAPO, which uses 1). 0 means none."""
+    credit: Literal["episode", "turn", "discounted"] = "episode"
+    """Rewards that the tokens of a turn learn from. `episode`: all of the episode. `turn`: the turn's own.
+    `discounted`: the turn's own and later ones, each later turn times `turn_discount`. The n-th turns of a group are
+    compared with each other."""
+    turn_discount: float = Field(default=1.0, ge=0, le=1)
+    """Factor per turn of `credit = "discounted"`. 1 sums the rewards to go."""
     mask_truncated: bool = False
     """Excludes responses that reached the length limit from loss and baselines, as if they had no reward."""
+
+    @model_validator(mode="after")
+    def _discounts(self) -> ShapingConfig:
+        if self.turn_discount != 1 and self.credit != "discounted":
+            raise ValueError(
+                f"turn_discount = {self.turn_discount:g} does nothing with credit = {self.credit!r}; set credit = "
+                "'discounted', or leave it out"
+            )
+        return self
 
 
 class CheckpointConfig(Section):

@@ -20,7 +20,7 @@ from llamarl.executors.replies import ScoredResponse
 from llamarl.journal.records import Key
 from llamarl.journal.writer import UNWRITTEN_S
 from llamarl.rewards._weighted import weighted_sum
-from llamarl.types import COLUMNS, GenerationRequest, Prompt, RewardResult, Rollout, RolloutGroup
+from llamarl.types import COLUMNS, GenerationRequest, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
 
 SCORED_TOKENS = 1 << 20
 """Response tokens from which on a call to the reward gets no more groups, so that the first ones do not wait long."""
@@ -167,6 +167,7 @@ class Scorers:
                     ]
                 if by_model is not None:
                     merged = list(map(self._with_model, merged, by_model[number]))
+            merged = list(map(_with_turns, merged, rollouts))
             groups.append(pending.scored(rollouts, merged))
         return groups
 
@@ -181,6 +182,15 @@ class Scorers:
     def _with_model(self, by_rules: ScoredResponse, by_model: RewardResult) -> ScoredResponse:
         parts = by_rules.result, by_model
         return replace(by_rules, result=weighted_sum(("rules", "reward model"), (1.0, self._model_weight), parts))
+
+
+def _with_turns(scored: ScoredResponse, rollout: Rollout) -> ScoredResponse:
+    """Returns a score with the rewards of the episode's turns."""
+    result = scored.result
+    if "turn_rewards" not in rollout.columns or result.outcome is Outcome.INVALID:
+        return scored
+    value = result.value + float(rollout.turn_rewards_T.sum(dtype=np.float64))
+    return replace(scored, result=replace(result, outcome=Outcome.SCORE, value=value))
 
 
 class ScoreLoop:

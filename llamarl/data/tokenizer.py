@@ -39,16 +39,18 @@ SENTINEL = "\ufdd0turn\ufdd0"
 _MOST_RENDER_S = 5.0
 _LONGEST_S = 1e8
 """Longest possible time of an alarm, three years."""
-ToolFormat = Literal["qwen", "llama"]
+ToolFormat = Literal["qwen", "qwen_coder", "llama", "gpt_oss"]
 PYTHON_TAG = "<|python_tag|>"
 _LAST_TAG = re.compile(r"(<[^<>]+>|\[[^][]+])(\s*)$")
 _FIX = "give a complete Hugging Face folder"
 
 
 def tool_format(template: str) -> ToolFormat | None:
-    """Returns the format of tool calls in a chat template. None means that it is neither format."""
+    """Returns the format of tool calls in a chat template. None means that it has none of these formats."""
     if "<tool_call>" in template:
-        return "qwen"
+        return "qwen_coder" if "<function=" in template else "qwen"
+    if "<|channel|>" in template and "functions" in template:
+        return "gpt_oss"
     return "llama" if PYTHON_TAG in template or '"parameters"' in template else None
 
 

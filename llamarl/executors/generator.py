@@ -154,7 +154,7 @@ class Adoptions:
         """Starts an adoption. The reply comes when the version is in use, or says why it is not."""
         self._adopter.begin(version, address)
         self._asked = version, (reply := Future[Adoption]())
-        self.go_on()
+        self.proceed()
         return reply
 
     @property
@@ -162,7 +162,7 @@ class Adoptions:
         """Returns whether an adoption is in progress."""
         return self._asked is not None
 
-    def go_on(self) -> None:
+    def proceed(self) -> None:
         """Swaps the weights once all ranks have fetched theirs. An idle engine waits briefly for them, as calls may
         wait."""
         if self._asked is None:
@@ -454,7 +454,7 @@ class GeneratorExecutor(Executor):
             return self._follow(self._follower)
         # The time since the last forward pass (calls, the loop around them) counts as part of the next one.
         between_s = self._work_clock() - self._left_s if self._work_clock and self._left_s is not None else 0.0
-        self._adoptions.go_on()
+        self._adoptions.proceed()
         self._begin(lambda request: request.from_version <= self._adoptions.version)
         if not self._engine.has_work:
             self._left_s = None

@@ -269,3 +269,5 @@ class Replied(NamedTuple):
     """Seconds until the reply."""
     calls: tuple[int, int] = (0, 0)
     """Tool calls in the turn, and how many of them were malformed or failed."""
+    turn_reward: float = 0.0
+    """Reward of the turn, if the episode continues."""

@@ -38,6 +38,7 @@ from llamarl.generation.sampler import settings
 from llamarl.generation.scheduler import Chunk
 from llamarl.kernels import attention, gpu
 from llamarl.kernels.attention import BLOCK_SIZE, PagedAttention, Tasks
+from llamarl.models.delta_rule import Recur
 from llamarl.models.flash_attention import can_serve, flash_of_last
 from llamarl.models.memory import kv_token_bytes
 from llamarl.models.shape import ModelShape
@@ -241,6 +242,9 @@ def backend_name(cache: KVCache) -> str:
 class KernelAttention:
     """`attend` of one step, by the C++ kernel."""
 
+    recur: Recur | None = None
+    """Recurrent part of delta nets in this step. None means that the model has none."""
+
     def __init__(
         self, cache: KVCache, rows: Rows, chunks: list[Chunk], blocks_N: np.ndarray, offsets_N: np.ndarray
     ) -> None:
@@ -306,6 +310,9 @@ def _shared_runs(rows: Rows, chunks: list[Chunk]) -> tuple[list[tuple[int, ...]]
 
 class TorchAttention:
     """`attend` of one step, for one token per row and then the tokens of each chunk."""
+
+    recur: Recur | None = None
+    """Recurrent part of delta nets in this step. None means that the model has none."""
 
     def __init__(self, cache: KVCache, inputs: StepInputs, chunks: Sequence[Chunk] = ()) -> None:
         self._cache, self._inputs = cache, inputs

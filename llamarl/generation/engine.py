@@ -45,9 +45,10 @@ from llamarl.generation.model import GeneratorModel
 from llamarl.generation.routes import Routes
 from llamarl.generation.rows import Rows
 from llamarl.generation.sampler import Drawn, Sampler, score, truncated
-from llamarl.generation.scheduler import BlockPool, Chunk, Group, Schedule, Scheduler, Sequence, StopStrings
+from llamarl.generation.scheduler import EMPTY, BlockPool, Chunk, Group, Schedule, Scheduler, Sequence, StopStrings
+from llamarl.generation.states import StateCache, StepStates
 from llamarl.kernels import gpu
-from llamarl.models.memory import gpu_work_bytes
+from llamarl.models.memory import STATES_OF_ROLLOUT, gpu_work_bytes
 from llamarl.models.transformer import Attend
 from llamarl.types import CandidateSets, FinishReason, GenerationRequest, Rollout
 
@@ -101,14 +102,19 @@ class Engine:
         self._no_graphs_because = model.no_graphs_because if isinstance(model, GeneratorModel) else ""
         moe = model.shape.moe if isinstance(model, GeneratorModel) and records_routes else None
         self._routes = Routes(moe) if moe is not None else None
-        # A group records the experts of its prompt, so that prompt is computed whole.
-        shares_prefixes = self._routes is None
-        self._scheduler = Scheduler(0, BLOCK_SIZE, max_running, prefill_tokens, shares_prefixes=shares_prefixes)
+        has_states = model.shape.delta is not None
+        # A group records the experts of its prompt, or has the state behind it, so that prompt is computed whole.
+        shares_prefixes = self._routes is None and not has_states
+        self._scheduler = Scheduler(
+            0, BLOCK_SIZE, max_running, prefill_tokens, shares_prefixes=shares_prefixes, has_states=has_states
+        )
         self._scheduler.version = version
         self._rows = Rows(max_running, BLOCK_SIZE, (self._routes.width, self._routes.dtype) if self._routes else None)
         self._sampler = Sampler(model.device)
         self._cache: KVCache | None = None
         """None means that the engine sleeps."""
+        self._states: StateCache | None = None
+        """None means that it sleeps, or that the model has no delta nets."""
         self._graphs: StepGraphs | None = None
         self._goes_ahead = model.device.type == "cuda" if goes_ahead is None else goes_ahead
         self._ahead: Launched | None = None
@@ -138,7 +144,7 @@ class Engine:
         rollouts lose their KV cache."""
         assert not self.has_work, "rollouts decode here"
         self._scheduler.evict(list(self._scheduler.held))
-        self._cache = self._graphs = None
+        self._cache = self._states = self._graphs = None
         if isinstance(self.model, GeneratorModel):
             self.model.sleep()
         if self.model.device.type == "cuda":  # for other processes
@@ -161,13 +167,24 @@ class Engine:
         if graphs is None:
             has_kernels = gpu.kernel("decode", model.device) is not None and isinstance(model, GeneratorModel)
             graphs = has_kernels and not self._no_graphs_because
+        if model.shape.delta is not None and scheduler.slots is not None:
+            self._states = StateCache(model.shape.delta, EMPTY + 1 + scheduler.slots.num_blocks, model.device)
         self._cache = KVCache(
-            num_layers=model.shape.num_layers, num_blocks=num_blocks + graphs, num_kv_heads=model.shape.num_kv_heads,
-            head_dim=model.shape.head_dim, dtype=model.kv_dtype, device=model.device,
+            num_layers=model.shape.num_attention_layers, num_blocks=num_blocks + graphs,
+            num_kv_heads=model.shape.num_kv_heads, head_dim=model.shape.head_dim, dtype=model.kv_dtype,
+            device=model.device,
         )  # fmt: skip
         if graphs:
             assert isinstance(model, GeneratorModel), "graphs run a model made for generation"
             self._graphs = part("cuda", "decode_graphs")(model, self._cache, num_blocks, scheduler.max_running)
+
+    def add_states(self) -> None:
+        """Doubles the number of states of delta nets, for a replay, which holds more rollouts than decode at once."""
+        slots = self._scheduler.slots
+        assert slots is not None, "the model has no states"
+        assert self._states is not None, "it sleeps"
+        self._states.widen(slots.num_blocks)
+        slots.widen(slots.num_blocks)
 
     @property
     def has_work(self) -> bool:
@@ -305,11 +322,11 @@ class Engine:
             self._ahead = None
 
     def stats(self) -> EngineStats:
-        pool = self._scheduler.pool
+        pools = [pool for pool in (self._scheduler.pool, self._scheduler.slots) if pool is not None]
         return EngineStats(
             running=len(self._rows),
             waiting=len(self._scheduler.waiting),
-            kv_use=(pool.num_blocks - pool.num_free) / max(pool.num_blocks, 1),
+            kv_use=max(pool.use for pool in pools),
             decode_tokens=self._decode_tokens,
             prefill_tokens=self._prefill_tokens,
             steps=self._steps,
@@ -400,6 +417,7 @@ class Engine:
         of_tokens = [np.concatenate(parts) for parts in (token_ids, positions, blocks, offsets)]
         if cache.library is not None:
             attend = KernelAttention(cache, rows, chunks, *of_tokens[2:])
+            attend.recur = self._step_states(chunks)
             token_N, position_N = map(torch.from_numpy, of_tokens[:2])
             return *self._computed(token_N, position_N, attend, None), False
         if self._graphs and not chunks:
@@ -409,7 +427,11 @@ class Engine:
         array = gather_inputs(rows, of_tokens, self.model.device).to(self.model.device, non_blocking=True)
         inputs = StepInputs(array, len(of_tokens[0]), count)
         attend = TorchAttention(cache, inputs, chunks)
+        attend.recur = self._step_states(chunks)
         return *self._computed(inputs.token_N, inputs.position_N, attend, inputs.settings_5_B), False
+
+    def _step_states(self, chunks: list[Chunk]) -> StepStates | None:
+        return None if self._states is None else StepStates(self._states, self._rows, chunks)
 
     def _computed(
         self, token_N: Tensor, position_N: Tensor, attend: Attend, settings_5_B: Tensor | None
@@ -474,11 +496,12 @@ def kv_budget(
     """
     shape, device = model.shape, model.device
     full = max_running * -(-shape.max_position_embeddings // BLOCK_SIZE) * KVCache.block_bytes(shape, model.kv_dtype)
+    states = STATES_OF_ROLLOUT * max_running * shape.state_bytes
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         weights = sum(spec.num_bytes for spec in model.specs()) if isinstance(model, GeneratorModel) else 0
         work = max(_WORK_SHARE * total, float(gpu_work_bytes(shape, max_running, prefill_tokens, num_ranks)))
-        reserved = int(work) + (int(1.1 * weights) if sleeps_beside is None else sleeps_beside)
+        reserved = int(work) + states + (int(1.1 * weights) if sleeps_beside is None else sleeps_beside)
         if free <= reserved:
             raise ConfigError(
                 f"{free / 1e9:.3g} GB of {device} are free, but {reserved / 1e9:.3g} GB are needed for new weights and "

@@ -24,7 +24,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,7 @@ from llamarl.config.errors import ConfigError
 from llamarl.config.roles import LoraConfig
 from llamarl.generation.attention import KernelAttention, TorchAttention
 from llamarl.generation.network import (
+    DeltaHeads,
     ExpertMixture,
     GatedLinears,
     GeneratorLayer,
@@ -44,6 +45,7 @@ from llamarl.generation.network import (
     stack_of,
 )
 from llamarl.kernels import gpu
+from llamarl.kernels.delta import sigmoid_mul
 from llamarl.kernels.linear import Linear, QuantizedRows, Workspace, is_exact, products_of_few_rows
 from llamarl.kernels.ops import rms_norm, rotate
 from llamarl.models.folder import load_shape, loading_text
@@ -52,13 +54,14 @@ from llamarl.models.lora import A, B, adapted_weights, adapter_of, merged
 from llamarl.models.masking import UnusedIds
 from llamarl.models.quantize import QUANTIZED_DTYPES, quantize_rows
 from llamarl.models.shape import ModelShape
-from llamarl.models.transformer import Attend, Rope, Transformer
+from llamarl.models.transformer import Attend, Mixer, Rope, Rotation, Transformer
 from llamarl.models.vocabulary import unused_ids
 from llamarl.observability.spans import stage
 from llamarl.sharding.box import Box
 from llamarl.sharding.tensor_parallel import (
     cuts_by_expert,
     expert_box,
+    is_decay,
     is_expert,
     is_quantizable,
     is_router,
@@ -123,14 +126,12 @@ class GeneratorModel:
         self._specs = _specs(shape, self._dtype_of, num_ranks, rank)
         self._shapes = {spec.key: spec.shape for spec in self._specs}
         boxes = {spec.name: spec.box for spec in self._specs}
-        self.shape = dataclasses.replace(
-            shape,
-            num_heads=boxes[_name(0, "self_attn.q_proj.weight")].shape[0] // shape.head_dim,
-            num_kv_heads=boxes[_name(0, "self_attn.k_proj.weight")].shape[0] // shape.head_dim,
-        )
+        self.shape = _of_rank(shape, boxes, num_ranks)
         """Sizes of the model, with the heads of this rank."""
-        heads = self.shape.num_heads, self.shape.num_kv_heads, self.shape.num_kv_heads
+        heads = self.shape.num_heads * (2 if shape.is_hybrid else 1), self.shape.num_kv_heads, self.shape.num_kv_heads
         self._qkv_sizes = [count * shape.head_dim for count in heads]
+        if (delta := self.shape.delta) is not None:
+            self._delta_sizes = [delta.key_size, delta.key_size, delta.value_size, delta.value_size]
         self._first_id, self._first_expert = boxes[EMBEDDING].starts[0], 0
         if shape.moe is not None:
             sparse = _name(shape.moe.sparse_layers[0], "mlp.experts.gate_proj")
@@ -169,6 +170,8 @@ class GeneratorModel:
         """Reason why steps cannot be CUDA graphs; "" means that they can."""
         if any(mixture.experts.reads_counts for mixture in self._network.mixtures()):
             return f"{self.precision} experts are multiplied one by one, and the host reads their numbers of rows"
+        if self.shape.delta is not None:
+            return "states of delta nets are read by slots that the host chooses"
         return ""
 
     @property
@@ -280,6 +283,8 @@ class GeneratorModel:
         network.built = network.workspace.begin()
         network.layers = [self._layer(network, index) for index in range(self.shape.num_layers)]
         network.stack = stack_of(network.layers, self.shape) if self._parallel is None else None
+        final_D = network["model.norm.weight"]
+        network.norm_D = 1.0 + final_D.float() if self.shape.is_hybrid else final_D
         network.head = Linear(network[self._head_name], workspace=network.workspace)
         return network
 
@@ -305,20 +310,25 @@ class GeneratorModel:
         x_N_D, delta_N_D, eps = self._embed(token_ids_N, fed_R), None, self.shape.rms_norm_eps
         if (stack := self._network.stack) and isinstance(attend, KernelAttention) and not is_exact():
             stack(x_N_D, self._rope(positions_N, torch.float32), attend.paged, *attend.cached)
-            return rms_norm(x_N_D, self._used["model.norm.weight"], eps)
+            return rms_norm(x_N_D, self._network.norm_D, eps)
         rotates_all = self.shape.rotary_dim == self.shape.head_dim
         paged = attend if isinstance(attend, TorchAttention) and attend.rotates and rotates_all else None
         rotation = self._rope(positions_N, torch.float32)  # as in the trainer, for every kind of attention
         for index, layer in enumerate(self._network.layers):
-            normed_N_D = rms_norm(x_N_D, layer.input_norm_D, eps, delta_N_D, layer.qkv[0].takes)
-            flats = _project(layer.qkv, normed_N_D, self._qkv_sizes)
-            q, k, v = (flat.unflatten(-1, (-1, self.shape.head_dim)) for flat in flats)
-            if paged:
-                out_N_H_K = paged.rotated(index, q, k, v, rotation, layer.qk_norms, eps)
+            if self.shape.is_hybrid:
+                mixed_N_I = self._mixed(layer, self._normed(x_N_D, layer.input_norm_D, delta_N_D), rotation, attend)
+                delta_N_D = self._add(layer.o, mixed_N_I, x_N_D)
+                normed_N_D, mlp = self._normed(x_N_D, layer.post_norm_D, delta_N_D), layer.mlp
             else:
-                out_N_H_K = attend(index, *rotate(q, k, rotation, layer.qk_norms, eps), v)
-            delta_N_D = self._add(layer.o, out_N_H_K.flatten(-2).contiguous(), x_N_D)
-            normed_N_D, mlp = rms_norm(x_N_D, layer.post_norm_D, eps, delta_N_D, layer.mlp.takes), layer.mlp
+                normed_N_D = rms_norm(x_N_D, layer.input_norm_D, eps, delta_N_D, layer.qkv[0].takes)
+                flats = _project(layer.qkv, normed_N_D, self._qkv_sizes)
+                q, k, v = (flat.unflatten(-1, (-1, self.shape.head_dim)) for flat in flats)
+                if paged:
+                    out_N_H_K = paged.rotated(index, q, k, v, rotation, layer.qk_norms, eps)
+                else:
+                    out_N_H_K = attend(index, *rotate(q, k, rotation, layer.qk_norms, eps), v)
+                delta_N_D = self._add(layer.o, out_N_H_K.flatten(-2).contiguous(), x_N_D)
+                normed_N_D, mlp = rms_norm(x_N_D, layer.post_norm_D, eps, delta_N_D, layer.mlp.takes), layer.mlp
             if isinstance(mlp, ExpertMixture):
                 delta_N_D, ids_N_K = mlp(normed_N_D)
                 delta_N_D = self._parallel.all_reduce(delta_N_D) if self._parallel else delta_N_D
@@ -327,7 +337,22 @@ class GeneratorModel:
                 delta_N_D = self._add(mlp.down, mlp.inner(normed_N_D), x_N_D)
         if routes_N_W is not None:
             routes_N_W.copy_(torch.cat(chosen, 1))
-        return rms_norm(x_N_D, self._used["model.norm.weight"], eps, delta_N_D)
+        return self._normed(x_N_D, self._network.norm_D, delta_N_D)
+
+    def _normed(self, x_N_D: Tensor, weight_D: Tensor, delta_N_D: Tensor | None) -> Tensor:
+        """Returns the norm in the type of products. Factors of a hybrid model's norms are float32."""
+        return rms_norm(x_N_D, weight_D, self.shape.rms_norm_eps, delta_N_D).to(self.dtype)
+
+    def _mixed(self, layer: GeneratorLayer, x_N_D: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """Returns the gated outputs of all heads of a hybrid model's attention or delta net, [N, I]."""
+        if layer.delta is not None:
+            projected = _project(layer.qkv, x_N_D, self._delta_sizes)
+            return layer.delta(layer.place, cast(Mixer, attend).recur, x_N_D, projected)
+        flats = _project(layer.qkv, x_N_D, self._qkv_sizes)
+        q, k, v = (flat.unflatten(-1, (-1, self.shape.head_dim)) for flat in flats)
+        q, gate = (x.contiguous() for x in q.unflatten(-2, (-1, 2)).unbind(-2))
+        q, k = (x.to(v.dtype) for x in rotate(q, k, rotation, layer.qk_norms, self.shape.rms_norm_eps))
+        return sigmoid_mul(attend(layer.place, q, k, v).flatten(-2).contiguous(), gate.flatten(-2))
 
     def _by_few_rows(
         self, products: Any, token_ids_N: Tensor, positions_N: Tensor, attend: TorchAttention, fed_R: Tensor | None
@@ -348,7 +373,7 @@ class GeneratorModel:
             products.added(out_N_H_K.flatten(-2), layer.o.weight_and_bias[0], x_N_D, squares_Q_N)
             inner_N_F = products.gated(x_N_D, squares_Q_N, layer.post_norm_D, eps, mlp.gate_up[0].weight_and_bias[0])
             products.added(inner_N_F, mlp.down.weight_and_bias[0], x_N_D, squares_Q_N)
-        return rms_norm(x_N_D, self._used["model.norm.weight"], eps)
+        return rms_norm(x_N_D, self._network.norm_D, eps)
 
     def multiplies_few(self, num_rows: int) -> bool:
         """Returns whether `parts/cuda/products.py` can compute a part of a decode step of this number of rows."""
@@ -362,6 +387,8 @@ class GeneratorModel:
         """Whether all layers are dense, whole and joined, with weights that are not quantized."""
         layers = self._network.layers
         if self._parallel is not None or self.precision in _QUANTIZED or self.shape.rotary_dim != self.shape.head_dim:
+            return False
+        if self.shape.is_hybrid:
             return False
         return all(
             isinstance(layer.mlp, GatedLinears) and len(layer.qkv) == len(layer.mlp.gate_up) == 1 for layer in layers
@@ -386,7 +413,7 @@ class GeneratorModel:
             raise ValueError(f"{name} has no float8 units, which fp8 {in_fp8[0]} need; use int8 or bfloat16")
 
     def _dtype_of(self, name: str) -> str:
-        if is_router(name):
+        if is_router(name) or is_decay(name):
             return "float32"
         if is_quantizable(name):
             return _QUANTIZED.get(self.precision, self.precision)
@@ -399,14 +426,31 @@ class GeneratorModel:
         def linears(*modules: str) -> tuple[Linear, ...]:
             return linears_of(tensors, [_name(index, module) for module in modules], tensors.workspace)
 
+        def norm(name: str) -> Tensor:
+            return 1.0 + get(name).float() if self.shape.is_hybrid else get(name)
+
+        ends: dict[str, Any] = {
+            "input_norm_D": norm("input_layernorm.weight"),
+            "post_norm_D": norm("post_attention_layernorm.weight"),
+            "mlp": self._feed_forward(tensors, index),
+        }
+        delta, with_delta = self.shape.delta, () if self.shape.delta is None else self.shape.delta.layers
+        if delta is not None and index in with_delta:
+            return GeneratorLayer(
+                qkv=linears(*(f"linear_attn.in_proj_{kind}" for kind in "qkvz")), qk_norms=None,
+                o=linears("linear_attn.out_proj")[0], place=with_delta.index(index), **ends,
+                delta=DeltaHeads(
+                    sizes=delta, ba=linears("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+                    conv_C_W=torch.cat([get(f"linear_attn.conv_{kind}.weight") for kind in "qkv"]).float(),
+                    a_log_H=get("linear_attn.A_log"), dt_bias_H=get("linear_attn.dt_bias"),
+                    norm_V=get("linear_attn.norm.weight").float(), eps=self.shape.rms_norm_eps,
+                ),
+            )  # fmt: skip
         return GeneratorLayer(
-            input_norm_D=get("input_layernorm.weight"),
             qkv=linears("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            qk_norms=(get("self_attn.q_norm.weight"), get("self_attn.k_norm.weight")) if self.shape.qk_norm else None,
-            o=linears("self_attn.o_proj")[0],
-            post_norm_D=get("post_attention_layernorm.weight"),
-            mlp=self._feed_forward(tensors, index),
-        )
+            qk_norms=(norm("self_attn.q_norm.weight"), norm("self_attn.k_norm.weight")) if self.shape.qk_norm else None,
+            o=linears("self_attn.o_proj")[0], place=index - sum(layer < index for layer in with_delta), **ends,
+        )  # fmt: skip
 
     def _feed_forward(self, tensors: Network, index: int) -> GatedLinears | ExpertMixture:
         module, moe = _name(index, "mlp"), self.shape.moe
@@ -482,11 +526,31 @@ def _specs(shape: ModelShape, dtype_of: Callable[[str], str], num_ranks: int, ra
     return tuple(specs)
 
 
+def _of_rank(shape: ModelShape, boxes: Mapping[str, Box], num_ranks: int) -> ModelShape:
+    """Returns a model's sizes with the heads of one of its ranks. Raises ValueError: they cannot share the heads of
+    delta nets."""
+    attention = next(layer for layer in range(shape.num_layers) if not shape.has_delta(layer))
+    queries = shape.head_dim * (2 if shape.is_hybrid else 1)
+    delta = shape.delta
+    if delta is not None:
+        if delta.num_key_heads % num_ranks:
+            raise ValueError(f"{num_ranks} tensor-parallel ranks cannot share {delta.num_key_heads} key heads evenly")
+        key_heads, value_heads = delta.num_key_heads // num_ranks, delta.num_value_heads // num_ranks
+        delta = dataclasses.replace(delta, num_key_heads=key_heads, num_value_heads=value_heads)
+    return dataclasses.replace(
+        shape,
+        num_heads=boxes[_name(attention, "self_attn.q_proj.weight")].shape[0] // queries,
+        num_kv_heads=boxes[_name(attention, "self_attn.k_proj.weight")].shape[0] // shape.head_dim,
+        delta=delta,
+    )
+
+
 def _groups(names: Iterable[str]) -> list[list[str]]:
     """Returns parameters in the order of the forward. Weights, or biases, of the same input are one group."""
     groups = dict[str, list[str]]()
     for name in names:
         key = re.sub(r"self_attn\.[qkv]_proj", "qkv", re.sub(r"(gate|up)_proj", "gate_up", name))
+        key = re.sub(r"in_proj_[ba]\.", "ba.", re.sub(r"in_proj_[qkvz]\.", "qkvz.", key))
         groups.setdefault(key, []).append(name)
     return list(groups.values())
 

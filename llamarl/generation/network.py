@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from llamarl.kernels import experts
+from llamarl.kernels.delta import gates, sigmoid_mul, wide
+from llamarl.kernels.delta_shape import DeltaShape
 from llamarl.kernels.experts import ExpertFeedForward, RouteKernel
 from llamarl.kernels.linear import Linear, QuantizedRows, Workspace, is_exact
-from llamarl.kernels.ops import silu_mul
+from llamarl.kernels.ops import rms_norm, silu_mul
 from llamarl.kernels.stack import NUM_LINEARS, LayerStack, Norms, can_stack
+from llamarl.models.delta_rule import Recur
 from llamarl.models.experts import route
 from llamarl.models.shape import ModelShape, MoeShape
 
@@ -42,8 +45,7 @@ class GatedLinears:
 
     def inner(self, x_N_D: Tensor | QuantizedRows) -> Tensor | QuantizedRows:
         """Returns silu(gate(x)) * up(x), the input of `down`."""
-        parts = [linear(x_N_D) for linear in self.gate_up]
-        gate_N_F, up_N_F = parts if len(parts) == _HALVES else parts[0].chunk(_HALVES, -1)
+        gate_N_F, up_N_F = _parts([linear(x_N_D) for linear in self.gate_up])
         return silu_mul(gate_N_F, up_N_F, self.down.takes)
 
 
@@ -58,6 +60,8 @@ class ExpertMixture:
     experts: ExpertFeedForward
     shared: GatedLinears | None
     """Expert that serves every token."""
+    shared_gate: Linear | None
+    """Gate of that expert's output."""
     kernel: RouteKernel | None
     """Kernel that replaces `route`; None means that torch chooses."""
 
@@ -80,29 +84,69 @@ class ExpertMixture:
             ids_N_K, gates_N_K = self.kernel(logits_N_E, self.selection_bias_E)
         y_N_D = self.experts(x_N_D, ids_N_K, gates_N_K)
         if self.shared is not None:
-            y_N_D += self.shared.down(self.shared.inner(x_N_D))
+            shared_N_D = self.shared.down(self.shared.inner(x_N_D))
+            y_N_D += shared_N_D if self.shared_gate is None else sigmoid_mul(shared_N_D, self.shared_gate(x_N_D))
         return y_N_D, ids_N_K
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaHeads:
+    """The part of a delta net between its projections."""
+
+    sizes: DeltaShape
+    """With the heads of this rank."""
+    ba: tuple[Linear, ...]
+    """Projections to strengths and decays of each head: one joined matrix, or two."""
+    conv_C_W: Tensor
+    a_log_H: Tensor
+    dt_bias_H: Tensor
+    norm_V: Tensor
+    eps: float
+
+    def __call__(self, place: int, recur: Recur, x_N_D: Tensor, projected: Sequence[Tensor]) -> Tensor:
+        """Returns the gated outputs of all heads, [N, H * V].
+
+        Args:
+            projected: queries, keys, values and gates of all heads.
+        """
+        *qkv, z = projected
+        b, a = _parts([linear(x_N_D) for linear in self.ba])
+        decays = gates(b, a, self.a_log_H, self.dt_bias_H)
+        out_N_H_V = recur(place, self.sizes, torch.cat(qkv, -1), self.conv_C_W, *decays)
+        normed = rms_norm(out_N_H_V.flatten(0, 1), self.norm_V, self.eps).view(len(x_N_D), -1)
+        return silu_mul(wide(z), normed).to(x_N_D.dtype)
+
+
+def _parts(products: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns the halves of one product, or two products."""
+    return products if len(products) == _HALVES else products[0].chunk(_HALVES, -1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GeneratorLayer:
     input_norm_D: Tensor
     qkv: tuple[Linear, ...]
-    """One joined matrix, or three."""
+    """One joined matrix, or three; four in a delta net, the last one of gates."""
     qk_norms: tuple[Tensor, Tensor] | None
+    """Norms of queries and keys of each head."""
     o: Linear
     post_norm_D: Tensor
     mlp: GatedLinears | ExpertMixture
+    place: int
+    """Number among the layers with attention, or with a delta net."""
+    delta: DeltaHeads | None = None
+    """Delta net in place of attention, whose projections are `qkv`. None means attention."""
 
     def norms(self) -> Norms:
         q_norm_K, k_norm_K = self.qk_norms or (None, None)
         return self.input_norm_D, q_norm_K, k_norm_K, self.post_norm_D
 
     def linears(self) -> Iterator[Linear]:
-        yield from (*self.qkv, self.o)
+        yield from (*self.qkv, *(() if self.delta is None else self.delta.ba), self.o)
         gated = self.mlp
         if isinstance(gated, ExpertMixture):
             yield gated.router
+            yield from () if gated.shared_gate is None else (gated.shared_gate,)
             gated = gated.shared
         if gated is not None:
             yield from (*gated.gate_up, gated.down)
@@ -114,6 +158,8 @@ class Network(dict[str, Tensor]):
     layers: Sequence[GeneratorLayer] = ()
     stack: LayerStack | None = None
     """All layers in one call; None if that is not possible."""
+    norm_D: Tensor
+    """Factors of the final norm."""
     head: Linear
     workspace: Workspace
     """Buffer of the packed copies."""
@@ -166,6 +212,8 @@ def stack_of(layers: Sequence[GeneratorLayer], shape: ModelShape) -> LayerStack 
     Args:
         shape: with the heads of this rank.
     """
+    if shape.is_hybrid:
+        return None
     linears = [tuple(layer.linears()) for layer in layers]
     is_dense = all(isinstance(layer.mlp, GatedLinears) for layer in layers)
     if not (
@@ -201,6 +249,7 @@ def expert_mixture(
         selection_bias_E=tensors.get(f"{module}.gate.e_score_correction_bias"),
         experts=ExpertFeedForward(gate, up, down, first, workspace),
         shared=gated_linears(tensors, f"{module}.shared_experts", workspace) if moe.shared_size else None,
+        shared_gate=linears_of(tensors, [f"{module}.shared_expert_gate"], workspace)[0] if moe.gates_shared else None,
         kernel=route_kernel(moe) if gate[0].device.type == "cpu" and experts.kernels().library is not None else None,
     )
 

@@ -26,6 +26,10 @@ first, while rollouts that are recomputed decode. Otherwise cached keys and valu
 rollouts that were active before to their end. Rollouts that are admitted later, parked ones included, get a new prefix.
 So each rollout sees only keys and values that are as new as its admission.
 
+In a hybrid model each segment with blocks also has a slot for the state of its delta nets (`states.py`). A state is not
+positional, so prompts share no beginnings then. Twice as many slots as running rollouts suffice for all that are active
+and their prefixes. When slots run out, idle ones are freed like blocks.
+
 Shape suffixes: T tokens of one sequence or response, W experts of a token in all layers.
 """
 
@@ -38,6 +42,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from llamarl.models.memory import STATES_OF_ROLLOUT
 from llamarl.types import Columns, FinishReason, GenerationRequest, Rollout
 
 _MARGIN = 4
@@ -96,18 +101,38 @@ class StopStrings:
         return self._ending_bytes[token_id]
 
 
+EMPTY = 0
+"""Slot of zeros, which no segment owns."""
+
+
 class BlockPool:
     """Numbered KV blocks with reference counts. The pool hands out the block that was released last, so memory that was
     never used stays untouched."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, first: int = 0) -> None:
+        """
+        Args:
+            first: number of the first block.
+        """
         self.num_blocks = num_blocks
-        self._free = list(range(num_blocks))[::-1]
-        self._num_users = [0] * num_blocks
+        self._free = list(range(first, first + num_blocks))[::-1]
+        self._num_users = [0] * (first + num_blocks)
 
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def use(self) -> float:
+        """Share in use, 0 to 1."""
+        return (self.num_blocks - self.num_free) / max(self.num_blocks, 1)
+
+    def widen(self, count: int) -> None:
+        """Adds free blocks."""
+        first = len(self._num_users)
+        self._free = [*range(first, first + count)][::-1] + self._free
+        self._num_users += [0] * count
+        self.num_blocks += count
 
     def take(self) -> int:
         """Returns a free block, with one user. There must be one."""
@@ -184,6 +209,8 @@ class Segment:
 
     blocks: list[int] = field(default_factory=list)
     """Block ids, in token order."""
+    slot: int = EMPTY
+    """Slot of its state, in a hybrid model."""
     num_cached: int = 0
     """Tokens whose keys and values are written."""
     num_outdated: int = 0
@@ -340,9 +367,21 @@ class Scheduler:
     """A pure state machine. `schedule` assumes that the caller computes the step that it returns."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, max_running: int, prefill_tokens: int, *, shares_prefixes: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_running: int,
+        prefill_tokens: int,
+        *,
+        shares_prefixes: bool = True,
+        has_states: bool = False,
     ) -> None:
         self.pool = BlockPool(num_blocks)
+        self.slots: BlockPool | None = None
+        """Slots of states. None means that the model has none."""
+        if has_states:
+            assert not shares_prefixes, "the state behind a shared beginning is not kept"
+            self.slots = BlockPool(STATES_OF_ROLLOUT * max_running, first=EMPTY + 1)
         self._index = PrefixIndex(block_size) if shares_prefixes else None
         self.block_size = block_size
         self.max_running = max_running
@@ -491,8 +530,9 @@ class Scheduler:
             group, held = sequence.group, self._held_of(sequence)
             prefix = 0 if group.prefix.blocks else self.blocks_for(group.prefix_tokens)
             own = self.blocks_for(sequence.own_tokens) - (len(held.own.blocks) if held else 0)
+            slots = (prefix > 0) + (held is None)
             # One block in reserve per active rollout: with fewer, rollouts would be parked again within a few steps.
-            while self.pool.num_free < prefix + own + len(self.active):
+            while self.pool.num_free < prefix + own + len(self.active) or not self._has_slots(slots):
                 if not self._free_idle(keep=group, held=held):
                     return
             if held is not None:
@@ -599,10 +639,15 @@ class Scheduler:
         if not group.num_active and self.groups[group.request.group_id] is not group:
             self._free(group.prefix)
 
+    def _has_slots(self, count: int) -> bool:
+        return self.slots is None or self.slots.num_free >= count
+
     def _allocate(self, segment: Segment, count: int, plan: Schedule) -> None:
         blocks = [self.pool.take() for _ in range(count)]
         segment.blocks += blocks
         plan.new_blocks += blocks
+        if self.slots is not None and count and segment.slot == EMPTY:
+            segment.slot = self.slots.take()
 
     def _release(self, blocks: list[int]) -> None:
         freed = self.pool.release(blocks)
@@ -611,6 +656,9 @@ class Scheduler:
 
     def _free(self, segment: Segment) -> None:
         self._release(segment.blocks)
+        if self.slots is not None and segment.slot != EMPTY:
+            self.slots.release([segment.slot])
+            segment.slot = EMPTY
         segment.blocks = []
         segment.num_cached = 0
         segment.prefills = []

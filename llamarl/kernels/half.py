@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from llamarl.kernels import fused, gpu, ops, train_attention
 from llamarl.kernels.fused import GateFunction
+from llamarl.kernels.products import INPUT, OUTPUT, WEIGHT, multiplies_half, multiply_half
 
 
 def prepare(device: torch.device) -> None:
@@ -44,7 +45,8 @@ def prepare(device: torch.device) -> None:
 def describe(device: torch.device) -> str:
     """Returns a line for the log: the kernels that serve in bfloat16."""
     if device.type == "cpu":
-        return f"products: bfloat16; {fused.describe()}"
+        how = "" if multiplies_half() else " by float32, as this processor has no instructions for it"
+        return f"products: bfloat16{how}; {fused.describe()}"
     reason = gpu.reason("train", device)
     added = "in place" if _adds_in_place(device) else "by a separate sum, as torch has no product for it"
     return f"norms, rotations, activations: {f'torch ({reason})' if reason else 'fused'}; gradients are added {added}"
@@ -202,7 +204,7 @@ class _ProductFunction(torch.autograd.Function):
         ctx.weight, ctx.bias_dtype = weight_O_I, None if bias_O is None else bias_O.dtype
         if x_M_I.is_cuda:
             return F.linear(x_M_I, half_O_I, None if bias_O is None else bias_O.to(half_O_I.dtype))
-        y_M_O = torch.mm(x_M_I, half_O_I.t()).float()
+        y_M_O = multiply_half(OUTPUT, x_M_I, half_O_I).float()
         return y_M_O if bias_O is None else y_M_O.add_(bias_O)
 
     @staticmethod
@@ -214,7 +216,15 @@ class _ProductFunction(torch.autograd.Function):
         half_M_O = grad_M_O.to(torch.bfloat16)
         grad_O_I = None if x_M_I is None else _add_weight_gradient(ctx.weight, half_M_O, x_M_I)
         grad_O = grad_M_O.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
-        return torch.mm(half_M_O, half_O_I) if ctx.needs_input_grad[0] else None, grad_O_I, None, grad_O, None
+        grad_M_I = _product(INPUT, half_M_O, half_O_I) if ctx.needs_input_grad[0] else None
+        return grad_M_I, grad_O_I, None, grad_O, None
+
+
+def _product(product: str, a: Tensor, b: Tensor) -> Tensor:
+    """Returns a product of bfloat16 factors, rounded once."""
+    if not a.is_cuda:
+        return multiply_half(product, a, b)
+    return torch.mm(a.t() if product == WEIGHT else a, b)
 
 
 def _add_weight_gradient(weight_O_I: Tensor, grad_M_O: Tensor, x_M_I: Tensor) -> Tensor | None:
@@ -225,7 +235,7 @@ def _add_weight_gradient(weight_O_I: Tensor, grad_M_O: Tensor, x_M_I: Tensor) ->
         else:
             add_product(weight_O_I.grad, grad_M_O, x_M_I)
         return None
-    grad_O_I = torch.mm(grad_M_O.t(), x_M_I)
+    grad_O_I = _product(WEIGHT, grad_M_O, x_M_I)
     if weight_O_I.dtype != torch.float32:
         return grad_O_I
     weight_O_I.grad = grad_O_I.float() if weight_O_I.grad is None else weight_O_I.grad.add_(grad_O_I)

@@ -1,11 +1,14 @@
-"""Float32 products of training on CPUs, each by the faster of torch's two libraries: MKL, which torch calls by default,
-or oneDNN.
+"""Products of training on CPUs, in float32 each by the faster of torch's two libraries: MKL, which torch calls by
+default, or oneDNN.
 
 MKL uses AVX2 on every AMD processor. oneDNN uses AVX-512 there, but can be slower elsewhere, above all for sums over
 tokens. So each product of a linear layer is timed for a class of shapes of weights, once it has reproduced float64, and
 torch's default serves unless another is much faster. The choice is kept like that of `paths.py`, so ranks, restarted
 processes, repeated steps and replays compute alike. One path has the same bits for the same shapes and number of
 threads.
+
+Products of bfloat16 are torch's where the processor has instructions for them, and else those of the same factors in
+float32.
 
 Shape suffixes: M tokens, O outputs and I inputs of a linear layer, K the summed dimension.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -108,6 +112,23 @@ def multiply(product: str, a: Tensor, b: Tensor, out: Tensor | None = None, *, a
     if _is_served(a, b):
         path = chosen(*((a.shape[1], b.shape[1]) if product == WEIGHT else b.shape)).paths[product]
     return _multiply(path, product, a, b, out, add)
+
+
+def multiply_half(product: str, a: Tensor, b: Tensor) -> Tensor:
+    """Returns one of `PRODUCTS` of bfloat16 factors on a CPU, as bfloat16. Sums are float32 on all processors."""
+    if multiplies_half():
+        left_M_K, right_K_N = (a.t() if product == WEIGHT else a), (b.t() if product == OUTPUT else b)
+        return torch.mm(left_M_K, right_K_N)
+    return multiply(product, a.float(), b.float()).to(torch.bfloat16)
+
+
+@functools.cache
+def multiplies_half() -> bool:
+    """Returns whether this processor has instructions for products of bfloat16. Without them torch's products take 5
+    times as long as those of the same factors in float32 (576 x 576, 512 tokens, AVX2: 79 instead of 15 ms)."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        return torch.cpu._is_avx512_bf16_supported()
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def chosen(num_outputs: int, num_inputs: int) -> ProductPaths:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from llamarl.distributed.mesh import ALONE, CPU, Axis, gather_rows
 from llamarl.kernels import train_attention
+from llamarl.models.delta_rule import Branches, Packed
 from llamarl.models.flash_attention import FlashAttend, FlashSlices, can_serve
 from llamarl.models.transformer import Attend
 
@@ -91,7 +92,23 @@ def packed_attend(
             return train_attention.attend(q_M_H_K, k_M_J_K, v_M_J_K, segments())
         return masked()(layer, q_M_H_K, k_M_J_K, v_M_J_K)
 
-    return attend
+    num_tokens = shared + sum(prompt_lengths) + sum(map(sum, response_lengths))
+
+    def branches() -> Branches:
+        return Branches.of_groups(prompt_lengths, response_lengths, shared)
+
+    return PackedAttend(attend, Packed(branches, num_tokens, device))
+
+
+class PackedAttend:
+    """Attention of packed documents, and the recurrent part of delta nets over the same documents."""
+
+    def __init__(self, attend: Attend, recur: Packed) -> None:
+        self.recur = recur
+        self._attend = attend
+
+    def __call__(self, place: int, q_M_H_K: Tensor, k_M_J_K: Tensor, v_M_J_K: Tensor) -> Tensor:
+        return self._attend(place, q_M_H_K, k_M_J_K, v_M_J_K)
 
 
 def _whole_attend(sees_N_N: Tensor) -> Attend:

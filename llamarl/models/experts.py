@@ -230,7 +230,13 @@ class MoeFeedForward(nn.Module):
         self.gate = Router(shape, moe)
         self.experts = Experts(shape, moe)
         self.shared_experts = shared
+        self.shared_expert_gate = nn.Linear(shape.hidden_size, 1, bias=False) if moe.gates_shared else None
 
     def forward(self, x_N_D: Tensor, ids_N_K: Tensor | None = None) -> Tensor:
         y_N_D = self.experts(x_N_D, *self.gate(x_N_D, ids_N_K))
-        return y_N_D if self.shared_experts is None else y_N_D + self.shared_experts(x_N_D)
+        if self.shared_experts is None:
+            return y_N_D
+        shared_N_D = self.shared_experts(x_N_D)
+        if self.shared_expert_gate is not None:
+            shared_N_D = self.shared_expert_gate(x_N_D).sigmoid() * shared_N_D
+        return y_N_D + shared_N_D

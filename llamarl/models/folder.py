@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from llamarl.config import ConfigError, open_file, read_json
 from llamarl.config.hub import folder_of, missing_folder
+from llamarl.models.hybrid import text_config
 from llamarl.models.shape import ModelShape, stop_ids
 from llamarl.models.vocabulary import unused_ids
 from llamarl.observability.metrics import megabytes
@@ -92,10 +93,11 @@ def load_shape(folder: str | Path) -> ModelShape:
     """
     folder = folder_of(folder)
     config = read_model_file(folder, CONFIG)
-    if (folder / GENERATION_CONFIG).is_file():
-        stops = stop_ids(read_model_file(folder, GENERATION_CONFIG))
-        config["eos_token_id"] = list(stops or stop_ids(config))
+    stops = read_model_file(folder, GENERATION_CONFIG) if (folder / GENERATION_CONFIG).is_file() else None
     try:
+        config = text_config(config)
+        if stops is not None:
+            config["eos_token_id"] = list(stop_ids(stops) or stop_ids(config))
         shape = ModelShape.from_hf(config)
         return replace(shape, unused_ids=unused_ids(folder, shape.vocab_size))
     except ConfigError as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -20,9 +21,11 @@ from torch import Tensor
 
 from llamarl.config import ConfigError, open_own, read_json
 from llamarl.config.hub import folder_of
+from llamarl.models.file_parts import FileLayout
 from llamarl.models.folder import CONFIG, GENERATION_CONFIG, WEIGHTS, load_shape, opened
-from llamarl.models.shape import ModelShape, hf_eos
-from llamarl.models.tensors import EMBEDDING, HEAD, LAST_NORM, Headers, file_names
+from llamarl.models.hybrid import text_config
+from llamarl.models.shape import ARCHITECTURES, ModelShape, hf_eos
+from llamarl.models.tensors import EMBEDDING, HEAD, LAST_NORM, Headers
 from llamarl.models.transformer import Transformer
 from llamarl.observability.files import sync
 from llamarl.sharding.box import Box
@@ -65,12 +68,16 @@ class Weights(Headers):
                 tied embeddings that differs from the checkpoint's head.
         """
         names = self._names[name]
-        if names[0] not in self._files:
+        if is_expert(name):
+            part = self._experts(name, names, box)
+        elif names[0] not in self._files:
             return torch.zeros(box.shape)
-        part = self._experts(names, box) if is_expert(name) else _part(self._files[names[0]], names[0], box)
+        else:
+            joined, file = self.layout.joined(name), (self._files[names[0]], self._stored[names[0]])
+            part = _part(*file, box) if joined is None else _some_rows(*file, joined.rows_N, box)
         if not torch.isfinite(part).all():
             raise ConfigError(f"{self._folder}: `{name}` holds NaN or infinity; copy or make the checkpoint again")
-        if name == LAST_NORM and part.numel() and not part.any():
+        if name == LAST_NORM and part.numel() and not part.any() and not self._shape.is_hybrid:
             raise ConfigError(
                 f"{self._folder}: `{name}` is 0 throughout, so all tokens are equally likely; copy it again"
             )
@@ -78,12 +85,20 @@ class Weights(Headers):
             self.check_tied_head(torch.equal(_part(self.other_head, HEAD, box).float(), part.float()))
         return part
 
-    def _experts(self, names: Sequence[str], box: Box) -> Tensor:
+    def _experts(self, name: str, names: Sequence[str], box: Box) -> Tensor:
         """Returns parts of the matrices of some experts, stacked. Reads nothing else."""
+        of_all = self.layout.all_experts(name, self._shapes[name])
+        if of_all is not None and of_all[0] in self._files:
+            file, first, _ = of_all
+            rows = Box(
+                (box.starts[0], first + box.starts[1], box.starts[2]),
+                (box.stops[0], first + box.stops[1], box.stops[2]),
+            )
+            return _part(self._files[file], self._stored[file], rows)
         chosen = names[box.starts[0] : box.stops[0]]
         with ExitStack() as leaving:
             files = {path: leaving.enter_context(opened(path)) for path in {self._files[name] for name in chosen}}
-            slices = [files[self._files[name]].get_slice(name) for name in chosen]
+            slices = [files[self._files[name]].get_slice(self._stored[name]) for name in chosen]
             inner = Box(box.starts[1:], box.stops[1:])
             return torch.stack([matrix[inner.within(Box.whole(matrix.get_shape()))] for matrix in slices])
 
@@ -163,13 +178,7 @@ def save_tensors(
             shutil.copyfile(path, new / path.name)
         if tokenizer_folder:
             copy_tokenizer(tokenizer_folder, new)
-        whole = dict[str, Tensor]()
-        for name, tensor in tensors.items():
-            copied = tensor.detach().cpu().contiguous()
-            if dtype is not None and copied.ndim > 1 and not is_router(name):
-                copied = copied.to(dtype)
-            parts = copied.unbind() if is_expert(name) else [copied]
-            whole |= zip(file_names(name, copied.shape, shape.family), parts, strict=True)
+        whole = _as_in_files(tensors, FileLayout(shape), dtype)
         try:
             save_file(whole, new / WEIGHTS, metadata={"format": "pt"})
         except SafetensorError as error:
@@ -181,6 +190,22 @@ def save_tensors(
             write_json(new / GENERATION_CONFIG, _generation_config(shape))
         for name, text in texts.items():
             (new / name).write_text(text, encoding="utf-8")
+
+
+def _as_in_files(tensors: Mapping[str, Tensor], layout: FileLayout, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Returns tensors of a model by their names in files; see `save_tensors`."""
+    whole = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        copied = tensor.detach().cpu().contiguous()
+        if dtype is not None and copied.ndim > 1 and not is_router(name):
+            copied = copied.to(dtype)
+        if (joined := layout.joined(name)) is not None:
+            into = whole.setdefault(joined.name, copied.new_empty(joined.sizes))
+            into[torch.from_numpy(joined.rows_N)] = copied.view(-1, *joined.sizes[1:])
+            continue
+        parts = copied.unbind() if is_expert(name) else [copied]
+        whole |= zip(layout.names(name, copied.shape), parts, strict=True)
+    return whole
 
 
 def small_files(base: str | Path) -> list[Path]:
@@ -210,7 +235,8 @@ def _config_json(shape: ModelShape, base: str | Path | None, dtype: str) -> dict
     path = folder_of(base) / CONFIG if base else None
     if path is None or not path.is_file():
         return shape.to_hf() | {"torch_dtype": dtype}
-    config = read_json(path, "copy the file again")
+    config = text_config(read_json(path, "copy the file again"))
+    config |= {} if config.get("architectures") else {"architectures": [ARCHITECTURES[shape.family]]}
     named = [key for key in _DTYPE_KEYS if key in config] or ["torch_dtype"]
     if "num_nextn_predict_layers" in config:  # models here, and so exports, have no such layers
         config["num_nextn_predict_layers"] = 0
@@ -257,6 +283,16 @@ def replaced_folder(folder: Path, names: Collection[str]) -> Iterator[Path]:
 def _generation_config(shape: ModelShape) -> dict[str, Any]:
     ids = {"bos_token_id": shape.bos_token_id, "eos_token_id": hf_eos(shape.stop_token_ids)}
     return {key: value for key, value in ids.items() if value is not None}
+
+
+def _some_rows(path: Path, name: str, rows_N: np.ndarray, box: Box) -> Tensor:
+    """Returns a part of the matrix whose rows are these rows of a tensor. Reads no other bytes."""
+    chosen_N = rows_N[box.starts[0] : box.stops[0]]
+    runs = np.split(chosen_N, np.flatnonzero(np.diff(chosen_N) != 1) + 1)
+    with opened(path) as file:
+        tensor = file.get_slice(name)
+        parts = [tensor[int(run_N[0]) : int(run_N[-1]) + 1].flatten(1) for run_N in runs if len(run_N)]
+    return torch.cat(parts)[:, box.starts[1] : box.stops[1]]
 
 
 def _part(path: Path, name: str, box: Box) -> Tensor:

@@ -19,6 +19,11 @@ _SIZES = {
 }  # fmt: skip
 _WINDOWS = {"use_sliding_window", "max_window_layers"}
 _EXPERTS = {"num_experts", "num_local_experts", "num_experts_per_tok"}
+_HYBRID = (_SIZES - {"sliding_window"}) | {
+    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+    "linear_num_value_heads", "full_attention_interval", "partial_rotary_factor",
+}  # fmt: skip
+_GATED_EXPERTS = {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"}
 COMPUTED: dict[str, set[str]] = {
     "llama": _SIZES | {"use_sliding_window"},
     "mistral": _SIZES | {"use_sliding_window"},
@@ -36,6 +41,9 @@ COMPUTED: dict[str, set[str]] = {
         "n_routed_experts", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group",
         "routed_scaling_factor", "use_sliding_window",
     },
+    "qwen3_next": _HYBRID | _GATED_EXPERTS | {"decoder_sparse_step", "mlp_only_layers", "norm_topk_prob"},
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": _HYBRID | _GATED_EXPERTS,
 }  # fmt: skip
 """Keys that are read, by family."""
 _FIXED: dict[str, Any] = {
@@ -60,12 +68,18 @@ _FIXED: dict[str, Any] = {
     "chunk_size_feed_forward": 0,
 }
 """Keys that may be absent, with the only value that the decoder computes."""
+_FIXED_HYBRID: dict[str, Any] = {
+    "use_qk_norm": True, "attn_output_gate": True, "sliding_window": None, "use_sliding_window": False,
+}  # fmt: skip
 _FIXED_OF: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True},
     "qwen3": {"use_qk_norm": True},
     "qwen3_moe": {"use_qk_norm": True},
     "glm4_moe": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-}
+    "qwen3_next": _FIXED_HYBRID,
+    "qwen3_5_text": _FIXED_HYBRID | {"mlp_only_layers": []},
+    "qwen3_5_moe_text": _FIXED_HYBRID | {"mlp_only_layers": [], "norm_topk_prob": True, "decoder_sparse_step": 1},
+}  # fmt: skip
 """The same for families that compute something else."""
 HARMLESS = {
     # the writer of the file, and how to load it
@@ -79,6 +93,7 @@ HARMLESS = {
     "use_cache", "return_dict", "return_dict_in_generate", "output_hidden_states", "output_attentions", "output_scores",
     "output_router_logits", "router_aux_loss_coef", "initializer_range", "pretraining_tp", "is_decoder",
     "cross_attention_hidden_size", "num_nextn_predict_layers", "problem_type", "num_labels", "id2label", "label2id",
+    "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype",
     "task_specific_params",
     # tokens that the tokenizer and the generation config decide
     "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id", "forced_bos_token_id",

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from llamarl.config.roles import LoraConfig
+from llamarl.kernels.delta_shape import CHUNK_TOKENS, DeltaShape
 from llamarl.models.sizes import DecoderSizes, adapted, adapter_parameters
 from llamarl.sharding.tensor_parallel import cuts_by_expert, is_expert, is_quantizable, sharded_dim
 
@@ -37,6 +38,8 @@ MOMENTS_BYTES = {"float32": 8.0, "8bit": 2 + 8 / BLOCK_COLUMNS}
 """Bytes per trained weight of both moments of AdamW, by `trainer.moments`."""
 
 
+STATES_OF_ROLLOUT = 2
+"""States of delta nets in a generator for each rollout that decodes: its own, and that behind its prompt."""
 UNEVEN_EXPERTS = 1.3
 """Rows of the fullest of the ranks that share the experts of a mixture, over their mean. An assumption: routers were
 trained to be even, over far more tokens than a microbatch has, and a rank has several experts."""
@@ -133,6 +136,8 @@ def _peak(sizes: DecoderSizes, load: TrainerLoad) -> Parts:
     copied = hidden * sizes.rows_per_token * _uneven(load)
     work = (width * ((_inner(sizes, load) - 1) * active + copied) + 12 * hidden * (not load.fused)) * rows
     work = work + (layer if load.checkpointing else 0)
+    if sizes.delta is not None:
+        work = work + _rule_bytes(sizes.delta) * load.tokens / load.tp  # with the layer's own, if it is kept
     last = _inner(sizes, load) * width * active * rows if load.checkpointing else 0
     gradient = load.weight * vocabulary if load.lora is None else 0  # whole; a frozen head has none
     # The embedding's is whole too. If it is also the head, both gradients and their sum exist at once.
@@ -240,8 +245,8 @@ def _gathered(sizes: DecoderSizes, load: TrainerLoad) -> tuple[Number, Number, N
 
 
 def _frozen(sizes: DecoderSizes, lora: LoraConfig | None) -> int:
-    """Returns scalars in the projections of a layer that have an adapter."""
-    return sum(map(math.prod, adapted(sizes, lora))) if lora else 0
+    """Returns scalars in the projections of a layer that have an adapter; in a hybrid model the mean of all layers."""
+    return sum(num * math.prod(shape) for num, shape in adapted(sizes, lora)) // sizes.num_layers if lora else 0
 
 
 def activation_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Number:
@@ -267,31 +272,52 @@ def activation_bytes(sizes: DecoderSizes, load: TrainerLoad) -> Number:
     heads = width * ((_inner(sizes, load) - is_again) * inner + hidden * sizes.rows_per_token * _uneven(load))
     # Queries, keys, values, outputs, and the logarithm of each query's sum. Without flash attention queries and outputs
     # twice, because attention needs them in another order.
-    heads += width * (2 * query + 2 * kv) + 4 * sizes.num_heads if load.flash else width * 4 * query
+    with_attention = sizes.num_attention_layers / sizes.num_layers
+    mixer = width * (2 * query + 2 * kv) + 4 * sizes.num_heads if load.flash else width * 4 * query
     if sizes.qk_norm:
-        heads += (2 if lora is None else 1) * 4 * (query + kv)
+        mixer += (2 if lora is None else 1) * 4 * (query + kv)
+    if sizes.is_hybrid:  # gates, their sigmoids, and outputs before them
+        mixer += 3 * width * query
+    if sizes.delta is not None:
+        mixer = with_attention * mixer + (1 - with_attention) * _delta_bytes(sizes.delta, width)
+    heads += mixer
     # Flash attention keeps the keys and values of all context ranks.
     gathered_kv = width * 2 * kv * (load.tokens - tokens) / load.tp
     copied = gathered_kv if load.flash else width * 2 * query * load.keys / (load.cp * load.tp)
-    return (residual / load.tp + gathered + heads / load.tp) * tokens + copied
+    return (residual / load.tp + gathered + heads / load.tp) * tokens + copied * with_attention
+
+
+def _delta_bytes(delta: DeltaShape, width: int) -> int:
+    """Returns bytes per token that a delta net keeps for backward: mixed channels; log decays and strengths with what
+    they come from; outputs, their norms, gates and their activations; and the input of the last projection. What is
+    inside of the chunks is computed again."""
+    of_values = 26 if width == 2 else 20
+    return width * delta.mixed_size + 20 * delta.num_value_heads + of_values * delta.value_size
+
+
+def _rule_bytes(delta: DeltaShape) -> int:
+    """Returns bytes per token of one layer's chunks while they are computed again, with their gradients."""
+    within = 5 * CHUNK_TOKENS + 8 * delta.key_dim + 8 * delta.value_dim
+    states = 4 * delta.key_dim * delta.value_dim // CHUNK_TOKENS
+    return 4 * ((delta.conv_width + 4) * delta.mixed_size + delta.num_value_heads * (within + states))
 
 
 def kv_token_bytes(sizes: DecoderSizes, tp: Number, width: int) -> Number:
     """Returns bytes of a token's keys and values on one rank. Heads are not split: more ranks than heads repeat
     them."""
-    return 2 * sizes.num_layers * sizes.head_dim * width * np.maximum(np.ceil(sizes.num_kv_heads / tp), 1)
+    return 2 * sizes.num_attention_layers * sizes.head_dim * width * np.maximum(np.ceil(sizes.num_kv_heads / tp), 1)
 
 
 def served_bytes(sizes: DecoderSizes, width: Number, tp: Number = 1) -> Number:
     """Returns bytes of one copy of a generator's weights on a rank: projections in `width` bytes each (8-bit ones with
     a float32 scale per row), embedding and head in 16 bits unless projections have 32, norms, biases and routers in 32
     bits."""
-    sparse, vocabulary = sizes.num_sparse_layers, sizes.vocab_size * sizes.hidden_size
+    vocabulary = sizes.vocab_size * sizes.hidden_size
     layers = sum(
         count * _served(sizes, name, shape, width, tp)
-        for count, is_sparse in ((sizes.num_layers - sparse, False), (sparse, True)) if count
-        for name, shape in sizes.layer_weights(is_sparse).items()
-    )  # fmt: skip
+        for count, weights in sizes.layer_kinds()
+        for name, shape in weights.items()
+    )
     ends = (2 - sizes.tie_embeddings) * vocabulary / tp * np.maximum(width, 2)
     return layers + ends + 4 * sizes.hidden_size
 
@@ -341,6 +367,8 @@ def generator_bytes(sizes: DecoderSizes, load: GeneratorLoad) -> Parts:
         frozen = 2 * _frozen(sizes, load.lora) * sizes.num_layers
         parts["frozen"] = (frozen + 4 * adapter_parameters(sizes, load.lora)) / load.tp
     parts["keys and values"] = load.kv_tokens * kv_token_bytes(sizes, load.tp, load.kv_width)
+    if sizes.delta is not None and load.kv_width:
+        parts["states"] = STATES_OF_ROLLOUT * load.rows * sizes.state_bytes / load.tp
     inner = 3 * sizes.active_width + 2 * (sizes.query_size + 2 * sizes.kv_size)
     copied = 2 * sizes.hidden_size * sizes.rows_per_token
     work = np.maximum(load.rows, load.prefill_tokens) * (2 * inner / load.tp + 3 * 4 * sizes.hidden_size + copied)

@@ -9,8 +9,9 @@ from llamarl.models.keys import refuse
 from llamarl.models.sizes import count, positive
 
 
-def mixture_from_hf(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """Returns the fields of `MoeShape` that a parsed `config.json` of a family of mixtures describes.
+def mixture_from_hf(config: Mapping[str, Any], num_layers: int) -> dict[str, Any] | None:
+    """Returns the fields of `MoeShape` that a parsed `config.json` of a family of mixtures describes, or None if the
+    model has no experts.
 
     Raises:
         ConfigError: a key is missing, or of the wrong type.
@@ -22,6 +23,11 @@ def mixture_from_hf(config: Mapping[str, Any], num_layers: int) -> dict[str, Any
             return _mixtral(config, num_layers)
         case "glm4_moe":
             return _glm4(config, num_layers)
+        case "qwen3_next":
+            return _qwen3_next(config, num_layers)
+        case "qwen3_5_moe_text":
+            every = {"sparse_layers": tuple(range(num_layers)), "normalized": True}
+            return every | _gated_experts(config)
     raise AssertionError(config["model_type"])
 
 
@@ -37,6 +43,23 @@ def _qwen3(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
         "expert_size": count(config, "moe_intermediate_size"),
         "sparse_layers": tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0),
         "normalized": flag(config, "norm_topk_prob", False),
+    }
+
+
+def _qwen3_next(config: Mapping[str, Any], num_layers: int) -> dict[str, Any] | None:
+    if config.get("num_experts") == 0:
+        return None
+    layers = _qwen3(config, num_layers)["sparse_layers"]
+    return {"sparse_layers": layers, "normalized": flag(config, "norm_topk_prob", True)} | _gated_experts(config)
+
+
+def _gated_experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "num_experts": count(config, "num_experts"),
+        "experts_per_token": count(config, "num_experts_per_tok"),
+        "expert_size": count(config, "moe_intermediate_size"),
+        "shared_size": count(config, "shared_expert_intermediate_size"),
+        "gates_shared": True,
     }
 
 
@@ -77,9 +100,14 @@ def mixture_to_hf(family: str, num_layers: int, moe: Mapping[str, Any]) -> dict[
         sizes = {"num_local_experts": moe["num_experts"], "intermediate_size": moe["expert_size"]}
         return keys | sizes | {"sliding_window": None}
     keys |= {"moe_intermediate_size": moe["expert_size"], "norm_topk_prob": moe["normalized"]}
-    if family == "qwen3_moe":
+    if family != "glm4_moe":
         dense = [layer for layer in range(num_layers) if layer not in sparse]
-        return keys | {"num_experts": moe["num_experts"], "decoder_sparse_step": 1, "mlp_only_layers": dense}
+        keys |= {"num_experts": moe["num_experts"]}
+        keys |= {"shared_expert_intermediate_size": moe["shared_size"]} if moe["gates_shared"] else {}
+        if family == "qwen3_5_moe_text":
+            assert not dense, "each of its layers has experts"
+            return keys
+        return keys | {"decoder_sparse_step": 1, "mlp_only_layers": dense}
     assert sparse == tuple(range(sparse[0], num_layers)), "the dense layers of a GLM-4 mixture come first"
     assert moe["shared_size"] % moe["expert_size"] == 0, "its shared experts are as wide as the others"
     return keys | {

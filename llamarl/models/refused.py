@@ -44,8 +44,6 @@ OTHERS = {
     "qwen2_5_vl": ("Qwen2.5-VL", _IMAGES, _QWEN25),
     "qwen2_moe": ("Qwen1.5-MoE or Qwen2-57B-A14B", "its gated shared expert is", _MOE),
     "qwen2_vl": ("Qwen2-VL", _IMAGES, _QWEN25),
-    "qwen3_5_moe": ("Qwen3.5 with experts", "its gated delta net is", _MOE),
-    "qwen3_next": ("Qwen3-Next", "its linear attention and its gated shared expert are", _MOE),
     "qwen3_vl": ("Qwen3-VL", _IMAGES, _QWEN),
     "qwen3_vl_moe": ("Qwen3-VL with experts", _IMAGES, _MOE),
     "smollm3": ("SmolLM3", "its layers without rotation are", "HuggingFaceTB/SmolLM2-1.7B-Instruct"),
@@ -62,6 +60,6 @@ def refusal(model_type: object) -> str:
         name, lacks, nearest = OTHERS[model_type]
         return f"is {name}: {lacks} not computed here; the nearest that works is {nearest}"
     return (
-        "is none of the families llama, mistral, qwen2, qwen3, qwen3_moe, mixtral and glm4_moe; "
+        "is none of the families llama, mistral, qwen2, qwen3, qwen3_moe, mixtral, glm4_moe, qwen3_next and qwen3_5; "
         f"the nearest that works may be {_QWEN}"
     )

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from llamarl.config import ConfigError
+from llamarl.kernels.delta_shape import DeltaShape
+from llamarl.models.hybrid import delta_from_hf, delta_to_hf, text_config
 from llamarl.models.keys import check_keys, refuse, same_value
 from llamarl.models.mixture import flag, mixture_from_hf, mixture_to_hf
 from llamarl.models.refused import refusal
 from llamarl.models.sizes import (
+    HYBRIDS,
     DecoderSizes,
     MoeShape,
     count,
@@ -32,9 +35,12 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
 """Class in transformers by family (`model_type` of config.json)."""
-MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe")
+MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", "qwen3_next", "qwen3_5_moe_text")
 """Families of mixtures of experts."""
 WINDOWED = ("qwen2", "qwen3", "qwen3_moe")
 """Families in which `use_sliding_window` decides whether there is a window."""
@@ -43,10 +49,13 @@ WITHOUT_WINDOW = ("llama", "glm4_moe")
 _ABSENT: dict[str, dict[str, float]] = {
     "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "glm4_moe": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    **{family: {"partial_rotary_factor": 0.25} for family in HYBRIDS},
 }
 """Values that a family's class in transformers assumes for absent keys, if other families assume others."""
 _ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 """Keys of a rope's table for every kind of rope."""
+_IMAGE_KEYS = ("mrope_section", "mrope_interleaved")
+"""Keys that distribute channels among the axes of images. A token of text has one position on all axes."""
 _MOST = {"factor": 1e4, "attention_factor": 1e2, "mscale": 1e2, "mscale_all_dim": 1e2}
 """Largest values of a scaling. Published ones are a hundredth of these."""
 _BETAS = {"beta_slow": 1.0, "beta_fast": 32.0}
@@ -168,6 +177,7 @@ class ModelShape(DecoderSizes):
         Raises:
             ConfigError: the architecture or a feature in use is not supported, or a key is missing.
         """
+        config = text_config(config)
         family = config.get("model_type")
         if not isinstance(family, str) or family not in ARCHITECTURES:
             raise ConfigError(f"config.json: `model_type` = {family!r} {refusal(family)}")
@@ -179,16 +189,23 @@ class ModelShape(DecoderSizes):
         if ARCHITECTURES[family] not in named and any(str(name).endswith("ForCausalLM") for name in named):
             refuse("architectures", named, f"model_type {family} is a {ARCHITECTURES[family]}")
         sizes = sizes_from_hf(config)
-        _check_full_attention(config, sizes["num_layers"], sizes["max_position_embeddings"])
-        if config.get("head_dim") is None and family != "qwen3" and sizes["hidden_size"] % sizes["num_heads"]:
+        if family not in HYBRIDS:
+            _check_full_attention(config, sizes["num_layers"], sizes["max_position_embeddings"])
+        if (
+            config.get("head_dim") is None
+            and family not in ("qwen3", *HYBRIDS)
+            and sizes["hidden_size"] % sizes["num_heads"]
+        ):
             divides = f"without head_dim, num_attention_heads = {sizes['num_heads']} must divide it"
             refuse("hidden_size", sizes["hidden_size"], divides)
         theta, scaling, rotated = _rope(config, absent)
         mixture = mixture_from_hf(config, sizes["num_layers"]) if family in MIXTURES else None
+        delta = delta_from_hf(config, sizes["num_layers"]) if family in HYBRIDS else None
         return cls(
             family=family,
             **sizes,
             moe=MoeShape(**mixture) if mixture else None,
+            delta=DeltaShape(**delta) if delta else None,
             partial_rotary_factor=rotated,
             attention_bias=family == "glm4_moe" and flag(config, "attention_bias", False),
             use_qk_norm=family == "glm4_moe" and flag(config, "use_qk_norm", False),
@@ -208,6 +225,11 @@ class ModelShape(DecoderSizes):
         if self.family == "glm4_moe":
             names = ("attention_bias", "use_qk_norm", "partial_rotary_factor")
             of_family |= {name: getattr(self, name) for name in names}
+        if self.is_hybrid:
+            of_family |= delta_to_hf(self.delta, self.num_layers) | {
+                "partial_rotary_factor": self.partial_rotary_factor
+            }
+            of_family |= {"num_experts": 0} if self.family == "qwen3_next" and self.moe is None else {}
         return {
             "architectures": [ARCHITECTURES[self.family]],
             "model_type": self.family,
@@ -264,7 +286,8 @@ def _rope(config: Mapping[str, Any], absent: Mapping[str, float]) -> tuple[float
         refuse(f"{key}.rope_type", kind, f"default, {', '.join(SCALINGS)} are supported")
     all_fields = () if kind == "default" else dataclasses.fields(SCALINGS[kind])
     fields = {field.name: field.default is dataclasses.MISSING for field in all_fields}
-    values = {name: value for name, value in rope.items() if value is not None and name not in _ROPE_KEYS}
+    read = (*_ROPE_KEYS, *(_IMAGE_KEYS if config["model_type"] in HYBRIDS else ()))
+    values = {name: value for name, value in rope.items() if value is not None and name not in read}
     if unknown := sorted(values.keys() - fields):
         refuse(f"{key}.{unknown[0]}", values[unknown[0]], f"transformers reads no such key with {kind}; take it out")
     if kind == "default":

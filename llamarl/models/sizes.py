@@ -4,18 +4,24 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from llamarl.config.errors import ConfigError
 from llamarl.config.roles import ATTENTION, LoraConfig
+from llamarl.kernels.delta_shape import DeltaShape
 from llamarl.models.keys import refuse, same_value
 
 MAX_COUNT = 1 << 27
 """Largest number of tokens, columns or positions: a hundred times that of models. Tables of this size fit in memory."""
 MAX_EXPERTS = 1 << 17
 """Largest number of experts in all layers. Models have some 20,000."""
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Families with delta nets in some layers. Their attention has an output gate, and their norms are centered on 1."""
+_HEAD_DIMS = {"qwen3": 128} | dict.fromkeys(HYBRIDS, 256)
+"""Channels of a head if the key is absent, in families whose class in transformers does not divide."""
 _ROPES = ("rope_scaling", "rope_parameters")
 _TYPES = ("rope_type", "type")
 """Keys of a rope's type. transformers 4 wrote the second one too."""
@@ -47,6 +53,8 @@ class MoeShape:
     """Width of the expert that serves every token; 0 means none."""
     has_selection_bias: bool = False
     """Whether a bias is added to the scores for the choice only."""
+    gates_shared: bool = False
+    """Whether a gate scales the output of the expert that serves every token."""
 
     def __post_init__(self) -> None:
         if not self.sparse_layers:
@@ -102,6 +110,8 @@ class DecoderSizes:
     """Whether the output head is the embedding matrix."""
     moe: MoeShape | None = None
     """Mixtures of experts in some or all layers."""
+    delta: DeltaShape | None = None
+    """Delta nets in some layers, in place of attention."""
     attention_bias: bool = False
     """Whether the query, key and value projections have a bias, in families that leave it open."""
     use_qk_norm: bool = False
@@ -115,7 +125,12 @@ class DecoderSizes:
     @property
     def qk_norm(self) -> bool:
         """True if each query and key head is RMS-normed before the rotation."""
-        return self.family in ("qwen3", "qwen3_moe") or self.use_qk_norm
+        return self.family in ("qwen3", "qwen3_moe", *HYBRIDS) or self.use_qk_norm
+
+    @property
+    def is_hybrid(self) -> bool:
+        """True if the family's attention has an output gate and its norms multiply by 1 + weight."""
+        return self.family in HYBRIDS
 
     @property
     def query_size(self) -> int:
@@ -126,6 +141,20 @@ class DecoderSizes:
     def kv_size(self) -> int:
         """Scalars of all heads' keys of one token in one layer. Values have as many."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers with attention, which cache keys and values."""
+        return self.num_layers - (0 if self.delta is None else len(self.delta.layers))
+
+    def has_delta(self, layer: int) -> bool:
+        """Returns whether the layer has a delta net in place of attention."""
+        return self.delta is not None and layer in self.delta.layers
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that a generator keeps of a sequence, whatever its length; 0 without delta nets."""
+        return 0 if self.delta is None else 4 * self.delta.state_scalars * len(self.delta.layers)
 
     @property
     def num_sparse_layers(self) -> int:
@@ -160,21 +189,48 @@ class DecoderSizes:
         ends = {"model.embed_tokens.weight": (self.vocab_size, self.hidden_size)}
         weights: Weights = {**ends, "model.norm.weight": (self.hidden_size,)}
         for number in range(self.num_layers):
-            of_layer = self.layer_weights(self.is_sparse(number))
+            of_layer = self.layer_weights(self.is_sparse(number), self.has_delta(number))
             weights |= {f"model.layers.{number}.{name}": shape for name, shape in of_layer.items()}
         return weights | ({} if self.tie_embeddings else {"lm_head.weight": (self.vocab_size, self.hidden_size)})
 
-    def layer_weights(self, is_sparse: bool) -> Weights:
-        """Returns the shape of every weight of one layer, with experts or without, by its name in the layer."""
-        hidden, sizes = self.hidden_size, {"q": self.query_size, "k": self.kv_size, "v": self.kv_size}
+    def layer_kinds(self) -> list[tuple[int, Weights]]:
+        """Returns the number of layers of each kind, and the weights of one of them, by name in the layer."""
+        kinds = Counter((self.is_sparse(number), self.has_delta(number)) for number in range(self.num_layers))
+        return [(num, self.layer_weights(*kind)) for kind, num in kinds.items()]
+
+    def layer_weights(self, is_sparse: bool, has_delta: bool = False) -> Weights:
+        """Returns the shape of every weight of one layer by its name in the layer.
+
+        Args:
+            is_sparse: whether the layer has experts.
+            has_delta: whether it has a delta net in place of attention.
+        """
+        weights = self._delta_net() if has_delta else self._attention()
+        weights |= {f"{name}_layernorm.weight": (self.hidden_size,) for name in ("input", "post_attention")}
+        return weights | (self._experts() if is_sparse else self._feed_forward("mlp", self.intermediate_size))
+
+    def _delta_net(self) -> Weights:
+        """Returns the weights of a delta net. Files hold some of them joined (`models/file_parts.py`)."""
+        assert self.delta is not None
+        delta, hidden = self.delta, self.hidden_size
+        mixed = {"q": delta.key_size, "k": delta.key_size, "v": delta.value_size}
+        heads = {"z": delta.value_size, "b": delta.num_value_heads, "a": delta.num_value_heads}
+        weights: Weights = {f"linear_attn.{name}": (delta.num_value_heads,) for name in ("dt_bias", "A_log")}
+        weights |= {f"linear_attn.in_proj_{kind}.weight": (size, hidden) for kind, size in (mixed | heads).items()}
+        weights |= {f"linear_attn.conv_{kind}.weight": (size, delta.conv_width) for kind, size in mixed.items()}
+        weights["linear_attn.norm.weight"] = (delta.value_dim,)
+        return weights | {"linear_attn.out_proj.weight": (hidden, delta.value_size)}
+
+    def _attention(self) -> Weights:
+        hidden, queries = self.hidden_size, self.query_size * (2 if self.is_hybrid else 1)
+        sizes = {"q": queries, "k": self.kv_size, "v": self.kv_size}
         weights: Weights = {f"self_attn.{kind}_proj.weight": (size, hidden) for kind, size in sizes.items()}
         weights["self_attn.o_proj.weight"] = (hidden, self.query_size)
         if self.qkv_bias:
             weights |= {f"self_attn.{kind}_proj.bias": (size,) for kind, size in sizes.items()}
         if self.qk_norm:
             weights |= {f"self_attn.{kind}_norm.weight": (self.head_dim,) for kind in "qk"}
-        weights |= {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-        return weights | (self._experts() if is_sparse else self._feed_forward("mlp", self.intermediate_size))
+        return weights
 
     def _feed_forward(self, name: str, width: int) -> Weights:
         into: Weights = {f"{name}.{kind}_proj.weight": (width, self.hidden_size) for kind in ("gate", "up")}
@@ -187,18 +243,23 @@ class DecoderSizes:
         weights |= {"mlp.gate.e_score_correction_bias": (num,)} if self.moe.has_selection_bias else {}
         weights |= {f"mlp.experts.{kind}_proj": (num, width, self.hidden_size) for kind in ("gate", "up")}
         weights["mlp.experts.down_proj"] = (num, self.hidden_size, width)
+        weights |= {"mlp.shared_expert_gate.weight": (1, self.hidden_size)} if self.moe.gates_shared else {}
         return weights | (self._feed_forward("mlp.shared_experts", shared) if (shared := self.moe.shared_size) else {})
 
     @property
     def layer_parameters(self) -> int:
-        """Scalars in all weights of one layer; in a mixture of one with experts."""
-        return num_scalars(self.layer_weights(self.moe is not None))
+        """Scalars in all weights of one layer: in a mixture of one with experts, in a hybrid model the mean of layers
+        with attention and with a delta net."""
+        attention = num_scalars(self.layer_weights(self.moe is not None))
+        if self.delta is None:
+            return attention
+        with_delta = num_scalars(self.layer_weights(self.moe is not None, has_delta=True))
+        return attention + round((with_delta - attention) * len(self.delta.layers) / self.num_layers)
 
     @property
     def num_parameters(self) -> int:
         """Scalars in all weights. A tied head counts once."""
-        num_dense = self.num_layers - self.num_sparse_layers
-        layers = self.num_sparse_layers * self.layer_parameters + num_dense * num_scalars(self.layer_weights(False))
+        layers = sum(num * num_scalars(weights) for num, weights in self.layer_kinds())
         return layers + self.hidden_size + (2 - self.tie_embeddings) * self.vocab_size * self.hidden_size
 
     @property
@@ -219,10 +280,13 @@ class DecoderSizes:
     @property
     def layer_scalars(self) -> int:
         """Weights of all layers' matrices that a token is multiplied by, including routers."""
-        size = 2 * (self.query_size + self.kv_size) * self.num_layers
+        size = (2 * (self.query_size + self.kv_size) + self.query_size * self.is_hybrid) * self.num_attention_layers
+        if self.delta is not None:
+            delta = self.delta
+            size += (delta.mixed_size + 2 * delta.value_size + 2 * delta.num_value_heads) * len(delta.layers)
         size += 3 * self.intermediate_size * (self.num_layers - self.num_sparse_layers)
         if self.moe is not None:
-            size += (3 * self.moe.shared_size + self.moe.num_experts) * self.num_sparse_layers
+            size += (3 * self.moe.shared_size + self.moe.num_experts + self.moe.gates_shared) * self.num_sparse_layers
         return self.hidden_size * size + self.routed_scalars
 
     @property
@@ -233,14 +297,15 @@ class DecoderSizes:
     def forward_flops(self, tokens: float, targets: float, pairs: float) -> float:
         """Returns the FLOPs of a forward.
 
-        They are 2 per weight that a token meets, and 4 per query channel and pair of tokens that see each other (Kaplan
-        et al., arXiv 2001.08361, table 1).
+        They are 2 per weight that a token meets, 4 per query channel and pair of tokens that see each other (Kaplan et
+        al., arXiv 2001.08361, table 1), and those of the delta rule.
 
         Args:
             targets: tokens whose logits are computed.
         """
         matrices = self.layer_scalars * tokens + self.vocab_size * self.hidden_size * targets
-        return 2.0 * matrices + 4.0 * self.num_layers * self.query_size * pairs
+        rule = 0.0 if self.delta is None else self.delta.rule_flops * len(self.delta.layers) * tokens
+        return 2.0 * matrices + rule + 4.0 * self.num_attention_layers * self.query_size * pairs
 
     def step_flops(
         self, tokens: float, targets: float, pairs: float, lora: LoraConfig | None = None, recompute: float = 0.0
@@ -261,21 +326,25 @@ def num_scalars(weights: Weights) -> int:
     return sum(map(math.prod, weights.values()))
 
 
-def adapted(sizes: DecoderSizes, lora: LoraConfig) -> list[tuple[int, ...]]:
-    """Returns the shapes of a layer's projections that have an adapter."""
+def adapted(sizes: DecoderSizes, lora: LoraConfig) -> list[tuple[int, tuple[int, ...]]]:
+    """Returns the shapes of the projections that have an adapter, each with its number of layers."""
     weights = sizes.layer_weights(is_sparse=False)
-    return [weights[f"{'self_attn' if target in ATTENTION else 'mlp'}.{target}.weight"] for target in lora.targets]
+    return [
+        (sizes.num_attention_layers, weights[f"self_attn.{target}.weight"])
+        if target in ATTENTION
+        else (sizes.num_layers, weights[f"mlp.{target}.weight"])
+        for target in lora.targets
+    ]
 
 
 def adapter_parameters(sizes: DecoderSizes, lora: LoraConfig) -> int:
-    return lora.rank * sizes.num_layers * sum(map(sum, adapted(sizes, lora)))
+    return lora.rank * sum(num * sum(shape) for num, shape in adapted(sizes, lora))
 
 
 def sizes_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of `DecoderSizes` of a parsed Hugging Face `config.json`. Raises ConfigError."""
     hidden_size, num_heads = count(config, "hidden_size"), count(config, "num_attention_heads")
-    # Qwen3Config has another default; the other families divide.
-    head_dim = 128 if config.get("model_type") == "qwen3" else hidden_size // num_heads
+    head_dim = _HEAD_DIMS.get(config.get("model_type", ""), hidden_size // num_heads)
     if not isinstance(tied := config.get("tie_word_embeddings") or False, bool):
         raise ConfigError(f"config.json: `tie_word_embeddings` = {tied!r}; true or false is needed")
     return {
@@ -284,11 +353,17 @@ def sizes_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
         "num_heads": num_heads,
         "num_kv_heads": count(config, "num_key_value_heads", default=num_heads),
         "head_dim": count(config, "head_dim", default=head_dim),
-        "intermediate_size": count(config, "intermediate_size"),
+        "intermediate_size": _feed_forward_width(config),
         "vocab_size": count(config, "vocab_size"),
         "max_position_embeddings": _context(config),
         "tie_embeddings": tied,
     }
+
+
+def _feed_forward_width(config: Mapping[str, Any]) -> int:
+    """Returns `intermediate_size`. The mixtures of Qwen 3.5 have no layer without experts, and so no such key."""
+    is_absent = config.get("model_type") == "qwen3_5_moe_text" and config.get("intermediate_size") is None
+    return count(config, "moe_intermediate_size" if is_absent else "intermediate_size")
 
 
 def rope_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -389,6 +464,8 @@ def uneven_parts(sizes: DecoderSizes, num_ranks: int, *, repeats_kv_heads: bool)
         "tokens in the vocabulary": sizes.vocab_size,
         "key/value heads": num_ranks if repeats_kv_heads and num_ranks % kv_heads == 0 else kv_heads,
     }
+    if sizes.delta is not None:
+        parts["key heads of delta nets"] = sizes.delta.num_key_heads
     return [f"{size} {name}" for name, size in parts.items() if size % num_ranks]
 
 

@@ -3,12 +3,12 @@ from their index. Reads no weight. No torch."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from llamarl.config import ConfigError
 from llamarl.config.hub import folder_of, open_hub, why_offline
+from llamarl.models.file_parts import FileLayout
 from llamarl.models.folder import CONFIG, WEIGHTS_INDEX, load_shape, opened, read_model_file, weight_files
 from llamarl.models.shape import ModelShape
 from llamarl.models.sizes import num_scalars
@@ -20,27 +20,8 @@ _TYPES = ("F64", "F32", "F16", "BF16")
 """Types of weights, as named by safetensors."""
 _LEAST_BYTES = 2
 """Bytes of the smallest of these types."""
-_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-"""Names of an expert's projections in Mixtral's files."""
 _FIX = f"copy the whole checkpoint again, or correct {CONFIG}"
 Shapes = Mapping[str, Sequence[int]]
-
-
-def file_names(name: str, shape: Sequence[int], family: str) -> list[str]:
-    """Returns the names in files of a tensor of the model: one, or, for a stack of experts, one for each expert."""
-    name = name.replace(".mlp.", ".block_sparse_moe.") if family == "mixtral" else name
-    if not is_expert(name):
-        return [name]
-    owner, _, kind = name.rpartition(".")
-    kind = _MIXTRAL[kind] if family == "mixtral" else kind
-    return [f"{owner}.{expert}.{kind}.weight" for expert in range(shape[0])]
-
-
-def _is_left_out(name: str, shape: ModelShape) -> bool:
-    """Returns whether no model has this tensor: a constant in old checkpoints, or a tensor of the last layers of GLM-4
-    mixtures, which predict further tokens."""
-    layer = re.match(r"model\.layers\.(\d+)\.", name) if shape.family == "glm4_moe" else None
-    return name.endswith(".rotary_emb.inv_freq") or (layer is not None and int(layer[1]) >= shape.num_layers)
 
 
 class Expected:
@@ -58,12 +39,20 @@ class Expected:
         """
         self._folder, self._shape, self._optional, self._is_tied = folder, shape, optional, is_tied
         self._shapes = expected
-        self._names = {name: file_names(name, sizes, shape.family) for name, sizes in expected.items()}
-        self._expected = {
-            file_name: tuple(sizes[1:] if is_expert(name) else sizes)
-            for name, sizes in expected.items()
-            for file_name in self._names[name]
-        }
+        self.layout = FileLayout(shape)
+        self._names = {name: self.layout.names(name, sizes) for name, sizes in expected.items()}
+        self._expected = dict[str, tuple[int, ...]]()
+        self._of_all = dict[str, str]()
+        """Name of the tensor with all experts by the name of an expert's tensor, in files that may have either."""
+        self._all_experts = dict[str, tuple[int, ...]]()
+        """Shapes of such tensors by name."""
+        for name, sizes in expected.items():
+            joined, of_all = self.layout.joined(name), self.layout.all_experts(name, sizes) if is_expert(name) else None
+            in_files = joined.sizes if joined else tuple(sizes[1:] if is_expert(name) else sizes)
+            self._expected |= dict.fromkeys(self._names[name], in_files)
+            if of_all is not None:
+                self._all_experts[of_all[0]] = of_all[2]
+                self._of_all |= dict.fromkeys(self._names[name], of_all[0])
 
     def is_other_head(self, name: str) -> bool:
         """Returns whether this is the output head of a checkpoint whose model has no separate one."""
@@ -71,9 +60,9 @@ class Expected:
 
     def check_name(self, name: str) -> bool:
         """Returns False if the tensor is ignored. Raises ConfigError: the model has no such tensor."""
-        if _is_left_out(name, self._shape) or self.is_other_head(name):
+        if self.layout.is_left_out(name) or self.is_other_head(name):
             return False
-        if name not in self._expected:
+        if name not in self._expected and name not in self._all_experts:
             raise ConfigError(
                 f"{self._folder}: unknown tensor `{name}`; the weights and {CONFIG} are of different models"
             )
@@ -81,7 +70,12 @@ class Expected:
 
     def check_missing(self, present: Collection[str]) -> None:
         """Raises ConfigError: tensors are missing."""
-        if missing := [name for name in self._expected if name not in present and name not in self._optional]:
+        missing = [
+            name
+            for name in self._expected
+            if name not in present and self._of_all.get(name) not in present and name not in self._optional
+        ]
+        if missing:
             raise ConfigError(f"{self._folder}: {len(missing)} tensors are missing, first `{missing[0]}`; {_FIX}")
 
     def check_tied_head(self, is_alike: bool) -> None:
@@ -100,7 +94,7 @@ class Expected:
                 f"{self._folder}: `{name}` has the type {dtype}, and its values mean nothing without their scales; "
                 f"use a checkpoint in {', '.join(_TYPES)}"
             )
-        if shape != (expected := self._expected[name]):
+        if shape != (expected := self._expected.get(name) or self._all_experts[name]):
             raise ConfigError(
                 f"{self._folder}: `{name}` has shape {shape}, but {CONFIG} says {expected}; "
                 "the weights and the config are of different models"
@@ -120,12 +114,14 @@ class Headers(Expected):
         """
         super().__init__(folder, shape, expected, optional, is_tied)
         self._files = dict[str, Path]()
+        self._stored = dict[str, str]()
+        """Name in the files by the name without a prefix."""
         self.other_head: Path | None = None
         """File with the output head of the checkpoint, if the model has no separate one."""
         for path in weight_files(folder):
             with opened(path, "np") as file:
-                for name in file.keys():  # noqa: SIM118 - the file is no mapping
-                    tensor = file.get_slice(name)
+                for stored in file.keys():  # noqa: SIM118 - the file is no mapping
+                    name, tensor = self.layout.plain(stored), file.get_slice(stored)
                     sizes = tuple(tensor.get_shape())
                     if self.is_other_head(name):
                         self.other_head = path
@@ -135,7 +131,7 @@ class Headers(Expected):
                         if name in self._files:
                             both = f"{self._files[name].name} and {path.name}"
                             raise ConfigError(f"{folder}: `{name}` is in {both}; {_FIX}")
-                        self._files[name] = path
+                        self._files[name], self._stored[name] = path, stored
         self.check_missing(self._files)
 
     def __contains__(self, name: str) -> bool:
@@ -199,7 +195,8 @@ def check_listed_weights(name: str, files: Mapping[str, int], role: str = "polic
         places = read_model_file(folder, WEIGHTS_INDEX).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
             raise ConfigError(f"{folder / WEIGHTS_INDEX} has no `weight_map`; fetch the file again")
-        expected.check_missing({tensor for tensor in places if expected.check_name(tensor)})
+        named = (expected.layout.plain(tensor) for tensor in places)
+        expected.check_missing({tensor for tensor in named if expected.check_name(tensor)})
         if missing := sorted(set(places.values()) - files.keys()):
             raise ConfigError(f"{name} has no {missing[0]}, which {WEIGHTS_INDEX} names; name another revision")
     needed = _LEAST_BYTES * num_scalars({name: tuple(shapes[name]) for name in shapes if name not in optional})

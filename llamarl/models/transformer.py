@@ -1,35 +1,54 @@
-"""The decoder of the Llama 3, Mistral, Qwen 2.5 and Qwen 3 families, and of mixtures of experts, on packed tokens, with
-Hugging Face parameter names. Experts are stacked.
+"""The decoder of the Llama 3, Mistral, Qwen 2.5 and Qwen 3 families, of mixtures of experts, and of hybrids of
+attention and delta nets, on packed tokens, with Hugging Face parameter names. Experts are stacked, and a delta net has
+a matrix for each kind of head.
 
 Tokens of many sequences share one dimension, and the caller's `attend` decides which token sees which. So one
-definition serves training (packed documents) and generation (paged KV cache).
+definition serves training (packed documents) and generation (paged KV cache). For delta nets `attend` also knows which
+token continues which (`Mixer`).
 
 Shape suffixes: N packed tokens, D model dim, H query heads, J kv heads, K head dim, F feed-forward dim, V vocabulary, M
-positions, R rotated channels of a head, W experts of a token in all layers.
+positions, R rotated channels of a head, W experts of a token in all layers, C mixed channels of a delta net.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from llamarl.kernels.delta import log_decay, wide
+from llamarl.kernels.delta_shape import DeltaShape
 from llamarl.kernels.half import Rounded
 from llamarl.kernels.ops import gate_by_torch, rotate_by_torch
+from llamarl.models.delta_rule import Recur
 from llamarl.models.experts import MoeFeedForward
 from llamarl.models.masking import UnusedIds
 from llamarl.models.shape import LinearScaling, Llama3Scaling, ModelShape, YarnScaling
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""attend(layer_index, q_N_H_K, k_N_J_K, v_N_J_K) -> out_N_H_K. It scales the scores by head_dim ** -0.5."""
+"""attend(place, q_N_H_K, k_N_J_K, v_N_J_K) -> out_N_H_K. It scales the scores by head_dim ** -0.5. `place` is the
+layer's number among those with attention."""
 
 Rotation = tuple[Tensor, Tensor]
 """(cos_N_1_R, sin_N_1_R). The first half of the sine is negative, see `rotate_by_torch`."""
+
+
+class Mixer(Protocol):
+    """`Attend` of a hybrid model."""
+
+    recur: Recur
+    """Recurrent part of its delta nets."""
+
+    def __call__(self, place: int, q_N_H_K: Tensor, k_N_J_K: Tensor, v_N_J_K: Tensor, /) -> Tensor: ...
+
+
+_DECAYS = 0.01, 16.0
+"""Bounds of the first decay rates of a delta net's heads."""
 
 
 class Rope:
@@ -118,11 +137,24 @@ class RMSNorm(nn.RMSNorm):
     normalize: Callable[..., Tensor] = staticmethod(F.rms_norm)
     """Norm with a gradient. Training may replace torch's."""
 
+    def __init__(self, size: int, eps: float, *, is_centered: bool = False) -> None:
+        """
+        Args:
+            is_centered: whether the norm multiplies by 1 + weight.
+        """
+        super().__init__(size, eps)
+        self.is_centered = is_centered
+
     def forward(self, x: Tensor) -> Tensor:
-        weight_D = self.weight.to(x.dtype)
+        factor_D = 1.0 + wide(self.weight) if self.is_centered else self.weight
+        weight_D = factor_D.to(x.dtype)
         if x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
-            x, weight_D = (x.float(), self.weight.float()) if self.normalize is F.rms_norm else (x, self.weight)
+            x, weight_D = (x.float(), factor_D.float()) if self.normalize is F.rms_norm else (x, factor_D)
         return self.normalize(x, self.normalized_shape, weight_D, self.eps)
+
+
+def _norm(shape: ModelShape, size: int) -> RMSNorm:
+    return RMSNorm(size, shape.rms_norm_eps, is_centered=shape.is_hybrid)
 
 
 class Projection(nn.Linear):
@@ -137,37 +169,89 @@ class Projection(nn.Linear):
 
 class Attention(nn.Module):
     """Grouped-query attention. The number of heads follows from the projections' outputs, which tensor parallelism
-    cuts."""
+    cuts. In a hybrid model each head has a gate, whose projection follows that of the head's query."""
 
     rotate: Callable[[Tensor, Rotation], Tensor] = staticmethod(rotate_by_torch)
     """Rotation of heads. Training may replace torch's."""
 
     def __init__(self, shape: ModelShape, index: int) -> None:
         super().__init__()
-        self.index = index
+        self.index, self.is_gated = index, shape.is_hybrid
+        """`index` is the number among the layers with attention."""
         self.head_dim = shape.head_dim
-        self.q_proj = Projection(shape.hidden_size, shape.query_size, bias=shape.qkv_bias)
+        gates = shape.query_size * self.is_gated
+        self.q_proj = Projection(shape.hidden_size, shape.query_size + gates, bias=shape.qkv_bias)
         self.k_proj = Projection(shape.hidden_size, shape.kv_size, bias=shape.qkv_bias)
         self.v_proj = Projection(shape.hidden_size, shape.kv_size, bias=shape.qkv_bias)
         self.o_proj = Projection(shape.query_size, shape.hidden_size, bias=False)
-        self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
-        self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
+        self.q_norm, self.k_norm = (_norm(shape, shape.head_dim) if shape.qk_norm else None for _ in range(2))
 
     def project(self, x_N_D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns flat queries, keys and values. A generator may replace this by one product with the joined
         weights."""
         return self.q_proj(x_N_D), self.k_proj(x_N_D), self.v_proj(x_N_D)
 
-    def heads(self, x_N_D: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns rotated queries and keys, and values: q_N_H_K, k_N_J_K, v_N_J_K."""
+    def heads(self, x_N_D: Tensor, rotation: Rotation) -> tuple[Tensor, ...]:
+        """Returns rotated queries and keys, and values: q_N_H_K, k_N_J_K, v_N_J_K; and gates [N, H, K], if there are
+        any."""
         q, k, v = (flat.unflatten(-1, (-1, self.head_dim)) for flat in self.project(x_N_D))
+        if self.is_gated:
+            q_N_H_2_K = q.unflatten(-2, (-1, 2))
+            return *self._turned(q_N_H_2_K.select(-2, 0), k, rotation), v, q_N_H_2_K.select(-2, 1)
+        return *self._turned(q, k, rotation), v
+
+    def _turned(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return self.rotate(q, rotation), self.rotate(k, rotation), v
+        return self.rotate(q, rotation), self.rotate(k, rotation)
 
     def forward(self, x_N_D: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        out_N_H_K = attend(self.index, *self.heads(x_N_D, rotation))
+        q, k, v, *gates = self.heads(x_N_D, rotation)
+        out_N_H_K = attend(self.index, q, k, v)
+        for gate_N_H_K in gates:
+            out_N_H_K = out_N_H_K * gate_N_H_K.sigmoid()
         return self.o_proj(out_N_H_K.flatten(-2))
+
+
+class Weight(nn.Module):
+    """Weight of a convolution, or of a norm before a gate."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(sizes))
+
+
+class DeltaNet(nn.Module):
+    """A gated delta net (arXiv 2412.06464), in place of attention. The number of heads follows from the weights, which
+    tensor parallelism cuts."""
+
+    def __init__(self, shape: ModelShape, delta: DeltaShape, index: int) -> None:
+        super().__init__()
+        self.place, self.delta, self.eps = delta.layers.index(index), delta, shape.rms_norm_eps
+        sizes = {"q": delta.key_size, "k": delta.key_size, "v": delta.value_size}
+        heads = {"z": delta.value_size, "b": delta.num_value_heads, "a": delta.num_value_heads}
+        for kind, size in (sizes | heads).items():
+            setattr(self, f"in_proj_{kind}", Projection(shape.hidden_size, size, bias=False))
+        for kind, size in sizes.items():
+            setattr(self, f"conv_{kind}", Weight(size, delta.conv_width))
+        self.dt_bias, self.A_log = (nn.Parameter(torch.empty(delta.num_value_heads)) for _ in range(2))
+        self.norm = Weight(delta.value_dim)
+        self.out_proj = Projection(delta.value_size, shape.hidden_size, bias=False)
+
+    def forward(self, x_N_D: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        mixed_N_C = torch.cat([self.get_submodule(f"in_proj_{kind}")(x_N_D) for kind in "qkv"], -1)
+        conv_C_W = torch.cat([self.get_parameter(f"conv_{kind}.weight") for kind in "qkv"])
+        z, b, a = (self.get_submodule(f"in_proj_{kind}")(x_N_D) for kind in "zba")
+        decay_N_H = log_decay(a, self.A_log, self.dt_bias)
+        recur = cast(Mixer, attend).recur
+        out_N_H_V = recur(self.place, self.delta, mixed_N_C, conv_C_W, decay_N_H, wide(b).sigmoid())
+        z_N_H_V = wide(z.unflatten(-1, (-1, self.delta.value_dim)))
+        return self.out_proj(gated_norm(out_N_H_V, self.norm.weight, z_N_H_V, self.eps).flatten(-2))
+
+
+def gated_norm(x_N_H_V: Tensor, weight_V: Tensor, gate_N_H_V: Tensor, eps: float) -> Tensor:
+    """Returns the RMS norm of each head, times silu of its gate."""
+    return F.rms_norm(x_N_H_V, weight_V.shape, weight_V.to(x_N_H_V.dtype), eps) * F.silu(gate_N_H_V)
 
 
 class FeedForward(nn.Module):
@@ -191,13 +275,17 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Pre-norm attention, or a delta net, and feed-forward, each added to the residual stream."""
 
     def __init__(self, shape: ModelShape, index: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = Attention(shape, index)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.input_layernorm = _norm(shape, shape.hidden_size)
+        if shape.delta is not None and shape.has_delta(index):
+            self.linear_attn = DeltaNet(shape, shape.delta, index)
+        else:
+            with_delta = () if shape.delta is None else shape.delta.layers
+            self.self_attn = Attention(shape, index - sum(layer < index for layer in with_delta))
+        self.post_attention_layernorm = _norm(shape, shape.hidden_size)
         self.mlp = _feed_forward(shape, index)
         self.columns = None if shape.moe is None else shape.moe.columns(index)
         """Columns of its experts among those of all layers. None means that it has no experts."""
@@ -213,8 +301,13 @@ class Layer(nn.Module):
             return checkpoint(self._compute, x_N_D, rotation, attend, routes_N_W, **options)
         return self._compute(x_N_D, rotation, attend, routes_N_W)
 
+    @property
+    def mixer(self) -> Attention | DeltaNet:
+        """Attention, or the delta net in its place."""
+        return cast(DeltaNet, self.linear_attn) if hasattr(self, "linear_attn") else cast(Attention, self.self_attn)
+
     def _compute(self, x_N_D: Tensor, rotation: Rotation, attend: Attend, routes_N_W: Tensor | None) -> Tensor:
-        x_N_D = x_N_D + self.self_attn(_narrowed(self.input_layernorm(x_N_D)), rotation, attend)
+        x_N_D = x_N_D + self.mixer(_narrowed(self.input_layernorm(x_N_D)), rotation, attend)
         normed_N_D = _narrowed(self.post_attention_layernorm(x_N_D))
         if routes_N_W is None or self.columns is None:
             return x_N_D + self.mlp(normed_N_D)
@@ -245,7 +338,7 @@ class Decoder(nn.Module):
             *size, _weight=torch.empty(size)
         )  # random values would import torch's compiler
         self.layers = nn.ModuleList(Layer(shape, index) for index in range(shape.num_layers))
-        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.norm = _norm(shape, shape.hidden_size)
         self.rope = Rope(shape)
 
     def forward(
@@ -305,14 +398,19 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int, std: float) -> None:
-        """Sets matrices to normal numbers of standard deviation `std`, norms to 1, biases to 0. The bits are the same
-        on every device."""
+        """Sets matrices to normal numbers of standard deviation `std`, factors of norms to 1, biases to 0, and decays
+        of delta nets as transformers does. The bits are the same on every device."""
         generator = torch.Generator("cpu").manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
                 drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
                 parameter.copy_(drawn.normal_(0.0, std, generator=generator))
+            elif name.endswith(".A_log"):
+                drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+                parameter.copy_(drawn.uniform_(*_DECAYS, generator=generator).log_())
             else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                is_zero = name.endswith("bias") and not name.endswith(".dt_bias")
+                is_centered = self.shape.is_hybrid and name.endswith("norm.weight") and ".linear_attn." not in name
+                parameter.fill_(0.0 if is_zero or is_centered else 1.0)
         for buffer in self.buffers():  # selection biases
             buffer.zero_()

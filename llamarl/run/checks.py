@@ -55,6 +55,23 @@ def check_training(config: RunConfig, shape: ModelShape) -> None:
         )
 
 
+def check_hybrid(config: RunConfig, shape: ModelShape) -> None:
+    """Raises ConfigError for settings that a hybrid of attention and delta nets does not support."""
+    if shape.delta is None:
+        return
+    path, trainer, generator = config.model.path, config.trainer, config.generator
+    if generator.backend != "native":
+        raise ConfigError(
+            f"generator.backend = {generator.backend!r} takes no new weights for the delta nets of {path}, whose "
+            "projections have other names and orders there; use backend = 'native'"
+        )
+    if trainer.compile:
+        raise ConfigError(
+            f"trainer.compile = true with {path}: the chunks of its delta nets differ with every microbatch; "
+            "leave it out"
+        )
+
+
 def check_mixture_layout(shape: DecoderSizes, parallelism: ParallelismConfig, path: str, executor: str) -> None:
     """Raises ConfigError if the model has no experts, or its experts cannot be sharded like this."""
     moe, ep, tp, option = shape.moe, parallelism.ep, parallelism.tp, f"{executor}.parallelism"
@@ -88,6 +105,7 @@ def check_layout(config: RunConfig) -> tuple[ModelShape, list[str]]:
     """
     shape = load_shape(config.model.path)
     check_mixture(config, shape)
+    check_hybrid(config, shape)
     check_tensor_parallel(shape, config.generator.tensor_parallel, config.model.path)
     check_parallelism(shape, config.trainer.parallelism, config.model.path)
     check_models(config, shape)
@@ -219,6 +237,8 @@ def check_blocks(config: RunConfig, shape: ModelShape, parallelism: ParallelismC
     """Raises ConfigError if shards would split blocks that share a scale of the 8-bit moments."""
     tp, widths = parallelism.tp, {"attention output": shape.query_size}
     widths["feed-forward output"] = shape.intermediate_size
+    if shape.delta is not None:
+        widths["delta nets' output"] = shape.delta.value_size
     if shape.moe is not None:
         widths |= {"experts' output": shape.moe.expert_size, "shared experts' output": shape.moe.shared_size}
     for name, columns in widths.items() if config.trainer.moments == "8bit" and tp > 1 else ():
@@ -232,6 +252,11 @@ def check_blocks(config: RunConfig, shape: ModelShape, parallelism: ParallelismC
 def check_parallelism(shape: ModelShape, parallelism: ParallelismConfig, path: str, executor: str = "trainer") -> None:
     """Raises ConfigError if the layout of trainer or critic does not fit the model."""
     check_mixture_layout(shape, parallelism, path, executor)
+    if shape.delta is not None and parallelism.cp > 1:
+        raise ConfigError(
+            f"{executor}.parallelism.cp = {parallelism.cp}: the delta nets of {path} pass a state from token to token, "
+            "and ranks with parts of a sequence do not pass it on; use tp, pp or fsdp"
+        )
     uneven = partial(uneven_parts, shape, repeats_kv_heads=False)
     _check_even(f"{executor}.parallelism.tp", parallelism.tp, uneven, shape.num_kv_heads, path)
     if parallelism.pp > shape.num_layers:

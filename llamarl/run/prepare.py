@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llamarl.algorithms.advantages._base import GroupAdvantage, TeacherAdvantage
+from llamarl.algorithms.advantages._base import Advantage, GroupAdvantage, TeacherAdvantage
 from llamarl.checkpoint.mirroring import find_mirror
 from llamarl.cluster.open import check_cluster
 from llamarl.config import ConfigError, RunConfig, build, did_you_mean, load_recorded, load_sft_config
@@ -202,6 +202,20 @@ def _check_advantage(config: RunConfig) -> None:
         )
     if isinstance(advantage, TeacherAdvantage):
         _check_teacher(config, advantage)
+    if config.shaping.credit != "episode":
+        _check_credit(config, advantage)
+
+
+def _check_credit(config: RunConfig, advantage: Advantage) -> None:
+    """Raises ConfigError if credit by turn has no effect."""
+    credit = f"shaping.credit = {config.shaping.credit!r}"
+    if not isinstance(advantage, GroupAdvantage):
+        raise ConfigError(
+            f"{credit} with trainer.advantage = {config.trainer.advantage.name!r}, which does not compare the rollouts "
+            "of a group; use 'group_mean' or another group advantage, or leave it out"
+        )
+    if not any(one.rollout.environment for one in config.by_source.values()):
+        raise ConfigError(f"{credit} without rollout.environment, which rewards turns; set one, or leave it out")
 
 
 def _check_teacher(config: RunConfig, advantage: TeacherAdvantage) -> None:

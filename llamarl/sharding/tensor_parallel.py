@@ -3,7 +3,8 @@
 Projections into heads and into the feed-forward dim are cut by output rows, the projections back by input columns. Each
 rank then computes its own heads, and one all-reduce follows each block. Embedding and head are cut by vocabulary. Norms
 and routers are whole on every rank. The experts of a mixture are each cut like a dense feed-forward. If the cut experts
-would be too small, whole experts are assigned to ranks by their numbers. Of an adapter (`models/lora.py`), the matrix
+would be too small, whole experts are assigned to ranks by their numbers. Heads of a delta net are cut like those of
+attention, with their convolution and decays. Of an adapter (`models/lora.py`), the matrix
 is cut that has the dim along which its projection is cut.
 """
 
@@ -13,8 +14,12 @@ from collections.abc import Sequence
 
 from llamarl.sharding.box import Box
 
-_ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"})
-_COLUMNS = frozenset({"o_proj", "down_proj"})
+_IN = frozenset(f"in_proj_{kind}" for kind in "qkvzba")
+_ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"}) | _IN
+_COLUMNS = frozenset({"o_proj", "down_proj", "out_proj"})
+_OF_HEADS = frozenset({"linear_attn", "conv_q", "conv_k", "conv_v"})
+"""Modules of a delta net whose own tensors have a row for each channel or head."""
+_QUANTIZABLE = tuple(f".in_proj_{kind}.weight" for kind in "qkvz")
 _KV = frozenset({"k_proj", "v_proj"})
 _EXPERTS = {"gate_proj": 1, "up_proj": 1, "down_proj": 2}
 """Dims of the stacked matrices [E, F, D], [E, F, D] and [E, D, F] with the feed-forward columns."""
@@ -28,6 +33,8 @@ def sharded_dim(name: str) -> int | None:
     module, kind = _projection(name)
     if is_expert(name):
         return _EXPERTS[kind]
+    if module in _OF_HEADS:
+        return 0
     if module in _ROWS:
         return None if kind == "lora_A.weight" else 0
     return 1 if module in _COLUMNS and kind in ("weight", "lora_A.weight") else None
@@ -67,8 +74,14 @@ def is_router(name: str) -> bool:
 
 
 def is_quantizable(name: str) -> bool:
-    """Returns whether the name is a projection of a layer. Embedding, head, norms, routers and biases stay floats."""
-    return name.endswith("_proj.weight") or is_expert(name)
+    """Returns whether the name is a projection of a layer. Embedding, head, norms, routers, biases, and a delta net's
+    decays and strengths stay floats."""
+    return name.endswith(("_proj.weight", *_QUANTIZABLE)) or is_expert(name)
+
+
+def is_decay(name: str) -> bool:
+    """Returns whether the name is a parameter of a delta net's decays, which are always computed in float32."""
+    return name.endswith((".A_log", ".dt_bias"))
 
 
 def cuts_by_expert(num_experts: int, expert_size: int, num_ranks: int) -> bool:

@@ -392,22 +392,45 @@ class Shaping:
     """`max_new_tokens` of sources of a mixture, by label."""
 
     def rewards(self, group: RolloutGroup) -> GroupRewards:
-        """Returns the response's reward less its penalties at the last token, and the penalty for leaving the reference
-        at each token. The greedy response's reward is unshaped."""
+        """Returns the response's reward less its penalties at the last token, rewards of turns at theirs, and the
+        penalty for leaving the reference at each token. The greedy response's reward is unshaped."""
         cost_G = sum(self._penalties(group).values(), np.zeros(len(group.rollouts)))
         scores_G = np.array([result.value for result in group.results], np.float64) - cost_G
-        token_rewards = [self._token_rewards(rollout) for rollout in group.rollouts]
-        for rewards_T, score in zip(token_rewards, scores_G, strict=True):
-            rewards_T[-1:] += score  # the last token of a response was sampled
+        divergences = tuple(self._divergence(rollout) for rollout in group.rollouts)
+        token_rewards = list[np.ndarray]()
+        for rollout, divergence_T, score in zip(group.rollouts, divergences, scores_G, strict=True):
+            of_turns_T = rollout.turn_rewards_T.astype(np.float64)
+            of_turns_T[-1:] += score - of_turns_T.sum()  # the last token of a response was sampled
+            token_rewards.append(divergence_T + of_turns_T)
+        turns, turn_returns = self._by_turn(group, token_rewards)
         baseline = group.baseline
         return GroupRewards(
             token_rewards=tuple(token_rewards),
+            divergences=divergences if self.kl else (),
             valid_G=valid_rollouts(group, mask_truncated=self.config.mask_truncated),
             values=tuple(rollout.values_T for rollout in group.rollouts),
             is_sampled=tuple(rollout.is_sampled_T for rollout in group.rollouts),
             scores_G=scores_G,
+            turns=turns,
+            turn_returns=turn_returns,
             baseline=np.nan if baseline is None or baseline.outcome is Outcome.INVALID else baseline.value,
         )
+
+    def _by_turn(
+        self, group: RolloutGroup, token_rewards: Sequence[np.ndarray]
+    ) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+        """Returns the turn of each token, and the return of each turn, per rollout. () if turns are not told apart."""
+        if self.config.credit == "episode":
+            return (), ()
+        turns = tuple(rollout.turn_T for rollout in group.rollouts)
+        returns = list[np.ndarray]()
+        for turn_T, rewards_T in zip(turns, token_rewards, strict=True):
+            earned = np.bincount(turn_T, rewards_T)
+            if self.config.credit == "discounted":
+                for turn in range(len(earned) - 2, -1, -1):
+                    earned[turn] += self.config.turn_discount * earned[turn + 1]
+            returns.append(earned)
+        return turns, tuple(returns)
 
     def batch(
         self, groups: Sequence[RolloutGroup], advantages: Callable[[Sequence[GroupRewards]], list[list[np.ndarray]]]
@@ -421,8 +444,8 @@ class Shaping:
         ]
         return samples, by_group
 
-    def _token_rewards(self, rollout: Rollout) -> np.ndarray:
-        """Returns rewards before the response's own reward, float64 [T]."""
+    def _divergence(self, rollout: Rollout) -> np.ndarray:
+        """Returns minus the penalty of each token for leaving the reference, float64 [T]."""
         if self.kl is None:
             return np.zeros(rollout.num_tokens)
         cost_T = self.kl(rollout.behavior_logprobs_T.astype(np.float64) - rollout.reference_logprobs_T)

@@ -124,7 +124,7 @@ class Pipeline:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
 
-BLOCKS = ("self_attn", "mlp")
+BLOCKS = ("mixer", "mlp")
 """Blocks of each layer. They take the rows of all tensor-parallel ranks, and their outputs are summed."""
 
 
@@ -300,7 +300,7 @@ def _cut(module: nn.Module, boxes: dict[str, Box]) -> None:
 def _join_blocks(decoder: Decoder, first_token: int, tp: Axis) -> None:
     for layer in decoder.layers.children():
         for name in BLOCKS:
-            block = layer.get_submodule(name)
+            block = getattr(layer, name)
             block.register_forward_pre_hook(lambda _, args: (gather_rows(args[0], tp), *args[1:]))
             block.register_forward_hook(lambda _module, _args, output: scatter_rows(output, tp))
 

@@ -26,7 +26,7 @@ from llamarl.distributed.mesh import ALONE, Axis, RankMesh, gather_rows, summed
 from llamarl.kernels import fused, gpu, half, products, train_attention
 from llamarl.kernels.half import Rounded
 from llamarl.kernels.linear import Workspace, multiply_rounded, rounds_activations
-from llamarl.kernels.products import INPUT, OUTPUT, WEIGHT, multiply
+from llamarl.kernels.products import INPUT, OUTPUT, WEIGHT, multiply, multiply_half
 from llamarl.models.attention import own_index, packed_attend
 from llamarl.models.lora import LoraLinear
 from llamarl.models.masking import UnusedIds
@@ -129,8 +129,9 @@ def tile_logits(hidden_R_D: Tensor) -> int:
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
     """Returns the product of bfloat16 factors, on GPUs as unrounded float32 sums: rounded logits are off by 0.02 nats.
     Torch has no such product on CPUs."""
-    is_rounded = a.is_cuda and a.dtype == torch.bfloat16
-    return torch.mm(a, b, out_dtype=torch.float32) if is_rounded else a @ b
+    if a.dtype != torch.bfloat16:
+        return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else multiply_half(INPUT, a, b)
 
 
 def _place(targets_R: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
@@ -242,7 +243,7 @@ class _TargetLogprobs(torch.autograd.Function):
             if grad_head_V_D is not None:
                 rows = slice(start, start + len(head_T_D))
                 if rounds:
-                    grad_head_V_D[rows] = grad_R_T.t() @ half_R_D
+                    grad_head_V_D[rows] = multiply_half(WEIGHT, grad_R_T, half_R_D)
                 else:
                     multiply(WEIGHT, grad_R_T, hidden_R_D, grad_head_V_D[rows])
         return grad_hidden_R_D.to(hidden_R_D.dtype), grad_head_V_D, None, None, None, None, None, None
@@ -256,14 +257,14 @@ def set_compute(model: Transformer | ScalarModel, config: TrainerConfig, device:
         _set_products(model, lambda: products.linear)
         if not config.compile:  # the compiler cannot see into them
             _set_operations(model, fused)
-        for module in model.modules():
-            if isinstance(module, Projection | LoraLinear):
-                products.chosen(*module.weight.shape)  # measured at the start
+        _measure_products(model)
     elif uses_halves(config, device):
         half.prepare(device)
         _set_products(model, half.Product)
         if on_cpu:
             products.bound_caches()
+            if not products.multiplies_half():
+                _measure_products(model)
             _set_operations(model, fused)
         else:
             _set_operations(model.model.layers, half)  # the head of a critic needs an unrounded norm
@@ -273,7 +274,8 @@ def set_compute(model: Transformer | ScalarModel, config: TrainerConfig, device:
         layer.recompute = config.activation_checkpointing is True
         if config.compile:
             # Compiles neither attention, whose plan differs with every microbatch, nor the hooks of tensor parallelism.
-            layer.self_attn.heads = torch.compile(layer.self_attn.heads, dynamic=True)
+            assert isinstance(layer.mixer, Attention), "the checks at start refuse delta nets"
+            layer.mixer.heads = torch.compile(layer.mixer.heads, dynamic=True)
             if isinstance(layer.mlp, FeedForward):  # the number of an expert's rows also varies
                 layer.mlp.forward = torch.compile(layer.mlp.forward, dynamic=True)
     return on_cpu and (config.dtype == "float32" or uses_halves(config, device))
@@ -282,6 +284,13 @@ def set_compute(model: Transformer | ScalarModel, config: TrainerConfig, device:
 def uses_halves(config: TrainerConfig, device: torch.device) -> bool:
     """Returns whether the operations of `kernels/half.py` serve."""
     return device.type in ("cpu", "cuda") and config.dtype == "bfloat16" and not config.compile
+
+
+def _measure_products(model: nn.Module) -> None:
+    """Chooses the paths of float32 products now instead of in the first step."""
+    for module in model.modules():
+        if isinstance(module, Projection | LoraLinear):
+            products.chosen(*module.weight.shape)
 
 
 def _set_products(model: nn.Module, multiply: Callable[[], Callable[..., Tensor]]) -> None:

@@ -86,8 +86,13 @@ def _tiny(shape: ModelShape, mesh: RankMesh) -> ModelShape:
         shared = 8 * tp if moe.shared_size else 0
         size *= 1 if mesh.expert_shards is None else mesh.expert_shards.size()
         moe = replace(moe, expert_size=size * tp, shared_size=shared, sparse_layers=tuple(sparse))
+    delta = shape.delta
+    if delta is not None:
+        with_delta = tuple(range(0, num_layers, 2))  # every second layer has attention
+        delta = replace(delta, layers=with_delta, num_key_heads=tp, num_value_heads=2 * tp, key_dim=4, value_dim=6)
     return replace(
         shape, hidden_size=2 * size, num_layers=num_layers, num_heads=2 * tp, num_kv_heads=tp, head_dim=8, moe=moe,
+        delta=delta,
         intermediate_size=8 * tp, vocab_size=16 * tp, max_position_embeddings=64, rope_scaling=None,
         unused_ids=(),
     )  # fmt: skip

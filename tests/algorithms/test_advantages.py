@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -177,10 +179,8 @@ def test_reinforce_plus_plus_takes_what_comes_after_a_token() -> None:
 def test_distillation_closed_form(weight: float) -> None:
     """Each token has its own log-ratio to the teacher. The reward counts by the group's mean, in all tokens."""
     ratios, scores_G = ([-0.5, 0.25], [1.0, -2.0], [9.0]), np.array([1.0, 0.0, 7.0])
-    token_rewards = tuple(np.array(ratio) for ratio in ratios)
-    for rewards_T, score in zip(token_rewards, scores_G, strict=True):
-        rewards_T[-1] += score
-    group = GroupRewards(token_rewards=token_rewards, valid_G=valid(1, 1, 0), scores_G=scores_G)
+    divergences = tuple(np.array(ratio) for ratio in ratios)
+    group = replace(earned(scores_G, valid(1, 1, 0), [2, 2, 1]), divergences=divergences)
     (found,) = Distillation(reward_weight=weight).of_batch([group])
     np.testing.assert_allclose(found[0], np.array(ratios[0]) + weight * 0.5, rtol=0, atol=1e-15)
     np.testing.assert_allclose(found[1], np.array(ratios[1]) - weight * 0.5, rtol=0, atol=1e-15)

@@ -18,7 +18,7 @@ from tests.end_to_end.test_layouts import learn_alike
 from tests.end_to_end.test_restarts import Faulty, steps
 from tests.end_to_end.test_resume import SYNCHRONOUS
 from tests.end_to_end.tiny import llamarl, llamarl_here, make_model, rows, write_toml
-from tests.nightly import NIGHTLY, nightly
+from tests.nightly import nightly
 
 GLM4 = MoeShape(
     num_experts=4, experts_per_token=2, expert_size=16, sparse_layers=(1,), scoring="sigmoid", normalized=True,
@@ -76,12 +76,13 @@ def test_a_mixture_is_trained_saved_resumed_exported_and_replayed(tmp_path: Path
     assert "all equal" in replayed.stdout
 
 
+@nightly("two runs of two ranks; tests/training/test_expert_parallel.py computes and moves states so")
 def test_experts_are_shared_out_and_then_cut_otherwise(tmp_path: Path, mixture: Path) -> None:
-    """Between two ranks, of which each has half of them; at night, after three steps, by their columns, to a generator
-    that is cut itself. States move so in `tests/training/test_expert_parallel.py`."""
+    """Each of two ranks has half of the experts, and after three steps half of the columns of each, for a generator of
+    two ranks."""
     first = ("--trainer.parallelism.fsdp", 2, "--trainer.parallelism.ep", 2)
     then = ("--trainer.parallelism.tp", 2, "--generator.tensor_parallel", 2)
-    learn_alike(tmp_path, write_toml(tmp_path, mixture), first, *([then] if NIGHTLY else []))
+    learn_alike(tmp_path, write_toml(tmp_path, mixture), first, then)
 
 
 @nightly("two runs of two ranks; deaths of one rank, and what ranks share, have tests of their own")

@@ -62,7 +62,7 @@ def test_tokens_carry_the_version_of_the_weights_that_made_them() -> None:
     adoptions = Adoptions(cast(Adopter, fetched), Sampling())
     adoptions.begin(3, ADDRESS)
     while adoptions.is_waiting:
-        adoptions.go_on()
+        adoptions.proceed()
     assert tokens == [(3, 3)]
 
 
@@ -72,7 +72,7 @@ def test_an_idle_rank_0_waits_for_the_others_and_does_not_spin_nor_keep_calls_wa
     reply = adoptions.begin(3, ADDRESS)
     for number in (1, 2):
         assert not reply.done() and len(engine.waits_s) == number, "one wait, then calls"
-        adoptions.go_on()
+        adoptions.proceed()
     adoption = reply.result(timeout=0)
     assert engine.waits_s == [WAIT_S] * 3
     assert (adoption.outcome, adoption.num_bytes, fetched.used, engine.version) == ("adopted", 10, [3], 3)

@@ -11,6 +11,7 @@ from llamarl.config import ConfigError, RunConfig
 from llamarl.run.folder import RunFolder
 from tests.end_to_end.tiny import rows
 from tests.executors.runs import learnt, tiny_config, train
+from tests.nightly import crossed
 
 
 def step_folder(folder: RunFolder, of: str, step: int) -> Path:
@@ -50,8 +51,7 @@ def from_step_3(saved_run: tuple[RunConfig, RunFolder], tmp_path_factory: pytest
     return train(config, resume=True)
 
 
-@pytest.mark.parametrize("how", ["bit", "truncated", "missing"])
-@pytest.mark.parametrize("of", ["trainer", "critic"])
+@pytest.mark.parametrize(("of", "how"), crossed(["trainer", "critic"], ["bit", "truncated", "missing"]))
 def test_it_goes_back_to_what_trainer_and_critic_both_have(
     saved_run: tuple[RunConfig, RunFolder], from_step_3: RunFolder, tmp_path: Path,
     capsys: pytest.CaptureFixture[str], of: str, how: str,

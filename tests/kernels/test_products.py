@@ -104,6 +104,27 @@ def test_gradients_are_those_of_float64(path: str, bias: bool) -> None:
 
 
 @pytest.mark.skipif(len(PATHS) == 1, reason="this torch has no oneDNN")
+@pytest.mark.parametrize("has_instructions", [True, False])
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_products_of_bfloat16_are_rounded_once(
+    monkeypatch: pytest.MonkeyPatch, product: str, has_instructions: bool
+) -> None:
+    """Whether the processor multiplies bfloat16 or the same numbers in float32."""
+    monkeypatch.setattr(products, "multiplies_half", lambda: has_instructions)
+    a, b = (one.bfloat16() for one in products._operands(product, 61, 96, 40))
+    exact = products._multiply(products.TORCH, product, a.double(), b.double(), None, False)
+    found = products.multiply_half(product, a, b)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5)
+
+
+def test_products_of_bfloat16_are_of_the_processor_s_kind() -> None:
+    """AVX2 alone has no instructions for them, and torch would take five times as long."""
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    if "avx2" in flags:
+        assert products.multiplies_half() == ("avx512_bf16" in flags)
+
+
 class TestServed:
     def test_frozen_weights_and_frozen_inputs_cost_no_product(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen, real = list[str](), products.multiply

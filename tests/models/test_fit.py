@@ -87,14 +87,13 @@ class TestAHolding:
             "critic": critic, "reference": ReferenceConfig(dtype="bfloat16"),
             "reward-model": RewardModelConfig(path="r", dtype="float32", device="cuda"),
         }  # fmt: skip
-        found = {
-            one.executor: one for one in holdings(run_of(), SHAPE, {name: (one, SHAPE) for name, one in models.items()})
-        }
+        shapes = {name: (one, [SHAPE] * (2 if name == "reference" else 1)) for name, one in models.items()}
+        found = {one.executor: one for one in holdings(run_of(), SHAPE, shapes)}
         num = SHAPE.num_parameters
         head = SHAPE.vocab_size * SHAPE.hidden_size
         assert found["critic"].num_ranks == 2 and found["critic"].parts["moments"] == 4 * (num - head)
         assert "slots" not in found["critic"].host
-        assert found["reference"].parts["weights"] == pytest.approx(2 * num, rel=0.01)
+        assert found["reference"].parts["weights"] == pytest.approx(2 * 2 * num, rel=0.01), "two teachers"
         assert not found["reference"].on_gpu and found["reward-model"].on_gpu
         assert found["reward-model"].parts["weights"] == pytest.approx(4 * num, rel=0.01)
 

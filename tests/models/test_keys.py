@@ -27,6 +27,17 @@ OWN: dict[str, dict[str, Any]] = {
     "glm4_moe": {
         "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1,
     },
+    **{
+        family: {
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        }
+        for family in ("qwen3_next", "qwen3_5_moe_text")
+    },
+    "qwen3_5_text": {
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },
 }  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -172,8 +183,29 @@ RELEASED: dict[str, dict[str, Any]] = {
         "rope_scaling": {name: value for name, value in LLAMA3.items() if name != "rope_theta"}, "rope_theta": 5e5,
     },
     "qwen3": {"attention_bias": False, "max_window_layers": 36, "rope_scaling": None, "use_sliding_window": False},
+    "qwen3_next": {
+        "architectures": ["Qwen3NextForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "decoder_sparse_step": 1, "full_attention_interval": 4, "hidden_act": "silu", "linear_conv_kernel_dim": 4,
+        "mlp_only_layers": [], "norm_topk_prob": True, "output_router_logits": False, "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000000, "router_aux_loss_coef": 0.001,
+        "tie_word_embeddings": False, "use_cache": True, "use_sliding_window": False,
+    },
+    "qwen3_5_text": {
+        "attention_bias": False, "attn_output_gate": True, "full_attention_interval": 4, "hidden_act": "silu",
+        "mamba_ssm_dtype": "float32", "mlp_only_layers": [], "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False, "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000, "rope_type": "default",
+        },
+    },
+    "qwen3_5_moe_text": {
+        "attn_output_gate": True, "full_attention_interval": 4, "mtp_num_hidden_layers": 1,
+        "partial_rotary_factor": 0.25, "router_aux_loss_coef": 0.001, "norm_topk_prob": True,
+    },
 }  # fmt: skip
-"""Keys of files on the Hub: Qwen2.5, Qwen3-Coder, GLM-4.5, Mixtral, Mistral Small, Llama 3.1 and Qwen3."""
+"""Keys of files on the Hub: Qwen2.5, Qwen3-Coder, GLM-4.5, Mixtral, Mistral Small, Llama 3.1, Qwen3, Qwen3-Next
+and Qwen3.5."""
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)

@@ -291,7 +291,7 @@ def test_a_router_stays_float32_whatever_the_model_becomes() -> None:
         ("glm4_moe", {"routed_scaling_factor": 0}, "`routed_scaling_factor` = 0; a positive number is needed"),
         ("llama", {"num_experts": 4}, "`num_experts` = 4; only None is supported"),
         ("olmoe", {}, "'olmoe' is OLMoE: its norms over all heads together are not computed here; the nearest"),
-        ("qwen3_5_moe", {}, "is Qwen3.5 with experts: its gated delta net is not computed here; the nearest"),
+        ("qwen3_vl_moe", {}, "is Qwen3-VL with experts: its image encoder is not computed here; the nearest"),
         ("deepseek_v3", {}, "is DeepSeek V3 or R1: its latent attention is not computed here"),
         ("gpt_oss", {}, "is gpt-oss: its attention sinks, clamped experts with biases and 4-bit weights are not"),
         ("jetmoe", {}, "`model_type` = 'jetmoe' is none of the families llama, mistral, qwen2, qwen3, qwen3_moe,"),

@@ -206,7 +206,7 @@ def preflight(
     mesh = join(where, number, sizes)
     names = {"block": "BLOCKS", "norm": "sharded_dim", "tied": "EMBEDDING"}
     others = {
-        "block": ("self_attn",),
+        "block": ("mixer",),
         "norm": lambda name: 0 if name.endswith(("q_norm.weight", "k_norm.weight")) else sharded_dim(name),
         "tied": "no such weight",
     }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.kl import KlPenalty
 from llamarl.config.schema import ShapingConfig
 from llamarl.training.packing import UNSHAPED, Shaping, is_flat, to_sample_group, valid_rollouts
@@ -74,6 +76,70 @@ def test_what_an_environment_wrote_costs_nothing(group: RolloutGroup) -> None:
     masks = [one.tolist() for one in costly.rewards(episodes).is_sampled]
     assert masks[:2] == [[True] * 2, [True] + [False] * 4 + [True] * 3]
     np.testing.assert_allclose(earned[2][-2:], [-0.1, 2 - 0.1 - 0.06], rtol=1e-9)
+
+
+def of_turns(rollout: Rollout, sampled: list[int], rewards: dict[int, float]) -> Rollout:
+    """A rollout whose other tokens an environment wrote, with rewards at tokens."""
+    versions_T, rewards_T = np.full(rollout.num_tokens, OBSERVED, np.int32), np.zeros(rollout.num_tokens, np.float32)
+    versions_T[sampled] = 0
+    rewards_T[list(rewards)] = list(rewards.values())
+    return replace(rollout, columns=rollout.columns | {"policy_versions": versions_T, "turn_rewards": rewards_T})
+
+
+@pytest.fixture
+def episodes(make_group) -> RolloutGroup:
+    """Rewards by turn: (1, 2, 3), (0, 4) and (2), the last of each by the end of the episode. Values are the sums."""
+    group = make_group(responses=[(4,) * 6, (5,) * 5, (6,) * 2], finish=[STOP] * 3)
+    first, second, third = group.rollouts
+    turns = of_turns(first, [0, 2, 3, 5], {0: 1.0, 3: 2.0}), of_turns(second, [0, 1, 4], {}), third
+    results = tuple(replace(group.results[0], value=value) for value in (6.0, 4.0, 2.0))
+    return replace(group, rollouts=turns, results=results)
+
+
+def test_a_turn_has_its_reward_at_its_last_token(episodes: RolloutGroup) -> None:
+    earned = UNSHAPED.rewards(episodes)
+    assert [one.tolist() for one in earned.token_rewards] == [[1, 0, 0, 2, 0, 3], [0, 0, 0, 0, 4], [0, 2]]
+    assert earned.rewards_G.tolist() == [6.0, 4.0, 2.0] and earned.turns == ()
+    assert [one.turn_T.tolist() for one in episodes.rollouts] == [[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 1], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "returns"),
+    [
+        ({"credit": "turn"}, [[1, 2, 3], [0, 4], [2]]),
+        ({"credit": "discounted"}, [[6, 5, 3], [4, 4], [2]]),
+        ({"credit": "discounted", "turn_discount": 0.5}, [[1 + 1 + 0.75, 3.5, 3], [2, 4], [2]]),
+        ({"credit": "discounted", "turn_discount": 0.0}, [[1, 2, 3], [0, 4], [2]]),
+    ],
+)
+def test_turns_learn_from_their_returns(
+    episodes: RolloutGroup, settings: dict[str, Any], returns: list[list[float]]
+) -> None:
+    """The n-th turns are compared with each other: three first ones, two second ones, and one third, which has nothing
+    to be compared with."""
+    earned = shaping(**settings).rewards(episodes)
+    for found, expected in zip(earned.turn_returns, returns, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+    first = np.array([one[0] for one in returns]) - np.mean([one[0] for one in returns])
+    half = (returns[0][1] - returns[1][1]) / 2
+    (advantages,) = GroupMean().of_batch([earned])
+    np.testing.assert_allclose(advantages[0], [first[0]] * 2 + [half] * 3 + [0.0], atol=1e-12)
+    np.testing.assert_allclose(advantages[1], [first[1]] * 4 + [-half], atol=1e-12)
+    np.testing.assert_allclose(advantages[2], [first[2]] * 2, atol=1e-12)
+
+
+def test_turns_of_invalid_rollouts_do_not_count(episodes: RolloutGroup) -> None:
+    invalid = replace(episodes.results[1], outcome=Outcome.INVALID, value=0.0)
+    some = replace(episodes, results=(episodes.results[0], invalid, episodes.results[2]))
+    (advantages,) = GroupMean().of_batch([shaping(credit="turn").rewards(some)])
+    np.testing.assert_allclose(advantages[0], [-0.5] * 2 + [0.0] * 4, atol=1e-12)
+    assert not advantages[1].any()
+
+
+def test_credit_for_turns_leaves_rollouts_of_one_turn_as_they_are(group: RolloutGroup) -> None:
+    for credit in ("turn", "discounted"):
+        (found,), (usual,) = (GroupMean().of_batch([one.rewards(group)]) for one in (shaping(credit=credit), UNSHAPED))
+        assert all(np.array_equal(one, other) for one, other in zip(found, usual, strict=True))
 
 
 def test_truncated_responses_are_left_out_and_counted(group: RolloutGroup) -> None:

@@ -26,8 +26,14 @@ class GroupRewards:
     """Per rollout, bool [T]: False for tokens that an environment wrote, which earn nothing. () means that all were
     sampled."""
     scores_G: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    """Reward of each response less its penalties, without those of single tokens, float64. Part of the reward of the
-    last token."""
+    """Reward of each response less its penalties, without those of single tokens, float64."""
+    divergences: tuple[np.ndarray, ...] = ()
+    """Per rollout, float64 [T]: minus the penalty of each token for leaving the reference, which is part of
+    `token_rewards`. () means that there is none."""
+    turns: tuple[np.ndarray, ...] = ()
+    """Per rollout, int [T]: number of the turn of each token. () means one turn each."""
+    turn_returns: tuple[np.ndarray, ...] = ()
+    """Per rollout, float64 [turns]: what the tokens of each turn learn from. () means the rewards of whole rollouts."""
     baseline: float = math.nan
     """Reward of the greedy response. NaN means that there is none or that it is invalid."""
 
@@ -66,7 +72,22 @@ class GroupAdvantage(Advantage):
         """
 
     def of_batch(self, groups: Sequence[GroupRewards]) -> list[list[np.ndarray]]:
-        return [group.spread(self(group.rewards_G, group.valid_G)) for group in groups]
+        return [self._by_turn(group) if group.turns else self._by_rollout(group) for group in groups]
+
+    def _by_rollout(self, group: GroupRewards) -> list[np.ndarray]:
+        return group.spread(self(group.rewards_G, group.valid_G))
+
+    def _by_turn(self, group: GroupRewards) -> list[np.ndarray]:
+        """Compares the n-th turns of a group with each other, for each n. Rollouts without this turn do not count."""
+        advantages = [np.zeros(len(returns)) for returns in group.turn_returns]
+        for turn in range(max(map(len, group.turn_returns), default=0)):
+            has_turn_G = np.array([len(returns) > turn for returns in group.turn_returns])
+            rewards_G = np.array([returns[turn] if len(returns) > turn else 0.0 for returns in group.turn_returns])
+            found_G = self(rewards_G, group.valid_G & has_turn_G)
+            for of_rollout, advantage, has_turn in zip(advantages, found_G, has_turn_G, strict=True):
+                if has_turn:
+                    of_rollout[turn] = advantage
+        return [of_rollout[turn_T] for of_rollout, turn_T in zip(advantages, group.turns, strict=True)]
 
 
 class TeacherAdvantage(Advantage):

@@ -36,13 +36,8 @@ class Distillation(TeacherAdvantage):
 
     def _of_group(self, group: GroupRewards) -> list[np.ndarray]:
         advantages_G = self.reward_weight * GroupMean()(group.scores_G, group.valid_G)
-        found = list[np.ndarray]()
-        for rewards_T, score, advantage, valid in zip(
-            group.token_rewards, group.scores_G, advantages_G, group.valid_G, strict=True
-        ):
-            advantages_T = np.zeros(len(rewards_T))
-            if valid:
-                advantages_T += rewards_T + advantage
-                advantages_T[-1:] -= score
-            found.append(advantages_T)
-        return found
+        divergences = group.divergences or [np.zeros(len(rewards_T)) for rewards_T in group.token_rewards]
+        return [
+            divergence_T + advantage if valid else np.zeros(len(divergence_T))
+            for divergence_T, advantage, valid in zip(divergences, advantages_G, group.valid_G, strict=True)
+        ]

@@ -50,6 +50,15 @@ def open_turns(
     return Episodes(handle, environments, timeout_s, supervisor, flight, replicas, waited)
 
 
+def rewarded(rollout: Rollout, reward: float) -> Rollout:
+    """Returns a rollout with the reward of its last turn, at the last token."""
+    if not reward:
+        return rollout
+    rewards_T = rollout.turn_rewards_T.copy()
+    rewards_T[-1] = reward
+    return replace(rollout, columns=rollout.columns | {"turn_rewards": rewards_T})
+
+
 class Episodes:
     """Episodes with an environment, of all groups: one kind of `Turns`."""
 
@@ -115,7 +124,7 @@ class Episodes:
 
     def _next(self, row: InFlightRollout, replied: Replied) -> list[GenerationRequest]:
         """Returns the request that continues an episode. Empty means that it has ended."""
-        rollout = row.rollout
+        rollout = rewarded(row.rollout, replied.turn_reward)
         if replied.observation_T is not None:
             num_tokens = rollout.num_tokens + len(replied.observation_T)
             source = self._flight.groups[row.request.group_id].prompt.source

@@ -27,4 +27,4 @@ class ReplayingExecutor(GeneratorExecutor):
 
     def replay(self, version: int) -> Replayed:
         """Samples again all tokens that the adopted version sampled."""
-        return self._replayer.go_on(version)
+        return self._replayer.advance(version)

@@ -98,7 +98,7 @@ class ReplayRequest(NamedTuple):
     """Called with each step of the journal before it is trained. Raises Diverged."""
     trained: Callable[[int, Sequence[RolloutGroup], PolicyStepResult], None] | None = None
     """Called with each step that was trained again. Raises Diverged."""
-    told: Callable[[int], None] = lambda step: None
+    on_step: Callable[[int], None] = lambda step: None
     """Called with each completed step."""
     is_same: bool = True
     """Requires that weights have the recorded fingerprints."""
@@ -332,7 +332,7 @@ class _Replay:
         if is_wanted:
             self._tally.steps += 1
             self._tally.rollouts += sum(len(group.rollouts) for group in groups)
-            request.told(step)
+            request.on_step(step)
 
     async def _judge(self, step: int, groups: Sequence[RolloutGroup], scoring: Scorers) -> None:
         batch = list[PendingGroup]()

@@ -23,7 +23,7 @@ from llamarl.config.errors import ConfigError
 from llamarl.generation.attention import BLOCK_SIZE
 from llamarl.generation.engine import Engine
 from llamarl.generation.sampler import SamplingRows, noise_key
-from llamarl.generation.scheduler import Chunk, Group, Segment, Sequence
+from llamarl.generation.scheduler import EMPTY, Chunk, Group, Segment, Sequence
 from llamarl.parts.replay.replayed import Difference, Replayed
 from llamarl.types import GenerationRequest, Rollout
 
@@ -105,7 +105,7 @@ class Replayer:
                 self._lives.append(_Life(rollout, sequence, prefix, versions_T, is_checked_T, prompt_routes))
         return faults
 
-    def go_on(self, version: int) -> Replayed:
+    def advance(self, version: int) -> Replayed:
         """Repeats all computations under `version`, whose weights are in use."""
         budget, num_checked, found = self._engine._scheduler.prefill_tokens, 0, list[Difference]()
         work = list(self._chunks(version))
@@ -170,6 +170,10 @@ class Replayer:
 
     def _allocate(self, segment: Segment, num_tokens: int) -> None:
         pool, new = self._engine._scheduler.pool, list[int]()
+        if (slots := self._engine._scheduler.slots) is not None and num_tokens and segment.slot == EMPTY:
+            if not slots.num_free:
+                self._engine.add_states()
+            segment.slot = slots.take()
         while len(segment.blocks) * BLOCK_SIZE < num_tokens:
             if not pool.num_free:
                 raise ConfigError(f"{pool.num_blocks * BLOCK_SIZE} cached tokens are too few; replay with more memory")
@@ -180,11 +184,11 @@ class Replayer:
             self._engine._cache.clear(new)
 
     def _end(self, life: _Life) -> None:
-        group, pool = life.sequence.group, self._engine._scheduler.pool
-        pool.release(life.sequence.own.blocks)
+        group = life.sequence.group
+        self._engine._scheduler._free(life.sequence.own)
         group.num_active -= 1
         if not group.num_active:
-            pool.release(group.prefix.blocks)
+            self._engine._scheduler._free(group.prefix)
             del self._groups[life.rollout.group_id, tuple(life.prefix)]
 
 

@@ -46,15 +46,16 @@ def replies(executor: EnvironmentExecutor, count: int) -> dict[int, Replied]:
 
 def test_each_episode_gets_its_own_reply(model: Path, executor: EnvironmentExecutor) -> None:
     tokenizer = Tokenizer(model)
-    said = ["task", "nothing", "reward", "number", "raise", "exit", "flood", "long", "empty", "fits", "huge"]
+    said = ["task", "nothing", "reward", "number", "raise", "exit", "flood", "long", "empty", "fits", "huge", "scored"]
     executor.submit([episode(model, n, text) for n, text in enumerate(said)])
     executor.submit([episode(model, 20, "first", "seen", "history")])
     found = replies(executor, len(said) + 1)
     texts = {n: tokenizer.decode(one.observation_T) for n, one in found.items() if one.observation_T is not None}
-    assert texts == {0: "Leo has|4|2", 20: "2 seen", 9: "7" * 60}
+    assert texts == {0: "Leo has|4|2", 20: "2 seen", 9: "7" * 60, 11: "more"}
     assert found[9].observation_T is not None and len(found[9].observation_T) == 60
     assert found[1].result is None, "the reward judges it"
     assert found[2].result is not None and found[2].result.value == 0.5
+    assert (found[11].turn_reward, found[0].turn_reward) == (0.5, 0.0) and found[11].result is None
     reasons = {n: found[n].result.reason for n in (3, 4, 5, 6, 7, 8, 10)}
     assert all(found[n].result.outcome is Outcome.INVALID for n in reasons)
     for n, reason in {

@@ -42,6 +42,8 @@ class World(Ledgered):
     """The result of an episode; None: the reward judges."""
     calls_of_tools: tuple[int, int] = (0, 0)
     """In each turn, and errors."""
+    turn_reward: float = 0.0
+    """Of each turn but the last."""
     asked: list[tuple[int, int, int]] = field(default_factory=list)
 
     def start(self, name: str) -> Self:
@@ -63,7 +65,8 @@ class World(Ledgered):
         goes_on = turn < TURNS
         observed_T = np.array(observation(*key, turn), np.int32) if goes_on else None
         result, num_tokens = None if goes_on else self.ends(*key), sum(len(part) for _, part in episode.turns)
-        self._replies.append(Replied(*key, num_tokens, observed_T, result, self.reply_s(*key), self.calls_of_tools))
+        took = self.reply_s(*key), self.calls_of_tools, self.turn_reward if goes_on else 0.0
+        self._replies.append(Replied(*key, num_tokens, observed_T, result, *took))
         self._hand_over()
 
     def do_collect(self) -> tuple[float, Any]:
@@ -244,6 +247,17 @@ def test_what_the_environment_says_of_an_episode_counts(tmp_path: Path) -> None:
         expected = ("score", 7.0, "") if row["index"] else ("invalid", 0.0, "it crashed")
         assert (row["outcome"], row["reward"], row["reason"]) == expected
     assert run.steps[-1]["invalid_share"] == 0.5
+
+
+def test_turns_have_rewards_of_their_own(tmp_path: Path) -> None:
+    """Beside the end's, and none where the episode cannot be judged."""
+    world = World(ends=lambda group_id, index: right(7.0) if index else invalid("it crashed"), turn_reward=0.25)
+    run = run_of(tmp_path, world, segment=1, reward={"max_invalid_share": 1.0}).train()
+    for row in run.rollouts:
+        assert row["reward"] == (7.0 + (TURNS - 1) * 0.25 if row["index"] else 0.0)
+        rewards_T = np.array(row["turn_rewards"])
+        ends = np.cumsum([count for count, _ in row["turn_tokens"]]) - 1
+        assert rewards_T[ends].tolist() == [0.25, 0, 0.25, 0, 0] and rewards_T.sum() == (TURNS - 1) * 0.25
 
 
 def test_replies_that_raise_are_counted_and_told_once(tmp_path: Path) -> None:

@@ -12,6 +12,9 @@ from llamarl.data.tokenizer import ToolFormat
 from llamarl.parts.episodes.tool_calls import tool_calls
 from llamarl.types import ToolCall
 
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {
+    "a": {"type": "integer"}, "b": {"type": "string"}}}}}]  # fmt: skip
+
 
 def ok(name: str, **arguments: object) -> ToolCall:
     return ToolCall(name=name, arguments=arguments)
@@ -37,10 +40,23 @@ def ok(name: str, **arguments: object) -> ToolCall:
         ("llama", "<|python_tag|>print(1 + 1)", "", [ok("python", code="print(1 + 1)")]),
         ("llama", '{"a": 1} is an object', '{"a": 1} is an object', []),
         ("llama", r"{x : x > 0}", r"{x : x > 0}", []),
+        ("qwen_coder", "plain", "plain", []),
+        ("qwen_coder", ("So\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n1\n"
+         "</parameter>\n</function>\n</tool_call>"), "So", [ok("add", a=1, b="1")]),
+        ("qwen_coder", ("<tool_call><function=f></function></tool_call><tool_call><function=run>"
+         "<parameter=code>\nif a < b:\n    print('x')\n\n</parameter></function></tool_call>"), "",
+         [ok("f"), ok("run", code="if a < b:\n    print('x')\n")]),
+        ("qwen_coder", "<think><tool_call><function=f></function></tool_call></think>no", None, []),
+        ("gpt_oss", "<|channel|>final<|message|>plain<|return|>", "plain", []),
+        ("gpt_oss", ("<|channel|>analysis<|message|>to=functions.f<|end|><|start|>assistant<|channel|>commentary "
+         'to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'), "", [ok("add", a=1)]),
+        ("gpt_oss", " to=functions.add<|channel|>commentary json<|message|>{}", "", [ok("add")]),
+        ("gpt_oss", ("<|channel|>commentary<|message|>Look:<|end|><|start|>assistant<|channel|>commentary "
+         'to=functions.f <|constrain|>json<|message|>{"x": [2]}'), "Look:", [ok("f", x=[2])]),
     ],
 )  # fmt: skip
 def test_calls(family: ToolFormat, text: str, beside: str | None, calls: list[ToolCall]) -> None:
-    assert tool_calls(text, family) == (text if beside is None else beside, calls)
+    assert tool_calls(text, family, TOOLS) == (text if beside is None else beside, calls)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +72,14 @@ def test_calls(family: ToolFormat, text: str, beside: str | None, calls: list[To
         ("qwen", '<tool_call>{"arguments": {}}</tool_call>', "no object with a"),
         ("qwen", "<tool_call>[]</tool_call>", "no object with a"),
         ("qwen", "<tool_call>" + "[" * 100_000 + "</tool_call>", "is no JSON"),
+        ("qwen_coder", "<tool_call>add(1)</tool_call>", "is not <function=name>"),
+        ("qwen_coder", "<tool_call><function=f>1</function></tool_call>", "write each argument"),
+        ("qwen_coder", "<tool_call><function=f><parameter=a>1</function></tool_call>", "write each argument"),
+        ("qwen_coder", "<tool_call><function=add><parameter=a>x</parameter></function></tool_call>", "'a' is no JSON"),
+        ("qwen_coder", "<tool_call><function=f></function>", "is not closed"),
+        ("gpt_oss", "<|channel|>commentary to=functions.f<|message|>{", "is no JSON"),
+        ("gpt_oss", "<|channel|>commentary to=functions.f<|message|>1", "are no JSON object"),
+        ("gpt_oss", "<|channel|>commentary to=functions.f", "has no <|message|>"),
         ("llama", '{"name": "f", "parameters": {"a": 1}', "is no JSON"),
         ("llama", '<|python_tag|>{"name": "f", "parameters": {}} and more', "is no JSON"),
         ("llama", "<|python_tag|>{}", "no object with a"),
@@ -68,7 +92,7 @@ def test_calls(family: ToolFormat, text: str, beside: str | None, calls: list[To
     ],
 )  # fmt: skip
 def test_a_malformed_call_says_so(family: ToolFormat, body: str, error: str) -> None:
-    _, calls = tool_calls(body, family)
+    _, calls = tool_calls(body, family, TOOLS)
     assert error in calls[-1].error
     assert not calls[-1].arguments
 
@@ -88,8 +112,12 @@ def test_what_was_written_is_read(family: ToolFormat, name: str, arguments: dict
     assert tool_calls(text, family) == ("", [ToolCall(name=name, arguments=arguments)])
 
 
-@given(st.sampled_from(["qwen", "llama"]), st.text(alphabet='<tool_call>/{}[]":,name argumets|python_tag.1;\n()='))
+@given(
+    st.sampled_from(["qwen", "qwen_coder", "llama", "gpt_oss"]),
+    st.text(alphabet='<tool_call>/{}[]":,name argumets|python_tag.1;\n()='),
+)
 def test_whatever_is_written_is_no_error_of_ours(family: ToolFormat, text: str) -> None:
-    for prefix in ("", "<tool_call>", "<|python_tag|>", '{"name": "f", "arguments": {'):
+    begins = ("<tool_call>", "<tool_call><function=f><parameter=a>", "<|python_tag|>", "to=functions.f<|message|>")
+    for prefix in ("", *begins, '{"name": "f", "arguments": {'):
         _, calls = tool_calls(prefix + text, family)
         assert all(call.error or call.name for call in calls)

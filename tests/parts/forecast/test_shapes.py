@@ -15,6 +15,7 @@ from llamarl.models.shape import ModelShape
 from llamarl.models.sizes import DecoderSizes
 from llamarl.models.transformer import Transformer
 from llamarl.parts.forecast.shapes import MODELS, DecoderShape, find_model
+from tests.nightly import crossed
 
 
 @pytest.mark.parametrize(
@@ -34,8 +35,7 @@ def test_parameters(name: str, total: float, active: float) -> None:
     assert MODELS[name].matmul_parameters == pytest.approx(active, rel=0.02)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "tied"), crossed(MODELS, [False, True]))
 def test_a_built_in_shape_has_the_weights_of_the_model_that_is_made(name: str, tied: bool) -> None:
     known = replace(MODELS[name], tie_embeddings=tied)
     shape = ModelShape(**{field.name: getattr(known, field.name) for field in fields(DecoderSizes)})

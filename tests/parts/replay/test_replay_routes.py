@@ -27,7 +27,7 @@ def test_experts_are_compared_bit_for_bit() -> None:
     def found(*changed: Rollout) -> list[tuple[int, int, str]]:
         replayer = Replayer(Engine(model, max_running=3, prefill_tokens=8, kv_bytes=1 << 22))
         assert replayer.add([(request, one) for one in changed]) == []
-        done = replayer.go_on(0)
+        done = replayer.advance(0)
         assert done.num_tokens == 12 * len(changed)
         return [(one.index, one.token, one.found) for one in done.differences]
 

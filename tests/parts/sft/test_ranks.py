@@ -12,8 +12,10 @@ from llamarl.distributed.links import open_rendezvous
 from llamarl.run.executors import executor_spec
 from tests.end_to_end.tiny import make_model
 from tests.executors.test_ranks import END_S, fails_to_start
+from tests.nightly import nightly
 
 
+@nightly("two processes that import torch; tests/executors/test_ranks.py has it of the trainer")
 def test_ranks_that_do_not_all_start(tmp_path: Path) -> None:
     """The start fails at once, with the error of the rank that failed, for which the others would wait."""
     model = make_model(tmp_path / "model")

@@ -37,6 +37,15 @@ class Turn:
     """Tool calls in the response, if the model's chat template supports tools."""
 
 
+@dataclass(frozen=True, slots=True)
+class RewardedReply:
+    """A reply, and the reward of the turn that it answers. The reward of an episode is the sum of the rewards of its
+    turns and of its end. `shaping.credit` decides which tokens learn from which rewards."""
+
+    reply: str | Messages
+    reward: float
+
+
 @dataclass
 class Environment(ABC):
     """Replies turn by turn. The reply is a function of all turns so far, so that any worker can reply and the death of
@@ -66,10 +75,10 @@ class Environment(ABC):
     """Strings that end a turn, like a stop token. The token that completes one of them is kept."""
 
     @abstractmethod
-    def reply(self, task: Task, turns: Sequence[Turn]) -> str | Messages | RewardResult | None:
-        """Returns the reply to the last turn: text or messages from which the policy continues, or the episode's
-        reward, which ends the episode, or None, which ends it and leaves the reward to `[reward]`. An exception makes
-        the episode INVALID."""
+    def reply(self, task: Task, turns: Sequence[Turn]) -> str | Messages | RewardedReply | RewardResult | None:
+        """Returns the reply to the last turn: text or messages from which the policy continues, perhaps with the turn's
+        reward; or a reward, which ends the episode; or None, which ends it and leaves the reward to `[reward]`. An
+        exception makes the episode INVALID."""
 
     def open(self, task: Task) -> None:  # noqa: B027 - most environments have no state
         """Prepares the state of an episode. If a class overrides this, every episode gets a copy of the environment in

@@ -9,7 +9,8 @@ from typing import Any
 
 from llamarl.config import Ref, build
 from llamarl.config.errors import ConfigError
-from llamarl.parts.episodes.environments._base import Environment, Task, Turn
+from llamarl.parts.episodes.environments._base import Environment, RewardedReply, Task, Turn
+from llamarl.rewards._base import MAX_REWARD
 from llamarl.types import RewardResult, ToolCall
 
 MAX_CHARS = 1 << 20
@@ -18,7 +19,7 @@ MAX_CHARS = 1 << 20
 
 def reply(item: dict[str, Any]) -> dict[str, Any]:
     """Returns the reply of the environment `item["environment"]` (JSON of its `Ref`) as one of `text`, `messages`,
-    `reward`, `end`.
+    `reward`, `end`. The reward of the turn is beside its text or messages as `turn_reward`.
 
     An item with `ended` only closes the state of that episode."""
     if "ended" in item:
@@ -32,7 +33,20 @@ def reply(item: dict[str, Any]) -> dict[str, Any]:
     environment = _environment(item["environment"])
     if environment.is_stateful:
         environment = _copy_of(environment, item["episode"], task, is_first=len(turns) == 1)
-    said = environment.reply(task, turns)
+    return _as_item(environment.reply(task, turns))
+
+
+def _as_item(said: Any) -> dict[str, Any]:
+    """Returns what an environment replied as JSON. Raises TypeError or ValueError if it is no reply."""
+    if isinstance(said, RewardedReply):
+        item = _as_item(said.reply)
+        if not item.keys() & {"text", "messages"}:
+            raise TypeError(
+                f"a RewardedReply has text or messages, and this one {said.reply!r:.100}; return the last reward alone"
+            )
+        if not (isinstance(said.reward, int | float) and abs(said.reward) <= MAX_REWARD):
+            raise ValueError(f"the reward of a turn is {said.reward!r}, and not a number of at most {MAX_REWARD:g}")
+        return item | {"turn_reward": float(said.reward)}
     if said is None:
         return {"end": True}
     if isinstance(said, str):

@@ -131,7 +131,7 @@ class OpenEnvironment:
         if not (written_in := self._tokenizer.tool_format):
             return []
         end = len(token_ids_T) - (int(token_ids_T[-1]) in self._tokenizer.eos_token_ids)
-        return tool_calls(self._tokenizer.decode(token_ids_T[:end], skip_special=False), written_in)[1]
+        return tool_calls(self._tokenizer.decode(token_ids_T[:end], skip_special=False), written_in, self._tools)[1]
 
     def _reply(self, episode: OpenTurn, said: dict[str, Any] | Failure, seconds: float) -> Replied:
         """Returns a worker's reply, with its text or messages as tokens, or with the end of the episode."""
@@ -160,7 +160,8 @@ class OpenEnvironment:
         messages = [] if isinstance(said, Failure) else said.get("messages", [])
         num_errors = sum(bool(one.get("is_error")) for one in messages)
         calls = num_calls, num_errors
-        return Replied(episode.group_id, episode.index, num_tokens, observation_T, result, seconds, calls)
+        earned = 0.0 if isinstance(said, Failure) else said.get("turn_reward", 0.0)
+        return Replied(episode.group_id, episode.index, num_tokens, observation_T, result, seconds, calls, earned)
 
     def _ends_with_stop(self, episode: OpenTurn) -> bool:
         return int(episode.turns[-1][1][-1]) in self._tokenizer.eos_token_ids

@@ -258,7 +258,7 @@ class Endpoint:
         if tools and written_in and reason == "stop":
             ids_T = rollout.token_ids_T
             whole_T = ids_T[:-1] if int(ids_T[-1]) in self.tokenizer.eos_token_ids else ids_T
-            content, calls = tool_calls(self.tokenizer.decode(whole_T, skip_special=False), written_in)
+            content, calls = tool_calls(self.tokenizer.decode(whole_T, skip_special=False), written_in, tools)
             if calls and not any(one.error for one in calls):
                 found = [
                     {

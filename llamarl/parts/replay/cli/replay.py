@@ -128,7 +128,7 @@ def compare(
         request = _request(run, config, folder, steps[0], steps[1] - 1, tally)
         was = Recorded(folder, close, cause)
         request = request._replace(parts=parts, close=close, cause=cause, read=was.check_journal, trained=was.check)
-        replay(request._replace(told=lambda step: told(step - steps[0] + 1)))
+        replay(request._replace(on_step=lambda step: told(step - steps[0] + 1)))
     return tally
 
 
@@ -166,7 +166,7 @@ def _what_if(options: argparse.Namespace, overrides: Sequence[str], first: int, 
     config = replayable(pinned, ("train",), tally)[0]
     request = _request(_pinned(_settings(options), folder, ""), config, folder, first, last, tally)
     with fork_server(config.cluster.kind), _bar(last - first + 1) as told, redirect_stdout(io.StringIO()):
-        request = request._replace(parts=("train",), is_same=False, told=lambda step: told(step - first + 1))
+        request = request._replace(parts=("train",), is_same=False, on_step=lambda step: told(step - first + 1))
         path = what_if(request, pinned, asked, overwrite=options.overwrite, tell=said.append)
     print(*said, f"llamarl report {options.run} {path} shows both", sep="\n")
     return 0

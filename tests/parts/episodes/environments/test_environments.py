@@ -53,6 +53,11 @@ def test_what_a_worker_answers() -> None:
     assert reply(item | {"turns": [["nothing", None, []]]}) == {"end": True}
     assert reply(item | {"turns": [["reward", None, []]]})["reward"]["value"] == 0.5
     assert reply(item | {"turns": [["messages", None, []]]}) == {"messages": [{"role": "user", "content": "and now?"}]}
+    assert reply(item | {"turns": [["scored", None, []]]}) == {"text": "more", "turn_reward": 0.5}
+    assert reply(item | {"turns": [["scored messages", None, []]]})["turn_reward"] == -1.0
+    for what, error in (("scored end", TypeError), ("scored nan", ValueError), ("scored text", ValueError)):
+        with pytest.raises(error):
+            reply(item | {"turns": [[what, None, []]]})
     with pytest.raises(ValueError, match="an observation of 2,097,152 characters"):
         reply(item | {"turns": [["flood", None, []]]})
     with pytest.raises(TypeError, match="it replied 7"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llamarl.parts.episodes.environments._base import Environment, Task, Turn
+from llamarl.parts.episodes.environments._base import Environment, RewardedReply, Task, Turn
 from llamarl.rewards._base import right
 
 
@@ -32,6 +33,9 @@ class Bad(Environment):
             "flood": "x" * (1 << 21), "long": "word " * 100, "fits": "7" * 60, "empty": "", "number": 7,
             "reward": right(0.5), "huge": right(-1e308),
             "messages": [{"role": "user", "content": "and now?"}], "history": f"{len(turns)} {turns[0].observation}",
+            "scored": RewardedReply("more", 0.5), "scored end": RewardedReply(None, 0.5),
+            "scored messages": RewardedReply([{"role": "user", "content": "more"}], -1),
+            "scored nan": RewardedReply("more", math.nan), "scored text": RewardedReply("more", "1"),
             "task": f"{task.prompt}|{task.answer}|{task.metadata['level']}",
         }  # fmt: skip
         return answers.get(what)

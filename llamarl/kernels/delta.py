@@ -1,0 +1,198 @@
+"""The recurrent form of delta nets for generators, and the gates of hybrid models: in C++ on CPUs (`delta.cpp`), once
+it has reproduced torch, else in torch, token by token.
+
+A value head keeps a state S [K, V]. A token with query q, key k, value v, log decay g and strength b does (arXiv
+2412.06464)
+
+    S := exp(g) S,   S := S + k b (v - k S)^T,   output := q S
+
+A run is consecutive tokens of one sequence, whose state and last inputs of the convolution are read from one slot and
+written to another. A decoded token is a run of one token. A token has the same bits in a run of any length, next to any
+other runs, so what was decoded can be replayed as a prefill.
+
+Shape suffixes: N packed tokens, C mixed channels, W conv width (D: without the newest token), H value heads, K key dim,
+V value dim, S slots, R runs, B runs of one token, J key heads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llamarl.kernels.build import Kernel, load
+from llamarl.kernels.delta_shape import DeltaShape
+
+_LEAST_NORM = 1e-6
+"""Added to the squared norm of queries and keys, as in the released models."""
+_P, _I = ctypes.c_void_p, ctypes.c_int64
+_CHECKED = DeltaShape(layers=(0,), num_key_heads=2, num_value_heads=4, key_dim=6, value_dim=21, conv_width=4)
+
+
+@functools.cache
+def kernel() -> Kernel:
+    """Compiles the kernel, and checks it against torch, at the first call."""
+    loaded = load("delta")
+    library = loaded.library
+    if library is None:
+        return loaded
+    library.delta_runs.argtypes = (_P, _I, *[_P] * 7, *[_I] * 5)
+    library.delta_gates.argtypes = (_P, _I, _P, _I, *[_P] * 4, _I, _I)
+    library.sigmoid_mul.argtypes = (_P, _P, _I, _I, _P, _I, _I)
+    for name in ("delta_runs", "delta_gates", "sigmoid_mul"):
+        getattr(library, name).restype = None
+    wrong = _wrong(library)
+    return Kernel(library=None, reason=f"delta.cpp: {wrong} differs from torch on this processor") if wrong else loaded
+
+
+def gates(b_N_H: Tensor, a_N_H: Tensor, a_log_H: Tensor, dt_bias_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns log decays and strengths of each head, float32 [N, H]. On CPUs torch's bits would depend on the row's
+    place."""
+    if (library := _library(b_N_H)) is None:
+        return log_decay(a_N_H, a_log_H, dt_bias_H), wide(b_N_H).sigmoid()
+    assert b_N_H.stride(-1) == a_N_H.stride(-1) == 1
+    decay_N_H, strength_N_H = torch.empty(b_N_H.shape), torch.empty(b_N_H.shape)
+    library.delta_gates(
+        b_N_H.data_ptr(), b_N_H.stride(0), a_N_H.data_ptr(), a_N_H.stride(0),
+        *(x.data_ptr() for x in (a_log_H, dt_bias_H, decay_N_H, strength_N_H)), *b_N_H.shape,
+    )  # fmt: skip
+    return decay_N_H, strength_N_H
+
+
+def sigmoid_mul(x_N_I: Tensor, gate: Tensor) -> Tensor:
+    """Returns x * sigmoid(gate), with a gate for each channel or for each row, [N, I] or [N, 1]."""
+    if (library := _library(x_N_I)) is None:
+        return x_N_I * gate.sigmoid()
+    assert x_N_I.is_contiguous()
+    assert gate.stride(-1) == 1
+    y_N_I = torch.empty_like(x_N_I)
+    library.sigmoid_mul(
+        x_N_I.data_ptr(), gate.data_ptr(), gate.stride(0), gate.shape[1], y_N_I.data_ptr(), *x_N_I.shape
+    )
+    return y_N_I
+
+
+def _library(x: Tensor) -> ctypes.CDLL | None:
+    return kernel().library if x.device.type == "cpu" and x.dtype == torch.float32 else None
+
+
+def heads(mixed_N_C: Tensor, delta: DeltaShape) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns normed queries over sqrt(K) and normed keys, [N, J, K], and values, [N, H, V], from the convolution's
+    outputs. The number of heads follows from the channels, which tensor parallelism cuts."""
+    ranks = delta.mixed_size // mixed_N_C.shape[-1]
+    sizes = [delta.key_size // ranks, delta.key_size // ranks, delta.value_size // ranks]
+    q, k, v = mixed_N_C.split_with_sizes(sizes, -1)
+    q, k = (_normed(x.unflatten(-1, (-1, delta.key_dim))) for x in (q, k))
+    return q * delta.key_dim**-0.5, k, v.unflatten(-1, (-1, delta.value_dim))
+
+
+def _normed(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _LEAST_NORM)
+
+
+def step(
+    q_B_J_K: Tensor, k_B_J_K: Tensor, v_B_H_V: Tensor, decay_B_H: Tensor, strength_B_H: Tensor, state_B_H_K_V: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns outputs [B, H, V] of one token of each sequence, and the states after it."""
+    each = v_B_H_V.shape[1] // k_B_J_K.shape[1]
+    q_B_H_K, k_B_H_K = (x.repeat_interleave(each, 1) for x in (q_B_J_K, k_B_J_K))
+    state_B_H_K_V = state_B_H_K_V * decay_B_H.exp()[..., None, None]
+    # Sums, not products of matrices, whose bits depend on the number of rows.
+    error_B_H_V = v_B_H_V - (k_B_H_K[..., None] * state_B_H_K_V).sum(-2)
+    state_B_H_K_V = state_B_H_K_V + k_B_H_K[..., None] * (strength_B_H[..., None] * error_B_H_V)[..., None, :]
+    return (q_B_H_K[..., None] * state_B_H_K_V).sum(-2), state_B_H_K_V
+
+
+def convolved(windows_N_W_C: Sequence[Tensor], conv_C_W: Tensor) -> Tensor:
+    """Returns silu of the causal convolution of each channel, [N, C].
+
+    Args:
+        windows_N_W_C: the inputs that each token sees, the oldest first: for each of W places a tensor [N, C].
+    """
+    summed = windows_N_W_C[0] * conv_C_W[:, 0]
+    for place, x_N_C in enumerate(windows_N_W_C[1:], 1):
+        summed = summed + x_N_C * conv_C_W[:, place]
+    return F.silu(summed)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Returns x in float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def log_decay(a_N_H: Tensor, a_log_H: Tensor, dt_bias_H: Tensor) -> Tensor:
+    """Returns the log decays of each token, float32 at least."""
+    return -wide(a_log_H).exp() * F.softplus(wide(a_N_H) + wide(dt_bias_H))
+
+
+def recur(
+    runs_R_4: np.ndarray, delta: DeltaShape, mixed_N_C: Tensor, conv_C_W: Tensor, decay_N_H: Tensor,
+    strength_N_H: Tensor, states_S_H_K_V: Tensor, inputs_S_D_C: Tensor,
+) -> Tensor:  # fmt: skip
+    """Computes all runs in order, and changes their slots. Returns outputs [N, H, V]. All tensors are float32.
+
+    Args:
+        runs_R_4: first token, number of tokens, slot to read and slot to write of each run, int64. A run may read what
+            an earlier run writes; runs of one token at the end do not read each other's.
+    """
+    given = mixed_N_C, conv_C_W, decay_N_H, strength_N_H
+    slots = states_S_H_K_V, inputs_S_D_C
+    if (library := _library(mixed_N_C)) is None:
+        return _by_torch(runs_R_4, delta, given, slots)
+    return _by_kernel(library, runs_R_4, delta, given, slots)
+
+
+def _by_kernel(
+    library: ctypes.CDLL, runs_R_4: np.ndarray, delta: DeltaShape, given: tuple[Tensor, ...], slots: tuple[Tensor, ...]
+) -> Tensor:
+    inputs = [x.contiguous() for x in given]
+    assert all(x.dtype == torch.float32 and x.is_contiguous() for x in (*inputs, *slots))
+    out_N_H_V = torch.empty(len(inputs[0]), delta.num_value_heads, delta.value_dim)
+    runs_R_4 = np.ascontiguousarray(runs_R_4, np.int64)
+    library.delta_runs(
+        runs_R_4.ctypes.data, len(runs_R_4), *(x.data_ptr() for x in (*inputs, *slots, out_N_H_V)),
+        delta.num_key_heads, delta.num_value_heads, delta.key_dim, delta.value_dim, delta.conv_width,
+    )  # fmt: skip
+    return out_N_H_V
+
+
+def _by_torch(runs_R_4: np.ndarray, delta: DeltaShape, given: tuple[Tensor, ...], slots: tuple[Tensor, ...]) -> Tensor:
+    out_N_H_V = given[0].new_empty(len(given[0]), delta.num_value_heads, delta.value_dim)
+    single = len(runs_R_4) - int(np.argmin(np.append(runs_R_4[::-1, 1] == 1, False)))
+    steps = [
+        np.array([[start + token, write if token else read, write]])
+        for start, count, read, write in runs_R_4[:single].tolist()
+        for token in range(count)
+    ]
+    steps.append(runs_R_4[single:, [0, 2, 3]])
+    mixed_N_C, conv_C_W, decay_N_H, strength_N_H = given
+    states, inputs = slots
+    for tokens, reads, writes in (torch.from_numpy(one.T.copy()).to(mixed_N_C.device) for one in steps if len(one)):
+        window_B_W_C = torch.cat((inputs.index_select(0, reads), mixed_N_C[tokens, None]), 1)
+        q, k, v = heads(convolved(window_B_W_C.unbind(1), conv_C_W), delta)
+        out, state = step(q, k, v, decay_N_H[tokens], strength_N_H[tokens], states.index_select(0, reads))
+        states.index_copy_(0, writes, state)
+        inputs.index_copy_(0, writes, window_B_W_C[:, 1:])
+        out_N_H_V[tokens] = out
+    return out_N_H_V
+
+
+def _wrong(library: ctypes.CDLL) -> str:
+    """Returns the kernel that differs from torch, or "": for a run of 5 tokens from zeros, and two that go on from
+    it."""
+    generator, delta = torch.Generator().manual_seed(0), _CHECKED
+    runs_R_4 = np.array([(0, 5, 0, 1), (5, 1, 1, 2), (6, 1, 1, 1)])
+    mixed, conv = (torch.randn(*size, generator=generator) for size in ((7, delta.mixed_size), (delta.mixed_size, 4)))
+    given = mixed, conv, -torch.rand(7, 4, generator=generator), torch.rand(7, 4, generator=generator)
+    results = list[list[Tensor]]()
+    for compute in (_by_torch, functools.partial(_by_kernel, library)):
+        states = torch.zeros(3, delta.num_value_heads, delta.key_dim, delta.value_dim)
+        inputs = torch.zeros(3, delta.conv_width - 1, delta.mixed_size)
+        results.append([compute(runs_R_4, delta, given, (states, inputs)), states, inputs])
+    is_right = all(torch.allclose(ours, exact, 1e-4, 1e-5) for exact, ours in zip(*results, strict=True))
+    return "" if is_right else "delta_runs"
