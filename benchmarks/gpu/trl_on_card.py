@@ -71,7 +71,7 @@ def trained(options: argparse.Namespace) -> dict[str, Any]:
             ends.append(time.monotonic())
             if len(ends) > 1:
                 print(json.dumps({"run": "trl", "device": options.device} | figures(ends, batch)), flush=True)
-            control.should_training_stop = ends[-1] - ends[0] > options.limit_s
+            control.should_training_stop |= ends[-1] - ends[0] > options.limit_s
 
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
         texts = [cut(one if isinstance(one, str) else one[0]["content"]) for one in completions]
