@@ -27,7 +27,7 @@ _LOOK_S = 1.0
 """Longest time in seconds between two looks at deadlines."""
 
 
-class _Waiting(NamedTuple):
+class _OpenReply(NamedTuple):
     name: str
     episode: Any
     until_s: float
@@ -72,7 +72,7 @@ class WaitingCrew(Generic[T]):
         for process in self._processes:
             process.close()
 
-    def _answered(self, waiting: _Waiting, said: dict[str, Any] | Failure, seconds: float) -> None:
+    def _answered(self, waiting: _OpenReply, said: dict[str, Any] | Failure, seconds: float) -> None:
         (goes_on,) = self._replied([(waiting.episode, said)], seconds)
         if not goes_on:
             self.leave([waiting.name])
@@ -82,12 +82,12 @@ class _LoopProcess:
     """One process with an event loop, started on demand and again after its death. A thread reads its replies."""
 
     def __init__(
-        self, environment: Environment, answered: Callable[[_Waiting, dict[str, Any] | Failure, float], None]
+        self, environment: Environment, answered: Callable[[_OpenReply, dict[str, Any] | Failure, float], None]
     ) -> None:
         self._limits, self._answered = environment, answered
         self._lock = threading.Lock()
         self._child: Child | None = None
-        self._waiting = dict[int, _Waiting]()
+        self._waiting = dict[int, _OpenReply]()
         self._numbers, self._is_closed = count(), False
 
     @property
@@ -99,7 +99,7 @@ class _LoopProcess:
             if self._is_closed:
                 return
             number = next(self._numbers)
-            self._waiting[number] = _Waiting(name, episode, time.monotonic() + self._limits.step_s + GRACE_S)
+            self._waiting[number] = _OpenReply(name, episode, time.monotonic() + self._limits.step_s + GRACE_S)
             if self._child is None:
                 self._start()
             self._send({"number": number, "step_s": self._limits.step_s} | item)

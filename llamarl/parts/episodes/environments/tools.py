@@ -29,7 +29,7 @@ class Tools(Environment):
 
     If a function is `async def`, each process waits for many episodes at once, and the calls of such functions have the
     limits below. A function raises `ToolUnavailable` if its service does not answer: after `retries` the episode is
-    INVALID. The policy is told all other errors.
+    INVALID. All other errors become replies to the policy.
     """
 
     functions: list[str] = field(default_factory=list)
