@@ -66,7 +66,9 @@ KINDS: dict[str, tuple[Callable[[Tensor], Tensor] | None, Callable[[Tensor], Ten
 
 def texts(folder: str, count: int) -> list[np.ndarray]:
     tokenizer = Tokenizer.from_file(str(Path(folder, "tokenizer.json")))
-    rows = [json.loads(line) for line in (ROOT / "examples/real/svamp_train.jsonl").read_text().splitlines()]
+    kinds = ("sums", "differences", "products", "quotients")
+    paths = [ROOT / f"examples/real/svamp_{kind}.jsonl" for kind in kinds]
+    rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     return [np.array(tokenizer.encode(f"{row['question']} {row['answer']}").ids, np.int64) for row in rows[:count]]
 
 

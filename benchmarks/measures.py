@@ -54,6 +54,9 @@ SENTENCES: dict[str, dict[str, str]] = {
         "learning-2026-11-25": "accuracy compared with synchronous training after 60 steps of the demo: staleness 1 "
         "{gap_points/demo S=1:+.1f} points ({interval/demo S=1/0:.1f} to {interval/demo S=1/1:.1f}, "
         "{seeds/demo S=1:.0f} pairs)",
+        "distillation-2026-11-28": "on-policy distillation of the demo: within 3 points of the teacher after "
+        "{distill_steps_ratio:.2f} of the steps of training with the reward, {distill_seconds_ratio:.2f} of the "
+        "seconds (three seeds, busy machine)",
         "learning-early-2026-11-28": "accuracy compared with synchronous training after 30 steps of the demo, on its "
         "way: staleness 1 {gap_points/early demo S=1:.1f} points, staleness 2 {gap_points/early demo S=2:.1f}, ten "
         "pairs each",

@@ -52,7 +52,7 @@ class Asked:
 
 
 def _runs(name: str, limit_s: int, which: str, *more: str) -> Part:
-    command = f"real.py --runs {which} --limit_s {limit_s - 10} --pieces {{kept}}/model"
+    command = f"real.py --runs {which} --limit_s {limit_s - 10} --pieces {{kept}}/model --model {{model}}"
     return Part(name, limit_s, " ".join((command, *more, TOY)))
 
 
@@ -77,7 +77,7 @@ CALLS: dict[int, Sequence[Asked]] = {
     2: (
         Asked(_runs("asynchronous", 170, "asynchronous")),
         Asked(_runs("synchronous", 60, "synchronous", "--steps 25"), 1),
-        Asked(Part("trl", 80, "trl_on_card.py --limit_s 60 " + TOY), 2),
+        Asked(Part("trl", 80, "trl_on_card.py --limit_s 60 --model {model} " + TOY), 2),
     ),
     3: (
         Asked(_runs("processes", 80, "processes", "--steps 40"), 1),
@@ -118,8 +118,8 @@ def _restore(path: Path, site: Path) -> None:
         shutil.copyfileobj(source, file)
 
 
-def pack(folder: Path, python: str) -> None:
-    """Fills the folders `1` to `3` with what each call carries."""
+def pack(folder: Path, python: str) -> int:
+    """Fills the folders `1` to `3` with what each call carries. Returns 1 if one is too large."""
     real.pack(folder / "model")
     for number, names in WHEELS.items():
         here = folder / str(number)
@@ -134,17 +134,22 @@ def pack(folder: Path, python: str) -> None:
             _slim(wheel, here)
     for piece in sorted((folder / "model").iterdir()):  # in two calls: each has a bound
         shutil.move(piece, folder / str(1 + int(piece.name) % 2) / "model" / piece.name)
-    for number in WHEELS:
-        mib = sum(path.stat().st_size for path in (folder / str(number)).rglob("*") if path.is_file()) / 2**20
+    (folder / "model").rmdir()
+    sizes = [sum(path.stat().st_size for path in (folder / str(number)).rglob("*")) / 2**20 for number in WHEELS]
+    for number, mib in zip(WHEELS, sizes, strict=True):
         print(f"{folder / str(number)}: {mib:.1f} MiB (at most {MOST_MIB:g})")
+    return int(max(sizes) > MOST_MIB)
 
 
 def _slim(wheel: Path, folder: Path) -> None:
-    """Unpacks Monarch's wheel, and strips and compresses its library, which is most of it."""
+    """Unpacks Monarch's wheel without programs and tests, and strips and compresses its libraries, which are most of
+    it."""
     site = folder / "site"
     shutil.unpack_archive(wheel, site, "zip")
     wheel.unlink()
-    for library in site.rglob("_rust_bindings.so"):
+    for unused in (*site.glob("*.data"), *(site / name for name in ("tests", "examples", "benches"))):
+        shutil.rmtree(unused, ignore_errors=True)
+    for library in site.rglob("*.so"):
         subprocess.run(["strip", str(library)], check=False)
         name = "--".join(library.relative_to(site).parts)
         with library.open("rb") as source, lzma.open(folder / f"{name}.xz", "wb", preset=6) as file:
@@ -160,13 +165,13 @@ def main() -> int:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--carried", type=Path, help="folder of what this call has brought")
     parser.add_argument("--kept", type=Path, default=Path("/tmp/llamarl-card"))
+    parser.add_argument("--model", type=Path, default=real.MODEL, help="folder where calls 2 and 3 find or make theirs")
     parser.add_argument("--limit_s", type=float, default=540.0, help="seconds of this call at most")
     parser.add_argument("--parts", nargs="+", help="only these")
     parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT") or ROOT / "runs/gpu-card"))
     options = parser.parse_args()
     if options.call == "pack":
-        pack(options.pack_to, options.python)
-        return 0
+        return pack(options.pack_to, options.python)
     start_s = time.monotonic()
     if options.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"

@@ -24,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 CONFIG = ROOT / "examples/real/svamp.toml"
+MODEL = ROOT / "runs/base/smollm2"
 PIECE_BYTES = 55 << 20
 INLINE = ["--cluster.kind", "inline"]
 RUNS = {
@@ -58,16 +59,14 @@ def joined(pieces: Path, model: Path) -> None:
     """Makes the model's Hugging Face folder from the pieces, unless it is there."""
     if (model / "config.json").exists():
         return
-    from examples.real.make_model import SHA256, convert, sha256
+    from examples.real.make_model import SOURCES, convert, sha256
 
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "model.gguf"
         numbered = sorted(pieces.glob("*/piece"), key=lambda path: int(path.parent.name))
         source.write_bytes(b"".join(path.read_bytes() for path in numbered))
-        if (found := sha256(source)) != SHA256:
-            raise SystemExit(
-                f"{pieces}: {len(numbered)} pieces have the sha256 {found}, not {SHA256}; send all of them"
-            )
+        if (found := sha256(source)) != (right := SOURCES["smollm2"].sha256):
+            raise SystemExit(f"{pieces}: {len(numbered)} pieces have the sha256 {found}, not {right}; send all of them")
         convert(source, model)
 
 
@@ -120,6 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pack", type=Path, metavar="FOLDER", help="download the model and cut it into pieces, only")
     parser.add_argument("--pieces", type=Path, default=ROOT / ".gpu-model")
+    parser.add_argument("--model", type=Path, default=MODEL, help="folder of the model; made from the pieces")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--prompts", type=int, default=16, help="prompts per step")
@@ -131,12 +131,12 @@ def main() -> None:
     if options.pack:
         pack(options.pack)
         return
-    model, rows = ROOT / "runs/base/smollm2", options.output / "real-rows.jsonl"
+    model, rows = options.model, options.output / "real-rows.jsonl"
     joined(options.pieces, model)
     options.output.mkdir(parents=True, exist_ok=True)
     known = {json.loads(line)["run"] for line in rows.read_text().splitlines()} if rows.exists() else set()
     for name in (name for name in options.runs if name not in known):
-        row = trained(name, options, ROOT / "runs/gpu-real", model)
+        row = trained(name, options, options.output / "runs", model)
         with rows.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row), flush=True)

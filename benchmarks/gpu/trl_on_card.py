@@ -18,11 +18,12 @@ from shapes import say
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 CONFIG = ROOT / "examples/real/svamp.toml"
-MODEL, DATA = ROOT / "runs/base/smollm2", ROOT / "examples/real/svamp_train.jsonl"
+MODEL = ROOT / "runs/base/smollm2"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--limit_s", type=float, default=60.0)
     parser.add_argument("--steps", type=int, default=1000)
@@ -38,7 +39,8 @@ def prompts(data: dict[str, Any]) -> list[dict[str, Any]]:
     for example in data["examples"]:
         begun.append({"role": "user", "content": example["question"]})
         begun.append({"role": "assistant", "content": example["answer"]})
-    rows = [json.loads(line) for line in DATA.read_text().splitlines()]
+    paths = [ROOT / source["path"] for source in data["train"]]
+    rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     return [
         {"prompt": [*begun, {"role": "user", "content": row["question"]}], "answer": str(row["answer"])} for row in rows
     ]
@@ -47,6 +49,7 @@ def prompts(data: dict[str, Any]) -> list[dict[str, Any]]:
 def trained(options: argparse.Namespace) -> dict[str, Any]:
     """Steps until the time is over, and samples per second without the first step."""
     from datasets import Dataset
+    from datasets.table import InMemoryTable
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
@@ -55,8 +58,9 @@ def trained(options: argparse.Namespace) -> dict[str, Any]:
 
     config = load_config(CONFIG)
     rollout, trainer, ends = config.rollout, config.trainer, list[float]()
-    tokenizer = AutoTokenizer.from_pretrained(MODEL, padding_side="left")
-    data = Dataset.from_list(prompts(tomllib.loads(CONFIG.read_text())["data"]))
+    tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="left")
+    rows = InMemoryTable.from_pylist(prompts(tomllib.loads(CONFIG.read_text())["data"]))
+    data = Dataset(rows, fingerprint="svamp")  # without one, `datasets` pickles classes of pyarrow, which may fail
 
     def cut(text: str) -> str:  # TRL has no stop strings
         places = [text.find(stop) for stop in rollout.stop_strings if stop in text]
@@ -65,7 +69,9 @@ def trained(options: argparse.Namespace) -> dict[str, Any]:
     class Until(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             ends.append(time.monotonic())
-            control.should_training_stop = ends[-1] - ends[0] > options.limit_s
+            if len(ends) > 1:
+                print(json.dumps({"run": "trl", "device": options.device} | figures(ends, batch)), flush=True)
+            control.should_training_stop |= ends[-1] - ends[0] > options.limit_s
 
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
         texts = [cut(one if isinstance(one, str) else one[0]["content"]) for one in completions]
@@ -79,13 +85,18 @@ def trained(options: argparse.Namespace) -> dict[str, Any]:
         use_cpu=options.device == "cpu", logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     grpo = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(MODEL), processing_class=tokenizer, reward_funcs=reward,
+        model=AutoModelForCausalLM.from_pretrained(options.model), processing_class=tokenizer, reward_funcs=reward,
         args=settings, train_dataset=data, callbacks=[Until()],
     )  # fmt: skip
     grpo.train()
-    seconds = (ends[-1] - ends[0]) / max(len(ends) - 1, 1)
     rewards = [row["reward"] for row in grpo.state.log_history if "reward" in row]
-    return {"steps": len(ends), "step_s": seconds, "samples_per_s": batch / seconds, "rewards": rewards}
+    return figures(ends, batch) | {"rewards": rewards}
+
+
+def figures(ends: list[float], batch: int) -> dict[str, Any]:
+    """The speed until now, without the first step. A run that is cut off has those of its last step."""
+    seconds = (ends[-1] - ends[0]) / max(len(ends) - 1, 1)
+    return {"steps": len(ends), "step_s": seconds, "samples_per_s": batch / seconds if seconds else None}
 
 
 if __name__ == "__main__":

@@ -49,6 +49,8 @@ CATCHES_EVERYTHING = {
     "llamarl/data/tokenizer.py": "what a chat template raises, and the library of tokenizers, has no other kind",
     "llamarl/cluster/api.py": "what cannot be pickled becomes text",
     "llamarl/parts/episodes/environments/_functions.py": "what a tool raises is an answer to the policy",
+    "llamarl/parts/episodes/environments/_async_worker.py": "whatever an environment raises is the end of its episode",
+    "llamarl/parts/episodes/environments/_worker.py": "a state that cannot be closed keeps no other open",
     "llamarl/generation/engine.py": "whatever is wrong with a request ends that one, not those beside it",
     "llamarl/parts/episodes/gateway/_worker.py": "whatever an agent raises is the end of its episode",
     "llamarl/parts/page/trackers/_base.py": "whatever a tracker of somebody else raises ends it, with a warning",

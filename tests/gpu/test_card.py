@@ -5,16 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import os
+import signal
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llamarl.models.hf import new_model, save_model
+from llamarl.models.shape import ModelShape
+from llamarl.parts.sft.bpe import train_byte_bpe
 from tests.nightly import nightly
 
+EXAMPLE = Path(__file__).parents[2] / "examples/real"
 GPU = Path(__file__).parents[2] / "benchmarks/gpu"
 sys.path.insert(0, str(GPU))
 
@@ -106,3 +113,69 @@ def test_a_call_is_rehearsed(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {row["part"] for row in rows_in(tmp_path) if row.get("ended") == "done"} == {*parts}
+
+
+def small_model(folder: Path) -> Path:
+    """In the place of SmolLM2, with a tokenizer of its problems."""
+    texts = [json.loads(line)["question"] for line in (EXAMPLE / "svamp_sums.jsonl").read_text().splitlines()]
+    tokenizer = train_byte_bpe(texts * 2, folder.with_name("tokenizer"), 800)
+    shape = ModelShape(
+        family="llama", hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48,
+        vocab_size=tokenizer.vocab_size, max_position_embeddings=1024, tie_embeddings=True,
+        stop_token_ids=tokenizer.eos_token_ids,
+    )  # fmt: skip
+    save_model(new_model(shape, seed=1, std=0.1), folder, tokenizer.folder)
+    settings = folder / "tokenizer_config.json"
+    template = "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}assistant:"
+    known = json.loads(settings.read_text()) if settings.exists() else {}
+    settings.write_text(json.dumps(known | {"chat_template": template}))
+    return folder
+
+
+@nightly("it rehearses two calls at toy size")
+@pytest.mark.timeout(900)
+def test_the_runs_on_a_model_are_rehearsed_and_continue_after_a_cut(tmp_path: Path) -> None:
+    """The second run of call 2 is killed with its call. The same command keeps the first row and runs the second.
+    Call 3 has trainer and generator in processes."""
+    environment = os.environ | {"OUT": str(tmp_path / "out")}
+    common = ["--device", "cpu", "--kept", str(tmp_path / "kept"), "--model", str(small_model(tmp_path / "model"))]
+
+    def command(call: int, *parts: str) -> list[str]:
+        return [sys.executable, str(GPU / "card.py"), str(call), *common, "--parts", *parts]
+
+    kept = tmp_path / "out/real-rows.jsonl"
+    with subprocess.Popen(command(2, "asynchronous", "synchronous"), env=environment, text=True) as cut:
+        second = tmp_path / "out/runs/synchronous/logs"
+        deadline_s = time.monotonic() + 400.0
+        while not second.exists():
+            assert cut.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.05)
+        cut.send_signal(signal.SIGTERM)
+    first = kept.read_text()
+    assert [json.loads(line)["run"] for line in first.splitlines()] == ["asynchronous"]
+    for call, parts in ((2, ("asynchronous", "synchronous")), (3, ("processes", "sharing"))):
+        done = subprocess.run(
+            command(call, *parts), env=environment, capture_output=True, text=True, timeout=400, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert kept.read_text().startswith(first)
+    rows = {row["run"]: row for row in map(json.loads, kept.read_text().splitlines())}
+    assert rows.keys() == {"asynchronous", "synchronous", "processes"}
+    assert all(row["steps"] == 2 and row["samples_per_s"] > 0 for row in rows.values())
+    assert rows["processes"]["options"][-1] in ("monarch", "processes")
+    written = [json.loads(line) for path in (tmp_path / "out").glob("gpu-rows-*.jsonl") for line in path.open()]
+    assert {row["part"] for row in written if row.get("ended") == "done"} == {*rows, "sharing"}
+    assert any(row.get("run") == "sharing" and row["sum_of_shares"] > 0 for row in written)
+
+
+@nightly("it trains with TRL, where that is installed")
+@pytest.mark.timeout(600)
+def test_trl_s_run_is_rehearsed(tmp_path: Path) -> None:
+    """It writes a row with its speed after each step, and one at the end."""
+    pytest.importorskip("trl")
+    command = [sys.executable, str(GPU / "trl_on_card.py"), "--device", "cpu", "--steps", "3", "--prompts", "1"]
+    command += ["--model", str(small_model(tmp_path / "model"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"run"')]
+    assert [row.get("steps") for row in rows] == [2, 3, 3], done.stdout[-2000:] + done.stderr[-2000:]
+    assert all(row["run"] == "trl" and row["samples_per_s"] > 0 for row in rows) and len(rows[-1]["rewards"]) == 3

@@ -222,6 +222,7 @@ SMALL: dict[str, Any] = {
     "aligned anyhow": aligned_anyhow,
 }
 ALL = {f"{name}: {case}": launch for name, shape in SHAPES.items() for case, launch in cases(shape).items()}
+ALL |= {"every model: log-probs": logprobs, "every model: fingerprint": fingerprint}
 
 
 def resources(ptx: str) -> dict[str, int]:

@@ -136,6 +136,56 @@ def test_states_are_those_of_their_episodes_and_none_stays(
     assert num_open() == len(lost) + 2, "what dead workers had cannot be closed"
 
 
+@pytest.fixture
+def waiting(model: Path) -> Iterator[EnvironmentExecutor]:
+    options = {"name": "tests.parts.episodes.environments.worlds:Slow", "step_s": 4.0}
+    made = EnvironmentExecutor(str(model), Ref.model_validate(options))
+    yield made
+    made.close()
+
+
+def test_a_thousand_episodes_wait_in_one_process(model: Path, tmp_path: Path, waiting: EnvironmentExecutor) -> None:
+    """Each for half a second; one by one they would take eight minutes. Each has its own state, and none stays."""
+    tokenizer, start_s = Tokenizer(model), time.monotonic()
+    waiting.submit([episode(model, n, "a", folder=tmp_path) for n in range(1000)])
+    found = replies(waiting, 1000)
+    assert time.monotonic() - start_s < 200.0
+    assert {tokenizer.decode(one.observation_T) for one in found.values()} == {"1 of 1"}
+    files = list(tmp_path.iterdir())
+    assert len(files) == 1000 and len({one.name.partition("-")[0] for one in files}) == 1
+    waiting.submit([episode(model, n, "a", "1 of 1", "b", folder=tmp_path) for n in range(10)])
+    assert {tokenizer.decode(one.observation_T) for one in replies(waiting, 10).values()} == {"2 of 2"}
+    waiting.leave([(5, n) for n in range(500)])
+    waiting.submit([episode(model, n, "a", "1 of 1", "nothing", folder=tmp_path) for n in range(500, 510)])
+    assert all(one.observation_T is one.result is None for one in replies(waiting, 10).values())
+    until_s = time.monotonic() + 60
+    while len(list(tmp_path.iterdir())) > 490 and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert len(list(tmp_path.iterdir())) == 490
+    waiting.close()
+    assert not list(tmp_path.iterdir()), "the end of the process closes what is open"
+
+
+def test_what_goes_wrong_while_others_wait(model: Path, tmp_path: Path, waiting: EnvironmentExecutor) -> None:
+    """A reply that raises or takes too long ends its own episode. A process that dies or computes for ever takes those
+    with it that wait for it, and the next ones get a new process."""
+    tokenizer = Tokenizer(model)
+
+    def ask(*said: str) -> dict[int, str]:
+        waiting.submit([episode(model, n, what, folder=tmp_path) for n, what in enumerate(said)])
+        return {
+            n: tokenizer.decode(one.observation_T) if one.observation_T is not None else one.result.reason
+            for n, one in sorted(replies(waiting, len(said)).items()) if one.result or one.observation_T is not None
+        }  # fmt: skip
+
+    assert ask("raise", "a", "hang") == {
+        0: "environment: ValueError: no such thing", 1: "1 of 1", 2: "environment took over 4 s",
+    }  # fmt: skip
+    assert set(ask("exit", "hang").values()) == {"environment died: exit code 3"}
+    assert set(ask("spin", "hang").values()) == {"environment hung for 14 s"}
+    assert ask("a") == {0: "1 of 1"}
+
+
 @pytest.mark.parametrize("family", ["qwen", "llama"])
 def test_tools_are_called_in_the_format_of_the_model(model: Path, tmp_path: Path, family: str) -> None:
     """And answered by its template, after the stop token that was sampled; what was sampled is as it was."""

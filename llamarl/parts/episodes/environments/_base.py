@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from asyncio import iscoroutinefunction
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -46,6 +47,11 @@ class RewardedReply:
     reward: float
 
 
+class ToolUnavailable(Exception):
+    """A tool raises it if a service that it needs does not answer. The policy is not told: the call is repeated, or the
+    episode is INVALID."""
+
+
 @dataclass
 class Environment(ABC):
     """Replies turn by turn. The reply is a function of all turns so far, so that any worker can reply and the death of
@@ -75,10 +81,16 @@ class Environment(ABC):
     """Strings that end a turn, like a stop token. The token that completes one of them is kept."""
 
     @abstractmethod
-    def reply(self, task: Task, turns: Sequence[Turn]) -> str | Messages | RewardedReply | RewardResult | None:
+    def reply(
+        self, task: Task, turns: Sequence[Turn]
+    ) -> str | Messages | RewardedReply | RewardResult | Awaitable[Any] | None:
         """Returns the reply to the last turn: text or messages from which the policy continues, perhaps with the turn's
         reward; or a reward, which ends the episode; or None, which ends it and leaves the reward to `[reward]`. An
-        exception makes the episode INVALID."""
+        exception makes the episode INVALID.
+
+        With `async def` each of `workers` processes waits for many episodes at once, which costs little while a service
+        answers. Each reply may wait for `step_s`. A reply that computes without `await` holds up all episodes of its
+        process."""
 
     def open(self, task: Task) -> None:  # noqa: B027 - most environments have no state
         """Prepares the state of an episode. If a class overrides this, every episode gets a copy of the environment in
@@ -91,6 +103,11 @@ class Environment(ABC):
     def tools(self) -> list[dict[str, Any]]:
         """Returns the tools that the chat template offers to the policy, as JSON schemas."""
         return []
+
+    @property
+    def waits(self) -> bool:
+        """Whether `reply` is a coroutine, so that many episodes wait in one process."""
+        return iscoroutinefunction(self.reply)
 
     @property
     def is_stateful(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from copy import copy
 from dataclasses import asdict
 from functools import lru_cache
@@ -23,8 +24,14 @@ def reply(item: dict[str, Any]) -> dict[str, Any]:
 
     An item with `ended` only closes the state of that episode."""
     if "ended" in item:
-        _end(item["ended"])
+        close(item["ended"])
         return {"end": True}
+    environment, task, turns = opened(item)
+    return as_item(environment.reply(task, turns))
+
+
+def opened(item: dict[str, Any]) -> tuple[Environment, Task, list[Turn]]:
+    """Returns the environment of an item, with the state of its episode, and the arguments of its `reply`."""
     task = Task(**item["task"])
     turns = [
         Turn(response=response, observation=observation, calls=tuple(ToolCall(**call) for call in calls))
@@ -33,13 +40,13 @@ def reply(item: dict[str, Any]) -> dict[str, Any]:
     environment = _environment(item["environment"])
     if environment.is_stateful:
         environment = _copy_of(environment, item["episode"], task, is_first=len(turns) == 1)
-    return _as_item(environment.reply(task, turns))
+    return environment, task, turns
 
 
-def _as_item(said: Any) -> dict[str, Any]:
+def as_item(said: Any) -> dict[str, Any]:
     """Returns what an environment replied as JSON. Raises TypeError or ValueError if it is no reply."""
     if isinstance(said, RewardedReply):
-        item = _as_item(said.reply)
+        item = as_item(said.reply)
         if not item.keys() & {"text", "messages"}:
             raise TypeError(
                 f"a RewardedReply has text or messages, and this one {said.reply!r:.100}; return the last reward alone"
@@ -66,7 +73,7 @@ _copies = dict[str, Environment]()
 
 def _copy_of(environment: Environment, episode: str, task: Task, *, is_first: bool) -> Environment:
     if is_first:
-        _end(episode)  # a repeated request
+        close(episode)  # a repeated request
         opened = copy(environment)
         opened.open(task)
         _copies[episode] = opened
@@ -75,9 +82,17 @@ def _copy_of(environment: Environment, episode: str, task: Task, *, is_first: bo
     return _copies[episode]
 
 
-def _end(episode: str) -> None:
+def close(episode: str) -> None:
+    """Closes the state of an episode, if there is one."""
     if (environment := _copies.pop(episode, None)) is not None:
         environment.close()
+
+
+def close_all() -> None:
+    """Closes the states of all episodes. One that raises keeps no other open."""
+    for episode in list(_copies):
+        with suppress(Exception):
+            close(episode)
 
 
 @lru_cache(maxsize=1)

@@ -17,6 +17,7 @@ from llamarl.data.tokenizer import Tokenizer
 from llamarl.executors.replies import Replied
 from llamarl.parts.episodes.environments._base import Messages
 from llamarl.parts.episodes.environments._crew import Crew
+from llamarl.parts.episodes.environments._waiting_crew import WaitingCrew
 from llamarl.parts.episodes.environments._worker import build_environment
 from llamarl.parts.episodes.ports import OpenTurn
 from llamarl.parts.episodes.tool_calls import tool_calls
@@ -103,7 +104,8 @@ class OpenEnvironment:
         self._tokenizer, self._told = tokenizer, replied
         self._environment = build_environment(config)
         self._ref, self._tools = config.model_dump_json(), self._environment.tools()
-        self.crew = Crew(self._environment, self._item, self._replied)
+        crew = WaitingCrew if self._environment.waits else Crew
+        self.crew: Crew[OpenTurn] | WaitingCrew[OpenTurn] = crew(self._environment, self._item, self._replied)
 
     def ask(self, episodes: Sequence[OpenTurn]) -> None:
         """Queues episodes."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, Literal, cast
 
+import numpy as np
 import pytest
 
 from llamarl.config import ConfigError, Ref
 from llamarl.config.load import validated
 from llamarl.config.schema import RolloutConfig
-from llamarl.parts.episodes.environments._base import Task, Turn
+from llamarl.parts.episodes.environments import _functions
+from llamarl.parts.episodes.environments._base import Messages, Task, ToolUnavailable, Turn
 from llamarl.parts.episodes.environments._worker import build_environment, tools_of
 from llamarl.types import ToolCall
 
@@ -41,8 +45,29 @@ def nameless(text: str, *more: str) -> str:
     return text
 
 
-async def later(text: str) -> str:
-    return text
+async def later_ones(text: str) -> AsyncIterator[str]:
+    yield text
+
+
+BEGAN = list[float]()
+AT_WORK = [0, 0]
+"""Calls of `service` at work now, and most at a time."""
+
+
+async def service(text: str) -> str:
+    """Answers after a while, or does what the text says."""
+    BEGAN.append(asyncio.get_running_loop().time())
+    AT_WORK[0] += 1
+    AT_WORK[1] = max(AT_WORK)
+    try:
+        await asyncio.sleep(100 if text == "hang" else 0.05)
+    finally:
+        AT_WORK[0] -= 1
+    if text == "down" or (text == "once" and len(BEGAN) == 1):
+        raise ToolUnavailable("503")
+    if text == "fail":
+        raise LookupError("no such page")
+    return text.upper()
 
 
 def test_schemas_are_those_of_signature_and_docstring() -> None:
@@ -102,8 +127,8 @@ def test_every_call_is_answered(call: ToolCall, content: str, is_error: bool) ->
     [
         ("shout", "not of the form `package.module:function`"),
         (f"{__name__}:nothing", "cannot be imported"),
-        (f"{__name__}:TASK", "not a plain function"),
-        (f"{__name__}:later", "not a plain function"),
+        (f"{__name__}:TASK", "not a function"),
+        (f"{__name__}:later_ones", "not a function"),
         (f"{__name__}:nameless", "has arguments without a name"),
     ],
 )
@@ -112,6 +137,57 @@ def test_what_cannot_be_a_tool_is_refused(tools: str, sentence: str) -> None:
         tools_of(Ref.model_validate({"name": "tools", "functions": [tools]}))
     with pytest.raises(ConfigError, match="two functions have the same name"):
         build_environment(Ref.model_validate({"name": "tools", "functions": [f"{__name__}:shout"] * 2}))
+
+
+def asked(*texts: str, **options: Any) -> Messages:
+    """The answers to calls of `service` in one turn."""
+    BEGAN.clear()
+    AT_WORK[:] = 0, 0
+    functions = [f"{__name__}:service", f"{__name__}:shout"]
+    tools = build_environment(Ref.model_validate({"name": "tools", "functions": functions} | options))
+    assert tools.waits
+
+    async def run() -> Any:
+        calls = tuple(ToolCall(name="service", arguments={"text": text}) for text in texts)
+        calls += (ToolCall(name="shout", arguments={"text": "a"}),)
+        return await cast("Awaitable[Any]", tools.reply(TASK, [Turn(response="r", calls=calls)]))
+
+    *found, other = asyncio.run(run())
+    assert other["content"] == "AŽ"
+    return found
+
+
+def test_calls_of_coroutine_functions_wait_together() -> None:
+    found = asked(*"abcd", "fail", *"efgh")
+    assert [one["content"] for one in found] == [*"ABCD", "error: LookupError: no such page", *"EFGH"]
+    assert [one["is_error"] for one in found] == [False] * 4 + [True] + [False] * 4
+    assert AT_WORK == [0, 9]
+
+
+def test_a_service_gets_no_more_calls_than_its_limits() -> None:
+    asked(*"abcdef", at_once=2)
+    assert AT_WORK[1] == 2
+    asked(*"abc", per_s=10.0)
+    assert np.diff(BEGAN).min() > 0.09
+
+
+@pytest.mark.parametrize(("text", "attempts"), [("down", 3), ("hang", 3), ("once", 2)])
+def test_a_service_that_does_not_answer_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, text: str, attempts: int
+) -> None:
+    """And is no fault of the policy: the episode is INVALID then."""
+    monkeypatch.setattr(_functions, "RETRY_S", 0.01)
+    if text == "once":
+        assert [one["content"] for one in asked(text, retries=2)] == ["ONCE"]
+    else:
+        with pytest.raises(ToolUnavailable, match=r"the tool service is unavailable: (503|no answer in 0.2 s)"):
+            asked(text, retries=2, call_s=0.2)
+    assert len(BEGAN) == attempts
+
+
+def test_limits_of_plain_functions_are_refused() -> None:
+    with pytest.raises(ConfigError, match="limits of `async def` functions"):
+        build_environment(Ref.model_validate({"name": "tools", "functions": [f"{__name__}:shout"], "retries": 1}))
 
 
 def test_tools_in_a_run_file_are_an_environment() -> None:

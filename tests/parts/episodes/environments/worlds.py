@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import time
@@ -65,6 +66,34 @@ class Counting(Environment):
         self.file.unlink()
         if "stuck" in self.said:
             raise RuntimeError("it does not close")
+
+
+@dataclass
+class Slow(Environment):
+    """Waits like a service, and does what the last turn says."""
+
+    def open(self, task: Task) -> None:
+        self.said = list[str]()
+        self.file = Path(task.metadata["folder"]) / f"{os.getpid()}-{id(self)}"
+        self.file.touch()
+
+    async def reply(self, task: Task, turns: Sequence[Turn]) -> Any:
+        what = turns[-1].response
+        self.said.append(what)
+        await asyncio.sleep(0.5)
+        if what == "hang":
+            await asyncio.sleep(100)
+        if what == "spin":
+            while True:
+                pass
+        if what == "exit":
+            os._exit(3)
+        if what == "raise":
+            raise ValueError("no such thing")
+        return None if what == "nothing" else f"{len(self.said)} of {len(turns)}"
+
+    def close(self) -> None:
+        self.file.unlink()
 
 
 @dataclass
