@@ -3,7 +3,9 @@ refused of them."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +16,9 @@ from transformers import AutoModelForCausalLM
 from llamarl.kernels.delta_shape import DeltaShape
 from llamarl.models.hf import load_model
 from tests.end_to_end.test_resume import SYNCHRONOUS
-from tests.end_to_end.tiny import llamarl_here, make_model, rows, write_toml
+from tests.end_to_end.tiny import Command, descendants, gone, llamarl_here, make_model, rows, write_toml
 from tests.generation.hybrids import MOE
+from tests.nightly import nightly
 
 DELTA = DeltaShape(layers=(0,), num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=8)
 STATE = "model.layers.0.linear_attn.A_log"
@@ -87,3 +90,21 @@ def test_what_is_not_offered_is_refused_by_name(
 ) -> None:
     done = llamarl_here("train", write_toml(tmp_path, hybrid), "--output", tmp_path, "--dry-run", option, value)
     assert done.returncode == 2 and named in done.stderr, done.stderr
+
+
+@nightly("two of its processes are killed")
+@pytest.mark.timeout(900)
+def test_a_run_with_kills_replays_bit_for_bit(tmp_path: Path, hybrid: Path) -> None:
+    toml, folder = write_toml(tmp_path, hybrid), tmp_path / "faulty"
+    folder.mkdir()
+    command = Command.start(folder, "train", toml, "--output", folder, "--steps", 12, "--checkpoint.every_steps", 4)
+    metrics, pids = folder / "tiny/metrics.jsonl", list[int]()
+    for name, step in (("generator-0", 3), ("trainer", 6)):
+        command.until(lambda step=step: metrics.exists() and f'"step": {step},' in metrics.read_text())
+        pids += descendants(command.process.pid)
+        os.kill(command.children()[name], signal.SIGKILL)
+    code, said = command.wait()
+    assert code == 0, said
+    assert "trainer continues" in said and gone(pids) == []
+    replayed = llamarl_here("replay", folder / "tiny")
+    assert replayed.returncode == 0 and "all equal" in replayed.stdout, replayed.stdout + replayed.stderr

@@ -60,7 +60,7 @@ def oracle(request: pytest.FixtureRequest) -> PreTrainedModel:
         for name, tensor in model.state_dict().items():
             spread = 0.5 if ".mlp.gate." in name else 0.1
             noise = torch.empty_like(tensor).normal_(0.0, spread, generator=generator)
-            tensor.copy_(noise if tensor.ndim == 2 else tensor + noise)
+            tensor.copy_(noise if tensor.ndim > 1 else tensor + noise)
             if name.endswith("A_log"):  # slow decays, so that states matter
                 tensor.copy_(noise * 10 - 2)
             if "conv1d" in name:
