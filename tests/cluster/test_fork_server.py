@@ -20,7 +20,7 @@ import pytest
 from llamarl.cluster import fork_server, launcher, watched
 from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, MeshFailed
 from tests.cluster.harness import CALL_S, HERE, SPAWN_S, Kind, echo, forking, is_alive, run, until
-from tests.nightly import also
+from tests.nightly import nightly
 
 NUMBER = "OMP_NUM_THREADS"
 
@@ -252,7 +252,8 @@ def test_a_forked_rank_finds_what_one_finds_that_starts_by_itself(kind: Kind) ->
         assert forked[name] == value, (name, forked[name], value)
 
 
-@pytest.mark.parametrize("number", [2, *also(1)])
+@nightly("four starts that import torch; what libraries read as they are loaded is compared below")
+@pytest.mark.parametrize("number", [2, 1])
 def test_threads_are_as_many_as_in_one_that_starts_by_itself(kind: Kind, number: int) -> None:
     """Libraries read their number as they are loaded, which was with one thread."""
     found = list[dict[str, int]]()

@@ -8,9 +8,9 @@ import pytest
 
 from tests.generation.conformance import CHECKS, Check
 from tests.generation.native import serve
+from tests.nightly import crossed
 
 
-@pytest.mark.parametrize("kv_on_update", ["keep", "recompute"])
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(("check", "kv_on_update"), crossed(CHECKS, ["keep", "recompute"]))
 def test_native(check: Check, kv_on_update: Literal["keep", "recompute"]) -> None:
     check(serve(kv_on_update))

@@ -8,17 +8,16 @@ import pytest
 
 from tests.gpu import weights
 from tests.gpu.conftest import Run
+from tests.nightly import also
 
 
 @pytest.mark.parametrize(
     ("precision", "options"),
     [
-        ("bfloat16", {}),
-        ("fp8", {}),
         ("int8", {}),
         ("bfloat16", {"transport": "file", "delta": True}),
-        ("bfloat16", {"lora": True}),
         ("fp8", {"lora": True}),
+        *also(("bfloat16", {}), ("fp8", {}), ("bfloat16", {"lora": True})),
     ],
 )
 def test_a_version_crosses_once(on_gpu: Run, precision: str, options: dict[str, Any]) -> None:
