@@ -59,10 +59,10 @@ def test_killed_it_becomes_what_it_would_have_become(tmp_path: Path, toml: Path)
     assert all((run / file).read_bytes() == (whole / file).read_bytes() for file in files)
 
 
+@nightly("a controller that is killed continues below in one process, and in test_restarts.py with processes")
 def test_by_itself_with_processes_and_segments(tmp_path: Path, toml: Path) -> None:
-    """`--restarts`: the controller is killed, at night twice; nobody is left of those that it had started."""
-    run, kills = tmp_path / "tiny", (5, 11) if NIGHTLY else (5,)
-    steps = 90 if NIGHTLY else 45
+    """`--restarts`: the controller is killed twice; nobody is left of those that it had started."""
+    run, kills, steps = tmp_path / "tiny", (5, 11), 90
     command = Command.start(
         tmp_path, "train", toml, "--output", tmp_path, "--steps", steps, "--restarts", 2, "--checkpoint.every_steps", 4,
         "--rollout.segment_tokens", 4, "--rollout.prompts_per_step", 4,

@@ -162,9 +162,8 @@ main()
 """A machine that has less room than before for those that start again."""
 
 
-@pytest.mark.parametrize(
-    "mirror", ["true", pytest.param("false", marks=nightly("states on disk move in test_layouts"))]
-)
+@nightly("two runs of two ranks; states move between layouts in tests/training/test_layouts.py")
+@pytest.mark.parametrize("mirror", ["true", "false"])
 def test_a_trainer_that_goes_on_in_another_layout_learns_the_same(
     tmp_path: Path, toml: Path, whole: Path, mirror: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

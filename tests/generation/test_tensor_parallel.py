@@ -37,6 +37,7 @@ from tests.generation.conformance import (
 )
 from tests.generation.references import drain, drive, run
 from tests.kernels.engines import engine as computed_by
+from tests.nightly import NIGHTLY
 
 
 def build(mesh: RankMesh, folder: Path, graphs: bool = False) -> tuple[GeneratorModel, Engine]:
@@ -239,7 +240,7 @@ def two(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         assert others[0].result().startswith("stopped after")
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", CHECKS if NIGHTLY else CHECKS[::3], ids=lambda check: check.__name__)
 def test_conformance(check: Check, two: Served) -> None:
     @contextmanager
     def start(model: Transformer) -> Iterator[Served]:

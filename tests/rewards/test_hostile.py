@@ -11,6 +11,7 @@ import pytest
 from llamarl.config import Ref, build
 from llamarl.config.ref import members
 from llamarl.rewards import Reward
+from tests.nightly import crossed
 from tests.rewards.conftest import item
 
 LIMIT_S, CPU_S = 20.0, 100
@@ -53,8 +54,7 @@ def test_nothing_is_executed(reward: Reward, tmp_path: Path, monkeypatch: pytest
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("gold", ["72", r"\frac{\sqrt{2}}{2}"], ids=["number", "expression"])
-@pytest.mark.parametrize("text", BOMBS, ids=lambda text: text[:20])
+@pytest.mark.parametrize(("text", "gold"), crossed(BOMBS, ["72", r"\frac{\sqrt{2}}{2}"]))
 def test_none_takes_long(reward: Reward, text: str, gold: str) -> None:
     for form in ("#### {}", r"\boxed{{{}}}"):
         times_s = list[float]()

@@ -25,6 +25,7 @@ from llamarl.sharding.tensor_parallel import is_router
 from llamarl.training.trainer import Trainer
 from tests.distributed.ranks import rendezvous, results
 from tests.generation.mixtures import MIXTURES, mixture
+from tests.nightly import also
 from tests.training.layouts import SEQUENCES, assembled, load, parts, preflight, save
 from tests.training.routers import routed
 
@@ -39,7 +40,7 @@ def trainer_of(**settings: Any) -> Trainer:
     return Trainer(mixture(NAME), config, Aipo(), GroupMean(), 1.0)
 
 
-@pytest.mark.parametrize("more", [{}, {"activation_checkpointing": True}, {"train_router": False}], ids=str)
+@pytest.mark.parametrize("more", [{}, *also({"activation_checkpointing": True}, {"train_router": False})], ids=str)
 def test_ranks_read_all_and_gather_routers_in_float32(workers, make_groups, tmp_path: Path, more: dict) -> None:
     """Where a layer's other weights are gathered in bfloat16."""
     model = mixture(NAME)
