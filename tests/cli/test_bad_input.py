@@ -46,7 +46,7 @@ def check(done: Done, *parts: str, command: str = "train") -> None:
         (["--reward.parts", "[{name = 'exakt'}]"], ["reward.parts", "exact"]),
         (["--reward.parts", "['tests.cli.nowhere:Reward']"], ["reward.parts", "tests.cli.nowhere"]),
         (["--reward.weights", "[1.0, 2.0]"], ["reward.weights has 2 numbers for 1 parts"]),
-        (["--cluster.kind", "slurm"], ["cluster.kind", "'monarch', 'hosts' or 'inline'"]),
+        (["--cluster.kind", "slurm"], ["cluster.kind", "'monarch', 'processes', 'hosts' or 'inline'"]),
         (["--cluster.kind", "hosts", "--cluster.listen", "127.0.0.2:65536"], ["cluster.listen", "ports end at 65535"]),
         (["--name", "../escape"], ["name", "'../escape'"]),
         (["--data.template", "no place"], ["data.template", "use {question}"]),

@@ -46,6 +46,7 @@ BASE = (
 )
 DATA = "{name = 'running_total', count = 200, first = 7}"
 KL, PPO, LATE = ("--reference.kl_coefficient", 0.1), ("--recipe", "ppo"), ("--rollout.max_staleness", 3)
+PAID = ("--rollout.environment", "tests.parts.episodes.environments.worlds:Paid", "--rollout.max_new_tokens", 40)
 DECAY = ("--trainer.decay", "linear", "--trainer.decay_steps", 3)
 REFUSED = {
     "model.warm_start": ("nowhere.toml", "cannot read"),
@@ -160,6 +161,8 @@ CHANGES = {
     "shaping.length_penalty": (0.5, "advantages"),
     "shaping.overlong_penalty": (0.5, "advantages"),
     "shaping.mask_truncated": ("true", "advantages"),
+    "shaping.credit": ("turn", "advantages", *PAID),
+    "shaping.turn_discount": (0.5, "advantages", *PAID, "--shaping.credit", "discounted"),
     "eval.every_steps": (1, "evals"),
     "eval.max_prompts": (5, "evals"),
     "eval.samples": (2, "evals", "--eval.temperature", 1.0),

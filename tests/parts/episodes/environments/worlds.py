@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,16 @@ class Slow(Environment):
 
     def close(self) -> None:
         self.file.unlink()
+
+
+@dataclass
+class Paid(Environment):
+    """Rewards turns of odd length, three times."""
+
+    stop: list[str] = field(default_factory=lambda: [" ", "e", "a", "1"], kw_only=True)
+
+    def reply(self, task: Task, turns: Sequence[Turn]) -> Any:
+        return RewardedReply("1+2\n", float(len(turns[-1].response) % 2)) if len(turns) < 4 else None
 
 
 @dataclass
