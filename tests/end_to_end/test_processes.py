@@ -131,8 +131,7 @@ def test_ctrl_c_and_resume(running: Running, toml: Path) -> None:
     assert not re.search(rf"step +{last}/", done.stdout), "a step was done again"
 
 
-@nightly("one kind of end by day: Ctrl-C, above")
-@pytest.mark.parametrize("kind", ["inline", "monarch", "processes"])
+@pytest.mark.parametrize("kind", ["inline", *(["monarch", "processes"] if NIGHTLY else [])])
 def test_being_asked_to_end_and_a_second_signal(tmp_path: Path, toml: Path, kind: str) -> None:
     """SIGTERM ends one run. A second run, which starts in parallel, receives two signals in a row."""
     polite, hasty = (Running(tmp_path / name, toml, "--cluster.kind", kind) for name in ("polite", "hasty"))
