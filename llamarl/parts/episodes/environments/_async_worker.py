@@ -4,23 +4,15 @@ episodes wait at the same time. No torch."""
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import json
-import os
-import resource
-import signal
-import socket
 import sys
 import time
 from collections.abc import Awaitable
 from typing import Any, cast
 
-from llamarl.child import stream_to_parent
 from llamarl.parts.episodes.environments._worker import as_item, close, close_all, opened
+from llamarl.parts.episodes.line_worker import limit_this_process, serve
 
-MAX_LINE_BYTES = 1 << 28
 MAX_REASON_CHARS = 200
-_PR_SET_PDEATHSIG = 1
 
 
 async def answer(item: dict[str, Any]) -> dict[str, Any]:
@@ -42,28 +34,12 @@ async def answer(item: dict[str, Any]) -> dict[str, Any]:
     return said | {"seconds": time.monotonic() - start_s}
 
 
-async def serve(stream: socket.socket) -> None:
+async def main() -> None:
     """Answers until the parent closes the stream, then closes the states of all episodes."""
-    reader, writer = await asyncio.open_connection(sock=stream, limit=MAX_LINE_BYTES)
-    running = set[asyncio.Task[None]]()
-
-    async def run(item: dict[str, Any]) -> None:
-        said = await answer(item)
-        writer.write(json.dumps({"number": item["number"]} | said).encode() + b"\n")
-        await writer.drain()
-
-    while line := await reader.readline():
-        task = asyncio.create_task(run(json.loads(line)))
-        running.add(task)
-        task.add_done_callback(running.discard)
+    await serve(answer)
     close_all()
 
 
 if __name__ == "__main__":
-    memory_bytes, parent = int(sys.argv[1]), int(sys.argv[2])
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    asyncio.run(serve(stream_to_parent()))
+    limit_this_process(int(sys.argv[1]), int(sys.argv[2]))
+    asyncio.run(main())

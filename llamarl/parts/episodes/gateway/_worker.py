@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import json
 import math
-import os
-import resource
-import signal
-import socket
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
+from functools import partial
 from numbers import Real
 from typing import Any
 
-from llamarl.child import stream_to_parent
 from llamarl.config import ConfigError
 from llamarl.config.ref import find
 from llamarl.parts.episodes.environments._base import Task
+from llamarl.parts.episodes.line_worker import limit_this_process, serve
 from llamarl.types import RewardResult
 
 MAX_REASON_CHARS = 1000
-_PR_SET_PDEATHSIG = 1
 Agent = Callable[[Task, str, str], Awaitable[Any]]
 
 
@@ -55,26 +49,6 @@ async def _result(agent: Agent, item: dict[str, Any]) -> dict[str, Any]:
     return {"error": f"the agent gave {said!r:.200}, which is not a finite number, a RewardResult or None"}
 
 
-async def _serve(agent: Agent, stream: socket.socket) -> None:
-    reader, writer = await asyncio.open_connection(sock=stream, limit=1 << 28)
-    running = set[asyncio.Task[None]]()
-
-    async def run(item: dict[str, Any]) -> None:
-        said = await _result(agent, item)
-        writer.write(json.dumps({"number": item["number"]} | said).encode() + b"\n")
-        await writer.drain()
-
-    while line := await reader.readline():
-        task = asyncio.create_task(run(json.loads(line)))
-        running.add(task)
-        task.add_done_callback(running.discard)
-
-
 if __name__ == "__main__":
-    memory_bytes, parent, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    asyncio.run(_serve(find_agent(name), stream_to_parent()))
+    limit_this_process(int(sys.argv[1]), int(sys.argv[2]))
+    asyncio.run(serve(partial(_result, find_agent(sys.argv[3]))))
