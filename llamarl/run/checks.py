@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -200,9 +200,10 @@ def uneven_experts(moe: MoeShape | None, num_ranks: int) -> list[str]:
 def check_models(config: RunConfig, shape: ModelShape) -> None:
     """Raises ConfigError if reference or critic have another vocabulary than the policy, a model has no folder, or the
     critic's layout does not fit."""
-    for name, option, path in model_paths(config):
-        if name != "reward-model":
-            _check_tokens(config.model.path, shape, option, path)
+    readers = [(option, path) for name, option, path in model_paths(config) if name != "reward-model"]
+    own = tokens_of(Path(config.model.path)) if readers else {}
+    for option, path in readers:
+        _check_tokens(own, shape, option, path)
     for name, settings in models_in_use(config).items():
         other = load_shape(settings.path) if settings.path else shape
         if isinstance(settings, CriticConfig):
@@ -210,10 +211,14 @@ def check_models(config: RunConfig, shape: ModelShape) -> None:
             check_blocks(config, other, settings.parallelism, name)
 
 
-def _check_tokens(policy: str, shape: ModelShape, option: str, path: str) -> None:
+def _check_tokens(own: Mapping[int, str], shape: ModelShape, option: str, path: str) -> None:
     """Raises ConfigError if a model reads the policy's token ids as other tokens. Rows beyond the tokenizer's tokens do
-    not matter: models of one family pad their embeddings differently. Without tokenizers the sizes must be equal."""
-    own, other, num_rows = tokens_of(Path(policy)), tokens_of(Path(path)), load_shape(path).vocab_size
+    not matter: models of one family pad their embeddings differently. Without tokenizers the sizes must be equal.
+
+    Args:
+        own: tokens of the policy by id.
+    """
+    other, num_rows = tokens_of(Path(path)), load_shape(path).vocab_size
     differs = next((one for one in own if other.get(one) != own[one]), None) if own and other else None
     fix = "name a model with the policy's tokenizer"
     if differs is not None:

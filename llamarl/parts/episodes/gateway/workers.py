@@ -11,10 +11,10 @@ from typing import Any
 
 from llamarl.child import Child
 from llamarl.config.roles import AgentConfig
+from llamarl.parts.episodes.line_worker import MAX_LINE_BYTES
 
 GRACE_S = 10.0
 """Seconds that an agent may exceed its deadline before its process is killed."""
-MAX_LINE_BYTES = 1 << 28
 
 
 class AgentWorkers:
