@@ -53,7 +53,8 @@ SENTENCES: dict[str, dict[str, str]] = {
         "learning-2026-11-25": "accuracy against synchronous training after 60 steps of the demo: staleness 1 "
         "{gap_points/demo S=1:+.1f} points ({interval/demo S=1/0:.1f} to {interval/demo S=1/1:.1f}, "
         "{seeds/demo S=1:.0f} pairs)",
-        "distillation-2026-11-28": "distillation of the demo: within 3 points of the teacher after {distill_steps_ratio:.3f} "
+        "distillation-2026-11-28": "distillation of the demo: within 3 points of the teacher after "
+        "{distill_steps_ratio:.3f} "
         "of the steps of training with the reward, {distill_seconds_ratio:.2f} of the seconds (three seeds)",
         "learning-early-2026-11-28": "accuracy against synchronous training after 30 steps of the demo: staleness 1 "
         "{gap_points/early demo S=1:.1f} points, staleness 2 {gap_points/early demo S=2:.1f} (ten pairs each)",
@@ -89,7 +90,8 @@ SENTENCES: dict[str, dict[str, str]] = {
         "peers-2026-11-25": AGAINST_TRL,
     },
     "GPU": {
-        "fp4-2026-11-28": "mean log-prob difference of SmolLM2-135M from bfloat16, emulated: int8 {rows/@kind=int8/mean:.2f} nats, "
+        "fp4-2026-11-28": "mean log-prob difference of SmolLM2-135M from bfloat16, emulated: int8 "
+        "{rows/@kind=int8/mean:.2f} nats, "
         "fp8 {rows/@kind=fp8/mean:.2f}, NVFP4 weights {rows/@kind=nvfp4 weights/mean:.2f}, NVFP4 weights and "
         "activations {rows/@kind=nvfp4/mean:.2f}",
         "gpu-2026-11-26": f"one H100 (80 GB), 8B: decoding reaches {{{HALF_STEPS}/bandwidth_share:.2f}} of the memory "
@@ -104,8 +106,10 @@ SENTENCES: dict[str, dict[str, str]] = {
         "{ratio_vs_vllm/10m_int8:.2f} and {ratio_vs_vllm/100m_int8:.2f} in int8",
         "generation-amx-int8-2026-11-24": "tokens per CPU second against vLLM in bfloat16, AMX, two repeats: "
         "{ratio_vs_vllm/100m_int8:.2f} (100M) in int8",
-        "generation-amx-fp32-2026-11-24": "tokens per CPU second against vLLM, both in float32, AMX: {ratio_vs_vllm/10m_fp32:.2f} (10M), {ratio_vs_vllm/35m_fp32:.2f} (35M), {ratio_vs_vllm/100m_fp32:.2f} (100M)",
-        "generation-avx2-2026-11-26": "tokens per CPU second against vLLM in float32, AVX2, 10M, 35M and 100M: {ratio_vs_vllm/10m_fp32:.2f}, {ratio_vs_vllm/35m_fp32:.2f}, {ratio_vs_vllm/100m_fp32:.2f} in "
+        "generation-amx-fp32-2026-11-24": "tokens per CPU second against vLLM, both in float32, AMX: "
+        "{ratio_vs_vllm/10m_fp32:.2f} (10M), {ratio_vs_vllm/35m_fp32:.2f} (35M), {ratio_vs_vllm/100m_fp32:.2f} (100M)",
+        "generation-avx2-2026-11-26": "tokens per CPU second against vLLM in float32, AVX2, 10M, 35M and 100M: "
+        "{ratio_vs_vllm/10m_fp32:.2f}, {ratio_vs_vllm/35m_fp32:.2f}, {ratio_vs_vllm/100m_fp32:.2f} in "
         "float32; {ratio_vs_vllm/10m_bf16:.2f}, {ratio_vs_vllm/35m_bf16:.2f}, {ratio_vs_vllm/100m_bf16:.2f} in "
         "bfloat16; {ratio_vs_vllm/10m_int8:.2f}, {ratio_vs_vllm/35m_int8:.2f}, {ratio_vs_vllm/100m_int8:.2f} in int8",
         "generation-avx2-2026-11-21": "tokens per CPU second against vLLM's fastest type, AVX2, 10M: "
@@ -116,7 +120,8 @@ SENTENCES: dict[str, dict[str, str]] = {
         "{kl_ratio_live/int8:.2f} (speeds: Intel Xeon, AMX)",
     },
     "Weight transfer": {
-        "weight_sync-2026-11-22": "speed against a gather and broadcast: {ratio_vs_gather_broadcast:.0f} times by shared memory, "
+        "weight_sync-2026-11-22": "speed against a gather and broadcast: {ratio_vs_gather_broadcast:.0f} times by "
+        "shared memory, "
         "{p2p_ratio_vs_gather_broadcast:.1f} times by sockets",
         "weight_sync_plan-2026-11-22": "planning a transfer of 405B from 512 to 512 ranks: "
         "{planning/405B, 512 to 512 ranks/wall_s:.2f} s",
@@ -145,7 +150,8 @@ SENTENCES: dict[str, dict[str, str]] = {
         "hosts-2026-11-26": "{losses_tried:.0f} hosts lost, the trainer's {losses_of_trainer:.0f} times, "
         "{losses_failed:.0f} failed, longest step {longest_step_s:.1f} s; a sync at 100 ms round trip takes "
         "{sync_100ms_s:.2f} s",
-        "scale-2026-11-25": "1,024 agents connect within {agents_here_s:.1f} s and use {agents_core_share:.0%} of a core; a "
+        "scale-2026-11-25": "1,024 agents connect within {agents_here_s:.1f} s and use {agents_core_share:.0%} of a "
+        "core; a "
         "call to 32 processes takes {call_all_ms:.0f} ms; weights from 512 to 512 ranks take {max_descriptors:.0f} "
         "descriptors per process",
     },
