@@ -36,7 +36,7 @@ from llamarl.models.hf import load_model
 from llamarl.models.quantize import QUANTIZED_DTYPES, dequantize_rows, quantize_rows
 from llamarl.rewards._build import build_reward
 from llamarl.run.prepare import prepare
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import GenerationRequest, Prompt, RewardItem, Rollout, RolloutGroup, SamplingParams
 from llamarl.weight_sync.delta import encode
 
@@ -97,9 +97,11 @@ class Loop:
         self.trainer = Trainer(
             first,
             config.trainer,
-            build(config.trainer.loss, "llamarl.algorithms.losses", "trainer.loss"),
-            build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage"),
-            config.rollout.temperature,
+            Objective(
+                loss=build(config.trainer.loss, "llamarl.algorithms.losses", "trainer.loss"),
+                advantage=build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage"),
+                temperature=config.rollout.temperature,
+            ),
         )
         self._sampling = SamplingParams(
             temperature=config.rollout.temperature,

@@ -25,7 +25,7 @@ from llamarl.generation.model import GeneratorModel, part_reader
 from llamarl.models.memory import kv_token_bytes
 from llamarl.models.transformer import Transformer
 from llamarl.training.optimization import finished
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import SampleGroup
 
 PROMPT, RESPONSE = 256, 256
@@ -44,7 +44,13 @@ class Turns:
             model = Transformer(shape)
         config = LIGHT.model_copy(update={"microbatch_tokens": options.tokens})
         read = part_reader(RandomWeights(shape, self.device, torch.bfloat16))
-        self.trainer = Trainer(model, config, Aipo(), GroupMean(), 1.0, device=torch.device(self.device), read=read)
+        self.trainer = Trainer(
+            model,
+            config,
+            Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0),
+            device=torch.device(self.device),
+            read=read,
+        )
         self.served = GeneratorModel(shape, "bfloat16", self.device)
         kv_bytes = int(options.rows * (PROMPT + RESPONSE + 32) * kv_token_bytes(shape, 1, 2))
         self.engine = Engine(

@@ -27,7 +27,7 @@ from llamarl.models.shape import ModelShape, MoeShape
 from llamarl.training import policy
 from llamarl.training.optimization import finished
 from llamarl.training.policy import target_logprobs
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import GenerationRequest, SampleGroup, SamplingParams, TrainSample
 from llamarl.weight_sync.base import plan_writers
 from llamarl.weight_sync.layout import TensorSpec, lay_out
@@ -243,7 +243,7 @@ def test_steps_are_those_of_a_processor(
     def steps(device: torch.device, options: dict[str, Any]) -> tuple[list[float], list[float], Tensor]:
         config = TrainerConfig(learning_rate=1e-3, microbatch_tokens=400, **options)
         model = new_model(SHAPES[family], 1, 0.05)
-        trainer = Trainer(model, config, Aipo(), GroupMean(), 1.0, device=device)
+        trainer = Trainer(model, config, Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0), device=device)
         updates = [finished(trainer.update(groups(), step)) for step in (100, 101)]
         weights = [weight.detach().float().cpu().flatten() for weight in trainer.sharding.weights.values()]
         return [one.loss for one in updates], [one.grad_norm for one in updates], torch.cat(weights)

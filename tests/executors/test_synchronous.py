@@ -24,7 +24,7 @@ from llamarl.models.hf import load_model
 from llamarl.run.folder import prepare_run_folder
 from llamarl.run.prepare import prepare
 from llamarl.run.train import run
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import GenerationRequest, Prompt, RewardItem, Rollout, RolloutGroup, SamplingParams
 from tests.end_to_end.tiny import rows
 from tests.executors.rewards import EvenLength
@@ -66,9 +66,10 @@ def straight_loop(config: RunConfig) -> tuple[list[Rollout], dict[str, torch.Ten
     limits = GeneratorConfig()
     engine = Engine(generator, max_running=limits.max_running, prefill_tokens=limits.prefill_tokens, kv_bytes=None)
     trainer = Trainer(
-        load_model(config.model.path, torch.float32, "cpu"), config.trainer, Aipo(), GroupMean(),
-        config.rollout.temperature,
-    )  # fmt: skip
+        load_model(config.model.path, torch.float32, "cpu"),
+        config.trainer,
+        Objective(loss=Aipo(), advantage=GroupMean(), temperature=config.rollout.temperature),
+    )
     sampling = SamplingParams(
         temperature=config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,

@@ -22,7 +22,7 @@ from llamarl.models.transformer import Transformer
 from llamarl.training.packing import NOT_RECORDED, Microbatch, pack, padded, to_sample_group, with_advantage
 from llamarl.training.policy import Policy
 from llamarl.training.routing import routing_of
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import (
     FinishReason,
     GenerationRequest,
@@ -83,7 +83,7 @@ def routers(model: nn.Module) -> list[Router]:
 
 def trainer_of(model: Transformer, **settings: object) -> Trainer:
     config = TrainerConfig(**{"learning_rate": 1e-3, "max_grad_norm": 1e9} | settings)
-    return Trainer(model, config, Aipo(), GroupMean(), temperature=TEMPERATURE)
+    return Trainer(model, config, Objective(loss=Aipo(), advantage=GroupMean(), temperature=TEMPERATURE))
 
 
 @contextmanager
