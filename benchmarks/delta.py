@@ -30,7 +30,7 @@ from torch import Tensor
 
 from llamarl.config import RunConfig, build, load_config
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel, Precision
 from llamarl.models.hf import load_model
 from llamarl.models.quantize import QUANTIZED_DTYPES, dequantize_rows, quantize_rows
@@ -92,7 +92,8 @@ class Loop:
         self._generator.load(first)
         limits = config.generator
         self._engine = Engine(
-            self._generator, max_running=limits.max_running, prefill_tokens=limits.prefill_tokens, kv_bytes=None
+            self._generator,
+            EngineSettings(max_running=limits.max_running, prefill_tokens=limits.prefill_tokens, kv_bytes=None),
         )
         self.trainer = Trainer(
             first,

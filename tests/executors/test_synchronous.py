@@ -18,7 +18,7 @@ from llamarl.config import RunConfig
 from llamarl.config.schema import GeneratorConfig
 from llamarl.data.sampler import PromptSampler
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel
 from llamarl.models.hf import load_model
 from llamarl.run.folder import prepare_run_folder
@@ -64,7 +64,9 @@ def straight_loop(config: RunConfig) -> tuple[list[Rollout], dict[str, torch.Ten
     generator = GeneratorModel(first.shape, "float32", "cpu")
     generator.load(first)
     limits = GeneratorConfig()
-    engine = Engine(generator, max_running=limits.max_running, prefill_tokens=limits.prefill_tokens, kv_bytes=None)
+    engine = Engine(
+        generator, EngineSettings(max_running=limits.max_running, prefill_tokens=limits.prefill_tokens, kv_bytes=None)
+    )
     trainer = Trainer(
         load_model(config.model.path, torch.float32, "cpu"),
         config.trainer,

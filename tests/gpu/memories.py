@@ -23,7 +23,7 @@ from llamarl.config import RunConfig
 from llamarl.config.roles import LoraConfig, TrainerConfig
 from llamarl.distributed.mesh import ALONE, AXES, CPU, Axis, RankMesh
 from llamarl.generation.attention import KVCache
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel
 from llamarl.kernels import gpu, half
 from llamarl.models import fit, memory
@@ -279,9 +279,15 @@ def in_turns(shape: ModelShape, config: RunConfig) -> InTurns:
         (batch,) = pack([group(prompt, (response,) * size)] * num_groups, 1 << 30)
         served = GeneratorModel(shape, config.generator.dtype, device)
         engine = Engine(
-            served, max_running=config.generator.max_running, prefill_tokens=config.generator.prefill_tokens,
-            kv_bytes=config.generator.kv_cache_bytes, graphs=False, asleep=True,
-        )  # fmt: skip
+            served,
+            EngineSettings(
+                max_running=config.generator.max_running,
+                prefill_tokens=config.generator.prefill_tokens,
+                kv_bytes=config.generator.kv_cache_bytes,
+                graphs=False,
+                asleep=True,
+            ),
+        )
         for _ in range(2):
             counted.peak_bytes = counted.live_bytes
             trainer.sharding.hold_gradients()
