@@ -47,7 +47,7 @@ from llamarl.generation.engine import Engine
 from llamarl.generation.model import GeneratorModel, Precision
 from llamarl.kernels.delta_shape import DeltaShape
 from llamarl.models.attention import packed_attend
-from llamarl.models.delta_rule import Branches, Recurrent
+from llamarl.models.delta_rule import Branches, RecurrentForm
 from llamarl.models.hf import load_model, new_model, save_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
@@ -166,7 +166,7 @@ def form_error() -> dict[str, float]:
     differences = list[Tensor]()
     for ids in documents(64):
         chunked, recurrent = (packed_attend([len(ids)], [()], fused=True) for _ in range(2))
-        recurrent.recur = Recurrent(lambda ids=ids: Branches([0], [len(ids)], [-1]))
+        recurrent.recur = RecurrentForm(lambda ids=ids: Branches([0], [len(ids)], [-1]))
         found = [
             model.logits(model(ids, torch.arange(len(ids)), attend)).log_softmax(-1)[:-1].gather(1, ids[1:, None])
             for attend in (chunked, recurrent)

@@ -195,7 +195,7 @@ class Packed:
         return self._windows[width]
 
 
-class Recurrent:
+class RecurrentForm:
     """`Recur` over whole packed sequences in the form of generators: token by token, without gradients."""
 
     def __init__(self, branches: Callable[[], Branches]) -> None:

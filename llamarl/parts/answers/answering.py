@@ -107,7 +107,7 @@ def open_engine(config: RunConfig) -> Iterator[RolloutEngine]:
         with Fleet(config) as fleet:
             yield fleet
     else:
-        yield open_native(config.model.path, generator, None, False, None).engine
+        yield open_native(config.model.path, generator).engine
 
 
 def generate(engine: RolloutEngine, requests: Iterator[GenerationRequest], ahead: int) -> Iterator[list[Rollout]]:
