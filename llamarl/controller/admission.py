@@ -4,9 +4,10 @@ Groups are numbered 0, 1, 2, ... in the order of their admission. With P groups 
 window W:
 
 - *Admission.* Group i is admitted only while fewer than A groups are active, where A is (S + 1) * P or `max_active`. A
-  group is active from its admission until the version that was trained on it is made (`release`). Its request carries
-  the oldest version that may serve it (`oldest_version`). The request leaves at once, and waits at its generator until
-  that generator serves this version or a newer one.
+  group is active from its admission until the version that was trained on it is *made*: until the optimizer step that
+  takes the group has ended (`Admission.version_trained`, `RolloutBuffer.release`). Its request carries the oldest
+  version that may serve it (`oldest_version`). The request leaves at once, and waits at its generator until that
+  generator serves this version or a newer one.
 - *Window.* While h is the oldest unconsumed group, only groups below h + W may be consumed, oldest first.
 - *Replacement.* A flat group, in which all rewards are equal, may be dropped. It is then no longer active, and a new
   group joins the end of the order. Between two steps at most `max_dropped` groups are dropped: those with the smallest
@@ -260,7 +261,7 @@ class Admission:
         return request, prompt
 
     def version_trained(self, version: int, num_groups: int) -> None:
-        """Frees the slots of the groups that `version` was trained on."""
+        """Notes that `version` is made, and frees the slots of the groups that it was trained on."""
         self._progress.published = version
         self.buffer.release(num_groups)
         if self.num_admissible > 0:
@@ -508,7 +509,8 @@ class RolloutBuffer:
         return max(1, size - len(generated) + num_taken), missing[place]
 
     def release(self, count: int) -> None:
-        """Frees the slots of `count` consumed groups whose version is made."""
+        """Frees the slots of `count` consumed groups whose version is made. `Replicas.release` is something else: it
+        releases a version to the generators."""
         assert 0 <= count <= self._num_unreleased, "released more groups than were consumed"
         self._num_unreleased -= count
 
