@@ -10,8 +10,8 @@ from typing import Any
 from llamarl.config import ConfigError
 from llamarl.config.ref import make_record
 from llamarl.parts.episodes.environments._base import Task
-from llamarl.parts.episodes.machines import Limits, MachineBackend, MachineLost
-from llamarl.parts.episodes.machines._base import is_inside, pack, unpack
+from llamarl.parts.episodes.machines import MachineBackend, MachineLimits
+from llamarl.parts.episodes.machines._base import STRICT, is_inside, pack, unpack
 from llamarl.rewards._base import right, wrong
 from llamarl.types import RewardResult
 
@@ -44,6 +44,8 @@ os._exit(0)
 class Check:
     """What decides whether the files are right. A row has one of `calls` and `command`."""
 
+    __pydantic_config__ = STRICT
+
     calls: list[tuple[str, list[Any], Any]] | None = None
     """Calls as `["module:function", [argument, ...], expected]`. Expected values never enter a machine, so no program
     in it can report them. `{"raises": "ValueError"}` expects an exception."""
@@ -57,6 +59,8 @@ class Check:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineTask:
     """Fields of a row."""
+
+    __pydantic_config__ = STRICT
 
     check: Check
     answer_files: list[str]
@@ -87,7 +91,9 @@ def task_of(task: Task) -> MachineTask:
     return found
 
 
-def checked(task: MachineTask, tar: bytes, backend: MachineBackend, limits: Limits, check_s: float) -> RewardResult:
+def checked(
+    task: MachineTask, tar: bytes, backend: MachineBackend, limits: MachineLimits, check_s: float
+) -> RewardResult:
     """Returns the reward for the files in an archive of the policy's machine. Raises MachineLost if they end or exceed
     the second machine."""
     answers = unpack(tar, task.answer_files, ANSWER_BYTES)
@@ -137,6 +143,3 @@ def is_same(found: Any, expected: Any) -> bool:
     if isinstance(expected, float) and isinstance(found, int | float) and not isinstance(found, bool):
         return math.isclose(found, expected, rel_tol=1e-9)
     return type(found) is type(expected) and found == expected
-
-
-__all__ = ["Check", "MachineLost", "MachineTask", "checked", "task_of"]

@@ -6,7 +6,7 @@ import threading
 from functools import lru_cache
 
 from llamarl.config import ConfigError, Ref, build
-from llamarl.parts.episodes.machines import Limits, Machine, MachineBackend
+from llamarl.parts.episodes.machines import Machine, MachineBackend, MachineLimits
 
 FAMILY = "llamarl.parts.episodes.machines"
 
@@ -29,7 +29,7 @@ def backend_of(ref: Ref) -> MachineBackend:
 class OpenMachine:
     """Starts a machine once. `close` may come from another thread while it starts or works."""
 
-    def __init__(self, backend: MachineBackend, limits: Limits) -> None:
+    def __init__(self, backend: MachineBackend, limits: MachineLimits) -> None:
         self._backend, self._limits = backend, limits
         self._lock = threading.Lock()
         self._machine: Machine | None = None

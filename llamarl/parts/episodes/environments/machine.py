@@ -17,7 +17,7 @@ from llamarl.parts.episodes.environments._base import Environment, Messages, Tas
 from llamarl.parts.episodes.environments._functions import ToolError, answers, schema
 from llamarl.parts.episodes.environments._machine_check import ANSWER_BYTES, checked, task_of
 from llamarl.parts.episodes.environments._open_machine import OpenMachine, backend_of
-from llamarl.parts.episodes.machines import CommandResult, Limits, MachineLost
+from llamarl.parts.episodes.machines import CommandResult, MachineLimits, MachineLost
 from llamarl.rewards._base import wrong
 from llamarl.types import RewardResult
 
@@ -27,8 +27,8 @@ _STOPS = {"block": ["\n```\n"], "line": ["\n"], "tool": list[str]()}
 
 @dataclass
 class Machine(Environment):
-    """Runs the commands of a turn in the machine of the episode and replies with their output. A turn without a command,
-    and the last of `max_turns`, end the episode: the files that the row names are then checked in a second machine.
+    """Runs the commands of a turn in the machine of the episode and replies with their output. A turn without a
+    command, and the last of `max_turns`, end the episode. A second machine then checks the files that the row names.
 
     An episode whose machine ends, hangs or exceeds a limit of the whole machine is WRONG. A fault of the host or of the
     row is INVALID."""
@@ -41,11 +41,11 @@ class Machine(Environment):
     """Maximum seconds for all replies of an episode. A slower episode is INVALID."""
     backend: Ref = field(default_factory=lambda: Ref(name="bubblewrap"))
     """What starts machines: a file of `llamarl/parts/episodes/machines`, or `package.module:Class`."""
-    limits: Limits = field(default_factory=Limits)
-    """Limits of each machine."""
+    limits: MachineLimits = field(default_factory=MachineLimits)
+    """MachineLimits of each machine."""
     form: Literal["block", "line", "tool"] = "block"
-    """How the policy writes a command. `block`: a closed ```` ```sh ```` block at the end of the turn. `line`: each turn is
-    a command line, and `exit` ends the episode. `tool`: calls of the tool `shell` of the chat template."""
+    """How the policy writes a command. `block`: a closed ```` ```sh ```` block at the end of the turn. `line`: each
+    turn is a command line, and `exit` ends the episode. `tool`: calls of the tool `shell` of the chat template."""
     command_s: Annotated[float, Field(gt=0)] = 20.0
     """Seconds for the commands of one turn. Commands that take longer are killed, and the episode continues."""
     check_s: Annotated[float, Field(gt=0)] = 40.0
@@ -106,9 +106,8 @@ class Machine(Environment):
             return messages or None
         if self.form == "line":
             command = turn.response.strip()
-            return (
-                f"{self._output(command)}$ " if turn.response.endswith("\n") and command not in ("", "exit") else None
-            )
+            is_command = turn.response.endswith("\n") and command not in ("", "exit")
+            return f"{self._output(command)}$ " if is_command else None
         commands = _BLOCK.findall(turn.response)
         return f"```output\n{self._output(commands[0]).rstrip()}\n```\n" if commands else None
 

@@ -1,11 +1,13 @@
 """The program inside a machine: runs commands, and unpacks and packs files. Standard library of Python 3.9 or later.
 
-    host -> agent   a line of JSON with "bytes", then so many bytes
+    host -> agent   a line of JSON with the number of bytes that follow
     agent -> host   the same; the first message is {"hello": ...}, with a descriptor of /proc over a Unix socket
 
 It is process 1 of its machine: no process of the machine can signal or trace it, and orphans become its children. All
 limits are set in its children. Arguments: the descriptor to read, the descriptor to write, limits as JSON.
 """
+
+from __future__ import annotations
 
 import array
 import ctypes
@@ -24,7 +26,8 @@ import time
 WORK, STATE = "/work", "/run/shell"
 SCRIPT = """
 shopt -s expand_aliases
-trap '{ declare -p; declare -f; alias -p; shopt -p; printf "cd -- %q\\n# whole\\n" "$PWD"; } >/run/shell/new 2>/dev/null' EXIT
+trap '{ declare -p; declare -f; alias -p; shopt -p; printf "cd -- %q\\n# whole\\n" "$PWD"
+} >/run/shell/new 2>/dev/null' EXIT
 . /run/shell/state >/dev/null 2>&1
 eval "$(</run/shell/command)"
 """
@@ -38,7 +41,7 @@ class Streams:
     def __init__(self, read: int, write: int) -> None:
         self._reader, self._write = os.fdopen(read, "rb"), write
 
-    def receive(self):
+    def receive(self) -> tuple[dict, bytes] | None:
         """Returns the next message and its bytes. None means that the host is gone."""
         line = self._reader.readline()
         if not line:
@@ -75,8 +78,8 @@ def limit(limits: dict) -> None:
     for name, value in limits.items():
         number = getattr(resource, name)
         _, hard = resource.getrlimit(number)
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(number, (value, value))
+        most = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(number, (most, most))
 
 
 def spawn(arguments: list, descriptors: list, limits: dict) -> int:
@@ -97,6 +100,7 @@ def spawn(arguments: list, descriptors: list, limits: dict) -> int:
         os.write(1, f"the command cannot be started: {error}".encode())
     finally:
         os._exit(127)
+    return 0
 
 
 def reap() -> None:
@@ -256,4 +260,5 @@ def main() -> None:
             streams.send({"error": f"{type(error).__name__}: {error}"})
 
 
-main()
+if __name__ == "__main__":
+    main()

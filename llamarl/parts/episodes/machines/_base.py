@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 WORK = "/work"
 """Folder of a machine in which commands start and files are placed."""
+
+STRICT = ConfigDict(extra="forbid")
+"""Unknown options are errors."""
 
 
 class MachineLost(Exception):
@@ -22,8 +25,10 @@ class MachineLost(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """Limits of one machine."""
+class MachineLimits:
+    """MachineLimits of one machine."""
+
+    __pydantic_config__ = STRICT
 
     memory_bytes: Annotated[int, Field(ge=1 << 27)] = 1 << 29
     """Memory of all processes of the machine, and address space of each."""
@@ -84,7 +89,7 @@ class MachineBackend(ABC):
         """Returns why this host cannot start machines, in a few words. Empty means that it can."""
 
     @abstractmethod
-    def start(self, folder: str | None, limits: Limits) -> Machine:
+    def start(self, folder: str | None, limits: MachineLimits) -> Machine:
         """Starts a machine with a copy of `folder` as `/work`. None means an empty folder.
 
         Raises:

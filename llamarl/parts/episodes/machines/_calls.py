@@ -1,7 +1,7 @@
 """System calls that no process of a machine may make: a seccomp filter in the form that `bwrap --seccomp` reads.
 
-Programs of a machine need most of the other calls, so this is a deny-list on top of namespaces without capabilities. It
-refuses calls that reach the kernel's rarely used parts, other namespaces, or memory that no limit of the machine bounds.
+Programs of a machine need most of the other calls, so this is a deny-list on top of namespaces without capabilities.
+It refuses calls that reach rarely used parts of the kernel, other namespaces, or memory that no limit bounds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NEW_NAMESPACES = 0x7E020000
 _PUSHES_INPUT = (0x5412, 0x541C)
 """TIOCSTI and TIOCLINUX, which write to a terminal as if its user typed."""
 _FAMILIES = (1, 2, 10, 16)
-"""Families of sockets within the machine's network: Unix, IPv4, IPv6, netlink. Others, such as VSOCK, reach beyond it."""
+"""Families of sockets within the machine's network: Unix, IPv4, IPv6, netlink. Others, such as VSOCK, reach beyond."""
 _JUMP_IF_ANY_BIT, _X32 = 0x45, 0x40000000
 _ABSENT = 0x00050000 | errno.ENOSYS
 

@@ -82,7 +82,7 @@ def _become_machine(order: dict[str, Any], descriptors: Sequence[int]) -> None:
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         os.execv(order["program"], [order["program"], "--args", str(ARGUMENTS), *order["command"]])
-    except BaseException as error:
+    except (OSError, ValueError) as error:
         fault = json.dumps({"fault": f"{type(error).__name__}: {error}", "bytes": 0})
         os.write(kept[0], fault.encode() + b"\n")
     finally:
@@ -102,7 +102,7 @@ def _mount(order: dict[str, Any], is_root: bool) -> None:
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
     _call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
-    # The stage hides what is below its mount point, so that is opened before.
+    # The stage hides everything below its mount point, so these folders are opened before.
     base = os.open(order["base"], os.O_PATH) if order["base"] else None
     shown = [os.open(path, os.O_PATH) for path in order["shows"]]
     options = f"size={order['disk_bytes']},nr_inodes={order['files']},mode=755"

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from typing import NamedTuple
 
-from llamarl.parts.episodes.machines._base import Limits
+from llamarl.parts.episodes.machines._base import MachineLimits
 from llamarl.parts.episodes.machines._connection import AgentMachine
 
 BUSY_S, IDLE_S = 0.05, 0.5
@@ -17,25 +17,25 @@ BUSY_S, IDLE_S = 0.05, 0.5
 _PAGE_BYTES, _TICKS = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
 
 
-class _Watched(NamedTuple):
+class _WatchedMachine(NamedTuple):
     machine: AgentMachine
-    limits: Limits
+    limits: MachineLimits
     proc: int
     """Descriptor of the machine's /proc."""
 
 
-class Watch:
+class MachineWatch:
     """Looks at all machines of this process. Its thread runs while there are machines."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._machines = dict[AgentMachine, tuple[_Watched, float]]()
+        self._machines = dict[AgentMachine, tuple[_WatchedMachine, float]]()
         self._is_running = False
 
-    def add(self, machine: AgentMachine, limits: Limits, proc: int) -> None:
+    def add(self, machine: AgentMachine, limits: MachineLimits, proc: int) -> None:
         """Watches a machine until `drop`. Takes over the descriptor of its /proc."""
         with self._lock:
-            self._machines[machine] = _Watched(machine, limits, proc), 0.0
+            self._machines[machine] = _WatchedMachine(machine, limits, proc), 0.0
             if not self._is_running:
                 self._is_running = True
                 threading.Thread(target=self._loop, name="machines", daemon=True).start()
@@ -66,7 +66,7 @@ class Watch:
             time.sleep(BUSY_S)
 
 
-def exceeds(proc: int, limits: Limits) -> str:
+def exceeds(proc: int, limits: MachineLimits) -> str:
     """Returns which limit the processes in a /proc exceed together. Empty means none."""
     memory_bytes, ticks, pids = 0, 0, list[str]()
     with suppress(OSError):  # the machine has ended
@@ -107,6 +107,6 @@ def _read(proc: int, path: str) -> str:
 
 
 @functools.cache
-def watch() -> Watch:
+def watch() -> MachineWatch:
     """Returns the watch of this process."""
-    return Watch()
+    return MachineWatch()

@@ -14,13 +14,14 @@ import subprocess
 import sys
 import sysconfig
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from llamarl.child import Child
+from llamarl.child import Child, code_path
 from llamarl.config import ConfigError
 from llamarl.parts.episodes.machines import _starter
-from llamarl.parts.episodes.machines._base import WORK, Limits, Machine, MachineBackend, is_owned_by, pack_folder
+from llamarl.parts.episodes.machines._base import WORK, Machine, MachineBackend, MachineLimits, is_owned_by, pack_folder
 from llamarl.parts.episodes.machines._calls import program
 from llamarl.parts.episodes.machines._connection import AgentMachine, agent_program
 from llamarl.parts.episodes.machines._starter import FILTER, STAGE, STREAM
@@ -51,7 +52,7 @@ class Bubblewrap(MachineBackend):
     def problem(self) -> str:
         return _problem()
 
-    def start(self, folder: str | None, limits: Limits) -> Machine:
+    def start(self, folder: str | None, limits: MachineLimits) -> Machine:
         if problem := _problem():
             raise ConfigError(f"machines cannot be started here: {problem}; use another backend or host")
         for path in (*self.shows, *([folder] if folder else [])):
@@ -60,7 +61,7 @@ class Bubblewrap(MachineBackend):
         uid = _unprivileged_uid()
         gid = os.getgid() if os.getuid() else None  # another user's namespace knows no other group
         base = folder if folder and is_owned_by(folder, uid, gid) else None
-        machine = _started(self.shows, base, limits, uid)
+        machine = _started(_starter_of_this_process(), self.shows, base, limits, uid)
         if folder and base is None:  # the machine's user could not change it, so the machine gets a copy
             try:
                 machine.put(pack_folder(folder))
@@ -70,7 +71,8 @@ class Bubblewrap(MachineBackend):
         return machine
 
 
-def _started(shows: list[str], base: str | None, limits: Limits, uid: int) -> AgentMachine:
+def _started(starter: _Starter, shows: list[str], base: str | None, limits: MachineLimits, uid: int) -> AgentMachine:
+    """Returns a machine that is ready. Raises OSError."""
     ours, theirs = socket.socketpair()
     shown = {path: path for path in map(os.path.abspath, shows)} | _python_folders()
     agent = [_interpreter(), "-I", "-S", "/run/agent.py", str(STREAM), str(STREAM), json.dumps(_limits(limits))]
@@ -81,7 +83,7 @@ def _started(shows: list[str], base: str | None, limits: Limits, uid: int) -> Ag
     arguments = _memory_file(b"\0".join(map(os.fsencode, _arguments([*shown.values()], limits))) + b"\0")
     calls = _memory_file(program())
     try:
-        handle = _starter_of_this_process().start(order, [theirs.fileno(), arguments, calls])
+        handle = starter.start(order, [theirs.fileno(), arguments, calls])
     finally:
         theirs.close()
         os.close(arguments)
@@ -105,7 +107,7 @@ def _end(machine: AgentMachine, handle: int) -> None:
     os.close(handle)
 
 
-def _arguments(shown: list[str], limits: Limits) -> list[str]:
+def _arguments(shown: list[str], limits: MachineLimits) -> list[str]:
     """Returns the arguments of bwrap."""
     options = ["--unshare-all", "--unshare-user", *(["--share-net"] if limits.network else []), "--die-with-parent",
                "--new-session", "--as-pid-1", "--cap-drop", "ALL", "--uid", _INSIDE_UID, "--gid", _INSIDE_UID,
@@ -133,7 +135,7 @@ def _arguments(shown: list[str], limits: Limits) -> list[str]:
     return options
 
 
-def _limits(limits: Limits) -> dict[str, int]:
+def _limits(limits: MachineLimits) -> dict[str, int]:
     """Returns the limits of each process of a machine."""
     return {
         "RLIMIT_AS": limits.memory_bytes, "RLIMIT_NPROC": limits.processes, "RLIMIT_CPU": limits.cpu_s,
@@ -214,11 +216,11 @@ class _Starter:
         self._lock = threading.Lock()
         self._child = Child(
             "-P", "-s", "-m", _starter.__name__, kind=socket.SOCK_SEQPACKET, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, cwd="/",
+            stderr=subprocess.DEVNULL, cwd="/", env={"PYTHONPATH": code_path()},
         )  # fmt: skip
         self._child.stream.settimeout(START_S)
 
-    def start(self, order: dict[str, object], descriptors: list[int]) -> int:
+    def start(self, order: Mapping[str, object], descriptors: list[int]) -> int:
         """Starts a machine. Returns a descriptor of its process. Raises OSError."""
         with self._lock:
             socket.send_fds(self._child.stream, [json.dumps(order).encode()], descriptors)
@@ -226,6 +228,10 @@ class _Starter:
         if not answer or not handles:
             raise ConnectionError("the process that starts machines has ended")
         return handles[0]
+
+    def close(self) -> None:
+        """Ends the process and all machines that it has started."""
+        self._child.end(START_S)
 
 
 @functools.cache
@@ -242,8 +248,11 @@ def _problem() -> str:
         return "the program bwrap is missing; install the package bubblewrap"
     if not os.path.exists("/bin/bash"):
         return "the program /bin/bash is missing"
+    starter = _Starter()
     try:
-        _started([], None, Limits(), _unprivileged_uid()).close()
+        _started(starter, [], None, MachineLimits(), _unprivileged_uid()).close()
     except (OSError, ConfigError) as error:
         return f"bwrap does not start ({error}); user namespaces may be forbidden"
+    finally:
+        starter.close()
     return ""
