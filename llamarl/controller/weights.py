@@ -177,9 +177,9 @@ class WeightSync:
             is_new = await self._replicas.unless_dead(replica, self._transports.choose([replica]))
             if is_new is None:
                 return
-            has_newest = progress.published == progress.trained and not progress.is_stepping
+            has_newest = progress.made == progress.trained and not progress.is_stepping
             if is_new and has_newest:  # otherwise the trainer publishes the next version through this transport
-                await self._publish(progress.published)
+                await self._publish(progress.made)
             while True:
                 await self._published.until(lambda: self._has_newer(replica))
                 published = self._newest
