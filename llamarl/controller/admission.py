@@ -510,7 +510,7 @@ class RolloutBuffer:
 
     def free(self, count: int) -> None:
         """Frees the slots of `count` consumed groups whose version is made."""
-        assert 0 <= count <= self._num_consumed, "frees more groups than were consumed"
+        assert 0 <= count <= self._num_consumed, "freed more groups than were consumed"
         self._num_consumed -= count
 
 

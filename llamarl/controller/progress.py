@@ -28,8 +28,8 @@ class Progress:
     trained: int = 0
     """Newest step that the trainer has completed. Written by `TrainedExecutors`."""
     made: int = 0
-    """Newest version that is made, as `admission.py` and `docs/staleness.md` say: its step has ended and the slots of its
-    groups are free. It may still be on its way to the generators. Written by `Admission`."""
+    """Newest version that is made, as `admission.py` and `docs/staleness.md` say: its step has ended and the slots of
+    its groups are free. It may still be on its way to the generators. Written by `Admission`."""
     released: int = NO_VERSION
     """Version that a generator must serve, or a newer one, to get requests. Written by `Replicas`."""
     critic_begun: int = 0

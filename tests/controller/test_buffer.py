@@ -478,12 +478,12 @@ class TestMisuse:
         with pytest.raises(AssertionError, match="put twice"):
             buffer.put(group(0))
 
-    def test_release_of_more_than_was_consumed(self) -> None:
+    def test_freeing_more_than_was_consumed(self) -> None:
         buffer = buffer_of(1, max_staleness=1, window=1)
         buffer.admit(2)
         buffer.put(group(0))
         buffer.take()
-        with pytest.raises(AssertionError, match="released more"):
+        with pytest.raises(AssertionError, match="freed more"):
             buffer.free(2)
 
 
