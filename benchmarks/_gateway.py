@@ -48,14 +48,15 @@ def _generate(pipe: Connection, model: str, concurrent: int) -> None:
     import torch
 
     from llamarl.data.tokenizer import Tokenizer
-    from llamarl.generation.engine import Engine
+    from llamarl.generation.engine import Engine, EngineSettings
     from llamarl.generation.model import load_generator_model
 
     torch.set_num_threads(1)
     engine = Engine(
-        load_generator_model(model, "float32", torch.device("cpu")), max_running=concurrent, prefill_tokens=2048,
-        kv_bytes=None, decode=Tokenizer(model).decode,
-    )  # fmt: skip
+        load_generator_model(model, "float32", torch.device("cpu")),
+        EngineSettings(max_running=concurrent, prefill_tokens=2048, kv_bytes=None),
+        decode=Tokenizer(model).decode,
+    )
     while True:
         while pipe.poll() or not engine.has_work:
             requests, released = pipe.recv()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from llamarl.distributed.mesh import ALONE, CPU
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel, Precision
 from llamarl.models.experts import Router
 from llamarl.models.hf import new_model
@@ -44,7 +44,7 @@ class Drawn:
 @torch.inference_mode()
 def drawn(model: GeneratorModel, prompts: Sequence[Prompt], group_size: int, sampling: SamplingParams) -> Drawn:
     """What the engine samples at temperature 1."""
-    engine = Engine(model, max_running=128, prefill_tokens=2048, kv_bytes=None)
+    engine = Engine(model, EngineSettings(max_running=128, prefill_tokens=2048, kv_bytes=None))
     rows, logits = dict[tuple[int, int], list[Tensor]](), model.logits
 
     def keep(hidden_N_D: Tensor) -> Tensor:

@@ -30,13 +30,13 @@ from torch import Tensor
 
 from llamarl.config import RunConfig, build, load_config
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel, Precision
 from llamarl.models.hf import load_model
 from llamarl.models.quantize import QUANTIZED_DTYPES, dequantize_rows, quantize_rows
 from llamarl.rewards._build import build_reward
 from llamarl.run.prepare import prepare
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import GenerationRequest, Prompt, RewardItem, Rollout, RolloutGroup, SamplingParams
 from llamarl.weight_sync.delta import encode
 
@@ -92,14 +92,17 @@ class Loop:
         self._generator.load(first)
         limits = config.generator
         self._engine = Engine(
-            self._generator, max_running=limits.max_running, prefill_tokens=limits.prefill_tokens, kv_bytes=None
+            self._generator,
+            EngineSettings(max_running=limits.max_running, prefill_tokens=limits.prefill_tokens, kv_bytes=None),
         )
         self.trainer = Trainer(
             first,
             config.trainer,
-            build(config.trainer.loss, "llamarl.algorithms.losses", "trainer.loss"),
-            build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage"),
-            config.rollout.temperature,
+            Objective(
+                loss=build(config.trainer.loss, "llamarl.algorithms.losses", "trainer.loss"),
+                advantage=build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage"),
+                temperature=config.rollout.temperature,
+            ),
         )
         self._sampling = SamplingParams(
             temperature=config.rollout.temperature,

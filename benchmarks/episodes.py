@@ -31,7 +31,7 @@ from _record import write_result
 from llamarl.config import RunConfig, load_config
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel, load_generator_model
 from llamarl.models.folder import load_shape
 from llamarl.parts.episodes.environments._base import Task, Turn
@@ -74,7 +74,9 @@ class Talk:
             replace(one, sampling=replace(one.sampling, stop_strings=strings), has_turns=holds) for one in requests
         ]
         self._by_id = {one.group_id: one for one in requests}
-        self.engine = Engine(model, max_running=concurrent, prefill_tokens=2048, kv_bytes=None, decode=tokenizer.decode)
+        self.engine = Engine(
+            model, EngineSettings(max_running=concurrent, prefill_tokens=2048, kv_bytes=None), decode=tokenizer.decode
+        )
         self._done = list[Rollout]()
         self.engine_s = self.answers_s = 0.0
         self.engine.submit(requests)

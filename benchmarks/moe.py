@@ -50,7 +50,7 @@ from llamarl.sharding.tensor_parallel import (
     tensor_parallel_box,
 )
 from llamarl.training.optimization import finished
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import SampleGroup, TrainSample
 from llamarl.weight_sync.base import plan_writers
 from llamarl.weight_sync.layout import TensorSpec, lay_out
@@ -172,7 +172,9 @@ def _steps() -> dict[str, float]:
     """CPU seconds of a step."""
     shapes = {"mixture": DEMO, "dense": replace(DEMO, family="qwen3", moe=None)}
     trainers = {
-        name: Trainer(new_model(shape, 0, 0.06), TrainerConfig(), Aipo(), GroupMean(), 1.0)
+        name: Trainer(
+            new_model(shape, 0, 0.06), TrainerConfig(), Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0)
+        )
         for name, shape in shapes.items()
     }
     found = {name: list[float]() for name in trainers}

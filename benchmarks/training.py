@@ -47,7 +47,7 @@ from llamarl.training.cost import step_cost
 from llamarl.training.meter import device_seconds, peak_flops
 from llamarl.training.optimization import finished
 from llamarl.training.packing import to_sample_group
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup, SampleGroup
 
 CPU = torch.device("cpu")
@@ -113,12 +113,16 @@ def trainer_of(model: Transformer, device: torch.device = CPU, **config: Any) ->
     settings = TrainerConfig(**config)
     if settings.lora:
         add_adapters(model, settings.lora, seed=2, dtype=getattr(torch, settings.dtype))
-    return Trainer(model, settings, Aipo(), GroupMean(), 1.0, device=device)
+    return Trainer(model, settings, Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0), device=device)
 
 
 def padded_step(trainer: Trainer, samples: list[SampleGroup]) -> None:
     """The same step with a row per rollout, as long as the longest of its microbatch."""
-    model, loss, pairs = trainer.model, trainer.loss, [(g.prompt_token_ids_T, s) for g in samples for s in g.samples]
+    model, loss, pairs = (
+        trainer.model,
+        trainer.objective.loss,
+        [(g.prompt_token_ids_T, s) for g in samples for s in g.samples],
+    )
     lengths = [len(prompt) + len(sample.token_ids_T) for prompt, sample in pairs]
     rows = max(1, trainer.config.microbatch_tokens // max(lengths))
     num_loss_tokens = sum(len(sample.token_ids_T) for _, sample in pairs)

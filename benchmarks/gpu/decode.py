@@ -17,7 +17,7 @@ from typing import Any
 from shapes import MODELS, RandomWeights, copy_bytes_per_s, requests, say, seconds_of, settings
 
 from llamarl.generation.attention import KVCache
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel
 
 STEPS, REPEATS, WARM_UP = 32, 3, 8
@@ -51,7 +51,7 @@ def running(model: GeneratorModel, batch: int, context: int, graphs: bool) -> En
     shape = model.shape
     kv_bytes = KVCache.block_bytes(shape, model.kv_dtype)
     kv_bytes *= batch * ((context + 2 * COUNT) // 16 + 2)
-    engine = Engine(model, max_running=batch, prefill_tokens=8192, kv_bytes=kv_bytes, graphs=graphs)
+    engine = Engine(model, EngineSettings(max_running=batch, prefill_tokens=8192, kv_bytes=kv_bytes, graphs=graphs))
     engine.submit(requests(shape, range(batch), max(context - COUNT // 2, 1), 2 * COUNT))
     while engine.stats().running < batch:
         engine.step()

@@ -19,7 +19,7 @@ from decode import CONTEXT, running
 from shapes import DATA_SHEET_TFLOPS, MODELS, RandomWeights, copy_bytes_per_s, requests, say, seconds_of, settings
 from train import fitted, make_trainer
 
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel, part_reader
 from llamarl.kernels.attention import BLOCK_SIZE
 from llamarl.parts.cuda import decode as kernels
@@ -65,7 +65,9 @@ def mismatch(model: str, device: str) -> Rows:
     def measured(dtype: Any) -> dict[str, Any]:
         served = GeneratorModel(shape, dtype, device)
         served.load(weights)
-        engine = Engine(served, max_running=16, prefill_tokens=4096, kv_bytes=(64 if is_toy else 2048) << 20)
+        engine = Engine(
+            served, EngineSettings(max_running=16, prefill_tokens=4096, kv_bytes=(64 if is_toy else 2048) << 20)
+        )
         given = requests(shape, range(16), 64, 32 if is_toy else 256)
         rollouts = generated(engine, given)
         whole = [np.append(of.prompt_token_ids_T, one.token_ids_T) for of, one in zip(given, rollouts, strict=True)]
@@ -85,7 +87,7 @@ def prefill(model: str, device: str) -> Rows:
     served.load(RandomWeights(shape, device))
 
     def measured(rows: int, prompt: int) -> dict[str, Any]:
-        engine = Engine(served, max_running=rows, prefill_tokens=8192, kv_bytes=None, graphs=False)
+        engine = Engine(served, EngineSettings(max_running=rows, prefill_tokens=8192, kv_bytes=None, graphs=False))
         given = requests(shape, range(rows), prompt, 1)
         times = [seconds_of(device, lambda: generated(engine, given)) for _ in range(1 + REPEATS)]
         tokens_per_s = rows * prompt / statistics.median(times[1:])

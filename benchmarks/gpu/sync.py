@@ -21,7 +21,7 @@ import torch
 from shapes import MODELS, RandomWeights, copy_bytes_per_s, requests, say, settings
 
 from llamarl.executors.generator import Adopter
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel
 from llamarl.weight_sync.base import plan_writers
 from llamarl.weight_sync.layout import TensorSpec, lay_out
@@ -117,7 +117,7 @@ def generator(connection: Connection, transport: str, name: str, device: str, fo
     model.load(RandomWeights(shape, device))
     room = model.room if device.startswith("cuda") else None
     adopter = Adopter(model.specs(), model.use, hold=model.hold, room=room)
-    engine = Engine(model, max_running=BATCH, prefill_tokens=8192, kv_bytes=None)
+    engine = Engine(model, EngineSettings(max_running=BATCH, prefill_tokens=8192, kv_bytes=None))
 
     def begin(version: int) -> None:
         """Rollouts with a whole context before them, so that they outlast slow transports."""

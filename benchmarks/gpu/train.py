@@ -28,7 +28,7 @@ from llamarl.training.cost import step_cost
 from llamarl.training.optimization import finished
 from llamarl.training.parallel import Read
 from llamarl.training.policy import target_logprobs
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import SampleGroup, TrainSample
 
 REPEATS = 5
@@ -87,7 +87,13 @@ def make_trainer(
     config = TrainerConfig(
         dtype="bfloat16", activation_checkpointing=checkpointing, microbatch_tokens=num_tokens, compile=compiled
     )
-    return Trainer(model, config, Aipo(), GroupMean(), 1.0, device=torch.device(device), read=read), groups
+    return Trainer(
+        model,
+        config,
+        Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0),
+        device=torch.device(device),
+        read=read,
+    ), groups
 
 
 def trained(trainer: Trainer, groups: list[SampleGroup], num_tokens: int) -> dict[str, Any]:

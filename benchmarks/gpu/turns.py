@@ -20,12 +20,12 @@ from train import sample_group
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.config.roles import TrainerConfig
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel, part_reader
 from llamarl.models.memory import kv_token_bytes
 from llamarl.models.transformer import Transformer
 from llamarl.training.optimization import finished
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import SampleGroup
 
 PROMPT, RESPONSE = 256, 256
@@ -44,13 +44,25 @@ class Turns:
             model = Transformer(shape)
         config = LIGHT.model_copy(update={"microbatch_tokens": options.tokens})
         read = part_reader(RandomWeights(shape, self.device, torch.bfloat16))
-        self.trainer = Trainer(model, config, Aipo(), GroupMean(), 1.0, device=torch.device(self.device), read=read)
+        self.trainer = Trainer(
+            model,
+            config,
+            Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0),
+            device=torch.device(self.device),
+            read=read,
+        )
         self.served = GeneratorModel(shape, "bfloat16", self.device)
         kv_bytes = int(options.rows * (PROMPT + RESPONSE + 32) * kv_token_bytes(shape, 1, 2))
         self.engine = Engine(
-            self.served, max_running=options.rows, prefill_tokens=2048, kv_bytes=kv_bytes, asleep=True,
-            graphs=None if is_gpu else False,
-        )  # fmt: skip
+            self.served,
+            EngineSettings(
+                max_running=options.rows,
+                prefill_tokens=2048,
+                kv_bytes=kv_bytes,
+                asleep=True,
+                graphs=None if is_gpu else False,
+            ),
+        )
         rng = np.random.default_rng(0)
         self.groups: list[SampleGroup] = [sample_group(shape, rng, options.tokens // 8) for _ in range(2)]
         self.options, self.step, self.copied_bytes = options, 0, 0

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from work import Run, Workload, serve
 
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel
 from llamarl.models.folder import load_shape
 from llamarl.models.hf import load_model
@@ -65,7 +65,7 @@ def start() -> tuple[int, Run]:
     torch.set_num_threads(1)
     model = GeneratorModel(load_shape(folder), dtype, "cpu")
     model.load(load_model(folder, torch.float32, "cpu"))
-    engine = Engine(model, max_running=int(slots), prefill_tokens=PREFILL_TOKENS, kv_bytes=None)
+    engine = Engine(model, EngineSettings(max_running=int(slots), prefill_tokens=PREFILL_TOKENS, kv_bytes=None))
     return (model.shape.vocab_size, lambda work: run(engine, work) | {"path": model.multiplies_by})
 
 

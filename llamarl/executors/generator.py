@@ -16,15 +16,23 @@ from torch import Tensor
 
 from llamarl.cluster.api import Executor
 from llamarl.config.ref import part
-from llamarl.config.roles import LoraConfig
 from llamarl.config.schema import GeneratorConfig, RunConfig
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.distributed.links import Rendezvous
 from llamarl.distributed.mesh import join_mesh, set_up_device
-from llamarl.executors.replies import GROUPS_INTERVAL_S, LATEST_S, REPLY_INTERVAL_S, Adoption, Collected, GeneratorStats
+from llamarl.executors.replies import (
+    GROUPS_INTERVAL_S,
+    LATEST_S,
+    REPLY_INTERVAL_S,
+    UNPAIRED,
+    Adoption,
+    Collected,
+    GeneratorStats,
+    Pairing,
+)
 from llamarl.executors.rescorer import Rescorer
 from llamarl.generation.backend import GenerationBackend
-from llamarl.generation.engine import Engine, kv_budget
+from llamarl.generation.engine import Engine, EngineSettings, kv_budget
 from llamarl.generation.model import AdapterMerger, load_generator_model
 from llamarl.generation.tensor_parallel import FollowerRank, ModelRanks, TensorParallelEngine
 from llamarl.kernels.build import keep_choices_in
@@ -241,17 +249,10 @@ class Backend(Protocol):
 def open_native(
     model_path: str,
     config: GeneratorConfig,
-    rendezvous: Rendezvous | None,
-    delta: bool,
-    lora: LoraConfig | None,
-    sleeps: bool = False,
-    beside_bytes: int = 0,
+    rendezvous: Rendezvous | None = None,
+    pairing: Pairing = UNPAIRED,
 ) -> OpenedEngine:
     """Opens the native engine, on one rank or several.
-
-    Args:
-        sleeps: start without weights, keys and values.
-        beside_bytes: memory of the device that other executors will use later.
 
     Raises:
         ConfigError: there is no such device or model, or this machine cannot run it like this.
@@ -262,23 +263,28 @@ def open_native(
     rank, size = mesh.tp.rank, mesh.tp.size
     ranks = ModelRanks(mesh.tp) if size > 1 else None
     model = load_generator_model(
-        model_path, config.dtype, device, ranks, config.kv_dtype, asleep=sleeps and lora is None
+        model_path, config.dtype, device, ranks, config.kv_dtype, asleep=pairing.sleeps and pairing.lora is None
     )
     receiver = model
-    if lora:
+    if pairing.lora:
         base, weights = open_model(model_path)
-        receiver = AdapterMerger(model, base, lora, weights.read)
+        receiver = AdapterMerger(model, base, pairing.lora, weights.read)
     kv_bytes = config.kv_cache_bytes
     if size > 1 and kv_bytes is None:  # all ranks have the same number of blocks
         kv_bytes = min(mesh.exchange(kv_budget(model, config.max_running, size, prefill_tokens=config.prefill_tokens)))
-    native = Engine(
-        model, max_running=config.max_running, prefill_tokens=config.prefill_tokens, kv_bytes=kv_bytes,
-        kv_on_update=config.kv_on_update, decode=Tokenizer(model_path).decode,
-        graphs=False if config.cuda_graphs == "off" else None, records_routes=config.router_replay,
-        asleep=sleeps, beside_bytes=beside_bytes,
-    )  # fmt: skip
+    settings = EngineSettings(
+        max_running=config.max_running,
+        prefill_tokens=config.prefill_tokens,
+        kv_bytes=kv_bytes,
+        kv_on_update=config.kv_on_update,
+        graphs=False if config.cuda_graphs == "off" else None,
+        records_routes=config.router_replay,
+        asleep=pairing.sleeps,
+        beside_bytes=pairing.beside_bytes,
+    )
+    native = Engine(model, settings, decode=Tokenizer(model_path).decode)
     room = model.room if device.type == "cuda" else None
-    adopter = Adopter(receiver.specs(), model.use, rank, delta=delta, hold=receiver.hold, room=room)
+    adopter = Adopter(receiver.specs(), model.use, rank, delta=pairing.delta, hold=receiver.hold, room=room)
     opened = OpenedEngine(
         engine=native, adopter=adopter, describe=native.describe,
         clock=time.thread_time if device.type == "cpu" else time.monotonic,
@@ -311,29 +317,21 @@ class GeneratorExecutor(Executor):
         model_path: str,
         config: GeneratorConfig,
         rendezvous: Rendezvous | None = None,
-        delta: bool = False,
+        pairing: Pairing = UNPAIRED,
         backend: Any = None,
-        lora: LoraConfig | None = None,
         choices: str = "",
-        sleeps: bool = False,
-        beside_bytes: int = 0,
     ) -> None:
         """
         Args:
             rendezvous: meeting point of several ranks. None means one rank.
-            delta: weights may come as changes of the version in use.
             backend: settings of the part that replaces the native engine. None means the native engine.
-            lora: settings of the adapters that come in the place of weights. None means that weights come.
             choices: folder of the run with the choice of kernels. Empty means that choices are not kept.
-            sleeps: use memory only from an adoption until the next call of `sleep`.
-            beside_bytes: memory of the device that the trainer will use from its first step on, while this executor
-                works.
         """
         keep_choices_in(Path(choices) if choices else None)
         if backend:
-            opened = part(config.backend, "open_engine")(model_path, backend, delta)
+            opened = part(config.backend, "open_engine")(model_path, backend, pairing.delta)
         else:
-            opened = open_native(model_path, config, rendezvous, delta, lora, sleeps, beside_bytes)
+            opened = open_native(model_path, config, rendezvous, pairing)
         self._engine, self._adopter, self._follower = opened.engine, opened.adopter, opened.follower
         self._close, self._work_clock = opened.close, opened.clock
         self._describe, self._told = opened.describe, ""
@@ -422,8 +420,8 @@ class GeneratorExecutor(Executor):
         self._engine.release(rollouts)
 
     def collect(self, num_wanted: int, needed: Sequence[int] = ()) -> Future[Collected] | None:
-        """Replies with finished rollouts as soon as N requests are done (0 means one rollout) and all `needed` groups
-        that are here. Replies after a timeout with the rollouts that are done by then."""
+        """Replies with finished rollouts as soon as `num_wanted` requests are done (0 means one rollout), and all
+        `needed` groups that are here. Replies after a timeout with the rollouts that are done by then."""
         if self._follower:
             return None
         assert self._reply is None, "one collect at a time"

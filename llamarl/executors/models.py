@@ -29,7 +29,7 @@ from llamarl.generation.sampler import logprobs_of
 from llamarl.models.attention import causal_attend
 from llamarl.models.scalar import load_scalar_model, open_scalar_model
 from llamarl.rewards._base import MAX_REWARD, invalid
-from llamarl.training.critic import Critic
+from llamarl.training.critic import Critic, ValueObjective
 from llamarl.training.meter import device_seconds
 from llamarl.training.packing import Microbatch, sequences_of, shaping
 from llamarl.training.preflight import check_critic_layout
@@ -167,9 +167,11 @@ class CriticExecutor(OptimizingExecutor):
             self._critic = Critic(
                 model,
                 config.trainer.model_copy(update={"learning_rate": rate}),
-                clip=settings.clip,
-                advantage=build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage"),
-                shaping=shaping(config),
+                ValueObjective(
+                    clip=settings.clip,
+                    advantage=build(config.trainer.advantage, "llamarl.algorithms.advantages", "trainer.advantage"),
+                    shaping=shaping(config),
+                ),
                 mesh=self._mesh,
                 device=self._device,
                 read=weights.read,

@@ -1,4 +1,4 @@
-"""Records that executors answer with, and probes that compare trainer and generators.
+"""Records that executors receive and answer with, and probes that compare trainer and generators.
 
 The controller reads the records, so this module imports no torch.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NotRequired, TypedDi
 import numpy as np
 
 from llamarl.config import RunConfig
+from llamarl.config.roles import LoraConfig
 from llamarl.training.probe import NUM_SEQUENCES, CauseProbe, contexts_of, is_probed, probe_sequences
 from llamarl.training.result import CauseScores, RoutingEffect
 from llamarl.types import RewardResult, Rollout, RolloutGroup
@@ -20,6 +21,24 @@ from llamarl.weight_sync.layout import Address
 
 if TYPE_CHECKING:
     from llamarl.training.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pairing:
+    """How a generator works together with a trainer."""
+
+    delta: bool = False
+    """Weights may come as changes of the version in use."""
+    lora: LoraConfig | None = None
+    """Settings of the adapters that come in the place of weights. None means that weights come."""
+    sleeps: bool = False
+    """Use memory only from an adoption until the next call of `sleep`."""
+    beside_bytes: int = 0
+    """Memory of the device that the trainer will use from its first step on, while the generator works."""
+
+
+UNPAIRED = Pairing()
+"""For a generator that serves a model as it is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

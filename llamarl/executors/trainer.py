@@ -41,7 +41,7 @@ from llamarl.training.policy import uses_halves
 from llamarl.training.preflight import check_layout
 from llamarl.training.result import NonFiniteStep, PolicyStepResult
 from llamarl.training.state import StateMismatch, load_training_state, training_state
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import RolloutGroup
 from llamarl.weight_sync.base import Publisher, plan_writers
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
@@ -223,11 +223,13 @@ class TrainerExecutor(OptimizingExecutor):
             self._trainer = Trainer(
                 model,
                 settings,
-                loss=build(settings.loss, "llamarl.algorithms.losses", "trainer.loss"),
-                advantage=build(settings.advantage, "llamarl.algorithms.advantages", "trainer.advantage"),
-                temperature=config.rollout.temperature,
-                shaping=shaping(config),
-                kl_in_loss=penalty(config.reference, "loss"),
+                Objective(
+                    loss=build(settings.loss, "llamarl.algorithms.losses", "trainer.loss"),
+                    advantage=build(settings.advantage, "llamarl.algorithms.advantages", "trainer.advantage"),
+                    temperature=config.rollout.temperature,
+                    shaping=shaping(config),
+                    kl_in_loss=penalty(config.reference, "loss"),
+                ),
                 mesh=self._mesh,
                 device=self._device,
                 read=read,
@@ -236,7 +238,8 @@ class TrainerExecutor(OptimizingExecutor):
             self._slots_fit = slots_fit(model.shape, config, self._device)
             self._built(self._trainer)
             if resume:
-                beside = [self._store.substore(CRITIC)] if isinstance(self._trainer.advantage, ValueAdvantage) else []
+                has_critic = isinstance(self._trainer.objective.advantage, ValueAdvantage)
+                beside = [self._store.substore(CRITIC)] if has_critic else []
                 self._resumed = self._resume(self._trainer, "controller", beside)
         self._peak_flops = peak_flops(settings, self._device)
         self._weights = self._trainer.sharding.held

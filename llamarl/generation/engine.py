@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ordered
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Literal
 
@@ -56,6 +56,33 @@ _WORK_SHARE = 0.05
 """Smallest share of a GPU's memory that is left to activations, CUDA graphs and libraries."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSettings:
+    """Sizes and modes of an engine."""
+
+    max_running: int
+    """Rollouts that decode at once."""
+    prefill_tokens: int
+    """Largest number of prompt tokens in one step."""
+    kv_bytes: int | None
+    """Memory for keys and values. None means what `max_running` full contexts need, but at most a quarter of the
+    machine's memory (CPU), or nine tenths of the free memory next to a second set of weights (GPU), half if other
+    processes share the device."""
+    kv_on_update: Literal["keep", "recompute"] = "keep"
+    """What happens to keys and values when the weights change. "keep" costs nothing. "recompute" prefills every token
+    again, so rollouts continue as if the new weights had seen all of it."""
+    graphs: bool | None = None
+    """Decode by CUDA graphs. None means on GPUs on which the Triton kernels run."""
+    records_routes: bool = True
+    """Whether rollouts of a mixture record the experts that computed them."""
+    asleep: bool = False
+    """Take no memory until weights are replaced."""
+    beside_bytes: int = 0
+    """Memory that other executors on the device will take later while this engine works."""
+    goes_ahead: bool | None = None
+    """Whether a step by graphs is launched before the tokens of the step before are read. None means on GPUs."""
+
+
 class Engine:
     """A `GenerationBackend`: one model on one device. Not thread-safe: use it from one thread."""
 
@@ -64,65 +91,50 @@ class Engine:
     def __init__(
         self,
         model: EngineModel,
+        settings: EngineSettings,
         *,
-        max_running: int,
-        prefill_tokens: int,
-        kv_bytes: int | None,
         version: int = 0,
-        kv_on_update: Literal["keep", "recompute"] = "keep",
         decode: Callable[[Ordered[int]], str] | None = None,
-        graphs: bool | None = None,
-        records_routes: bool = True,
-        asleep: bool = False,
-        beside_bytes: int = 0,
-        goes_ahead: bool | None = None,
     ) -> None:
         """
         Args:
-            max_running: rollouts that decode at once.
-            prefill_tokens: largest number of prompt tokens in one step.
-            kv_bytes: memory for keys and values. None means what `max_running` full contexts need, but at most a
-                quarter of the machine's memory (CPU), or nine tenths of the free memory next to a second set of weights
-                (GPU), half if other processes share the device.
             version: policy version of the model's weights.
-            kv_on_update: what happens to keys and values when the weights change. "keep" costs nothing. "recompute"
-                prefills every token again, so rollouts continue as if the new weights had seen all of it.
             decode: turns tokens into text. Only stop strings need it.
-            graphs: decode by CUDA graphs. None means on GPUs on which the Triton kernels run.
-            records_routes: whether rollouts of a mixture record the experts that computed them.
-            asleep: take no memory until weights are replaced.
-            beside_bytes: memory that other executors on the device will take later while this engine works.
-            goes_ahead: whether a step by graphs is launched before the tokens of the step before are read. None means
-                on GPUs.
         """
         self.model = model
         self.version = version
         self._context = model.shape.max_position_embeddings
-        self._kv_bytes, self._has_graphs, self._sleeps, self._beside_bytes = kv_bytes, graphs, asleep, beside_bytes
+        self._settings = settings
         self._no_graphs_because = model.no_graphs_because if isinstance(model, GeneratorModel) else ""
-        moe = model.shape.moe if isinstance(model, GeneratorModel) and records_routes else None
+        moe = model.shape.moe if isinstance(model, GeneratorModel) and settings.records_routes else None
         self._routes = Routes(moe) if moe is not None else None
         has_states = model.shape.delta is not None
         # A group records the experts of its prompt, or has the state behind it, so that prompt is computed whole.
         shares_prefixes = self._routes is None and not has_states
         self._scheduler = Scheduler(
-            0, BLOCK_SIZE, max_running, prefill_tokens, shares_prefixes=shares_prefixes, has_states=has_states
+            0,
+            BLOCK_SIZE,
+            settings.max_running,
+            settings.prefill_tokens,
+            shares_prefixes=shares_prefixes,
+            has_states=has_states,
         )
         self._scheduler.version = version
-        self._rows = Rows(max_running, BLOCK_SIZE, (self._routes.width, self._routes.dtype) if self._routes else None)
+        widths = (self._routes.width, self._routes.dtype) if self._routes else None
+        self._rows = Rows(settings.max_running, BLOCK_SIZE, widths)
         self._sampler = Sampler(model.device)
         self._cache: KVCache | None = None
         """None means that the engine sleeps."""
         self._states: StateCache | None = None
         """None means that it sleeps, or that the model has no delta nets."""
         self._graphs: StepGraphs | None = None
-        self._goes_ahead = model.device.type == "cuda" if goes_ahead is None else goes_ahead
+        self._goes_ahead = model.device.type == "cuda" if settings.goes_ahead is None else settings.goes_ahead
         self._ahead: Launched | None = None
         """A step that was launched before its tokens were needed."""
-        if not asleep:
+        if not settings.asleep:
             self.wake()
         self._refused: list[Rollout] = []
-        self._recompute = kv_on_update == "recompute"
+        self._recompute = settings.kv_on_update == "recompute"
         # Kept between groups: they remember which tokens can end a string.
         self._stop_strings = lru_cache(maxsize=16)(partial(StopStrings, decode=decode)) if decode else None
         self._decode_tokens = self._prefill_tokens = self._steps = 0
@@ -156,14 +168,14 @@ class Engine:
             return
         model, scheduler = self.model, self._scheduler
         if not scheduler.pool.num_blocks:
-            kv_bytes = self._kv_bytes
+            kv_bytes = self._settings.kv_bytes
             if kv_bytes is None:
-                beside = self._beside_bytes if self._sleeps else None
+                beside = self._settings.beside_bytes if self._settings.asleep else None
                 kv_bytes = kv_budget(
                     model, scheduler.max_running, sleeps_beside=beside, prefill_tokens=scheduler.prefill_tokens
                 )
             scheduler.pool = BlockPool(kv_bytes // KVCache.block_bytes(model.shape, model.kv_dtype))
-        num_blocks, graphs = scheduler.pool.num_blocks, self._has_graphs
+        num_blocks, graphs = scheduler.pool.num_blocks, self._settings.graphs
         if graphs is None:
             has_kernels = gpu.kernel("decode", model.device) is not None and isinstance(model, GeneratorModel)
             graphs = has_kernels and not self._no_graphs_because

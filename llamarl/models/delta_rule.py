@@ -17,7 +17,7 @@ K key dim, V value dim, B sequences, P chunks, T tokens of a chunk.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llamarl.kernels.delta import convolved, heads, wide
+from llamarl.kernels.delta import convolved, heads, recur, wide
 from llamarl.kernels.delta_shape import DeltaShape
 
 ROOT = -1
@@ -193,6 +193,40 @@ class Packed:
                 found[place] = before_N[found[place + 1]]
             self._windows[width] = torch.from_numpy(found[:, :-1].copy()).to(self._device)
         return self._windows[width]
+
+
+class RecurrentForm:
+    """`Recur` over whole packed sequences in the form of generators: token by token, without gradients."""
+
+    def __init__(self, branches: Callable[[], Branches]) -> None:
+        """
+        Args:
+            branches: called once, if the model has delta nets.
+        """
+        self._levels = cache(lambda: branches().levels)
+
+    def __call__(
+        self,
+        place: int,
+        delta: DeltaShape,
+        mixed_N_C: Tensor,
+        conv_C_W: Tensor,
+        decay_N_H: Tensor,
+        strength_N_H: Tensor,
+    ) -> Tensor:
+        runs = [run for level in self._levels() for run in zip(level.starts, level.lengths, level.parents, strict=True)]
+        # Slot 0 holds zeros, where sequences without a parent begin.
+        runs_R_4 = np.array([(*run[:2], run[2] + 1, number) for number, run in enumerate(runs, 1)], np.int64)
+        ranks = delta.mixed_size // mixed_N_C.shape[1]
+        own = replace(delta, num_key_heads=delta.num_key_heads // ranks, num_value_heads=delta.num_value_heads // ranks)
+        mixed_N_C, conv_C_W, decay_N_H, strength_N_H = (
+            wide(x.detach()) for x in (mixed_N_C, conv_C_W, decay_N_H, strength_N_H)
+        )
+        states_S_H_K_V = mixed_N_C.new_zeros(len(runs) + 1, own.num_value_heads, own.key_dim, own.value_dim)
+        inputs_S_D_C = mixed_N_C.new_zeros(len(runs) + 1, own.conv_width - 1, own.mixed_size)
+        return recur(
+            runs_R_4.reshape(-1, 4), own, mixed_N_C, conv_C_W, decay_N_H, strength_N_H, states_S_H_K_V, inputs_S_D_C
+        )
 
 
 class Chunks:

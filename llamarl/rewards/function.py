@@ -16,7 +16,7 @@ from llamarl.config import FilePath
 from llamarl.config.ref import may_run
 from llamarl.rewards._base import MAX_REWARD, Reward, absent, invalid
 from llamarl.rewards._given import given_bytes
-from llamarl.sandbox.pool import Failure, WorkerPool
+from llamarl.sandbox.pool import Failure, Limits, WorkerPool
 from llamarl.types import Outcome, RewardItem, RewardResult
 
 TOGETHER = 32
@@ -63,10 +63,17 @@ class Function(Reward):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._target = self.call or self._unpacked()
         self._pool = WorkerPool(
-            "llamarl.rewards._function_worker:call", num_workers=self.workers, cpu_s=self.cpu_s,
-            wall_s=self.wall_s, slack_s=self.wall_s * 0.1 + 1, memory_bytes=self.memory_bytes, keeps_environment=True,
+            "llamarl.rewards._function_worker:call",
+            Limits(
+                num_workers=self.workers,
+                cpu_s=self.cpu_s,
+                wall_s=self.wall_s,
+                slack_s=self.wall_s * 0.1 + 1,
+                memory_bytes=self.memory_bytes,
+            ),
+            keeps_environment=True,
             warm_up=[{"target": self._target, "rows": [], "item_s": self.wall_s}],
-        )  # fmt: skip
+        )
 
     def _unpacked(self) -> str:
         """Returns the path of a copy of the pickle that no other user can change. Raises ValueError: it is not the file

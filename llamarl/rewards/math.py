@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from llamarl.rewards._base import Reward, invalid, right, wrong
 from llamarl.rewards._math_text import quick_verdict, tidy
 from llamarl.rewards._text import after_hashes, last_box
-from llamarl.sandbox.pool import Failure, WorkerPool
+from llamarl.sandbox.pool import Failure, Limits, WorkerPool
 from llamarl.sandbox.pool_server import FailureKind
 from llamarl.types import RewardItem, RewardResult
 
@@ -53,10 +53,7 @@ class Math(Reward):
     def __post_init__(self) -> None:
         self._pool = WorkerPool(
             "llamarl.rewards._math_worker:compare",
-            num_workers=self.workers,
-            cpu_s=self.cpu_s,
-            wall_s=self.wall_s,
-            recycle_after=self.recycle_after,
+            Limits(num_workers=self.workers, cpu_s=self.cpu_s, wall_s=self.wall_s, recycle_after=self.recycle_after),
             warm_up=_WARM_UP,
         )
         self._cache: OrderedDict[Key, RewardResult] = OrderedDict()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from llamarl.rewards._base import Reward, invalid, right, wrong
 from llamarl.rewards._text import after_hashes
-from llamarl.sandbox.pool import Failure, WorkerPool
+from llamarl.sandbox.pool import Failure, Limits, WorkerPool
 from llamarl.types import RewardItem, RewardResult
 
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
@@ -35,9 +35,9 @@ class ReasoningGym(Reward):
 
     def __post_init__(self) -> None:
         self._pool = WorkerPool(
-            "llamarl.rewards._reasoning_gym:verify", num_workers=self.workers, cpu_s=self.cpu_s,
-            memory_bytes=self.memory_bytes,
-        )  # fmt: skip
+            "llamarl.rewards._reasoning_gym:verify",
+            Limits(num_workers=self.workers, cpu_s=self.cpu_s, memory_bytes=self.memory_bytes),
+        )
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         jobs = [

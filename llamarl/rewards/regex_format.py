@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from llamarl.config import ConfigError
 from llamarl.rewards._base import Reward, invalid, right, wrong
-from llamarl.sandbox.pool import Failure, WorkerPool
+from llamarl.sandbox.pool import Failure, Limits, WorkerPool
 from llamarl.types import RewardItem, RewardResult
 
 
@@ -42,7 +42,7 @@ class RegexFormat(Reward):
         except re.error as error:
             raise ConfigError(f"regex_format.pattern = {self.pattern!r} is not a regular expression: {error}") from None
         self._pool = WorkerPool(
-            "llamarl.rewards.regex_format:match", num_workers=1, cpu_s=self.cpu_s, wall_s=self.wall_s
+            "llamarl.rewards.regex_format:match", Limits(num_workers=1, cpu_s=self.cpu_s, wall_s=self.wall_s)
         )
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:

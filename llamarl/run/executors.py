@@ -20,7 +20,7 @@ from llamarl.cluster.api import Cluster, ExecutorError, ExecutorHandle, Executor
 from llamarl.cluster.engine_files import MEMORY, mirror_folder
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.ref import part
-from llamarl.config.roles import CriticConfig, LoraConfig, TrainerConfig
+from llamarl.config.roles import CriticConfig, TrainerConfig
 from llamarl.controller.admission import Problems
 from llamarl.controller.controller import Controller, build_controller
 from llamarl.controller.ports import Executors
@@ -29,7 +29,7 @@ from llamarl.controller.services import Services
 from llamarl.controller.supervision import Interrupted, PausableClockLoop, StallWatch, Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.distributed.links import open_rendezvous
-from llamarl.executors.replies import ControllerState
+from llamarl.executors.replies import UNPAIRED, ControllerState, Pairing
 from llamarl.journal.writer import Journal
 from llamarl.run.folder import RunFolder
 from llamarl.run.placement import Placer, models_in_use
@@ -126,16 +126,11 @@ class GeneratorSpecs:
     """Specifications of a run's generators, by number. Each has its own rendezvous of ranks."""
 
     config: RunConfig
-    delta: bool = False
     logs: Path = Path()
     """Folder for the output of processes that are not executors."""
-    lora: LoraConfig | None = None
     choices: Path | None = None
     """Folder of the run with the choice of kernels. None means that choices are not kept."""
-    sleeps: bool = False
-    """Whether generators use memory only from an adoption until the trainer's next step."""
-    beside_bytes: int = 0
-    """See `fit.beside_bytes`."""
+    pairing: Pairing = UNPAIRED
 
     def first(self, places: Placer) -> list[ExecutorSpec]:
         """Returns the specifications of the generators that have a place at the start."""
@@ -147,9 +142,8 @@ class GeneratorSpecs:
         backend = None if is_native else part(config.backend, "settings")(self.config, self.logs, number)
         return executor_spec(
             name, "generator:GeneratorExecutor", config.threads, config.tensor_parallel, place=place,
-            model_path=self.config.model.path, config=config, delta=self.delta, backend=backend, lora=self.lora,
-            choices=str(self.choices or ""), sleeps=self.sleeps,
-            beside_bytes=self.beside_bytes,
+            model_path=self.config.model.path, config=config, backend=backend, choices=str(self.choices or ""),
+            pairing=self.pairing,
             rendezvous=open_rendezvous(config.tensor_parallel, self.config.cluster.timeout_s),
         )  # fmt: skip
 

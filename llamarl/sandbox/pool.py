@@ -25,6 +25,7 @@ from llamarl.sandbox.pool_server import READY, FailureKind, Limits
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
+DEFAULTS = Limits()
 MAX_WORKERS = 256
 """Largest number of worker processes of a pool."""
 _ORDERS = (1, -1)
@@ -48,25 +49,14 @@ class WorkerPool:
     def __init__(
         self,
         function: str,
+        limits: Limits = DEFAULTS,
         *,
-        num_workers: int = 2,
-        cpu_s: int = 3,
-        wall_s: float = 30.0,
-        slack_s: float = 0.0,
-        recycle_after: int = 500,
-        memory_bytes: int = 2**30,
         warm_up: Sequence[Any] = (),
         keeps_environment: bool = False,
     ) -> None:
         """
         Args:
             function: `module:name` of a function from one JSON value to another.
-            num_workers: processes that work at the same time.
-            cpu_s: CPU seconds per item, rounded up to the kernel's whole seconds.
-            wall_s: seconds per item.
-            slack_s: further seconds per item, if the function itself keeps to `wall_s`.
-            recycle_after: answers after which a worker is replaced, which bounds leaks.
-            memory_bytes: address space per worker.
             warm_up: trusted items that the fork server itself runs once, so that workers begin with warm caches.
             keeps_environment: whether workers get all of this process's environment variables, as a user's code
                 expects.
@@ -74,20 +64,17 @@ class WorkerPool:
         Raises:
             ConfigError: a number that is not positive, or more workers than `MAX_WORKERS`.
         """
-        numbers = {"workers": num_workers, "cpu_s": cpu_s, "wall_s": wall_s, "recycle_after": recycle_after}
+        numbers = {
+            "workers": limits.num_workers,
+            "cpu_s": limits.cpu_s,
+            "wall_s": limits.wall_s,
+            "recycle_after": limits.recycle_after,
+        }
         for option, number in numbers.items():
             if not number > 0:
                 raise ConfigError(f"`{option} = {number}` of a grader pool must be positive")
-        if num_workers > MAX_WORKERS:
-            raise ConfigError(f"`workers = {num_workers}` of a grader pool is more than {MAX_WORKERS} processes")
-        limits = Limits(
-            num_workers=num_workers,
-            cpu_s=cpu_s,
-            wall_s=wall_s,
-            recycle_after=recycle_after,
-            memory_bytes=memory_bytes,
-            slack_s=slack_s,
-        )
+        if limits.num_workers > MAX_WORKERS:
+            raise ConfigError(f"`workers = {limits.num_workers}` of a grader pool is more than {MAX_WORKERS} processes")
         self._keeps_environment = keeps_environment
         self._options = {"function": function, "warm_up": list(warm_up), "limits": asdict(limits)}
         self._lock = threading.Lock()

@@ -66,18 +66,18 @@ class FailureKind(StrEnum):
 class Limits:
     """Limits on the items of a pool."""
 
-    num_workers: int
+    num_workers: int = 2
     """Processes that work at the same time."""
-    cpu_s: int
-    """CPU seconds per item."""
-    wall_s: float
+    cpu_s: int = 3
+    """CPU seconds per item. The kernel counts whole seconds."""
+    wall_s: float = 30.0
     """Seconds per item."""
-    recycle_after: int
-    """Answers after which a worker is replaced."""
-    memory_bytes: int
-    """Address space per worker."""
     slack_s: float = 0.0
-    """Further seconds per item beyond `wall_s`."""
+    """Further seconds per item, if the function itself keeps to `wall_s`."""
+    recycle_after: int = 500
+    """Answers after which a worker is replaced, which bounds leaks."""
+    memory_bytes: int = 1 << 30
+    """Address space per worker."""
 
     @property
     def most_s(self) -> float:

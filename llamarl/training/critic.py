@@ -8,6 +8,7 @@ of this context rank predict, D model dim, T tokens of one response.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -55,6 +56,18 @@ class ValueModel(RankModel[ScalarModel]):
         return summed(summed(values_R, self.mesh.cp), self.mesh.tp)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueObjective:
+    """What a critic learns from rollouts."""
+
+    advantage: ValueAdvantage
+    """Computes the returns."""
+    clip: float
+    """Largest change of a value in one step."""
+    shaping: Shaping = UNSHAPED
+    """Computes what the tokens of a group have earned, as for the trainer."""
+
+
 class Critic(Optimization[ScalarModel]):
     """A value model in training. `values` may be called while `learn` is under way.
 
@@ -67,9 +80,7 @@ class Critic(Optimization[ScalarModel]):
         self,
         model: ScalarModel,
         config: TrainerConfig,
-        clip: float,
-        advantage: ValueAdvantage,
-        shaping: Shaping = UNSHAPED,
+        objective: ValueObjective,
         mesh: RankMesh = ALONE,
         device: torch.device | None = None,
         read: Read | None = None,
@@ -78,18 +89,13 @@ class Critic(Optimization[ScalarModel]):
         Args:
             model: the whole model. Parts that other ranks compute with are dropped.
             config: settings of its optimizer and its batches.
-            clip: largest change of a value in one step.
-            advantage: computes the returns.
-            shaping: computes what the tokens of a group have earned, as for the trainer.
             device: device to compute on. None means the model's device.
             read: reads the weights of a model on the meta device.
         """
         weight = model.score.weight
         rate = "critic.learning_rate_scale"
         super().__init__(ValueModel(model, mesh), config, mesh, device or weight.device, weight.dtype, read, rate)
-        self._clip = clip
-        self._advantage = advantage
-        self._shaping = shaping
+        self._objective = objective
 
     def values(self, groups: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> list[list[np.ndarray]]:
         """Returns float32 [T] per rollout: the expected return of each token and the tokens after it, before it is
@@ -116,7 +122,7 @@ class Critic(Optimization[ScalarModel]):
         Raises:
             NonFiniteStep: loss or gradient is NaN or infinite, and `trainer.on_nonfinite` ends the run.
         """
-        samples, _ = self._shaping.batch(groups, self._advantage.estimate)
+        samples, _ = self._objective.shaping.batch(groups, self._objective.advantage.estimate)
         step = yield from self.update(samples, max(num_loss_tokens(samples), 1), groups)
         metrics = {
             "value_loss": step.loss,
@@ -133,7 +139,7 @@ class Critic(Optimization[ScalarModel]):
     def _loss(self, microbatch: Microbatch, output_R: Tensor, first_R: Tensor | None, totals: Totals) -> Tensor:
         old_R = self.tensor(microbatch.values_R)
         returns_R = old_R + self.tensor(microbatch.advantages_R)
-        losses_R = value_losses(output_R, old_R, returns_R, self._clip)
+        losses_R = value_losses(output_R, old_R, returns_R, self._objective.clip)
         return losses_R.masked_fill(~self.tensor(microbatch.loss_mask_R), 0.0).sum()
 
 

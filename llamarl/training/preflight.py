@@ -26,10 +26,10 @@ from llamarl.models.scalar import ScalarModel
 from llamarl.models.shape import ModelShape
 from llamarl.models.tensors import SCORE
 from llamarl.sharding.box import Box
-from llamarl.training.critic import Critic
+from llamarl.training.critic import Critic, ValueObjective
 from llamarl.training.optimization import finished
 from llamarl.training.parallel import Sharding
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import SampleGroup, TrainSample
 
 TOLERANCE = 1e-3
@@ -55,8 +55,8 @@ def check_layout(shape: ModelShape, mesh: RankMesh, device: torch.device, lora: 
         add_adapters(model, lora, SEED)
         model.initialize(SEED, 0.2)  # otherwise the gradients of A are 0
     trainers = [
-        Trainer(copy.deepcopy(model), CONFIG, Aipo(), GroupMean(), 1.0),
-        Trainer(model, CONFIG, Aipo(), GroupMean(), 1.0, mesh, device),
+        Trainer(copy.deepcopy(model), CONFIG, Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0)),
+        Trainer(model, CONFIG, Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0), mesh, device),
     ]
     groups = example_groups(mesh.fsdp.size + 1, tiny.vocab_size)
     losses = [finished(trainer.accumulate(groups, 1))[0]["loss"] for trainer in trainers]
@@ -71,8 +71,8 @@ def check_critic_layout(shape: ModelShape, mesh: RankMesh, device: torch.device)
         model = ScalarModel(tiny)
     model.load_state_dict(weights | {SCORE: weights[EMBEDDING][:1]}, assign=True)
     critics = [
-        Critic(copy.deepcopy(model).to(device), CONFIG, 1.0, Gae()),
-        Critic(model, CONFIG, 1.0, Gae(), mesh=mesh, device=device),
+        Critic(copy.deepcopy(model).to(device), CONFIG, ValueObjective(clip=1.0, advantage=Gae())),
+        Critic(model, CONFIG, ValueObjective(clip=1.0, advantage=Gae()), mesh=mesh, device=device),
     ]
     groups = example_groups(mesh.fsdp.size + 1, tiny.vocab_size)
     losses = [finished(critic.accumulate(groups, 1))[0]["loss"] for critic in critics]

@@ -69,7 +69,7 @@ def _first(group: RolloutGroup) -> SampleGroup | None:
 
 def _forward(trainer: Trainer, inputs: Inputs, half: bool) -> Any:
     half = half and trainer.config.dtype == "bfloat16"
-    return lambda _, hidden_M_D: trainer.policy(inputs, hidden_M_D, trainer.temperature, half)
+    return lambda _, hidden_M_D: trainer.policy(inputs, hidden_M_D, trainer.objective.temperature, half)
 
 
 def _kl(log_ratio_R: np.ndarray) -> float:

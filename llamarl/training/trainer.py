@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -44,6 +45,20 @@ from llamarl.training.result import PolicyStepResult
 from llamarl.types import Columns, RolloutGroup, SampleGroup, TrainSample
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objective:
+    """What a policy learns from its rollouts."""
+
+    loss: Loss
+    advantage: Advantage
+    temperature: float
+    """Temperature at which the rollouts were sampled, and at which their tokens are scored."""
+    shaping: Shaping = UNSHAPED
+    """Computes what the tokens of a group have earned."""
+    kl_in_loss: KlPenalty | None = None
+    """Penalty in the loss for leaving the reference. None means no penalty."""
+
+
 class Trainer(Optimization[Transformer]):
     """A policy in training: master weights in `config.weights`, compute in `config.dtype`.
 
@@ -54,32 +69,22 @@ class Trainer(Optimization[Transformer]):
         self,
         model: Transformer,
         config: TrainerConfig,
-        loss: Loss,
-        advantage: Advantage,
-        temperature: float,
+        objective: Objective,
         mesh: RankMesh = ALONE,
         device: torch.device | None = None,
-        shaping: Shaping = UNSHAPED,
-        kl_in_loss: KlPenalty | None = None,
         read: Read | None = None,
     ) -> None:
         """
         Args:
             model: the whole model. Parts that other ranks compute with are dropped.
             device: device to compute on. None means the model's device.
-            shaping: computes what the tokens of a group have earned.
-            kl_in_loss: penalty in the loss for leaving the reference.
             read: reads the weights of a model on the meta device.
         """
         self.policy = Policy(model, mesh)
         super().__init__(
             self.policy, config, mesh, device or model.device, model.kv_dtype, read, "trainer.learning_rate"
         )
-        self.loss = loss
-        self.advantage = advantage
-        self.temperature = temperature
-        self.shaping = shaping
-        self.kl_in_loss = kl_in_loss
+        self.objective = objective
         self.load = ExpertLoad(self.model, self.device)
 
     def step(self, groups: Sequence[RolloutGroup]) -> PolicyStepResult:
@@ -90,10 +95,10 @@ class Trainer(Optimization[Transformer]):
         """
         samples, advantages, token_advantages = self._samples(groups)
         num_targets = num_loss_tokens(samples)
-        denominator = max(num_targets if self.loss.MEAN_OVER == "tokens" else num_loss_sequences(samples), 1)
+        denominator = max(num_targets if self.objective.loss.MEAN_OVER == "tokens" else num_loss_sequences(samples), 1)
 
         # Samples without gradient still count in the denominator, so skipping them only saves time.
-        needs_all = self.loss.LEARNS_WITHOUT_ADVANTAGE or self.kl_in_loss is not None
+        needs_all = self.objective.loss.LEARNS_WITHOUT_ADVANTAGE or self.objective.kl_in_loss is not None
         computed = samples if needs_all else with_advantage(samples)
         self.load.begin()
         step = finished(self.update(computed, denominator, groups))
@@ -119,7 +124,7 @@ class Trainer(Optimization[Transformer]):
         metrics = {
             **means,
             **maxima,
-            **self.shaping.metrics(groups),
+            **self.objective.shaping.metrics(groups),
             "num_computed_tokens": float(num_computed),
             "num_input_tokens": num_inputs,
             "num_flops": cost.flops * step.num_passes,
@@ -159,7 +164,7 @@ class Trainer(Optimization[Transformer]):
     ) -> tuple[list[SampleGroup], dict[int, np.ndarray], dict[int, dict[int, np.ndarray]]]:
         """Returns samples to learn from, the mean advantage of each rollout, and the advantages of tokens of rollouts
         in which they differ."""
-        samples, advantages = self.shaping.batch(groups, self.advantage.of_batch)
+        samples, advantages = self.objective.shaping.batch(groups, self.objective.advantage.of_batch)
         means = {
             group.group_id: np.array([advantages_T.mean() if len(advantages_T) else 0.0 for advantages_T in of_tokens])
             for group, of_tokens in zip(groups, advantages, strict=True)
@@ -177,7 +182,7 @@ class Trainer(Optimization[Transformer]):
     def _forward(self, microbatch: Microbatch, hidden_M_D: Tensor | None) -> Tensor:
         inputs = self.policy.place(microbatch, self.device)
         with self.load.counting(inputs.num_tokens):
-            return self.policy(inputs, hidden_M_D, self.temperature, self.config.dtype == "bfloat16")
+            return self.policy(inputs, hidden_M_D, self.objective.temperature, self.config.dtype == "bfloat16")
 
     def _loss(self, microbatch: Microbatch, output_R: Tensor, first_R: Tensor | None, totals: Totals) -> Tensor:
         if not len(microbatch.targets_R):
@@ -193,9 +198,9 @@ class Trainer(Optimization[Transformer]):
             proximal_logprobs_N=first_R,
             reference_logprobs_N=columns_R.get("reference_logprobs"),
             columns_N=columns_R,
-            kl=self.kl_in_loss,
+            kl=self.objective.kl_in_loss,
         )
-        output = self.loss(inputs)
+        output = self.objective.loss(inputs)
         is_first_pass = first_R is None
         is_stale_R = columns_R["policy_versions"] < self.policy_version
         # The difference of later passes from the behavior policy is neither staleness nor mismatch.

@@ -18,7 +18,7 @@ from torch import Tensor
 from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.config.roles import LoraConfig, TrainerConfig
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel, Precision
 from llamarl.kernels.gpu import kernel, reason
 from llamarl.models.attention import packed_attend
@@ -27,7 +27,7 @@ from llamarl.models.shape import ModelShape, MoeShape
 from llamarl.training import policy
 from llamarl.training.optimization import finished
 from llamarl.training.policy import target_logprobs
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import GenerationRequest, SampleGroup, SamplingParams, TrainSample
 from llamarl.weight_sync.base import plan_writers
 from llamarl.weight_sync.layout import TensorSpec, lay_out
@@ -68,7 +68,11 @@ def generated(
     graphs, kv_dtype = options.pop("graphs", None), options.pop("kv_dtype", "auto")
     model = GeneratorModel(shape, precision, device, kv_dtype=kv_dtype)
     model.load(new_model(shape, 3, 0.05))
-    return run(Engine(model, max_running=12, prefill_tokens=256, kv_bytes=64 << 20, graphs=graphs), prompt, **options)
+    return run(
+        Engine(model, EngineSettings(max_running=12, prefill_tokens=256, kv_bytes=64 << 20, graphs=graphs)),
+        prompt,
+        **options,
+    )
 
 
 def run(engine: Engine, prompt: int = 100, **options: Any) -> dict[tuple[int, int], Any]:
@@ -139,7 +143,9 @@ def test_a_sleeping_engine_gives_its_memory_up(graphs: bool) -> None:
     model = GeneratorModel(SHAPE, "bfloat16", "cuda:0")
     base = dict(new_model(SHAPE, 3, 0.05).named_parameters())
     weights = {spec.key: base[spec.name].detach().to(GPU, getattr(torch, spec.dtype)) for spec in model.specs()}
-    engine = Engine(model, max_running=12, prefill_tokens=256, kv_bytes=64 << 20, asleep=True, graphs=graphs)
+    engine = Engine(
+        model, EngineSettings(max_running=12, prefill_tokens=256, kv_bytes=64 << 20, asleep=True, graphs=graphs)
+    )
     found, asleep = [], []
     for _ in range(3):
         model.use(weights)
@@ -160,7 +166,7 @@ def test_behavior_logprobs_are_those_of_scoring(prompt: int) -> None:
     """Long contexts too, where sums in bfloat16 would be off."""
     model = GeneratorModel(SHAPE, "bfloat16", "cuda:0")
     model.load(new_model(SHAPE, 3, 0.05))
-    engine = Engine(model, max_running=4, prefill_tokens=256, kv_bytes=64 << 20)
+    engine = Engine(model, EngineSettings(max_running=4, prefill_tokens=256, kv_bytes=64 << 20))
     prompt_T = np.random.default_rng(0).integers(1, 1000, prompt).astype(np.int32)
     engine.submit([
         GenerationRequest(
@@ -243,7 +249,7 @@ def test_steps_are_those_of_a_processor(
     def steps(device: torch.device, options: dict[str, Any]) -> tuple[list[float], list[float], Tensor]:
         config = TrainerConfig(learning_rate=1e-3, microbatch_tokens=400, **options)
         model = new_model(SHAPES[family], 1, 0.05)
-        trainer = Trainer(model, config, Aipo(), GroupMean(), 1.0, device=device)
+        trainer = Trainer(model, config, Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0), device=device)
         updates = [finished(trainer.update(groups(), step)) for step in (100, 101)]
         weights = [weight.detach().float().cpu().flatten() for weight in trainer.sharding.weights.values()]
         return [one.loss for one in updates], [one.grad_norm for one in updates], torch.cat(weights)
@@ -308,7 +314,7 @@ def test_the_memory_that_is_planned_is_enough_for_the_first_adoption(change: dic
     model = GeneratorModel(shape, "bfloat16", "cuda:0")
     base = new_model(shape, 0, 0.05)
     model.load(base)
-    engine = Engine(model, max_running=512, prefill_tokens=256, kv_bytes=None)
+    engine = Engine(model, EngineSettings(max_running=512, prefill_tokens=256, kv_bytes=None))
     other = new_model(shape, 1, 0.05)
     specs = {spec.key: spec for spec in model.specs()}
     named = dict(other.named_parameters())

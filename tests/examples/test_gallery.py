@@ -53,7 +53,7 @@ SMALL = (
 
 def test_the_gallery_has_these_folders() -> None:
     assert sorted(path.parent.name for path in EXAMPLES.glob("*/README.md")) == sorted(FOLDERS)
-    page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "your_task.md").read_text(encoding="utf-8")
     assert all(f"(../examples/{name}/README.md)" in page for name in FOLDERS)
 
 

@@ -28,7 +28,7 @@ from llamarl.parts.sft.bpe import train_byte_bpe
 from llamarl.run.folder import RunFolder
 from llamarl.run.prepare import check_parts, prepare
 from llamarl.training.packing import pack, to_sample_group
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import OBSERVED, FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
 from tests.end_to_end.tiny import rows
 from tests.executors.runs import learnt, tiny_config, train
@@ -80,7 +80,9 @@ class TestReference:
         config = make_config()
         ((first, failed, last),) = ReferenceExecutor(config).score([(group.prompt, group.rollouts)])
         trainer = Trainer(
-            load_model(config.model.path, torch.float32, "cpu"), config.trainer, PpoClip(), Gae(), temperature=0.8
+            load_model(config.model.path, torch.float32, "cpu"),
+            config.trainer,
+            Objective(loss=PpoClip(), advantage=Gae(), temperature=0.8),
         )
         (batch,) = pack([to_sample_group(group, [np.zeros(7), np.zeros(3), np.zeros(1)])], 1000)
         np.testing.assert_allclose(np.concatenate([first, last]), trainer.logprobs(batch).detach(), atol=1e-5)

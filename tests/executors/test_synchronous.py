@@ -18,13 +18,13 @@ from llamarl.config import RunConfig
 from llamarl.config.schema import GeneratorConfig
 from llamarl.data.sampler import PromptSampler
 from llamarl.data.tokenizer import Tokenizer
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel
 from llamarl.models.hf import load_model
 from llamarl.run.folder import prepare_run_folder
 from llamarl.run.prepare import prepare
 from llamarl.run.train import run
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import GenerationRequest, Prompt, RewardItem, Rollout, RolloutGroup, SamplingParams
 from tests.end_to_end.tiny import rows
 from tests.executors.rewards import EvenLength
@@ -64,11 +64,14 @@ def straight_loop(config: RunConfig) -> tuple[list[Rollout], dict[str, torch.Ten
     generator = GeneratorModel(first.shape, "float32", "cpu")
     generator.load(first)
     limits = GeneratorConfig()
-    engine = Engine(generator, max_running=limits.max_running, prefill_tokens=limits.prefill_tokens, kv_bytes=None)
+    engine = Engine(
+        generator, EngineSettings(max_running=limits.max_running, prefill_tokens=limits.prefill_tokens, kv_bytes=None)
+    )
     trainer = Trainer(
-        load_model(config.model.path, torch.float32, "cpu"), config.trainer, Aipo(), GroupMean(),
-        config.rollout.temperature,
-    )  # fmt: skip
+        load_model(config.model.path, torch.float32, "cpu"),
+        config.trainer,
+        Objective(loss=Aipo(), advantage=GroupMean(), temperature=config.rollout.temperature),
+    )
     sampling = SamplingParams(
         temperature=config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,

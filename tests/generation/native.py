@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from llamarl.generation.attention import KVCache
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel
 from llamarl.models.transformer import Transformer
 from llamarl.types import GenerationRequest, Rollout, SamplingParams
@@ -29,7 +29,9 @@ def make_engine(
     shape = model.shape
     block_bytes = KVCache.block_bytes(shape, torch.float32)
     kv_bytes = None if blocks is None else blocks * block_bytes
-    return Engine(model, max_running=max_running, prefill_tokens=prefill_tokens, kv_bytes=kv_bytes, **options)
+    outside = {name: options.pop(name) for name in ("version", "decode") if name in options}
+    settings = EngineSettings(max_running=max_running, prefill_tokens=prefill_tokens, kv_bytes=kv_bytes, **options)
+    return Engine(model, settings, **outside)
 
 
 def drain(engine: Engine) -> list[Rollout]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel, load_generator_model
 from llamarl.generation.scheduler import EMPTY
 from llamarl.kernels.delta import convolved, heads, step
@@ -73,7 +73,7 @@ def test_greedy_tokens_are_those_of_transformers_from_the_same_files(name: str, 
     save_model(hybrid(name), tmp_path / "model", None)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     generator = load_generator_model(tmp_path / "model", "float32", "cpu")
-    served = Engine(generator, max_running=8, prefill_tokens=16, kv_bytes=1 << 24)
+    served = Engine(generator, EngineSettings(max_running=8, prefill_tokens=16, kv_bytes=1 << 24))
     requests = requests_of(GREEDY, group_size=2)
     found = run(served, requests)
     for request in requests:
@@ -164,7 +164,9 @@ def scored(model: Transformer, ids: np.ndarray) -> np.ndarray:
 def test_with_recompute_new_weights_have_seen_everything() -> None:
     models = [hybrid("qwen3_next", seed) for seed in range(2)]
     generator = loaded(models[0], "float32")
-    backend = Engine(generator, max_running=8, prefill_tokens=16, kv_bytes=1 << 24, kv_on_update="recompute")
+    backend = Engine(
+        generator, EngineSettings(max_running=8, prefill_tokens=16, kv_bytes=1 << 24, kv_on_update="recompute")
+    )
     requests = requests_of(SAMPLED)
     backend.submit(requests)
     rollouts = [one for _ in range(12) for one in backend.step()]
@@ -222,7 +224,9 @@ class Continued:
 def test_with_keep_states_stay_those_of_the_weights_that_fed_them() -> None:
     models = [hybrid(DENSE, seed) for seed in range(2)]
     generator = loaded(models[0], "float32")
-    backend = Engine(generator, max_running=15, prefill_tokens=128, kv_bytes=1 << 24, kv_on_update="keep")
+    backend = Engine(
+        generator, EngineSettings(max_running=15, prefill_tokens=128, kv_bytes=1 << 24, kv_on_update="keep")
+    )
     requests = requests_of(SAMPLED)
     backend.submit(requests)
     rollouts = [one for _ in range(9) for one in backend.step()]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llamarl.generation.attention import BLOCK_SIZE, FP8, KVCache
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel, KvPrecision
 from llamarl.kernels import attention
 from llamarl.models.transformer import Transformer
@@ -66,7 +66,7 @@ def test_an_engine_reads_rounded_keys_and_values(
     def rollouts(kv_dtype: KvPrecision) -> dict[tuple[int, int], Rollout]:
         served = GeneratorModel(model.shape, "float32", "cpu", kv_dtype=kv_dtype)
         served.load(model)
-        engine = Engine(served, max_running=8, prefill_tokens=7, kv_bytes=1 << 21, graphs=graphs)
+        engine = Engine(served, EngineSettings(max_running=8, prefill_tokens=7, kv_bytes=1 << 21, graphs=graphs))
         assert "attention by torch" in engine.describe()
         return run(engine, make_requests(5, SAMPLED))
 
@@ -85,5 +85,7 @@ def test_it_holds_twice_as_many_tokens(model: Transformer) -> None:
     precisions: tuple[KvPrecision, ...] = ("fp8", "bfloat16", "auto")
     for kv_dtype in precisions:
         served = GeneratorModel(model.shape, "float32", "cpu", kv_dtype=kv_dtype)
-        found.append(Engine(served, max_running=4, prefill_tokens=8, kv_bytes=1 << 18)._scheduler.pool.num_blocks)
+        found.append(
+            Engine(served, EngineSettings(max_running=4, prefill_tokens=8, kv_bytes=1 << 18))._scheduler.pool.num_blocks
+        )
     assert found[0] == 2 * found[1] == 4 * found[2] > 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from llamarl.config.roles import LoraConfig
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import AdapterMerger, GeneratorModel, load_generator_model
 from llamarl.generation.network import route_kernel
 from llamarl.kernels import experts
@@ -62,7 +62,7 @@ def test_greedy_tokens_are_those_of_transformers_from_the_same_files(name: str, 
     save_model(model, tmp_path / "model", None)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     generator = load_generator_model(tmp_path / "model", "float32", "cpu")
-    engine = Engine(generator, max_running=8, prefill_tokens=16, kv_bytes=1 << 24)
+    engine = Engine(generator, EngineSettings(max_running=8, prefill_tokens=16, kv_bytes=1 << 24))
     prompts = [np.arange(3, 3 + length, dtype=np.int32) * 7 % 130 for length in (5, 21)]
     sampling = SamplingParams(temperature=0.0, max_new_tokens=20)
     requests = [
@@ -266,7 +266,9 @@ def test_behavior_log_probs_are_those_of_the_trainer() -> None:
     """Sampled through the cache, with new weights between two steps; scored by the trainer's forward."""
     models = [mixture("glm4_moe", seed) for seed in range(2)]
     generator = loaded(models[0], "float32")
-    engine = Engine(generator, max_running=8, prefill_tokens=16, kv_bytes=1 << 24, kv_on_update="recompute")
+    engine = Engine(
+        generator, EngineSettings(max_running=8, prefill_tokens=16, kv_bytes=1 << 24, kv_on_update="recompute")
+    )
     sampling = SamplingParams(temperature=1.0, max_new_tokens=24, seed=3)
     prompt = np.arange(9, dtype=np.int32)
     engine.submit([GenerationRequest(group_id=1, prompt_token_ids_T=prompt, group_size=4, sampling=sampling)])
@@ -302,7 +304,7 @@ def test_graphed_steps_tell_the_experts_of_their_rows() -> None:
     """In memory that each step fills anew; captured steps run as functions here."""
     with engine("torch"):
         generator = loaded(mixture("glm4_moe"), "float32")
-        served_by = Engine(generator, max_running=4, prefill_tokens=16, kv_bytes=1 << 24, graphs=True)
+        served_by = Engine(generator, EngineSettings(max_running=4, prefill_tokens=16, kv_bytes=1 << 24, graphs=True))
         prompt = np.arange(9, dtype=np.int32)
         sampling = SamplingParams(temperature=1.0, max_new_tokens=24, seed=3)
         request = GenerationRequest(group_id=1, prompt_token_ids_T=prompt, group_size=3, sampling=sampling)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from llamarl.generation.attention import BLOCK_SIZE, KVCache
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel
 from llamarl.models.attention import causal_attend
 from llamarl.models.experts import Router
@@ -96,10 +96,14 @@ def test_recorded_experts_are_those_of_a_fresh_forward(data: st.DataObject) -> N
     model, generator = served()
     bytes_of = blocks_of(generator)
     engine = Engine(
-        generator, max_running=data.draw(st.integers(1, 5)), prefill_tokens=data.draw(st.sampled_from((3, 16, 64))),
-        kv_bytes=bytes_of(data.draw(st.integers(-(-39 // BLOCK_SIZE) + -(-30 // BLOCK_SIZE), 14))),
-        kv_on_update=data.draw(st.sampled_from(("keep", "recompute"))),
-    )  # fmt: skip
+        generator,
+        EngineSettings(
+            max_running=data.draw(st.integers(1, 5)),
+            prefill_tokens=data.draw(st.sampled_from((3, 16, 64))),
+            kv_bytes=bytes_of(data.draw(st.integers(-(-39 // BLOCK_SIZE) + -(-30 // BLOCK_SIZE), 14))),
+            kv_on_update=data.draw(st.sampled_from(("keep", "recompute"))),
+        ),
+    )
     requests = [
         GenerationRequest(
             group_id=group, group_size=data.draw(st.integers(1, 3)), has_turns=data.draw(st.booleans()),
@@ -126,7 +130,7 @@ def test_recorded_experts_are_those_of_a_fresh_forward(data: st.DataObject) -> N
 @pytest.mark.parametrize("name", MIXTURES)
 def test_every_family(name: str) -> None:
     model, generator = served(name)
-    engine = Engine(generator, max_running=4, prefill_tokens=16, kv_bytes=1 << 22)
+    engine = Engine(generator, EngineSettings(max_running=4, prefill_tokens=16, kv_bytes=1 << 22))
     request = GenerationRequest(
         group_id=0, prompt_token_ids_T=np.arange(3, 24, dtype=np.int32), group_size=3,
         sampling=SamplingParams(max_new_tokens=12),
@@ -141,7 +145,7 @@ def test_every_family(name: str) -> None:
 def test_more_than_255_experts_take_two_bytes() -> None:
     moe = replace(QWEN3_MOE.moe, num_experts=300, expert_size=8)
     model = new_model(replace(QWEN3_MOE, moe=moe, num_layers=3), 0, std=0.2)
-    engine = Engine(loaded(model, "float32"), max_running=4, prefill_tokens=16, kv_bytes=1 << 22)
+    engine = Engine(loaded(model, "float32"), EngineSettings(max_running=4, prefill_tokens=16, kv_bytes=1 << 22))
     prompt_T = np.arange(9, dtype=np.int32)
     sampling = SamplingParams(max_new_tokens=8)
     request = GenerationRequest(group_id=0, prompt_token_ids_T=prompt_T, group_size=1, sampling=sampling)
@@ -154,7 +158,7 @@ def test_more_than_255_experts_take_two_bytes() -> None:
 def test_what_was_recorded_stays_and_what_was_lost_is_prefilled() -> None:
     """Without the column, a parked rollout goes on: its prefill tells what is not known. With it, nothing changes."""
     model, generator = served()
-    engine = Engine(generator, max_running=4, prefill_tokens=16, kv_bytes=1 << 22)
+    engine = Engine(generator, EngineSettings(max_running=4, prefill_tokens=16, kv_bytes=1 << 22))
     request = GenerationRequest(
         group_id=0, prompt_token_ids_T=np.arange(3, 24, dtype=np.int32), group_size=1, segment_tokens=6,
         sampling=SamplingParams(max_new_tokens=12),
@@ -176,12 +180,14 @@ def test_what_was_recorded_stays_and_what_was_lost_is_prefilled() -> None:
 
 
 def test_nobody_asks() -> None:
-    engine = Engine(served()[1], max_running=4, prefill_tokens=16, kv_bytes=1 << 22, records_routes=False)
+    engine = Engine(
+        served()[1], EngineSettings(max_running=4, prefill_tokens=16, kv_bytes=1 << 22, records_routes=False)
+    )
     request = GenerationRequest(
         group_id=0, prompt_token_ids_T=np.arange(9, dtype=np.int32), group_size=1,
         sampling=SamplingParams(max_new_tokens=4),
     )  # fmt: skip
-    measured = Engine(served()[1], max_running=4, prefill_tokens=16, kv_bytes=1 << 22)
+    measured = Engine(served()[1], EngineSettings(max_running=4, prefill_tokens=16, kv_bytes=1 << 22))
     for rollout in (run(engine, [request])[0, 0], run(measured, [replace(request, purpose="eval")])[0, 0]):
         assert "routes" not in rollout.columns
         assert rollout.prompt_routes is None
@@ -192,7 +198,8 @@ def test_updates_in_flight_leave_what_was_recorded() -> None:
     rollouts that have left keep the experts of the prefix that they began with."""
     models = [mixture("qwen3_moe_odd", seed) for seed in (0, 7)]
     engine = Engine(
-        loaded(models[0], "float32"), max_running=4, prefill_tokens=16, kv_bytes=1 << 22, kv_on_update="recompute"
+        loaded(models[0], "float32"),
+        EngineSettings(max_running=4, prefill_tokens=16, kv_bytes=1 << 22, kv_on_update="recompute"),
     )
     request = GenerationRequest(
         group_id=0, prompt_token_ids_T=np.arange(3, 24, dtype=np.int32), group_size=2,

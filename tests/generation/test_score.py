@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel
 from llamarl.generation.sampler import score
 from llamarl.models.quantize import dequantize_rows, quantize_rows
@@ -40,7 +40,7 @@ def all_of(sequences: list[np.ndarray], temperature: float) -> CandidateSets:
 def engine_of(model: Transformer, precision: str) -> Engine:
     served = GeneratorModel(model.shape, precision, "cpu")
     served.load(model)
-    return Engine(served, max_running=4, prefill_tokens=64, kv_bytes=None)
+    return Engine(served, EngineSettings(max_running=4, prefill_tokens=64, kv_bytes=None))
 
 
 def test_weights_without_the_engine_s_arithmetic(model: Transformer) -> None:

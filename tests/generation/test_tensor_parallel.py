@@ -22,7 +22,7 @@ import torch
 from llamarl.config.errors import RanksLost
 from llamarl.distributed.links import Rendezvous
 from llamarl.distributed.mesh import RankMesh
-from llamarl.generation.engine import Engine, kv_budget
+from llamarl.generation.engine import Engine, EngineSettings, kv_budget
 from llamarl.generation.model import GeneratorModel
 from llamarl.generation.tensor_parallel import FollowerRank, ModelRanks, TensorParallelEngine
 from llamarl.models.transformer import Transformer
@@ -45,7 +45,7 @@ def build(mesh: RankMesh, folder: Path, graphs: bool = False) -> tuple[Generator
     model = GeneratorModel(conformance_model().shape, "float32", "cpu", ModelRanks(mesh.tp))
     load(model, folder, 0)
     kv_bytes = min(mesh.exchange(kv_budget(model, 16)))
-    return model, Engine(model, max_running=16, prefill_tokens=64, kv_bytes=kv_bytes, graphs=graphs)
+    return model, Engine(model, EngineSettings(max_running=16, prefill_tokens=64, kv_bytes=kv_bytes, graphs=graphs))
 
 
 def load(model: GeneratorModel, folder: Path, version: int) -> None:
@@ -146,7 +146,7 @@ def assert_equals_one_rank(served: Served) -> None:
     model = conformance_model()
     alone = GeneratorModel(model.shape, "float32", "cpu")
     alone.load(model)
-    engine = Engine(alone, max_running=16, prefill_tokens=64, kv_bytes=None)
+    engine = Engine(alone, EngineSettings(max_running=16, prefill_tokens=64, kv_bytes=None))
     served.update(model, 0)
     expected, found = run(engine, requests), run(served.backend, requests)
     assert found.keys() == expected.keys()

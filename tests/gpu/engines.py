@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel, KvPrecision, Precision
 from llamarl.kernels import ops
 from llamarl.models.hf import new_model
@@ -81,7 +81,9 @@ def generate(
     shape = ModelShape(**SIZES, family=family, tie_embeddings=family == "llama", moe=MIXTURES.get(family))
     model = GeneratorModel(shape, precision, "cuda:0", kv_dtype=kv_dtype)
     model.load(made(shape))
-    engine = Engine(model, max_running=8, prefill_tokens=prefill_tokens, kv_bytes=1 << 22, graphs=graphs)
+    engine = Engine(
+        model, EngineSettings(max_running=8, prefill_tokens=prefill_tokens, kv_bytes=1 << 22, graphs=graphs)
+    )
     engine.submit(
         GenerationRequest(
             group_id=group, prompt_token_ids_T=np.arange(1, 18 + group, dtype=np.int32), group_size=3,

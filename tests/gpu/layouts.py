@@ -36,7 +36,7 @@ from llamarl.training import parallel
 from llamarl.training.optimization import finished
 from llamarl.training.policy import Policy
 from llamarl.training.preflight import example_groups
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.weight_sync.layout import TensorSpec
 
 COMMON: dict[str, Any] = {
@@ -187,7 +187,7 @@ def held(dtype: str, recompute: bool, mixed: bool) -> dict[str, float]:
     settings = TrainerConfig(microbatch_tokens=64, dtype=dtype, activation_checkpointing=recompute)
     policy = MixedPrecisionPolicy if mixed else lambda **_: MixedPrecisionPolicy()
     with rank_of(0, {"fsdp": 8}) as mesh, patch.object(torch.distributed.fsdp, "MixedPrecisionPolicy", policy):
-        trainer = Trainer(model, settings, Aipo(), GroupMean(), 1.0, mesh, CPU)
+        trainer = Trainer(model, settings, Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0), mesh, CPU)
         with patch.object(torch.autograd, "backward", look), made:
             finished(trainer.accumulate(example_groups(1, shape.vocab_size), 1))
     after_forward, before_backward = alive[:2]
@@ -236,7 +236,13 @@ def issued(sizes: dict[str, int], rank: int) -> list[str]:
     )  # fmt: skip
     settings, order = TrainerConfig(microbatch_tokens=64, dtype="bfloat16"), Issued()
     with rank_of(rank, sizes) as mesh:
-        trainer = Trainer(new_model(shape, 0, 0.05), settings, Aipo(), GroupMean(), 1.0, mesh, CPU)
+        trainer = Trainer(
+            new_model(shape, 0, 0.05),
+            settings,
+            Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0),
+            mesh,
+            CPU,
+        )
         with order:
             finished(trainer.update(example_groups(8, shape.vocab_size), 1))
     return order.found
@@ -253,7 +259,9 @@ def traffic(sizes: dict[str, int], recompute: bool | str) -> dict[str, float]:
         settings = TrainerConfig(microbatch_tokens=64, dtype="bfloat16", activation_checkpointing=recompute)
         model, counted = new_model(shape, 0, 0.05), Traffic()
         with rank_of(0, sizes) as mesh:
-            trainer = Trainer(model, settings, Aipo(), GroupMean(), 1.0, mesh, CPU)
+            trainer = Trainer(
+                model, settings, Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0), mesh, CPU
+            )
             # As a GPU does, also on a processor that converts the factors of products.
             with patch.object(products, "multiplies_half", lambda: True), counted:
                 finished(trainer.accumulate(example_groups(1, shape.vocab_size), 1))

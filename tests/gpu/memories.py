@@ -23,7 +23,7 @@ from llamarl.config import RunConfig
 from llamarl.config.roles import LoraConfig, TrainerConfig
 from llamarl.distributed.mesh import ALONE, AXES, CPU, Axis, RankMesh
 from llamarl.generation.attention import KVCache
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel
 from llamarl.kernels import gpu, half
 from llamarl.models import fit, memory
@@ -37,7 +37,7 @@ from llamarl.training import policy
 from llamarl.training.optimization import finished
 from llamarl.training.packing import pack
 from llamarl.training.preflight import example_groups
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import SampleGroup, TrainSample
 
 SHAPES = {
@@ -151,9 +151,13 @@ def launches(config: dict[str, Any]) -> tuple[float, float]:
             with torch.device("meta"):
                 model = Transformer(shape)
             trainer = Trainer(
-                model, TrainerConfig(dtype="bfloat16", **config), Aipo(), GroupMean(), 1.0, ALONE,
-                torch.device("cuda", 0), read=_nothing,
-            )  # fmt: skip
+                model,
+                TrainerConfig(dtype="bfloat16", **config),
+                Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0),
+                ALONE,
+                torch.device("cuda", 0),
+                read=_nothing,
+            )
             (batch,) = pack([group(PROMPT, RESPONSES)], 1 << 30)
             for _ in range(2):  # the first one casts weights
                 LEDGER.take()
@@ -181,7 +185,9 @@ def trained(name: str, num_groups: int, config: dict[str, Any], tp: int = 1) -> 
     added = patch.object(half, "add_product", lambda *_: None)  # in place
     with _valueless() as counted, _mesh(tp) as mesh, own, added:
         before = counted.live_bytes
-        trainer = Trainer(model, settings, Aipo(), GroupMean(), 1.0, mesh, device, read=_nothing)
+        trainer = Trainer(
+            model, settings, Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0), mesh, device, read=_nothing
+        )
         (batch,) = pack([group(PROMPT, RESPONSES)] * num_groups, 1 << 30)
         for _ in range(2):
             held = counted.live_bytes
@@ -262,13 +268,26 @@ def in_turns(shape: ModelShape, config: RunConfig) -> InTurns:
         model = Transformer(shape)
     with _valueless() as counted:
         before = counted.live_bytes
-        trainer = Trainer(model, settings, Aipo(), GroupMean(), 1.0, ALONE, device, read=_nothing)
+        trainer = Trainer(
+            model,
+            settings,
+            Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0),
+            ALONE,
+            device,
+            read=_nothing,
+        )
         (batch,) = pack([group(prompt, (response,) * size)] * num_groups, 1 << 30)
         served = GeneratorModel(shape, config.generator.dtype, device)
         engine = Engine(
-            served, max_running=config.generator.max_running, prefill_tokens=config.generator.prefill_tokens,
-            kv_bytes=config.generator.kv_cache_bytes, graphs=False, asleep=True,
-        )  # fmt: skip
+            served,
+            EngineSettings(
+                max_running=config.generator.max_running,
+                prefill_tokens=config.generator.prefill_tokens,
+                kv_bytes=config.generator.kv_cache_bytes,
+                graphs=False,
+                asleep=True,
+            ),
+        )
         for _ in range(2):
             counted.peak_bytes = counted.live_bytes
             trainer.sharding.hold_gradients()
@@ -328,7 +347,13 @@ def sharded(
     tiles = patch.object(policy, "TILE_LOGITS", tile), patch.object(memory, "TILE_LOGITS", tile)
     even = patch.object(memory, "UNEVEN_EXPERTS", 1.0), patch.object(Axis, "all_to_all", lambda _, x, *__: x.clone())
     with tiles[0], tiles[1], even[0], even[1], rank_of(0, {"fsdp": num_ranks, "ep": ep}) as mesh:
-        trainer = Trainer(new_model(shape, 0, 0.05), settings, Aipo(), GroupMean(), 1.0, mesh, CPU)
+        trainer = Trainer(
+            new_model(shape, 0, 0.05),
+            settings,
+            Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0),
+            mesh,
+            CPU,
+        )
         finished(trainer.update(groups, 1))
         weights = list(trainer.sharding.weights.values())
         kept = [

@@ -20,11 +20,11 @@ from llamarl.models.shape import ModelShape
 from llamarl.models.tensors import SCORE
 from llamarl.models.transformer import RMSNorm
 from llamarl.training import policy
-from llamarl.training.critic import Critic
+from llamarl.training.critic import Critic, ValueObjective
 from llamarl.training.optimization import Optimization, finished
 from llamarl.training.policy import target_logprobs
 from llamarl.training.preflight import example_groups
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from tests.gpu.engines import MIXTURES, SIZES
 from tests.gpu.pretend import GPU, Ledger, ledger, values_of
 
@@ -77,10 +77,10 @@ def _optimization(what: str, shape: ModelShape, settings: TrainerConfig, device:
         scalar = ScalarModel(shape)
         weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}
         scalar.load_state_dict(weights | {SCORE: weights[EMBEDDING][:1]})
-        return Critic(scalar, settings, 0.2, Gae(), device=device)
+        return Critic(scalar, settings, ValueObjective(clip=0.2, advantage=Gae()), device=device)
     if settings.lora:
         add_adapters(model, settings.lora, 0, getattr(torch, settings.dtype))
-    return Trainer(model, settings, Aipo(), GroupMean(), 0.8, device=device)
+    return Trainer(model, settings, Objective(loss=Aipo(), advantage=GroupMean(), temperature=0.8), device=device)
 
 
 @dataclass

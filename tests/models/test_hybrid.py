@@ -18,7 +18,7 @@ from llamarl.config import ConfigError
 from llamarl.kernels.delta import convolved, heads, step
 from llamarl.kernels.delta_shape import DeltaShape
 from llamarl.models.attention import causal_attend, packed_attend
-from llamarl.models.delta_rule import ROOT, Branches, Packed
+from llamarl.models.delta_rule import ROOT, Branches, Packed, RecurrentForm
 from llamarl.models.folder import load_shape
 from llamarl.models.hf import load_model, open_model, save_model
 from llamarl.models.shape import ModelShape
@@ -283,6 +283,18 @@ def test_states_reset_at_borders_and_fork_behind_prompts(
         results.append([output.detach(), *torch.autograd.grad(output, given, direction)])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11 * theirs.abs().max().item())
+
+
+def test_the_trainer_can_compute_in_the_form_of_generators() -> None:
+    """A prompt with two responses, one of them in its last chunk, in float64 and by the C++ kernel."""
+    branches = Branches.of_groups([20, 0], [(70, 0), (3,)])
+    given = inputs(93)
+    chunked = Packed(lambda: branches, 93, torch.device("cpu"))(0, DELTA_SHAPE, *given)
+    for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 1e-5)):
+        own = [one.to(dtype).requires_grad_() for one in given]
+        recurrent = RecurrentForm(lambda: branches)(0, DELTA_SHAPE, *own)
+        assert recurrent.dtype == dtype and not recurrent.requires_grad
+        assert (recurrent - chunked).abs().max() <= tolerance * chunked.abs().max()
 
 
 def test_padding_and_empty_batches_are_computed() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from llamarl.config import ConfigError
-from llamarl.sandbox.pool import Failure, WorkerPool
+from llamarl.sandbox.pool import Failure, Limits, WorkerPool
 from llamarl.sandbox.pool_server import FailureKind
 
 FUNCTION = "tests.sandbox.verbs:act"
@@ -44,7 +44,7 @@ def until(condition: Callable[[], bool], what: str, timeout_s: float = 240.0) ->
 
 @pytest.fixture
 def pool() -> Iterator[WorkerPool]:
-    made = WorkerPool(FUNCTION, num_workers=2, cpu_s=1, wall_s=200.0)
+    made = WorkerPool(FUNCTION, Limits(num_workers=2, cpu_s=1, wall_s=200.0))
     yield made
     made.close()
 
@@ -71,7 +71,7 @@ def test_failures_are_values_and_the_pool_goes_on(pool: WorkerPool) -> None:
 
 
 def test_waiting_costs_no_cpu_but_has_a_wall_limit() -> None:
-    pool = WorkerPool(FUNCTION, num_workers=2, cpu_s=1, wall_s=2.0)
+    pool = WorkerPool(FUNCTION, Limits(num_workers=2, cpu_s=1, wall_s=2.0))
     try:
         pool.map([["echo", 0]], 240)
         results = pool.map([["sleep", 60], ["echo", 1], ["echo", 2]], 240)
@@ -81,7 +81,7 @@ def test_waiting_costs_no_cpu_but_has_a_wall_limit() -> None:
 
 
 def test_limit_is_per_item_not_per_worker() -> None:
-    pool = WorkerPool("tests.sandbox.verbs:burn", num_workers=1, cpu_s=1, wall_s=240.0)
+    pool = WorkerPool("tests.sandbox.verbs:burn", Limits(num_workers=1, cpu_s=1, wall_s=240.0))
     try:
         pids = pool.map([0.4] * 5, 240)
         assert len(set(pids)) == 1
@@ -98,7 +98,7 @@ def test_batch_budget_keeps_what_is_done(pool: WorkerPool) -> None:
 
 
 def test_workers_are_recycled() -> None:
-    pool = WorkerPool(FUNCTION, num_workers=1, recycle_after=3)
+    pool = WorkerPool(FUNCTION, Limits(num_workers=1, recycle_after=3))
     try:
         pids = pool.map([["pid", 0]] * 10, 240)
         assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [3, 3, 3, 1]
@@ -141,7 +141,7 @@ def test_idle_server_killed_between_batches(pool: WorkerPool) -> None:
 
 
 def test_an_item_that_kills_servers_costs_two() -> None:
-    pool = WorkerPool(FUNCTION, num_workers=1)
+    pool = WorkerPool(FUNCTION, Limits(num_workers=1))
     try:
         results = pool.map([["echo", 1], ["parricide", 0], *[["echo", 2]] * 20], 240)
         assert kinds(results) == [None, FailureKind.DIED, *[None] * 20]
@@ -165,7 +165,7 @@ def test_killed_fork_server_is_replaced(pool: WorkerPool, tmp_path: Path) -> Non
 
 
 def test_stopped_worker_holds_nobody_up() -> None:
-    pool = WorkerPool(FUNCTION, num_workers=1, wall_s=3.0)
+    pool = WorkerPool(FUNCTION, Limits(num_workers=1, wall_s=3.0))
     try:
         pool.map([["echo", 1]], 240)
         os.kill(children(pool._server.pid)[0], signal.SIGSTOP)
@@ -184,7 +184,7 @@ def test_stopped_server_is_replaced(pool: WorkerPool, monkeypatch: pytest.Monkey
 
 
 def test_worker_that_closes_its_stream() -> None:
-    pool = WorkerPool(FUNCTION, num_workers=2, cpu_s=1, wall_s=240.0)
+    pool = WorkerPool(FUNCTION, Limits(num_workers=2, cpu_s=1, wall_s=240.0))
     try:
         results = pool.map([["closed", 0], ["echo", 1], ["echo", 2]], 240)
         assert kinds(results) == [FailureKind.DIED, None, None]
@@ -217,7 +217,7 @@ def test_close_during_a_batch(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 def test_close_during_the_start() -> None:
-    pool, results = WorkerPool(FUNCTION, num_workers=1, cpu_s=240, wall_s=240.0), []
+    pool, results = WorkerPool(FUNCTION, Limits(num_workers=1, cpu_s=240, wall_s=240.0)), []
     thread = threading.Thread(target=lambda: results.extend(pool.map([["spin", 0]], 240)))
     thread.start()
     until(lambda: pool._server is not None, "the server starts")
@@ -230,7 +230,7 @@ def test_close_during_the_start() -> None:
 @pytest.mark.parametrize("end", ["exit", "hang", "close"])
 def test_what_a_worker_has_started_ends_with_it(tmp_path: Path, end: str) -> None:
     mark = tmp_path / ("exit" if end == "exit" else "hang")
-    pool = WorkerPool(FUNCTION, num_workers=1, wall_s=8.0 if end == "hang" else 240.0)
+    pool = WorkerPool(FUNCTION, Limits(num_workers=1, wall_s=8.0 if end == "hang" else 240.0))
     thread = threading.Thread(target=pool.map, args=([["start others", str(mark)]], 240.0))
     thread.start()
     until(lambda: mark.exists() and len(mark.read_text().split()) >= 2, "both to start")
@@ -266,8 +266,8 @@ def test_two_threads_share_a_pool(pool: WorkerPool) -> None:
 
 _HOST = """
 import os, sys, threading
-from llamarl.sandbox.pool import WorkerPool
-pool = WorkerPool("tests.sandbox.verbs:act", num_workers=2, cpu_s=600, wall_s=600.0)
+from llamarl.sandbox.pool import Limits, WorkerPool
+pool = WorkerPool("tests.sandbox.verbs:act", Limits(num_workers=2, cpu_s=600, wall_s=600.0))
 def start():
     pool.map([["echo", 1]] * 4, 600)
 thread = threading.Thread(target=start)  # the server must outlive the thread that started it
@@ -302,7 +302,7 @@ def test_nothing_outlives_a_killed_host() -> None:
 def test_secrets_and_signal_masks_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "hush")
     monkeypatch.setenv("LLAMARL_SETTING", "told")
-    pool = WorkerPool(FUNCTION, num_workers=1, cpu_s=1)
+    pool = WorkerPool(FUNCTION, Limits(num_workers=1, cpu_s=1))
     results: list[Any] = []
 
     def blocked() -> None:
@@ -320,7 +320,7 @@ def test_secrets_and_signal_masks_are_not_inherited(monkeypatch: pytest.MonkeyPa
 
 def test_wrong_settings_and_functions() -> None:
     with pytest.raises(ConfigError, match="cpu_s = 0"):
-        WorkerPool(FUNCTION, cpu_s=0)
+        WorkerPool(FUNCTION, Limits(cpu_s=0))
     pool = WorkerPool("tests.sandbox.no_such_module:act")
     with pytest.raises(RuntimeError, match="did not start"):
         pool.map([1], 240)

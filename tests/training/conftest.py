@@ -15,7 +15,7 @@ from llamarl.config.schema import TrainerConfig
 from llamarl.models.hf import new_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
 from tests.distributed.ranks import Workers, num_ranks, rendezvous, results
 from tests.training.layouts import rank
@@ -54,7 +54,9 @@ def make_model() -> MakeModel:
 def make_trainer(make_model: MakeModel) -> MakeTrainer:
     def make(dtype: torch.dtype = torch.float32, shape: dict[str, Any] | None = None, **config: Any) -> Trainer:
         settings = TrainerConfig(**{"learning_rate": 1e-3, "max_grad_norm": 1e9} | config)
-        return Trainer(make_model(dtype, **shape or {}), settings, Aipo(), GroupMean(), temperature=0.7)
+        return Trainer(
+            make_model(dtype, **shape or {}), settings, Objective(loss=Aipo(), advantage=GroupMean(), temperature=0.7)
+        )
 
     return make
 

@@ -19,7 +19,7 @@ from llamarl.models.hf import new_model
 from llamarl.models.scalar import ScalarModel
 from llamarl.models.shape import ModelShape
 from llamarl.models.tensors import SCORE
-from llamarl.training.critic import Critic
+from llamarl.training.critic import Critic, ValueObjective
 from llamarl.training.result import NonFiniteStep, StepResult
 from llamarl.types import RolloutGroup
 from tests.distributed.ranks import join
@@ -47,7 +47,7 @@ def make_critic(mesh: RankMesh, shape: Mapping[str, Any], config: dict[str, Any]
     weights = new_model(replace(sizes, tie_embeddings=True), seed=5, std=0.15).state_dict()
     model = ScalarModel(sizes)
     model.load_state_dict(weights | {SCORE: weights["model.embed_tokens.weight"][:1]})
-    return Critic(model, settings, 0.2, Gae(), mesh=mesh)
+    return Critic(model, settings, ValueObjective(clip=0.2, advantage=Gae()), mesh=mesh)
 
 
 def step(critic: Critic, groups: list[RolloutGroup], is_first: Callable[[], bool]) -> StepResult:

@@ -35,12 +35,12 @@ from llamarl.parts.copies.mirror import Mirror
 from llamarl.sharding.box import Box
 from llamarl.sharding.tensor_parallel import sharded_dim
 from llamarl.training import parallel, policy
-from llamarl.training.critic import Critic
+from llamarl.training.critic import Critic, ValueObjective
 from llamarl.training.optimization import Optimization
 from llamarl.training.preflight import check_critic_layout, check_layout
 from llamarl.training.result import NonFiniteStep, PolicyStepResult, StepResult
 from llamarl.training.state import load_training_state, training_state
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import RolloutGroup
 from tests.distributed.ranks import join
 
@@ -127,7 +127,7 @@ def new_trainer(
     model = new_model(ModelShape(**sizes), seed=5, std=0.15).to(dtype)
     if settings.lora:
         learnt_adapters(model, settings.lora, getattr(torch, settings.dtype))
-    return Trainer(model, settings, loss or Aipo(), GroupMean(), 0.7, mesh)
+    return Trainer(model, settings, Objective(loss=loss or Aipo(), advantage=GroupMean(), temperature=0.7), mesh)
 
 
 def logged(result: StepResult) -> dict[str, float]:
@@ -331,7 +331,9 @@ def loaded(
             if config.lora:
                 add_adapters(model, config.lora, seed=6, dtype=getattr(torch, config.dtype))
             read = None if reads_all else weights.read
-            trainer = Trainer(model, config, Aipo(), GroupMean(), 0.7, mesh, CPU, read=read)
+            trainer = Trainer(
+                model, config, Objective(loss=Aipo(), advantage=GroupMean(), temperature=0.7), mesh, CPU, read=read
+            )
             before = parts(trainer)
             trainer.step(batch)
             scores = np.concatenate(trainer.score(SEQUENCES))
@@ -349,7 +351,11 @@ def critic_loaded(where: Rendezvous, number: int, sizes: Mapping[str, int], fold
         whole = load_scalar_model(folder, torch.float32, CPU, new_head=True)
         model, weights = open_scalar_model(folder, new_head=True)
         return [
-            parts(Critic(one, TrainerConfig(), 0.2, Gae(), mesh=mesh, device=CPU, read=read))
+            parts(
+                Critic(
+                    one, TrainerConfig(), ValueObjective(clip=0.2, advantage=Gae()), mesh=mesh, device=CPU, read=read
+                )
+            )
             for one, read in ((model, weights.read), (whole, None))
         ]
     finally:

@@ -19,7 +19,7 @@ from llamarl.distributed.links import Rendezvous
 from llamarl.distributed.mesh import ALONE, CPU
 from llamarl.models.experts import Router
 from llamarl.models.hf import open_model
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import RolloutGroup
 from tests.distributed.ranks import join
 from tests.training.layouts import SEQUENCES, parts
@@ -55,7 +55,17 @@ def routed(
     mesh = ALONE if where is None else join(where, number, sizes)
     with nullcontext() if where is None else closing(mesh):
         model, weights = open_model(folder)
-        trainer, seen = Trainer(model, config, Aipo(), GroupMean(), 1.0, mesh, CPU, read=weights.read), set()
+        trainer, seen = (
+            Trainer(
+                model,
+                config,
+                Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0),
+                mesh,
+                CPU,
+                read=weights.read,
+            ),
+            set(),
+        )
 
         def see(router: Router, given: tuple[Tensor, ...]) -> None:
             seen.add((router.weight.dtype, torch.promote_types(given[0].dtype, torch.float32)))

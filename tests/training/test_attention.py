@@ -70,7 +70,7 @@ def gradients(logprobs_R: Tensor, model: Transformer) -> dict[str, Tensor]:
 
 def check_equal(trainer: Trainer, groups: list[RolloutGroup], microbatch_tokens: int, tolerance: float) -> None:
     packed_R = packed_logprobs(trainer, groups, microbatch_tokens)
-    naive_R = naive_logprobs(trainer.model, groups, trainer.temperature)
+    naive_R = naive_logprobs(trainer.model, groups, trainer.objective.temperature)
     torch.testing.assert_close(packed_R, naive_R, rtol=tolerance, atol=tolerance)
     packed, naive = gradients(packed_R, trainer.model), gradients(naive_R, trainer.model)
     for name, expected in naive.items():

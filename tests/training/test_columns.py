@@ -15,7 +15,7 @@ from llamarl.algorithms.losses._base import LossInputs, LossOutput
 from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.config.schema import TrainerConfig
 from llamarl.training.packing import pack, to_sample_group
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import COLUMNS, Column, Rollout, RolloutGroup, add_column, continued, packed_columns
 from tests.controller.fakes import Run, config
 from tests.executors.ledger import Generator, Model
@@ -75,7 +75,11 @@ def test_it_is_packed_and_handed_to_a_loss(make_model: MakeModel, make_groups) -
     (batch,) = pack([to_sample_group(group, [1.0, -1.0]) for group in groups], 1000)
     np.testing.assert_array_equal(batch.columns_R["surprise"], expected)
     GIVEN.clear()
-    trainer = Trainer(make_model(), TrainerConfig(learning_rate=1e-3), Curious(), GroupMean(), temperature=1.0)
+    trainer = Trainer(
+        make_model(),
+        TrainerConfig(learning_rate=1e-3),
+        Objective(loss=Curious(), advantage=GroupMean(), temperature=1.0),
+    )
     trainer.step(groups)
     np.testing.assert_array_equal(torch.cat(GIVEN), expected)
 

@@ -26,7 +26,7 @@ from llamarl.training.cost import step_cost
 from llamarl.training.optimizer import learning_rate_at
 from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.policy import RankModel
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import RolloutGroup
 from tests.kernels.test_products import PATHS, serving
 from tests.nightly import nightly
@@ -100,7 +100,7 @@ def test_who_steps_knows_what_keeps_copies(
     monkeypatch.setattr(policy, "uses_halves", lambda config, device: True)
     monkeypatch.setattr(half, "prepare", lambda device: None)
     settings = TrainerConfig(dtype="bfloat16", learning_rate=1e-3)
-    trainer = Trainer(make_model(), settings, Aipo(), GroupMean(), temperature=0.7)
+    trainer = Trainer(make_model(), settings, Objective(loss=Aipo(), advantage=GroupMean(), temperature=0.7))
     products = [one.multiply for one in trainer.model.modules() if isinstance(one, Projection)]
     assert trainer.copying == products and len(products) == 2 * 7
     for product in products:
@@ -266,7 +266,9 @@ class TestProducts:
                 trainer = make_trainer(shape={"family": "qwen2"}, **KINDS[kind])  # with biases
                 if kind == "adapters":
                     add_adapters(model := make_model(), lora := LoraConfig(rank=4), seed=2)
-                    trainer = Trainer(model, TrainerConfig(lora=lora), Aipo(), GroupMean(), 0.7)
+                    trainer = Trainer(
+                        model, TrainerConfig(lora=lora), Objective(loss=Aipo(), advantage=GroupMean(), temperature=0.7)
+                    )
                 assert trainer.step(make_groups()).update.grad_norm > 0
                 found[name] = {key: weight.detach() for key, weight in trainer.sharding.weights.items()}
         assert all("lora" in key for key in found[path]) == (kind == "adapters")
@@ -333,7 +335,10 @@ def test_bfloat16_trains_the_weights_that_are_served(make_model, make_groups, sh
     ahead, served = make_model(**shape), make_model(**shape)
     for weight in (one for one in served.parameters() if one.ndim > 1):
         weight.data = weight.data.bfloat16().float()
-    trainers = [Trainer(model, settings, Aipo(), GroupMean(), temperature=0.7) for model in (ahead, served)]
+    trainers = [
+        Trainer(model, settings, Objective(loss=Aipo(), advantage=GroupMean(), temperature=0.7))
+        for model in (ahead, served)
+    ]
     sequences = [np.arange(1, 30, dtype=np.int32), np.arange(5, 20, dtype=np.int32)]
     said, expected = (np.concatenate(one.score(sequences, half=True)) for one in trainers)
     np.testing.assert_array_equal(said, expected)
@@ -346,7 +351,12 @@ def test_bfloat16_trains_the_weights_that_are_served(make_model, make_groups, sh
     for name, gradient in gradients.items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=0)
     _, in_float32 = stepped(
-        Trainer(make_model(**shape), TrainerConfig(max_grad_norm=1e9), Aipo(), GroupMean(), 0.7), make_groups()
+        Trainer(
+            make_model(**shape),
+            TrainerConfig(max_grad_norm=1e9),
+            Objective(loss=Aipo(), advantage=GroupMean(), temperature=0.7),
+        ),
+        make_groups(),
     )
     for name, gradient in in_float32.items():
         assert (found[name] - gradient).norm() <= 0.05 * gradient.norm() + 1e-6, name
@@ -367,7 +377,9 @@ def test_gradients_of_products_in_bfloat16_add_up() -> None:
 def test_contexts_are_not_scored_and_what_they_share_is_computed_once(
     make_model, monkeypatch: pytest.MonkeyPatch, half: bool
 ) -> None:
-    trainer = Trainer(make_model(), TrainerConfig(dtype="bfloat16"), Aipo(), GroupMean(), temperature=0.7)
+    trainer = Trainer(
+        make_model(), TrainerConfig(dtype="bfloat16"), Objective(loss=Aipo(), advantage=GroupMean(), temperature=0.7)
+    )
     rng = np.random.default_rng(0)
     beginning = rng.integers(0, 40, 32).astype(np.int32)
     sequences = [np.concatenate((beginning, rng.integers(0, 40, num).astype(np.int32))) for num in (3, 9, 4)]

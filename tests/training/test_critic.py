@@ -14,7 +14,7 @@ from llamarl.config.schema import TrainerConfig
 from llamarl.models.attention import causal_attend
 from llamarl.models.scalar import ScalarModel
 from llamarl.models.shape import ModelShape
-from llamarl.training.critic import Critic, value_losses
+from llamarl.training.critic import Critic, ValueObjective, value_losses
 from llamarl.training.optimization import finished
 from llamarl.training.result import NonFiniteStep
 from llamarl.types import OBSERVED, FinishReason, Outcome, RewardResult, Rollout, RolloutGroup
@@ -27,7 +27,7 @@ def make_critic(**config) -> Critic:
     settings = TrainerConfig(**{"learning_rate": 3e-3, "max_grad_norm": 1e9} | config)
     model = ScalarModel(ModelShape(**SHAPE))
     nn.init.normal_(model.model.embed_tokens.weight)  # whoever makes a model fills it
-    return Critic(model, settings, clip=0.2, advantage=Gae())
+    return Critic(model, settings, ValueObjective(clip=0.2, advantage=Gae()))
 
 
 def run(critic: Critic, groups: list[RolloutGroup]) -> dict[str, float]:

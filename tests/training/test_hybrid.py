@@ -21,7 +21,7 @@ from llamarl.models.attention import packed_attend
 from llamarl.models.hf import load_model, save_model
 from llamarl.models.lora import add_adapters
 from llamarl.models.memory import TrainerLoad, activation_bytes
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from tests.distributed.ranks import num_ranks, rendezvous, results
 from tests.generation.hybrids import DELTA, HYBRIDS, NEXT, hybrid
 from tests.training.layouts import SEQUENCES, preflight, save
@@ -31,7 +31,7 @@ TIED = "qwen3_5_text"
 
 def trainer_of(name: str = TIED, **settings: Any) -> Trainer:
     config = TrainerConfig(**{"learning_rate": 1e-2} | settings)
-    return Trainer(hybrid(name), config, Aipo(), GroupMean(), 1.0)
+    return Trainer(hybrid(name), config, Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0))
 
 
 def gradients(trainer: Trainer, groups: list[Any]) -> dict[str, torch.Tensor]:
@@ -99,7 +99,11 @@ def test_layouts_compute_what_one_process_computes(workers, name: str, sizes: di
 def test_adapters_of_attention_and_feed_forward_leave_delta_nets(make_groups) -> None:
     model, lora = hybrid("qwen3_next_dense"), LoraConfig(rank=2)
     add_adapters(model, lora, 0)
-    trainer = Trainer(model, TrainerConfig(learning_rate=1e-2, lora=lora), Aipo(), GroupMean(), 1.0)
+    trainer = Trainer(
+        model,
+        TrainerConfig(learning_rate=1e-2, lora=lora),
+        Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0),
+    )
     before = {name: one.clone() for name, one in model.state_dict().items()}
     trainer.step(make_groups())
     changed = {name for name, one in model.state_dict().items() if not torch.equal(one, before[name])}
@@ -112,7 +116,9 @@ def test_what_is_exported_is_read_by_transformers(make_groups, tmp_path: Path, n
     model = hybrid(name)
     save_model(model, tmp_path / "base", None)
     (tmp_path / "base/tokenizer.json").write_text("{}")
-    trainer = Trainer(model, TrainerConfig(learning_rate=1e-2), Aipo(), GroupMean(), 1.0)
+    trainer = Trainer(
+        model, TrainerConfig(learning_rate=1e-2), Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0)
+    )
     trainer.step(make_groups())
     save(trainer, tmp_path / "checkpoints")
     export_checkpoint(tmp_path / "checkpoints", str(tmp_path / "base"), tmp_path / "made", None, None, merge=False)
@@ -122,7 +128,9 @@ def test_what_is_exported_is_read_by_transformers(make_groups, tmp_path: Path, n
     with torch.no_grad():
         logits = theirs(ids).logits[0].log_softmax(-1)
     picked = logits[:-1].gather(1, ids[0, 1:, None])[:, 0]
-    (scores,) = Trainer(ours, TrainerConfig(), Aipo(), GroupMean(), 1.0).score(SEQUENCES[:1])
+    (scores,) = Trainer(ours, TrainerConfig(), Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0)).score(
+        SEQUENCES[:1]
+    )
     np.testing.assert_allclose(scores, picked.numpy(), rtol=0, atol=1e-4)
 
 

@@ -14,7 +14,7 @@ from llamarl.config.roles import LoraConfig, TrainerConfig
 from llamarl.models.lora import A, B, adapted_weights, adapter_of, merged
 from llamarl.models.transformer import Transformer
 from llamarl.training.state import StateMismatch, load_training_state, training_state
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from tests.training.layouts import (
     MISTRAL,
     QWEN2,
@@ -41,7 +41,7 @@ def with_adapters(model: Transformer, lora: LoraConfig = LORA) -> Transformer:
 
 def trainer_of(model: Transformer, lora: LoraConfig | None = LORA, **config) -> Trainer:
     settings = TrainerConfig(learning_rate=1e-3, max_grad_norm=1e9, lora=lora, **config)
-    return Trainer(model, settings, Aipo(), GroupMean(), temperature=0.7)
+    return Trainer(model, settings, Objective(loss=Aipo(), advantage=GroupMean(), temperature=0.7))
 
 
 def merge(model: Transformer, base: Transformer, lora: LoraConfig = LORA) -> Transformer:

@@ -19,7 +19,7 @@ from llamarl.algorithms.losses.gspo import Gspo
 from llamarl.algorithms.losses.ppo_clip import PpoClip
 from llamarl.config.schema import TrainerConfig
 from llamarl.training.packing import Microbatch, pack, to_sample_group
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import OBSERVED, Rollout, RolloutGroup
 from tests.training.conftest import MakeGroups, MakeModel
 from tests.training.test_trainer import step_with_gradient
@@ -49,7 +49,9 @@ def groups(make_groups: MakeGroups) -> list[RolloutGroup]:
 
 def trainer_of(make_model: MakeModel, loss: Loss, kl: KlPenalty | None = None, **config) -> Trainer:
     settings = TrainerConfig(**{"learning_rate": 1e-3, "max_grad_norm": 1e9} | config)
-    return Trainer(make_model(torch.float64), settings, loss, GroupMean(), 0.7, kl_in_loss=kl)
+    return Trainer(
+        make_model(torch.float64), settings, Objective(loss=loss, advantage=GroupMean(), temperature=0.7, kl_in_loss=kl)
+    )
 
 
 def whole(groups: list[RolloutGroup]) -> Microbatch:

@@ -22,7 +22,7 @@ from llamarl.models.hf import load_model, save_model
 from llamarl.models.lora import add_adapters
 from llamarl.models.shape import MoeShape
 from llamarl.sharding.tensor_parallel import is_router
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from tests.distributed.ranks import rendezvous, results
 from tests.generation.mixtures import MIXTURES, mixture
 from tests.nightly import also
@@ -37,7 +37,7 @@ EXPERTS = "model.layers.1.mlp.experts.gate_proj"
 
 def trainer_of(**settings: Any) -> Trainer:
     config = TrainerConfig(**{"learning_rate": 1e-2} | settings)
-    return Trainer(mixture(NAME), config, Aipo(), GroupMean(), 1.0)
+    return Trainer(mixture(NAME), config, Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0))
 
 
 @pytest.mark.parametrize("more", [{}, *also({"activation_checkpointing": True}, {"train_router": False})], ids=str)
@@ -168,7 +168,11 @@ def test_routers_that_are_not_trained_have_no_state_and_are_saved(make_groups, t
 def test_adapters_of_attention_leave_experts_and_routers(make_groups) -> None:
     model, lora = mixture(NAME), LoraConfig(rank=2, targets=["q_proj", "o_proj"])
     add_adapters(model, lora, 0)
-    trainer = Trainer(model, TrainerConfig(learning_rate=1e-2, lora=lora), Aipo(), GroupMean(), 1.0)
+    trainer = Trainer(
+        model,
+        TrainerConfig(learning_rate=1e-2, lora=lora),
+        Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0),
+    )
     before = {name: one.clone() for name, one in model.state_dict().items()}
     trainer.step(make_groups())
     assert {*trainer.shards()} >= {*trainer.sharding.weights} and not trainer.sharding.fixed
@@ -181,7 +185,9 @@ def test_what_is_exported_is_read_by_transformers(make_groups, tmp_path: Path, n
     model = mixture(name)
     save_model(model, tmp_path / "base", None)
     (tmp_path / "base/tokenizer.json").write_text("{}")
-    trainer = Trainer(model, TrainerConfig(**HALF, weights="bfloat16"), Aipo(), GroupMean(), 1.0)
+    trainer = Trainer(
+        model, TrainerConfig(**HALF, weights="bfloat16"), Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0)
+    )
     trainer.step(make_groups())
     save(trainer, tmp_path / "checkpoints")
     export_checkpoint(tmp_path / "checkpoints", str(tmp_path / "base"), tmp_path / "made", None, None, merge=False)
@@ -193,7 +199,9 @@ def test_what_is_exported_is_read_by_transformers(make_groups, tmp_path: Path, n
     with torch.no_grad():
         logits = theirs(ids).logits[0].log_softmax(-1)
     picked = logits[:-1].gather(1, ids[0, 1:, None])[:, 0]
-    (scores,) = Trainer(ours, TrainerConfig(), Aipo(), GroupMean(), 1.0).score(SEQUENCES[:1])
+    (scores,) = Trainer(ours, TrainerConfig(), Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0)).score(
+        SEQUENCES[:1]
+    )
     np.testing.assert_allclose(scores, picked.numpy(), rtol=0, atol=1e-4)
 
 

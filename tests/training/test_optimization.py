@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -153,7 +154,7 @@ class TestCause:
 
     def test_a_loss(self, make_trainer, make_groups) -> None:
         trainer = make_trainer()
-        trainer.loss = InfiniteLoss()
+        trainer.objective = replace(trainer.objective, loss=InfiniteLoss())
         groups = make_groups(((3, 4), (3, 4)), reward=float)
         said = self.cause(trainer, groups)
         assert "loss inf" in said
@@ -161,7 +162,7 @@ class TestCause:
 
     def test_a_gradient_alone(self, make_trainer, make_groups) -> None:
         trainer, groups = make_trainer(), make_groups(((3, 4), (3, 4, 3)))
-        trainer.loss = InfiniteGradient()
+        trainer.objective = replace(trainer.objective, loss=InfiniteGradient())
         said = self.cause(trainer, groups)
         assert "microbatch" not in said, "all forwards were finite"
         assert "(gradient)" in said

@@ -50,7 +50,7 @@ def test_advantages_of_tokens_where_they_differ(make_trainer, make_groups) -> No
         for group in groups
     ]  # fmt: skip
     trainer = make_trainer()
-    trainer.advantage = Gae(normalize=False)
+    trainer.objective = replace(trainer.objective, advantage=Gae(normalize=False))
     result = trainer.step(groups)
     assert {group_id: sorted(of_group) for group_id, of_group in result.token_advantages.items()} == {0: [0, 1], 1: [0]}
     np.testing.assert_allclose(result.columns["advantages"][0][1], 1.0 - np.arange(3))
@@ -67,7 +67,7 @@ def test_log_probabilities_of_sequences_of_agents(make_trainer, make_groups) -> 
         for one, cut_T, versions_T in zip(group.rollouts, cuts, versions, strict=True)
     )
     trainer = make_trainer()
-    trainer.temperature = 1.0
+    trainer.objective = replace(trainer.objective, temperature=1.0)
     alone = make_trainer().score([rollouts[0].token_ids_T[5:]])[0]
     found = trainer.step([replace(group, rollouts=rollouts)]).logprobs[group.group_id]
     assert all(np.isfinite(found[index][versions[index] == 0]).all() for index in (0, 1))

@@ -15,14 +15,14 @@ from llamarl.algorithms.advantages.group_mean import GroupMean
 from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.config.schema import TrainerConfig
 from llamarl.distributed.mesh import ALONE, CPU, Axis
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.models.experts import Router
 from llamarl.models.hf import new_model
 from llamarl.models.transformer import Transformer
 from llamarl.training.packing import NOT_RECORDED, Microbatch, pack, padded, to_sample_group, with_advantage
 from llamarl.training.policy import Policy
 from llamarl.training.routing import routing_of
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import (
     FinishReason,
     GenerationRequest,
@@ -48,7 +48,9 @@ PROMPTS = [np.arange(start, start + length, dtype=np.int32) for start, length in
 @pytest.fixture(scope="module")
 def groups() -> list[RolloutGroup]:
     """Sampled by the generator's float32 arithmetic."""
-    engine = Engine(loaded(mixture(NAME), "float32"), max_running=8, prefill_tokens=32, kv_bytes=1 << 22)
+    engine = Engine(
+        loaded(mixture(NAME), "float32"), EngineSettings(max_running=8, prefill_tokens=32, kv_bytes=1 << 22)
+    )
     sampling = SamplingParams(temperature=TEMPERATURE, max_new_tokens=9)
     requests = [
         GenerationRequest(group_id=n, prompt_token_ids_T=prompt_T, group_size=3, sampling=sampling)
@@ -83,7 +85,7 @@ def routers(model: nn.Module) -> list[Router]:
 
 def trainer_of(model: Transformer, **settings: object) -> Trainer:
     config = TrainerConfig(**{"learning_rate": 1e-3, "max_grad_norm": 1e9} | settings)
-    return Trainer(model, config, Aipo(), GroupMean(), temperature=TEMPERATURE)
+    return Trainer(model, config, Objective(loss=Aipo(), advantage=GroupMean(), temperature=TEMPERATURE))
 
 
 @contextmanager
@@ -308,7 +310,7 @@ def test_what_a_prompt_alone_chooses_otherwise_is_no_disagreement(groups: list[R
 def test_replay_takes_most_of_the_gap_between_two_arithmetics() -> None:
     """The generator rounds to bfloat16, and few tokens go to other experts; these make most of the KL."""
     model = new_model(QWEN3_MOE, 0, std=0.08)  # calm enough that rounding changes few routes
-    engine = Engine(loaded(model, "bfloat16"), max_running=16, prefill_tokens=64, kv_bytes=1 << 22)
+    engine = Engine(loaded(model, "bfloat16"), EngineSettings(max_running=16, prefill_tokens=64, kv_bytes=1 << 22))
     sampling = SamplingParams(temperature=TEMPERATURE, max_new_tokens=60)
     requests = [
         GenerationRequest(group_id=n, prompt_token_ids_T=PROMPTS[n], group_size=1, sampling=sampling) for n in range(3)

@@ -233,7 +233,7 @@ class TestPasses:
         capped = []
         for passes in (1, 2):
             trainer = make_trainer(passes=passes)
-            trainer.loss = DecoupledPpo(clip=1e-6, max_weight=1e9)
+            trainer.objective = replace(trainer.objective, loss=DecoupledPpo(clip=1e-6, max_weight=1e9))
             capped.append(trainer.step(make_groups()).update.capped_share)
         assert capped[0] == 0
         assert 0.3 < capped[1] <= 0.5, "most tokens moved the right way; the mean is over both passes"
@@ -247,7 +247,7 @@ class TestPasses:
                 )
 
         trainer = make_trainer(passes=3, on_nonfinite="skip")
-        trainer.loss = OnceInfinite()
+        trainer.objective = replace(trainer.objective, loss=OnceInfinite())
         result = trainer.step(make_groups())
         assert result.skipped and "step 0 pass 1 of 3: loss " in result.cause
         assert trainer.policy_version == 1

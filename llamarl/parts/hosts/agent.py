@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,38 +119,49 @@ class WorkerLoop:
         self._process.poll()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostIdentity:
+    """Who a host is to the others."""
+
+    name: str
+    """Name, as on its certificate."""
+    address: str
+    """Address, as on its certificate."""
+    weights_address: str = ""
+    """Address for weights. Empty means `address`."""
+    pki: Path
+    """Folder with its certificate and key."""
+
+
 class HostAgent:
     """Agent of a host. `run` does all of the work."""
 
     def __init__(
         self,
         controllers: Sequence[str],
-        pki: Path,
-        name: str,
-        address: str,
-        once: bool,
+        identity: HostIdentity,
         tell: Callable[[str], None],
-        weights_address: str = "",
+        *,
+        once: bool,
         give_up_s: float = math.inf,
     ) -> None:
         """
         Args:
             controllers: `host:port` of each registry to try.
-            address: address of this host, as on its certificate.
-            once: exits after the first run.
             tell: called with sentences for people.
-            weights_address: address of this host for weights. Empty means `address`.
+            once: exits after the first run.
             give_up_s: seconds without a controller after which the agent ends.
 
         Raises:
             ConfigError: there is no certificate for this host.
         """
         self._controllers = deque(controllers)
-        self._context, self._env = client_context(pki, name), monarch_env(pki, name)
-        self._address, self._once, self._tell = address, once, tell
+        name, self._address = identity.name, identity.address
+        self._context, self._env = client_context(identity.pki, name), monarch_env(identity.pki, name)
+        self._once, self._tell = once, tell
         self._logs = Path(tempfile.mkdtemp(prefix="llamarl-host-"))
         gpus = count_devices() if Path("/dev/nvidiactl").exists() else 0
-        self._inventory = own_inventory(name, address, str(self._logs), gpus, weights_address)
+        self._inventory = own_inventory(name, self._address, str(self._logs), gpus, identity.weights_address)
         self._run = ""
         self._sent = dict[str, int]()
         """Sent bytes of each log."""

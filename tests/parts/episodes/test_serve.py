@@ -113,7 +113,7 @@ def test_the_newest_checkpoint_of_a_run(toml: Path, model: Path, tmp_path: Path)
 
 
 def test_a_call_that_nobody_waits_for_gives_its_place_back(model: Path) -> None:
-    engine = open_native(str(model), GeneratorConfig(max_running=1), None, False, None).engine
+    engine = open_native(str(model), GeneratorConfig(max_running=1)).engine
     serving = EngineThread(engine)
     sampling, heard = SamplingParams(max_new_tokens=100), list[int]()
 
@@ -143,7 +143,7 @@ def test_a_call_that_nobody_waits_for_gives_its_place_back(model: Path) -> None:
 async def served_here(model: Path) -> AsyncIterator[Any]:
     """What `llamarl serve` answers by, without a port."""
     tokenizer = with_chat(Tokenizer(model))
-    engine = EngineThread(open_native(str(model), GeneratorConfig(max_running=4), None, False, None).engine)
+    engine = EngineThread(open_native(str(model), GeneratorConfig(max_running=4)).engine)
     engine.loop = asyncio.get_running_loop()
     ended = engine.loop.run_in_executor(None, engine.run)
     endpoint = Endpoint(

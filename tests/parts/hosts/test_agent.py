@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from llamarl.parts.hosts import agent, heartbeat
-from llamarl.parts.hosts.agent import HostAgent, _kill, _pull, _seen, _watch
+from llamarl.parts.hosts.agent import HostAgent, HostIdentity, _kill, _pull, _seen, _watch
 from llamarl.parts.hosts.certificates import make_certificates
 from llamarl.parts.hosts.home import HUNG_UP, MAX_LINE_BYTES, Line
 from tests.architecture.repository import ROOT
@@ -28,7 +28,9 @@ from tests.cluster.harness import is_alive
 def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostAgent:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     make_certificates(tmp_path / "pki", {"b": ("b", "127.0.0.3")}, days=2)
-    return HostAgent(["127.0.0.2:1"], tmp_path / "pki", "b", "127.0.0.3", once=False, tell=print)
+    return HostAgent(
+        ["127.0.0.2:1"], HostIdentity(name="b", address="127.0.0.3", pki=tmp_path / "pki"), print, once=False
+    )
 
 
 def test_logs_go_on_where_the_registry_has_them_and_begin_anew_with_a_new_agent(one: HostAgent) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.parts.replay.replayer import Replayer
 from llamarl.types import GenerationRequest, Rollout, SamplingParams
 from tests.generation.mixtures import mixture
@@ -16,7 +16,7 @@ from tests.generation.test_model import loaded
 
 def test_experts_are_compared_bit_for_bit() -> None:
     model = loaded(mixture("qwen3_moe_odd"), "float32")
-    engine = Engine(model, max_running=3, prefill_tokens=8, kv_bytes=1 << 22)
+    engine = Engine(model, EngineSettings(max_running=3, prefill_tokens=8, kv_bytes=1 << 22))
     request = GenerationRequest(
         group_id=0, prompt_token_ids_T=np.arange(3, 24, dtype=np.int32), group_size=3, segment_tokens=5,
         sampling=SamplingParams(max_new_tokens=12),
@@ -25,7 +25,7 @@ def test_experts_are_compared_bit_for_bit() -> None:
     assert not any(one.num_tokens < 12 for one in rollouts)
 
     def found(*changed: Rollout) -> list[tuple[int, int, str]]:
-        replayer = Replayer(Engine(model, max_running=3, prefill_tokens=8, kv_bytes=1 << 22))
+        replayer = Replayer(Engine(model, EngineSettings(max_running=3, prefill_tokens=8, kv_bytes=1 << 22)))
         assert replayer.add([(request, one) for one in changed]) == []
         done = replayer.advance(0)
         assert done.num_tokens == 12 * len(changed)

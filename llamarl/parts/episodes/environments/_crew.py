@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from llamarl.parts.episodes.environments._base import Environment
-from llamarl.sandbox.pool import Failure, WorkerPool
+from llamarl.sandbox.pool import Failure, Limits, WorkerPool
 
 QUICK_S = 0.005
 """Seconds below which replies are requested in batches, because messages to a worker take as long as several
@@ -30,10 +30,15 @@ class _EnvironmentProcess(Generic[T]):
 
     def __init__(self, limits: Environment) -> None:
         self.pool = WorkerPool(
-            "llamarl.parts.episodes.environments._worker:reply", num_workers=1, cpu_s=math.ceil(limits.step_s),
-            wall_s=limits.step_s, memory_bytes=limits.memory_bytes,
-            recycle_after=sys.maxsize if limits.is_stateful else RECYCLE_AFTER,
-        )  # fmt: skip
+            "llamarl.parts.episodes.environments._worker:reply",
+            Limits(
+                num_workers=1,
+                cpu_s=math.ceil(limits.step_s),
+                wall_s=limits.step_s,
+                memory_bytes=limits.memory_bytes,
+                recycle_after=sys.maxsize if limits.is_stateful else RECYCLE_AFTER,
+            ),
+        )
         self.thread = threading.Thread()
         self.queue = deque[tuple[str, T]]()
         """Episodes by name that wait for a reply from this worker because it has their state."""

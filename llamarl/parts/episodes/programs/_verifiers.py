@@ -35,7 +35,7 @@ sys.modules[HARNESS] = sys.modules[__name__]
 POLICY, KEY_VARIABLE = "policy", "LLAMARL_EPISODE_KEY"
 _KEY = ContextVar[str]("key", default="")
 """Key of the episode whose harness runs."""
-_OPEN = dict[str, "_OpenEnvironment"]()
+_OPEN = dict[str, "_ServedEnvironment"]()
 """Environments of this process, by their settings."""
 
 
@@ -66,11 +66,11 @@ async def episode(row: Mapping[str, Any], settings: Mapping[str, Any], base_url:
     """Runs one episode on a task, against the policy at `base_url`."""
     name = json.dumps([row["taskset"], settings], sort_keys=True)
     if (environment := _OPEN.get(name)) is None:
-        environment = _OPEN[name] = _OpenEnvironment(row["taskset"], settings)
+        environment = _OPEN[name] = _ServedEnvironment(row["taskset"], settings)
     return await environment.run(row, base_url, api_key)
 
 
-class _OpenEnvironment:
+class _ServedEnvironment:
     """An environment that serves until the process ends. It is entered and left by one asyncio task, as verifiers
     requires."""
 

@@ -22,7 +22,7 @@ from llamarl.child import Child
 from llamarl.config import ConfigError
 from llamarl.parts.episodes.sandbox import seccomp
 from llamarl.parts.episodes.sandbox.judge_server import READY
-from llamarl.sandbox.pool import Failure, WorkerPool
+from llamarl.sandbox.pool import Failure, Limits, WorkerPool
 
 _START_S = 60.0
 _END_S = 30.0
@@ -89,12 +89,14 @@ class ProgramJudge:
         ]
         self._pool = WorkerPool(
             f"{__name__}:judge",
-            num_workers=workers,
-            cpu_s=_SUPERVISOR_CPU_S,
-            wall_s=wall_s,
-            slack_s=_START_S + _END_S,
-            recycle_after=10_000,
-            memory_bytes=memory_bytes + (1 << 30),
+            Limits(
+                num_workers=workers,
+                cpu_s=_SUPERVISOR_CPU_S,
+                wall_s=wall_s,
+                slack_s=_START_S + _END_S,
+                recycle_after=10_000,
+                memory_bytes=memory_bytes + (1 << 30),
+            ),
         )
 
     def judge(self, jobs: Sequence[JudgeJob], batch_s: float) -> list[ProgramVerdict | Failure]:

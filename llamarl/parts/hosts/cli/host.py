@@ -19,7 +19,7 @@ from llamarl.config import ConfigError
 from llamarl.config.cluster import MAX_PORT
 from llamarl.distributed.links import interface_of
 from llamarl.net.reasons import plain
-from llamarl.parts.hosts.agent import DRAIN, HostAgent
+from llamarl.parts.hosts.agent import DRAIN, HostAgent, HostIdentity
 from llamarl.parts.hosts.certificates import check_member
 from llamarl.parts.hosts.home import address_towards
 
@@ -52,9 +52,11 @@ def main(arguments: Sequence[str]) -> int:
             f"--weights-address {options.weights_address}: other hosts do not reach it; give one of `ip -4 address`"
         )
     own_temporary_folder()
-    pki = Path(options.pki)
+    identity = HostIdentity(
+        name=options.name, address=address, weights_address=options.weights_address, pki=Path(options.pki)
+    )
     give_up_s = options.give_up if options.give_up > 0 else math.inf
-    agent = HostAgent(controllers, pki, options.name, address, options.once, _say, options.weights_address, give_up_s)
+    agent = HostAgent(controllers, identity, _say, once=options.once, give_up_s=give_up_s)
     return asyncio.run(agent.run())
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llamarl.config import settled
+from llamarl.config import resolved
 from llamarl.config.errors import ConfigError
 from llamarl.config.roles import AgentConfig
 from llamarl.config.schema import RolloutConfig
@@ -18,7 +18,7 @@ from tests.architecture.repository import ROOT
 
 
 def configured(**sections: Any) -> Any:
-    return settled({"model": {"path": "m"}, "data": {"train": "jsonl"}} | sections)
+    return resolved({"model": {"path": "m"}, "data": {"train": "jsonl"}} | sections)
 
 
 def test_an_environment_that_is_an_agent_becomes_the_agent() -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from llamarl.parts.episodes.gateway.news import AgentCall, AgentEnd, AgentTask
 from llamarl.run.rollouts import rollout_lines
 from llamarl.types import OBSERVED, Outcome, Prompt, SamplingParams
 from tests.data.test_chat import TEMPLATES
-from tests.end_to_end.tiny import ROOT, TOML, rows
+from tests.end_to_end.tiny import ROOT, TOML, make_model, rows
 from tests.parts.episodes.test_gateway import sampled
 
 pytest.importorskip("verifiers", reason="the package verifiers is not installed; `make verifiers` installs it")
@@ -39,11 +39,11 @@ def _tasksets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TASKSETS))
 
 
-@pytest.fixture
-def chatty(model: Path) -> Iterator[Path]:
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = make_model(tmp_path_factory.mktemp("chatty") / "model", context=4096)
     (model / "chat_template.jinja").write_text(TEMPLATES["qwen"].replace("<|im_end|>", "<|endoftext|>"))
-    yield model
-    (model / "chat_template.jinja").unlink()
+    return model
 
 
 def executor_of(model: Path, **options: Any) -> GatewayExecutor:

@@ -19,7 +19,7 @@ from llamarl.config import ConfigError
 from llamarl.parts.episodes.sandbox import seccomp
 from llamarl.parts.episodes.sandbox.judge import JudgeJob, ProgramJudge, ProgramVerdict
 from llamarl.parts.episodes.sandbox.judge_children import _is_same
-from llamarl.sandbox.pool import Failure, WorkerPool
+from llamarl.sandbox.pool import Failure, Limits, WorkerPool
 from llamarl.sandbox.pool_server import FailureKind
 from tests.sandbox import honest
 from tests.sandbox.abuse import ABUSES
@@ -254,7 +254,7 @@ def test_chance_in_tests_is_not_foreseen_and_repeats(judge: ProgramJudge) -> Non
 
 
 def test_what_cannot_be_confined_is_not_run() -> None:
-    pool = WorkerPool("llamarl.parts.episodes.sandbox.judge:judge", num_workers=1, wall_s=60.0)
+    pool = WorkerPool("llamarl.parts.episodes.sandbox.judge:judge", Limits(num_workers=1, wall_s=60.0))
     limits = {"cpu_s": -1, "memory_bytes": 1 << 28}  # which the kernel refuses
     try:
         (failure,) = pool.map([{"limits": limits, "wall_s": 6.0, "job": dataclasses.asdict(HONEST)}], 60.0)

@@ -56,3 +56,6 @@ class Sums(vf.Taskset[Sum, SumsConfig]):
 
 
 __all__ = ["Sums"]
+
+if __name__ == "__main__":
+    Adder.run()
