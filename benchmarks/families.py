@@ -43,7 +43,7 @@ from llamarl.config.roles import TrainerConfig
 from llamarl.data.sources.running_total import RunningTotal
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.distributed.mesh import CPU
-from llamarl.generation.engine import Engine
+from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel, Precision
 from llamarl.kernels.delta_shape import DeltaShape
 from llamarl.models.attention import packed_attend
@@ -52,7 +52,7 @@ from llamarl.models.hf import load_model, new_model, save_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
 from llamarl.training.optimization import finished
-from llamarl.training.trainer import Trainer
+from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import GenerationRequest, SampleGroup, SamplingParams, TrainSample
 
 HYBRID, DENSE = "demo_hybrid", "demo"
@@ -180,7 +180,9 @@ def steps() -> dict[str, Any]:
     """Returns CPU seconds of an optimizer step of both demos, in turns, and their ratio."""
     trainers = {
         name: Trainer(
-            load_model(ROOT / f"runs/base/{name}", torch.float32, CPU), TrainerConfig(), Aipo(), GroupMean(), 1.0
+            load_model(ROOT / f"runs/base/{name}", torch.float32, CPU),
+            TrainerConfig(),
+            Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0),
         )
         for name in (HYBRID, DENSE)
     }
@@ -239,7 +241,7 @@ def _decode(shape: ModelShape, kind: Precision) -> tuple[float, float]:
     """Returns the median CPU time of decode steps, and the bytes that one must move."""
     model = GeneratorModel(shape, kind, CPU)
     model.load(new_model(shape, 0, 0.03))
-    engine = Engine(model, max_running=ROWS, prefill_tokens=ROWS * CONTEXT, kv_bytes=1 << 28)
+    engine = Engine(model, EngineSettings(max_running=ROWS, prefill_tokens=ROWS * CONTEXT, kv_bytes=1 << 28))
     rng = np.random.default_rng(0)
     sampling = SamplingParams(max_new_tokens=DECODE_STEPS + 4)
     engine.submit([
