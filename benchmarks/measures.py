@@ -9,7 +9,6 @@ are; `tests/architecture/test_measures.py` checks that it is up to date.
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -26,14 +25,12 @@ FUNCTIONS: dict[str, Callable[[list[float]], float]] = {
 }  # fmt: skip
 HEAD = """# Benchmarks
 
-Each item has a result, the processor, the file and the script. The file has the date, the command with its options, all
-numbers, settings and package versions. `python benchmarks/measures.py` generates this page.
+Each item has a result, the processor and the file, which has the command, all numbers, settings and package versions.
+To repeat a measurement, run the command on an idle machine. `python benchmarks/measures.py` generates this page.
 
-The machines were virtual machines with two cores, which other work shared at times. Compare only figures of the same
-file. Hosts are network namespaces of one machine. Items about a GPU name it. To repeat a measurement, run the file's
-command on an idle machine; the script writes a new dated file.
+The machines had two virtual cores of an AMD EPYC or Intel Xeon, which other work shared at times. Compare only figures
+of the same file. Hosts are network namespaces of one machine. Items about a GPU name it.
 """
-SCRIPT = re.compile(r"benchmarks/\S+\.py")
 HALF_STEPS = "rows/@model=8b,dtype=bfloat16,graphs=True,batch=64,context=1024"
 ERRORS = "settings_predicted/*/simulator/error/step_s"
 AGAINST_TRL = (
@@ -129,7 +126,9 @@ SENTENCES: dict[str, dict[str, str]] = {
         "{low/codecs/bfloat16/changed_share_values:.2%} in bfloat16, {low/codecs/int8/changed_share_values:.2%} in "
         "int8",
         "hosts_weights-2026-11-25": "weights to two other hosts: {share_of_wire:.2f} of the bandwidth of iperf3, "
-        "{share_of_wire_proved:.2f} with verification",
+        "{share_of_wire_proved:.2f} with verification; to four replicas on four hosts {relay_ratio:.2f} times the "
+        "time of one "
+        "with relays, {direct_ratio:.2f} times without",
     },
     "Faults and hosts": {
         "strangers-2026-11-23": "2,000 silent connections to each of 18 ports: no process ends, an accepted connection "
@@ -221,15 +220,13 @@ def row(name: str, sentence: str) -> str:
     """Returns a file's item of the page."""
     data = json.loads(PATHS[name].read_text(encoding="utf-8"))
     text, file = Figures().vformat(sentence, (data,), {}), PATHS[name].relative_to(HERE.parent).as_posix()
-    script = SCRIPT.search(data["command"])
-    assert script, f"{name}: its command names no script"
-    return f"- {text[0].upper()}{text[1:]}. {processor(data)}, `{file}`, `{script[0]}`"
+    return f"- {text[0].upper()}{text[1:]}. {processor(data)}, `{file}`"
 
 
 def processor(data: dict[str, Any]) -> str:
     machine = data["machine"]
     name = machine.get("processor") or machine["cpu"] if isinstance(machine, dict) else str(machine).partition(",")[0]
-    return name.removesuffix(" Processor").replace("(R)", "")
+    return name.replace("(R)", "").split()[0]
 
 
 def page() -> str:

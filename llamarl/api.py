@@ -120,13 +120,13 @@ def train(
         ExecutorError, FolderLost, NonFiniteStep, NotSaved, Stalled, TooManyInvalid, WeightsWrong: the run failed.
     """
     _note_computing()
-    started_s, settled = now_s(), _settled(config, settings, reward=reward, data=data, eval_data=eval_data)
-    with fork_server(settled.cluster.kind):  # imports torch while this process imports what a controller needs
-        return _trained(settled, started_s, resume=resume, overwrite=overwrite, watch=watch, trust=trust)
+    started_s, resolved = now_s(), _resolved(config, settings, reward=reward, data=data, eval_data=eval_data)
+    with fork_server(resolved.cluster.kind):  # imports torch while this process imports what a controller needs
+        return _trained(resolved, started_s, resume=resume, overwrite=overwrite, watch=watch, trust=trust)
 
 
 def _trained(
-    settled: RunConfig, started_s: float, *, resume: bool, overwrite: bool, watch: bool, trust: bool
+    resolved: RunConfig, started_s: float, *, resume: bool, overwrite: bool, watch: bool, trust: bool
 ) -> RunRecord:
     """Trains with complete settings. Raises what `train` raises."""
     from llamarl.controller.supervision import Interrupted
@@ -135,7 +135,7 @@ def _trained(
 
     try:
         begun = begin(
-            settled, resume=resume, overwrite=overwrite, command="llamarl", tell=_tell, trust=trust,
+            resolved, resume=resume, overwrite=overwrite, command="llamarl", tell=_tell, trust=trust,
             delays=lambda: report_delays(""),
         )  # fmt: skip
     except KeyboardInterrupt:
@@ -190,7 +190,7 @@ def evaluate(
         ExecutorError, Stalled: the evaluation failed.
     """
     _note_computing()
-    run = None if config is None else _settled(config, {})
+    run = None if config is None else _resolved(config, {})
     given = partial(_given, settings=settings, reward=reward, eval_data=data)
     found = part("answers", "evaluated")(str(model), run, config, given, trust=trust)
     records = {metrics.name: EvalRecord(metrics=metrics, responses=responses) for metrics, responses in found}
@@ -255,7 +255,7 @@ def _tell(text: str) -> None:
     print_to(sys.stdout, text)
 
 
-def _settled(config: Config, settings: Mapping[str, Any], **own: Any) -> RunConfig:
+def _resolved(config: Config, settings: Mapping[str, Any], **own: Any) -> RunConfig:
     """Returns the complete settings of a call. Raises ConfigError."""
     base, given = _given(config, settings, **own)
     return load_config(base, settings=given, recorded=isinstance(config, str | Path) and is_record(config))

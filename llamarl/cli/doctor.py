@@ -59,6 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{kind} weights: {paths.reached(kind)}")
     products.chosen(products.LARGEST, products.LARGEST)
     print(products.describe())
+    print(f"machines for episodes: {_machines()}")
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     print(f"GPUs: {', '.join(gpus) or 'none, CPU only'}")
     free_bytes = shutil.disk_usage(".").free
@@ -69,6 +70,17 @@ def main(arguments: Sequence[str]) -> int:
         lacks.append(f"free disk ({free_bytes / 1e9:.1f} GB)")
     print(_verdict(gpus, lacks))
     return 0
+
+
+def _machines() -> str:
+    """Returns which machines for episodes this host can start."""
+    from llamarl.config import ConfigError
+    from llamarl.config.ref import part
+
+    try:
+        return part("episodes", "machines_here")()
+    except ConfigError as error:
+        return f"none ({error})"
 
 
 def _verdict(gpus: Sequence[str], lacks: Sequence[str]) -> str:

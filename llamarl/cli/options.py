@@ -13,7 +13,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from llamarl.cli.main import USER_ERROR
-from llamarl.config import ConfigError, RunConfig, from_home, settled
+from llamarl.config import ConfigError, RunConfig, from_home, resolved
 from llamarl.config.errors import known_hint, near_hint
 from llamarl.config.load import last_names
 from llamarl.config.ref import Ref
@@ -156,13 +156,13 @@ def kind_of(annotation: Any) -> str:
 
 
 def add_settings(parser: argparse.ArgumentParser, base: Mapping[str, Any], *names: str) -> None:
-    """Adds `--section.key TYPE` for settings of a run. Given ones are appended to `overrides`, as `settled` expects.
+    """Adds `--section.key TYPE` for settings of a run. Given ones are appended to `overrides`, as `resolved` expects.
 
     Args:
         base: settings of the command, as parsed TOML.
         names: dotted names.
     """
-    config, group = settled(base), parser.add_argument_group("settings, named as in a run file")
+    config, group = resolved(base), parser.add_argument_group("settings, named as in a run file")
     for name in names:
         *sections, last = name.split(".")
         section = reduce(getattr, sections, config)

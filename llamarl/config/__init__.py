@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         read_json,
         read_rows,
         read_text,
-        settled,
+        resolved,
         tables,
         validated,
     )
@@ -46,7 +46,7 @@ __all__ = [
     "read_json",
     "read_rows",
     "read_text",
-    "settled",
+    "resolved",
     "tables",
     "validated",
 ]

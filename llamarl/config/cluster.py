@@ -40,11 +40,11 @@ def use_processes() -> str:
     return f"use cluster.kind = '{'processes' if lack_of_monarch() else 'monarch'}'"
 
 
-def _settled(kind: str) -> str:
+def _resolved(kind: str) -> str:
     return ("inline" if lack_of_monarch() else "monarch") if kind == "auto" else kind
 
 
-Kind = Annotated[Literal["auto", "monarch", "processes", "hosts", "inline"], AfterValidator(_settled)]
+Kind = Annotated[Literal["auto", "monarch", "processes", "hosts", "inline"], AfterValidator(_resolved)]
 """Kind of cluster. `auto` becomes the kind that this installation supports, so that records say what was used."""
 
 

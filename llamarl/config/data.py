@@ -184,7 +184,7 @@ class EvalSet(SourceConfig):
         """`Prompt.source` of its prompts. It differs from the labels of all training sources."""
         return OF_EVAL + self.label
 
-    def settled(self, run: EvalConfig, option: str) -> EvalConfig:
+    def resolved(self, run: EvalConfig, option: str) -> EvalConfig:
         """Returns section `eval` of a run with only this set. Raises ValueError if all samples would be equal."""
         own = {name: one for name in EvalConfig.model_fields if (one := getattr(self, name)) is not None}
         samples = self.samples or run.samples

@@ -189,7 +189,7 @@ def _by_part(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
             yield f"{prefix}{name}", value
 
 
-def settled(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+def resolved(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
     """Returns the settings of a command that needs no file, from parsed TOML and overrides. Raises ConfigError."""
     return validated(_overridden(deepcopy(dict(data)), overrides), RunConfig)
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, TypeAdapter, ValidationError, model_validator
 
 from llamarl.config.errors import ConfigError, did_you_mean
-from llamarl.config.section import OPTIONS, settled_path
+from llamarl.config.section import OPTIONS, resolved_path
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -77,7 +77,7 @@ class Ref(BaseModel):
     @classmethod
     def _from_name(cls, value: Any) -> Any:
         if isinstance(value, dict):
-            return value | {name: settled_path(value[name]) for name in OPTIONS if name in value}
+            return value | {name: resolved_path(value[name]) for name in OPTIONS if name in value}
         return {"name": value} if isinstance(value, str) else value
 
     @classmethod

@@ -370,7 +370,7 @@ class RunConfig(Section):
                     "`reward` there, or reward.parts"
                 )
             if isinstance(source, EvalSet):
-                source.settled(self.eval, place)
+                source.resolved(self.eval, place)
         return self
 
     def of(self, source: SourceConfig) -> RunConfig:
@@ -385,7 +385,7 @@ class RunConfig(Section):
         own: dict[str, Section] = {"data": self.data.of(source), "rollout": rollout, "reward": reward}
         if isinstance(source, TrainSource) and source.teacher:
             own["reference"] = self.reference.model_copy(update={"path": source.teacher})
-        own |= {"eval": source.settled(self.eval, "data.eval")} if isinstance(source, EvalSet) else {}
+        own |= {"eval": source.resolved(self.eval, "data.eval")} if isinstance(source, EvalSet) else {}
         return self.model_copy(update=own)
 
     @property

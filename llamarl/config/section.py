@@ -106,17 +106,17 @@ def _has(folder: Path, holds: Collection[str]) -> bool:
     return any((folder / file).is_file() for file in holds)
 
 
-def settled_path(value: Any) -> Any:
+def resolved_path(value: Any) -> Any:
     """Expands `~` in a path, or in each path of a list. Returns other values unchanged, for validators to refuse."""
     if isinstance(value, list | tuple):
-        return [settled_path(one) for one in value]
+        return [resolved_path(one) for one in value]
     return from_home(value) if isinstance(value, str | os.PathLike) else value
 
 
 OPTIONS = ("path", "file")
 """Options of a part that are paths. They are expanded when settings load, before the part's class is known, so that
 recorded settings name the same file for every reader."""
-FilePath = Annotated[str, BeforeValidator(settled_path)]
+FilePath = Annotated[str, BeforeValidator(resolved_path)]
 """A file, a folder, or a text in its place: a name on the Hub or an address."""
 
 

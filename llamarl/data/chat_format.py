@@ -8,7 +8,7 @@ from typing import Any
 
 from llamarl.config.data import DataConfig
 from llamarl.config.errors import ConfigError
-from llamarl.data.prompts import CHAT, PLAIN, conversation, examples_text, render, settled
+from llamarl.data.prompts import CHAT, PLAIN, conversation, examples_text, render, resolved_data
 from llamarl.data.sources import ProblemRow
 from llamarl.data.tokenizer import Tokenizer
 
@@ -21,7 +21,7 @@ _SHOWN = 400
 
 
 def chat_template_of(data: DataConfig, tokenizer: Tokenizer) -> str | None:
-    """Returns the chat template that writes the prompts of `settled` settings. None means the tokenizer's template.
+    """Returns the chat template that writes the prompts of resolved settings. None means the tokenizer's template.
 
     Raises:
         ConfigError: the text template has fields other than `{question}`, which a chat does not have.
@@ -111,8 +111,8 @@ def of_run(data: DataConfig, *, for_agent: bool) -> dict[str, Any]:
 
 
 def settled_format(data: DataConfig, tokenizer: Tokenizer) -> DataConfig:
-    """Returns `settled` settings, without a date if the template does not use it."""
-    found = settled(data, tokenizer)
+    """Returns resolved settings, without a date if the template does not use it."""
+    found = resolved_data(data, tokenizer)
     return found if tokenizer.tells_date else found.model_copy(update={"date": ""})
 
 

@@ -53,7 +53,7 @@ def open_tokenizer(path: str, config: DataConfig) -> Tokenizer:
     return Tokenizer(path, config.template_arguments, config.date)
 
 
-def settled(
+def resolved_data(
     config: DataConfig, tokenizer: Tokenizer, before: DataConfig | None = None, *, for_agent: bool = False
 ) -> DataConfig:
     """Returns settings with a fixed template and date, which make the same prompts on any day. A resumed run takes them
@@ -106,7 +106,7 @@ def load_prompts(
     assert isinstance(ref, Ref), "`DataConfig.of` gives each source of a mixture; without a source nothing is loaded"
     source: ProblemSource = build(ref, SOURCES, f"data.{which}")
     rows = _read(source, most, f"data.{which}")
-    given, config = config.template, settled(config, tokenizer, for_agent=for_agent)
+    given, config = config.template, resolved_data(config, tokenizer, for_agent=for_agent)
     check_template(config, tokenizer, tools, for_agent=for_agent)
     texts = [render(row, config, tokenizer, tools) for row in rows]
     if texts and config.system.strip() not in texts[0]:
@@ -224,7 +224,7 @@ def check_template(
 
 
 def render(row: ProblemRow, config: DataConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Returns the prompt text of `row` for `settled` settings. Raises ConfigError."""
+    """Returns the prompt text of `row` for resolved settings. Raises ConfigError."""
     if config.template == CHAT:
         head, own = conversation(row, config)
         return tokenizer.apply_chat_template(head + own, tools=tools)

@@ -96,7 +96,7 @@ def export_values(run: Path, config: RunConfig, to: Path, *, command: str) -> in
 
 
 def format_of(config: RunConfig, path: str) -> tuple[DataConfig, Tokenizer]:
-    """Returns the prompt format of a run, settled for the model in `path`, and that model's tokenizer. Raises
+    """Returns the prompt format of a run, resolved for the model in `path`, and that model's tokenizer. Raises
     ConfigError."""
     data = config.data.model_copy(update=of_run(config.data, for_agent=config.rollout.agent is not None))
     return settled_format(data, Tokenizer(path)), open_tokenizer(path, data)

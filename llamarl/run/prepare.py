@@ -21,7 +21,7 @@ from llamarl.config.ref import NotRun, class_of, part
 from llamarl.config.roles import CriticConfig, ReferenceConfig
 from llamarl.controller.admission import Problems
 from llamarl.controller.evaluation import HeldOutSet
-from llamarl.data.prompts import SOURCES, load_prompts, open_tokenizer, settled
+from llamarl.data.prompts import SOURCES, load_prompts, open_tokenizer, resolved_data
 from llamarl.data.sources import ProblemRow
 from llamarl.data.tokenizer import check_vocabulary, ended_after
 from llamarl.kernels.build import pinned as pinned_instructions
@@ -262,8 +262,8 @@ def settle(
     recorded = Path(config.output, config.name, "config.toml")
     before = load_recorded(recorded).data if resume and recorded.exists() else None
     tokenizer = open_tokenizer(pinned.model.path, pinned.data)
-    of_run = settled(pinned.data, tokenizer, before, for_agent=for_agent)
-    of_record = settled(config.data, tokenizer, of_run, for_agent=for_agent)
+    of_run = resolved_data(pinned.data, tokenizer, before, for_agent=for_agent)
+    of_record = resolved_data(config.data, tokenizer, of_run, for_agent=for_agent)
     return config.model_copy(update={"data": of_record}), pinned.model_copy(update={"data": of_run})
 
 

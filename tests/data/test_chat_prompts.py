@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from llamarl.config import ConfigError, RunConfig, load_config, settled
+from llamarl.config import ConfigError, RunConfig, load_config, resolved
 from llamarl.config.schema import DataConfig
-from llamarl.data.prompts import load_prompts, open_tokenizer
-from llamarl.data.prompts import settled as settled_data
+from llamarl.data.prompts import load_prompts, open_tokenizer, resolved_data
 from llamarl.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from llamarl.run.prepare import settle
 
@@ -111,7 +110,7 @@ def test_an_agent_is_told_the_question_alone(make_tokenizer: MakeTokenizer, tmp_
     assert loaded.prompts[0].text == "1+1?\n"
     assert loaded.first_prompt == "data.template = 'auto' is '{question}\\n'; the first prompt: '1+1?\\n'"
     open_day = config.model_copy(update={"date": ""})
-    kept = settled_data(open_day, chat, config, for_agent=True)
+    kept = resolved_data(open_day, chat, config, for_agent=True)
     assert (kept.template, kept.date) == ("{question}\n", "2024-07-06")
     with pytest.raises(ConfigError, match=r"data\.system = 'x' is for chat templates"):
         load_prompts(config.model_copy(update={"system": "x"}), chat, 4096, for_agent=True)
@@ -187,16 +186,16 @@ def test_a_date_is_what_the_settings_say(make_tokenizer: MakeTokenizer, tmp_path
 def test_a_run_keeps_the_template_and_the_day_that_it_began_with(make_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
     dated = make_tokenizer(chat_template=DATED)
     config = config_of(tmp_path, ROW)
-    began = settled_data(config, dated)
+    began = resolved_data(config, dated)
     assert (began.template, began.date) == ("chat", "2026-03-01")
     before = config.model_copy(update={"template": "chat", "date": "2024-07-06"})
-    assert settled_data(config, dated, before) == before
-    assert settled_data(before.model_copy(update={"date": "2025-01-01"}), dated, before).date == "2025-01-01"
+    assert resolved_data(config, dated, before) == before
+    assert resolved_data(before.model_copy(update={"date": "2025-01-01"}), dated, before).date == "2025-01-01"
     old = config.model_copy(update={"template": "{question}\n"})
-    assert settled_data(config, dated, old) == old
-    assert settled_data(old, dated, before) == old
+    assert resolved_data(config, dated, old) == old
+    assert resolved_data(old, dated, before) == old
     (dated.folder / "chat_template.jinja").write_text(PLAIN)
-    undated = settled_data(config, Tokenizer(dated.folder))
+    undated = resolved_data(config, Tokenizer(dated.folder))
     assert (undated.template, undated.date) == ("chat", "")
 
 
@@ -206,10 +205,10 @@ def test_sources_of_both_kinds_of_template(make_tokenizer: MakeTokenizer, tmp_pa
     dated, ref = make_tokenizer(chat_template=DATED), config_of(tmp_path, ROW).train.model_dump()
     sources = [ref | {"label": "a", "template": "auto"}, ref | {"label": "b", "template": "Q: {question}"}]
     config = config_of(tmp_path, ROW, train=sources, template="{question}")
-    began = settled_data(config, dated)
+    began = resolved_data(config, dated)
     assert (began.template, began.date) == ("{question}", "2026-03-01")
     assert [source.template for source in began.sources] == ["chat", "Q: {question}"]
-    later = settled_data(config, dated, began.model_copy(update={"date": "2024-07-06"}))
+    later = resolved_data(config, dated, began.model_copy(update={"date": "2024-07-06"}))
     assert later.date == "2024-07-06"
     found = [texts(later.of(source), dated) for source in later.sources]
     assert found == [["06 Jul 2024<user>1+1?<assistant>"], ["Q: 1+1?"]]
@@ -225,7 +224,7 @@ def test_a_run_that_goes_on_asks_its_own_record(make_tokenizer: MakeTokenizer, t
     data = config_of(tmp_path, ROW).model_dump(exclude_none=True)
     chat = make_tokenizer(chat_template=DATED)
     run = {"name": "old", "output": str(tmp_path), "model": {"path": str(chat.folder)}, "data": data}
-    config: RunConfig = settled(run)
+    config: RunConfig = resolved(run)
     assert settle(config, config, resume=True)[1].data.template == "chat"  # nothing is on record
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.toml").write_text(

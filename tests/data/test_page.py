@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llamarl.config import build
-from llamarl.config.load import settled
+from llamarl.config.load import resolved
 from llamarl.data.files import READERS
 from llamarl.data.prompts import SOURCES
 from tests.architecture.repository import ROOT
@@ -21,7 +21,7 @@ SHOWN = [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", PAGE
 
 @pytest.mark.parametrize("settings", SHOWN)
 def test_settings_load(settings: dict[str, Any]) -> None:
-    config = settled({"model": {"path": "x"}} | settings).data
+    config = resolved({"model": {"path": "x"}} | settings).data
     train = [source.source for source in config.sources] or [config.train]
     for ref in filter(None, (*train, config.eval)):
         build(ref, SOURCES, "data.train")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.config import ConfigError, settled
+from llamarl.config import ConfigError, resolved
 from llamarl.config.data import DataConfig, FilterConfig
 from llamarl.data.prompts import load_prompts
 from llamarl.data.rates import digest, kept, rate_rows, read_rates
@@ -103,7 +103,7 @@ def test_supervised_training_says_what_is_left_out(tmp_path: Path) -> None:
     said, rates = list[str](), write(tmp_path / "rates", {0: 0, 1: 4, 2: 4, 3: 8, 4: 2})
     tables = {"train": {"name": "jsonl", "path": str(data)}, "filter": {"path": rates}}
     documents = load_documents(
-        settled({"model": {"path": str(make_model(tmp_path / "m"))}, "data": tables}), said.append
+        resolved({"model": {"path": str(make_model(tmp_path / "m"))}, "data": tables}), said.append
     )
     assert len(documents) == 3
     assert f"data.filter = {rates}: 3 of 5 prompts are kept; left out: 1 solved less often" in said[0]

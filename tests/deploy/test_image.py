@@ -131,5 +131,5 @@ def test_the_image_trains_as_a_user(image: Path, tmp_path: Path) -> None:
     )
     assert "finished 2 steps" in told
     assert (work / "runs" / "tiny" / "summary.json").stat().st_uid == 1000
-    for program in ("openssl", "getent", "find", "g++"):
+    for program in ("getent", "find", "g++"):
         assert buildah(image, *run, "sh", "-c", f"command -v {program}")

@@ -95,8 +95,8 @@ def test_trace(trained: Trained) -> None:
 
 
 def test_the_config_on_record_is_the_run_s_own(trained: Trained) -> None:
-    settled = load_config(trained.toml, settings={"data.template": PLAIN})  # `auto`, as the model has no chat template
-    assert load_config(trained.folder / "config.toml") == settled
+    resolved = load_config(trained.toml, settings={"data.template": PLAIN})  # `auto`, as the model has no chat template
+    assert load_config(trained.folder / "config.toml") == resolved
     dry = llamarl_here("train", trained.toml, "--dry-run", "--settings", "--seed", 7, "--name", "again")
     assert dry.returncode == 0, dry.stderr
     again = trained.toml.parent / "again.toml"

@@ -93,19 +93,19 @@ def test_the_record_starts_it_again_without_python(toml: Path) -> None:
 
 
 def test_settings_win_as_on_the_command_line(toml: Path) -> None:
-    from llamarl.api import _settled
+    from llamarl.api import _resolved
 
     tables = {"model": {"path": "m"}, "data": {"train": "jsonl"}, "trainer": {"loss": "aipo", "threads": 2}}
     for base in (tables, load_config(tables)):
         settings = {"trainer": {"learning_rate": 1e-5}, "trainer.loss": {"name": "grpo"}, "steps": 7}
-        config = _settled(base, settings)
+        config = _resolved(base, settings)
         assert (config.steps, config.trainer.learning_rate, config.trainer.threads) == (7, 1e-5, 2)
         assert config.trainer.loss.name == "grpo"
-        assert _settled(base, {"trainer.loss.rho": 8.0}).trainer.loss.options == {"rho": 8.0}
+        assert _resolved(base, {"trainer.loss.rho": 8.0}).trainer.loss.options == {"rho": 8.0}
     assert tables["trainer"] == {"loss": "aipo", "threads": 2}, "what the user holds stays as it is"
     with pytest.raises(llamarl.ConfigError, match="did you mean `learning_rate`"):
-        _settled(tables, {"trainer.learning_rte": 1})
-    assert isinstance(_settled(toml, {}), RunConfig)
+        _resolved(tables, {"trainer.learning_rte": 1})
+    assert isinstance(_resolved(toml, {}), RunConfig)
 
 
 def test_rows_of_other_libraries(tmp_path: Path) -> None:
@@ -438,20 +438,20 @@ def test_prompts_of_any_kind(model: Path) -> None:
 
 
 def test_settings_of_python(toml: Path, tmp_path: Path) -> None:
-    from llamarl.api import _settled
+    from llamarl.api import _resolved
 
     (tmp_path / "demo").mkdir()
-    demo = _settled("demo", {"output": tmp_path / "o"})
+    demo = _resolved("demo", {"output": tmp_path / "o"})
     assert (demo.name, demo.output) == ("demo", str(tmp_path / "o")), "a folder is no file of settings"
-    own = _settled("demo", {"data.train": {"name": "jsonl", "path": "x.jsonl"}})
+    own = _resolved("demo", {"data.train": {"name": "jsonl", "path": "x.jsonl"}})
     assert own.data.train.options == {"path": "x.jsonl"}, "another part brings its own options"
-    assert _settled(load_config("demo"), {"recipe": "grpo"}).trainer == _settled("demo", {"recipe": "grpo"}).trainer
+    assert _resolved(load_config("demo"), {"recipe": "grpo"}).trainer == _resolved("demo", {"recipe": "grpo"}).trainer
     several = {"data": {"train": [{"name": "jsonl", "path": "x.jsonl"}, {"name": "jsonl", "path": "y.jsonl"}]}}
-    mixed = _settled(several | {"model": {"path": "m"}}, {"data.train.1.weight": 3.0, "data.train.0.label": "z"})
+    mixed = _resolved(several | {"model": {"path": "m"}}, {"data.train.1.weight": 3.0, "data.train.0.label": "z"})
     assert [(one.label, one.weight) for one in mixed.data.sources] == [("z", 1.0), ("y", 3.0)]
     with pytest.raises(llamarl.ConfigError, match="the list has no entry '2'; it has 2"):
-        _settled(several | {"model": {"path": "m"}}, {"data.train.2.weight": 3.0})
-    lora = _settled(load_config(toml).model_dump(), {"trainer": {"lora": {"rank": 8}}}).trainer.lora
+        _resolved(several | {"model": {"path": "m"}}, {"data.train.2.weight": 3.0})
+    lora = _resolved(load_config(toml).model_dump(), {"trainer": {"lora": {"rank": 8}}}).trainer.lora
     assert lora and lora.rank == 8
 
 

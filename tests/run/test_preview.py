@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamarl.config import ConfigError, RunConfig, settled
+from llamarl.config import ConfigError, RunConfig, resolved
 from llamarl.kernels import build
 from llamarl.parts.cuda import joint
 from llamarl.rewards import Reward
@@ -22,7 +22,7 @@ from tests.end_to_end.tiny import llamarl_here, make_model, write_toml
 
 
 def settings(*parts: Any, **more: Any) -> RunConfig:
-    return settled({"model": {"path": "m"}, "data": {"train": "jsonl"}, "reward": {"parts": list(parts)}} | more)
+    return resolved({"model": {"path": "m"}, "data": {"train": "jsonl"}, "reward": {"parts": list(parts)}} | more)
 
 
 def prompt(number: int, answer: str, **metadata: Any) -> Prompt:

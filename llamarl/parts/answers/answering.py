@@ -12,7 +12,7 @@ import numpy as np
 
 from llamarl.config import ConfigError, RunConfig
 from llamarl.config.schema import DataConfig
-from llamarl.data.prompts import CHAT, check_template, open_tokenizer, render, settled, shown_prompt
+from llamarl.data.prompts import CHAT, check_template, open_tokenizer, render, resolved_data, shown_prompt
 from llamarl.data.sources import ProblemRow
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
 from llamarl.models.folder import load_shape
@@ -52,7 +52,7 @@ class PromptRun:
                 "such as '{question}\\n'"
             )
         given = config.data.model_copy(update={"template": CHAT} if chat else {})
-        data = settled(given, self.tokenizer)
+        data = resolved_data(given, self.tokenizer)
         check_template(data, self.tokenizer)
         sampling = _sampling(config, self.tokenizer.eos_token_ids)
         requests = _requests(prompts, self.tokenizer, data, config.eval.samples, sampling)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from llamarl.config import ConfigError, RunConfig, from_home
 from llamarl.config.data import EvalConfig
-from llamarl.data.prompts import open_tokenizer, settled
+from llamarl.data.prompts import open_tokenizer, resolved_data
 from llamarl.run.hub_pins import named, resolved
 from llamarl.run.models import OF_GENERATOR
 from llamarl.run.prepare import Delays
@@ -81,7 +81,7 @@ def ready(
     pinned = resolved(config, run=folder, command=command, only=options)
     with delays():
         tokenizer, for_agent = open_tokenizer(pinned.model.path, pinned.data), pinned.rollout.agent is not None
-    data = settled(pinned.data, tokenizer, run.data if run else None, for_agent=for_agent)
+    data = resolved_data(pinned.data, tokenizer, run.data if run else None, for_agent=for_agent)
     return pinned.model_copy(update={"data": data})
 
 

@@ -10,11 +10,12 @@ from llamarl.config import ConfigError, RunConfig
 from llamarl.parts.episodes.environments._worker import build_environment, tools_of
 from llamarl.parts.episodes.episodes import open_turns
 from llamarl.parts.episodes.gateway._worker import find_agent
+from llamarl.parts.episodes.machines.bubblewrap import Bubblewrap
 from llamarl.run.executors import executor_spec
 from llamarl.run.placement import models_in_use
 from llamarl.run.prepare import errors_name_source
 
-__all__ = ["build_environment", "check", "open_turns", "spec"]
+__all__ = ["build_environment", "check", "machines_here", "open_turns", "spec"]
 
 
 def check(config: RunConfig) -> None:
@@ -33,6 +34,12 @@ def check(config: RunConfig) -> None:
             "rollout.agent with a critic: an agent's episode is several sequences, and which token's value follows "
             "which is not known; leave the agent out, or choose advantages without a critic"
         )
+
+
+def machines_here() -> str:
+    """Returns whether this host can start machines for episodes, in a few words."""
+    problem = Bubblewrap().problem()
+    return f"none ({problem})" if problem else "bubblewrap"
 
 
 def spec(config: RunConfig, place: Sequence[HostShare] = ()) -> ExecutorSpec:

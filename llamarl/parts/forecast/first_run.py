@@ -148,14 +148,14 @@ def _fitted(request: PlanRequest, given: dict[str, Any]) -> FirstRun:
         first = choose(*found)
         for plan in (first, *(one for one in found if one and one is not first and one.is_runnable)):
             try:
-                return _settled(plan, request, given)
+                return _resolved(plan, request, given)
             except ConfigError as error:
                 reason = reason or error
     assert reason is not None
     raise reason
 
 
-def _settled(plan: Plan, request: PlanRequest, given: dict[str, Any]) -> FirstRun:
+def _resolved(plan: Plan, request: PlanRequest, given: dict[str, Any]) -> FirstRun:
     """Returns the settings of a plan, with microbatches and a cache that fit. Raises ConfigError."""
     pool, shape = request.pools[0], request.model
     if pool.gpu.name == CPU:

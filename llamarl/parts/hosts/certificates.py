@@ -1,29 +1,26 @@
 """Certificates that authenticate the hosts of a run: one folder with `ca.crt` and, per name, `.crt` and `.key`.
 
 Each run has its own authority. Its key (`ca.key`) stays in the folder where certificates are created: a host needs only
-`ca.crt` and the two files of its name. Keys are ECDSA P-256, created by the program `openssl`.
+`ca.crt` and the two files of its name. Keys are ECDSA P-256. The package `cryptography`, which only `llamarl certs` and
+`llamarl launch` need, writes them.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
-import secrets
-import shutil
 import socket
 import ssl
 import stat
-import subprocess
 import tempfile
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from llamarl.config import ConfigError
 from llamarl.net.reasons import ELSEWHERE, plain
+from llamarl.parts.hosts.home import is_ip
 
 CONTROLLER = "controller"
 """Name of the controller's certificate."""
@@ -31,25 +28,7 @@ RESERVED = ("ca", CONTROLLER)
 """Names that a host cannot have because their files have other uses."""
 AUTHORITY_DAYS = 3650
 """Validity of `ca.crt`."""
-OPENSSL_S = 60.0
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
-
-_SETTINGS = """
-[req]
-distinguished_name = subject
-prompt = no
-[subject]
-CN = {common_name}
-[authority]
-basicConstraints = critical, CA:TRUE, pathlen:0
-keyUsage = critical, keyCertSign, cRLSign
-subjectKeyIdentifier = hash
-[member]
-basicConstraints = critical, CA:FALSE
-keyUsage = critical, digitalSignature
-extendedKeyUsage = serverAuth, clientAuth
-subjectAltName = {alternative_names}
-"""
 
 
 def check_member(name: str, address: str) -> None:
@@ -57,7 +36,7 @@ def check_member(name: str, address: str) -> None:
     if not NAME.fullmatch(name):
         rule = "letters, digits, dots, dashes and underscores, at most 63"
         raise ConfigError(f"`{name}={address}`: {name!r} is not the name of a host; use {rule}")
-    if not _is_ip(address) and (not NAME.fullmatch(address) or re.fullmatch(r"[\d.]+", address)):
+    if not is_ip(address) and (not NAME.fullmatch(address) or re.fullmatch(r"[\d.]+", address)):
         raise ConfigError(f"`{name}={address}`: {address!r} is neither an IP address nor a DNS name")
 
 
@@ -67,23 +46,24 @@ def make_certificates(folder: Path, members: Mapping[str, tuple[str, ...]], days
     Returns whether the authority is also new. Replaces existing files of these names.
 
     Raises:
-        ConfigError: the folder has other contents or no `ca.key`, or `openssl` is missing or fails.
+        ConfigError: the folder has other contents, no `ca.key` or damaged files, or the package `cryptography` is
+            missing.
     """
-    if shutil.which("openssl") is None:
-        raise ConfigError("the program `openssl` is missing; install the package openssl on this machine")
     is_new = _check_folder(folder)
+    try:
+        from llamarl.parts.hosts.issuing import Authority
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "certificates need the package `cryptography`, which is missing; run pip install 'llamarl[hosts]'"
+        ) from None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as scratch:
             made = Path(scratch)
-            if is_new:
-                _make_authority(made)
-            authority = made if is_new else folder
-            with ThreadPoolExecutor(max_workers=2 * (os.cpu_count() or 1)) as threads:  # each runs a program
-                waits = [threads.submit(_make_member, made, authority, name, of, days) for name, of in members.items()]
-                for wait in waits:
-                    wait.result()
+            authority = Authority.new(made, AUTHORITY_DAYS) if is_new else Authority.read(folder)
+            for name, names in members.items():
+                authority.issue(made, name, names, days)
             for path in [*made.glob("*.key"), *made.glob("*.crt")]:
                 path.chmod(0o600 if path.suffix == ".key" else 0o644)
                 path.replace(folder / path.name)
@@ -102,47 +82,6 @@ def _check_folder(folder: Path) -> bool:
         return False
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} holds other files; name a new folder, or one that `llamarl certs` made")
-    return True
-
-
-def _make_authority(made: Path) -> None:
-    (made / "settings").write_text(_SETTINGS.format(common_name="llamarl", alternative_names="DNS:none"))
-    _new_key(made / "ca.key")
-    options = ["-extensions", "authority", "-days", str(AUTHORITY_DAYS), "-set_serial", _serial()]
-    _openssl("req", "-x509", "-config", made / "settings", "-key", made / "ca.key", *options, "-out", made / "ca.crt")
-
-
-def _make_member(made: Path, authority: Path, name: str, names: tuple[str, ...], days: int) -> None:
-    alternatives = ", ".join(("IP:" if _is_ip(each) else "DNS:") + each for each in dict.fromkeys(names))
-    settings, request, key = made / f"{name}.settings", made / f"{name}.request", made / f"{name}.key"
-    settings.write_text(_SETTINGS.format(common_name=name, alternative_names=alternatives))
-    _new_key(key)
-    _openssl("req", "-new", "-config", settings, "-key", key, "-out", request)
-    signer = ["-CA", authority / "ca.crt", "-CAkey", authority / "ca.key", "-set_serial", _serial()]
-    extensions = ["-extfile", settings, "-extensions", "member", "-days", str(days), "-sha256"]
-    _openssl("x509", "-req", "-in", request, *signer, *extensions, "-out", made / f"{name}.crt")
-
-
-def _new_key(path: Path) -> None:
-    _openssl("genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-256", "-out", path)
-
-
-def _serial() -> str:
-    return f"0x{secrets.token_hex(16)}"
-
-
-def _openssl(*arguments: str | Path) -> None:
-    command = ["openssl", *map(str, arguments)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=OPENSSL_S)
-    if done.returncode:
-        raise ConfigError(f"`openssl {command[1]}` failed: {' '.join(done.stderr.split())}")
-
-
-def _is_ip(address: str) -> bool:
-    try:
-        ipaddress.ip_address(address)
-    except ValueError:
-        return False
     return True
 
 
@@ -179,7 +118,7 @@ def check_controller(pki: Path, listen: str) -> None:
         if error.verify_code not in ELSEWHERE:
             raise ConfigError(f"cluster.pki = '{pki}': no host would believe the controller: {plain(error)}") from None
         has = controller_names(pki)
-        name = next((one for one in has if one != CONTROLLER and not _is_ip(one)), socket.gethostname())
+        name = next((one for one in has if one != CONTROLLER and not is_ip(one)), socket.gethostname())
         raise ConfigError(
             f"cluster.listen = {listen!r}: {CONTROLLER}.crt in {pki} is for {', '.join(has)}, not for {address}, so no "
             f"host would believe it; listen at one of these, or run `llamarl certs {pki} --controller {name}={address}`"

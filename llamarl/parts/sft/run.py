@@ -15,7 +15,7 @@ from llamarl.config.schema import DataConfig
 from llamarl.controller.ports import SftPort
 from llamarl.controller.supervision import Interrupted, Supervisor, run_pausable
 from llamarl.controller.train_loop import NotSaved, refusals_named
-from llamarl.data.prompts import CHAT, PromptSet, conversation, load_prompts, open_tokenizer, settled
+from llamarl.data.prompts import CHAT, PromptSet, conversation, load_prompts, open_tokenizer, resolved_data
 from llamarl.data.sampler import PromptSampler, fingerprint
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
 from llamarl.distributed.links import open_rendezvous
@@ -58,7 +58,7 @@ def load_documents(config: RunConfig, warn: Callable[[str], None]) -> list[Sampl
     loaded = load_prompts(config.data, tokenizer, shape.max_position_embeddings)
     for said in filter(None, (*loaded.warnings, loaded.note, loaded.first_prompt)):
         warn(said)
-    documents = _documents(settled(config.data, tokenizer), loaded, tokenizer)
+    documents = _documents(resolved_data(config.data, tokenizer), loaded, tokenizer)
     limit = min(config.trainer.microbatch_tokens, shape.max_position_embeddings)
     fitting = [document for document in documents if num_tokens(document) <= limit]
     if num_overlong := len(documents) - len(fitting):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from llamarl.cluster.api import ExecutorError
-from llamarl.config import RunConfig, settled
+from llamarl.config import RunConfig, resolved
 from llamarl.executors.generator import open_native
 from llamarl.generation.backend import RolloutEngine
 from llamarl.parts.answers.fleet import Fleet
@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(model: Path, **generator: object) -> RunConfig:
     kind = generator.pop("kind", "monarch")
     wanted = {"model": {"path": str(model)}, "data": {"train": "jsonl"}, "cluster": {"kind": kind}}
-    return settled(wanted | {"generator": generator})
+    return resolved(wanted | {"generator": generator})
 
 
 def request(number: int, size: int = 2, tokens: int = 12) -> GenerationRequest:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamarl.config import ConfigError, settled
+from llamarl.config import ConfigError, resolved
 from llamarl.config.schema import RolloutConfig
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.parts.episodes.executors.gateway import GatewayExecutor
@@ -78,7 +78,7 @@ def test_chats_of_agents_are_written_with_the_arguments_and_the_day_of_the_run(m
     chatty = Path(shutil.copytree(model, tmp_path / "chatty"))
     (chatty / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}{{ tone }}{{ messages[0].content }}")
     data = {"train": "jsonl", "template_arguments": {"tone": "!"}, "date": "2024-07-06"}
-    config = settled(
+    config = resolved(
         {"model": {"path": str(chatty)}, "data": data, "rollout": {"agent": AGENT}, "reward": {"parts": ["exact"]}}
     )
     executor, given = GatewayExecutor(**spec(config).options), task(0, "x")

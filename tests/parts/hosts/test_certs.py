@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -67,6 +68,19 @@ def test_folders_of_others_are_left_alone(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match="holds other files"):
         main([str(full), *hosts])
     assert [path.name for path in full.iterdir()] == ["thesis.txt"] and file.read_text() == "mine"
-    monkeypatch.setenv("PATH", str(full))
-    with pytest.raises(ConfigError, match="the program `openssl` is missing"):
+    monkeypatch.setitem(sys.modules, "llamarl.parts.hosts.issuing", None)
+    with pytest.raises(ConfigError, match=r"package `cryptography`.*llamarl\[hosts\]"):
         main([str(tmp_path / "new"), *hosts])
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_damaged_authority_is_refused(tmp_path: Path) -> None:
+    folder, hosts = tmp_path / "pki", ["--hosts", "b=127.0.0.2"]
+    assert main([str(folder), *hosts]) == 0
+    key = (folder / "ca.key").read_text()
+    for text in ("mine", (folder / "b.key").read_text()):
+        (folder / "ca.key").write_text(text)
+        with pytest.raises(ConfigError, match=r"ca\.key"):
+            main([str(folder), *hosts])
+    (folder / "ca.key").write_text(key)
+    assert main([str(folder), *hosts]) == 0

@@ -24,7 +24,7 @@ from llamarl.cli.options import (
     report_delays,
     write_output,
 )
-from llamarl.config import ConfigError, RunConfig, load_config, settled
+from llamarl.config import ConfigError, RunConfig, load_config, resolved
 from llamarl.data.files import suffix
 from llamarl.parts.answers.scored import BASE, completed, settings_for
 
@@ -205,7 +205,7 @@ def _config(
         settings["eval"] = settings["eval"] | {"samples": RATE_SAMPLES}
     if options.data:
         settings["data"] = settings["data"] | {which: {"name": _reader(options.data), "path": options.data}}
-    config = completed(settings, lambda one: settled(one, options.overrides))
+    config = completed(settings, lambda one: resolved(one, options.overrides))
     if which == "train" and not (run or options.data):
         raise ConfigError("--rates: DATA is missing; name a file of problems, or a run with --config")
     if which == "eval" and config.data.eval is None:

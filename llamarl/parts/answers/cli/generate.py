@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from llamarl.cli.main import FAILURE, INTERRUPTED
 from llamarl.cli.options import ASKED_HELP, ENGINE, add_settings, check_output, command_parser, report_delays
-from llamarl.config import ConfigError, read_rows, read_text, settled
+from llamarl.config import ConfigError, read_rows, read_text, resolved
 from llamarl.parts.answers.answering import BASE, PromptRun, prompt_tables, row_of
 from llamarl.types import FinishReason, Rollout
 
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Runs the command. Returns the exit code."""
     options = _parser().parse_args(arguments)
-    settled(BASE, options.overrides)  # fails early on a mistake
+    resolved(BASE, options.overrides)  # fails early on a mistake
     if options.output:
         check_output(options.output, options.prompts)
     prompts = read_prompts(Path(options.prompts), options.field)
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     with ExitStack() as opened:
         with report_delays("generate"):
             asked = opened.enter_context(asked_model(options.model, "MODEL", command="llamarl generate"))
-            config = settled(prompt_tables(asked), options.overrides)
+            config = resolved(prompt_tables(asked), options.overrides)
             answers = PromptRun(config, prompts, chat=options.chat)
         print(answers.first_prompt, file=sys.stderr)
         responses = opened.enter_context(Responses(options.output, prompts, answers.tokenizer))

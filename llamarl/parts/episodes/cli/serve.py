@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llamarl.cli.options import ASKED_HELP, ENGINE, add_settings, command_parser, report_delays
-from llamarl.config import ConfigError, settled
+from llamarl.config import ConfigError, resolved
 from llamarl.config.ref import part
 from llamarl.types import GenerationRequest, Rollout, SamplingParams
 
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Runs the command. Returns the exit code."""
     options = _parser().parse_args(arguments)
-    settled(BASE, options.overrides)  # fails early on a mistake
+    resolved(BASE, options.overrides)  # fails early on a mistake
     key = options.api_key or os.environ.get(API_KEY, "")
     from llamarl.data.chat_format import sample_chat
     from llamarl.data.tokenizer import check_vocabulary
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
             seed=secrets.randbits(62),
         )  # fmt: skip
         tables = {"generator": asked.settings.get("generator", {}), "model": {"path": asked.path}}
-        config = settled(BASE | tables, options.overrides)
+        config = resolved(BASE | tables, options.overrides)
         engine = EngineThread(leaving.enter_context(open_engine(config)))
         name = options.name or Path(options.model).resolve().name
         endpoint = Endpoint(

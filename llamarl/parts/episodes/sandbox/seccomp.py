@@ -15,11 +15,12 @@ import resource
 import signal
 import struct
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _MODE_FILTER = 2
-_AUDIT_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+AUDIT_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # Name: number on x86_64 and on aarch64 (-1 means that the call does not exist).
 _ALLOWED = {
     "read": (0, 63), "write": (1, 64), "mmap": (9, 222), "munmap": (11, 215), "brk": (12, 214), "mprotect": (10, 226),
@@ -37,8 +38,8 @@ _ARGUMENTS = {"madvise": (2, (0, 1, 2, 3, 4, 8, 14, 15)), "futex": (1, (1, 129))
 _NOBODY = 65534
 _CAPABILITIES_3 = 0x20080522
 """Version of the kernel's capability record: 64 capabilities in three sets."""
-_LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
-_KILL, _REFUSE, _ALLOW = 0x80000000, 0x00050000 | errno.EPERM, 0x7FFF0000
+LOAD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
+KILL, REFUSE, ALLOW = 0x80000000, 0x00050000 | errno.EPERM, 0x7FFF0000
 
 
 class _FilterProgram(ctypes.Structure):
@@ -50,10 +51,8 @@ def missing() -> str:
     processor, bits = platform.machine(), 8 * struct.calcsize("P")
     if sys.platform != "linux":
         return f"it needs Linux, and this is {sys.platform}"
-    if processor not in _AUDIT_ARCHITECTURES or bits != 64 or sys.byteorder != "little":
-        return (
-            f"it knows the system calls of {' and '.join(_AUDIT_ARCHITECTURES)}, and this is {processor}, {bits} bits"
-        )
+    if processor not in AUDIT_ARCHITECTURES or bits != 64 or sys.byteorder != "little":
+        return f"it knows the system calls of {' and '.join(AUDIT_ARCHITECTURES)}, and this is {processor}, {bits} bits"
     # A filter at address 0: the kernel rejects the address if it supports filters, otherwise the mode.
     if _libc().prctl(_PR_SET_SECCOMP, _MODE_FILTER, None) and (ctypes.get_errno() != errno.EFAULT):
         return "this kernel (or the container) refuses seccomp filters"
@@ -110,15 +109,20 @@ def program() -> bytes:
     The parent calls it once before it forks.
     """
     processor = platform.machine()
-    column = list(_AUDIT_ARCHITECTURES).index(processor)
-    steps = [(_LOAD, 0, 0, 4), (_JUMP_IF_EQUAL, 1, 0, _AUDIT_ARCHITECTURES[processor]), (_RETURN, 0, 0, _KILL)]
-    steps.append((_LOAD, 0, 0, 0))
+    column = list(AUDIT_ARCHITECTURES).index(processor)
+    steps = [(LOAD, 0, 0, 4), (JUMP_IF_EQUAL, 1, 0, AUDIT_ARCHITECTURES[processor]), (RETURN, 0, 0, KILL)]
+    steps.append((LOAD, 0, 0, 0))
     for name, numbers in _ALLOWED.items():
-        allow = [(_RETURN, 0, 0, _ALLOW)]
+        allow = [(RETURN, 0, 0, ALLOW)]
         if name in _ARGUMENTS:
             place, values = _ARGUMENTS[name]
-            tests = [step for value in values for step in ((_JUMP_IF_EQUAL, 0, 1, value), *allow)]
-            allow = [(_LOAD, 0, 0, 16 + 8 * place), *tests, (_RETURN, 0, 0, _REFUSE)]
-        steps += [(_JUMP_IF_EQUAL, 0, len(allow), numbers[column]), *allow]
-    steps.append((_RETURN, 0, 0, _REFUSE))
+            tests = [step for value in values for step in ((JUMP_IF_EQUAL, 0, 1, value), *allow)]
+            allow = [(LOAD, 0, 0, 16 + 8 * place), *tests, (RETURN, 0, 0, REFUSE)]
+        steps += [(JUMP_IF_EQUAL, 0, len(allow), numbers[column]), *allow]
+    steps.append((RETURN, 0, 0, REFUSE))
+    return assembled(steps)
+
+
+def assembled(steps: Iterable[tuple[int, int, int, int]]) -> bytes:
+    """Returns the instructions of a filter as the kernel reads them."""
     return b"".join(struct.pack("=HBBI", *step) for step in steps)

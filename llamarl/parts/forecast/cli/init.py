@@ -12,7 +12,7 @@ from typing import Any
 import tomli_w
 
 from llamarl.cli.options import MODEL_HELP, add_settings, command_parser, write_output
-from llamarl.config import ConfigError, RunConfig, read_json, settled, validated
+from llamarl.config import ConfigError, RunConfig, read_json, resolved, validated
 from llamarl.config.hub import hub_name, missing_folder, open_hub
 from llamarl.models.fit import taken
 from llamarl.observability.metrics import duration
@@ -121,7 +121,7 @@ def _asked(options: argparse.Namespace, shape: DecoderShape) -> tuple[PlanReques
     """Returns the planning request and the settings of its workload. Raises ConfigError."""
     of_kind = {"trainer": {"dtype": "bfloat16"}} if options.gpus else {"rollout": BASE["rollout"] | BASE_OF_CORES}
     base = BASE | of_kind
-    work, context = settled(base, options.overrides), shape.max_position_embeddings
+    work, context = resolved(base, options.overrides), shape.max_position_embeddings
     response = work.rollout.max_new_tokens
     if not any("max_new_tokens" in one for one in options.overrides):
         response = min(response, context // 2)

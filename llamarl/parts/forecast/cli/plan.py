@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llamarl.cli.options import TRUST, add_settings, check_output, command_parser, write_output
-from llamarl.config import ConfigError, RunConfig, load_config, settled
+from llamarl.config import ConfigError, RunConfig, load_config, resolved
 from llamarl.config.ref import nothing_run
 from llamarl.parts.forecast.constants import load_profile
 from llamarl.parts.forecast.feasibility import plans
@@ -115,7 +115,7 @@ def asked(options: argparse.Namespace, base: RunConfig | None) -> PlanRequest:
         if price is not None and not 0 <= price < float("inf"):
             raise ConfigError(f"{price} US dollars per GPU-hour is not a price; use 0 or more")
         pools.append(Pool(gpu=gpu if price is None else replace(gpu, price=price), count=count))
-    config = settled(BASE | (base.model_dump(include=OF_RUN) if base else {}), options.overrides)
+    config = resolved(BASE | (base.model_dump(include=OF_RUN) if base else {}), options.overrides)
     request = PlanRequest.of_run(
         config.data,
         config.rollout,
