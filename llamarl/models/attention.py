@@ -97,7 +97,7 @@ def packed_attend(
     def branches() -> Branches:
         return Branches.of_groups(prompt_lengths, response_lengths, shared)
 
-    return PackedAttend(attend, Packed(branches, num_tokens, device))
+    return PackedAttend(attend, Packed(branches, num_tokens, device, fused))
 
 
 class PackedAttend:
