@@ -4,9 +4,10 @@ Groups are numbered 0, 1, 2, ... in the order of their admission. With P groups 
 window W:
 
 - *Admission.* Group i is admitted only while fewer than A groups are active, where A is (S + 1) * P or `max_active`. A
-  group is active from its admission until the version that was trained on it is made (`release`). Its request carries
-  the oldest version that may serve it (`oldest_version`). The request leaves at once, and waits at its generator until
-  that generator serves this version or a newer one.
+  group is active from its admission until the version that was trained on it is *made*: until the optimizer step that
+  takes the group has ended (`Admission.version_trained`, `RolloutBuffer.free`). Its request carries the oldest
+  version that may serve it (`oldest_version`). The request leaves at once, and waits at its generator until that
+  generator serves this version or a newer one.
 - *Window.* While h is the oldest unconsumed group, only groups below h + W may be consumed, oldest first.
 - *Replacement.* A flat group, in which all rewards are equal, may be dropped. It is then no longer active, and a new
   group joins the end of the order. Between two steps at most `max_dropped` groups are dropped: those with the smallest
@@ -208,7 +209,7 @@ class Admission:
         num_active = self.buffer.num_active
         group_ids = self.buffer.admit(self.num_admissible)
         self._flow.mark("admitted", group_ids)
-        newest = self._progress.published
+        newest = self._progress.made
         return [
             self._request(group_id, self.buffer.oldest_version(num_active + place, newest))
             for place, group_id in enumerate(group_ids)
@@ -260,9 +261,9 @@ class Admission:
         return request, prompt
 
     def version_trained(self, version: int, num_groups: int) -> None:
-        """Frees the slots of the groups that `version` was trained on."""
-        self._progress.published = version
-        self.buffer.release(num_groups)
+        """Notes that `version` is made, and frees the slots of the groups that it was trained on."""
+        self._progress.made = version
+        self.buffer.free(num_groups)
         if self.num_admissible > 0:
             self.dispatched.clear()
         self.changed.notify()
@@ -352,7 +353,7 @@ class RolloutBuffer:
     """Bounds the staleness by admission, and orders consumption by a window.
 
     A state machine without clock, threads or tensors. A group is admitted, then perhaps flat, then ready, consumed and
-    released; or admitted, flat and dropped.
+    freed; or admitted, flat and dropped.
 
     Example::
 
@@ -360,7 +361,7 @@ class RolloutBuffer:
         first, *_ = buffer.admit(buffer.num_free)    # ids of 4 groups
         ready, dropped = buffer.put(group)           # a scored group
         groups = buffer.take()                       # 2 groups, or None
-        buffer.release(2)                            # their version is made
+        buffer.free(2)                            # their version is made
     """
 
     def __init__(
@@ -386,13 +387,13 @@ class RolloutBuffer:
         self._max_dropped = limits.max_dropped
         self.num_dropped = num_dropped
         """Flat groups that were dropped since the last step began, which resets it."""
-        self._num_unreleased = 0
+        self._num_consumed = 0
         """Consumed groups whose version is not made yet."""
         self.num_ready = 0
 
     @property
     def num_active(self) -> int:
-        return len(self._waiting) + self._num_unreleased
+        return len(self._waiting) + self._num_consumed
 
     @property
     def num_free(self) -> int:
@@ -488,7 +489,7 @@ class RolloutBuffer:
             del self._waiting[group.group_id]
         self._generated = [group_id for group_id in self._generated if group_id in self._waiting]
         self.num_ready -= len(taken)
-        self._num_unreleased += len(taken)
+        self._num_consumed += len(taken)
         return taken
 
     def missing(self) -> tuple[int, int]:
@@ -507,10 +508,10 @@ class RolloutBuffer:
         place = bisect_left(range(len(missing) - 1), size - self.window + 1, key=num_older)
         return max(1, size - len(generated) + num_taken), missing[place]
 
-    def release(self, count: int) -> None:
+    def free(self, count: int) -> None:
         """Frees the slots of `count` consumed groups whose version is made."""
-        assert 0 <= count <= self._num_unreleased, "released more groups than were consumed"
-        self._num_unreleased -= count
+        assert 0 <= count <= self._num_consumed, "freed more groups than were consumed"
+        self._num_consumed -= count
 
 
 def _move(group_id: int, source: list[int], target: list[int]) -> None:

@@ -75,8 +75,9 @@ class Collector:
 
     async def _collect_loop(self, replica: Replica) -> None:
         """Consumes rollouts that `replica` finishes or parks, until it is gone; waits for requests to be owed, then for
-        the replica; produces whole groups to score, and requests to continue parked rollouts; unblocked by
-        `submit`."""
+        the replica, which answers once it has the rollouts that the next step is missing, or after a delay; produces
+        whole groups to score, and requests to continue parked rollouts; unblocked by `Flight.assign` and by the
+        replica."""
         while True:
             await replica.busy.wait()
             # No call is open while the replica waits for newer weights.
@@ -239,7 +240,8 @@ class ScoreLoop:
             self._watch.progress()
 
     def deliver(self, groups: Sequence[RolloutGroup]) -> None:
-        """Adds scored groups to the journal and the window, and sends ready groups to trainer and critic."""
+        """Adds scored groups to the journal and the window, and hands ready groups to `TrainedExecutors`. The
+        trainer gets them with a step, large ones earlier."""
         self._journal.groups(groups, self._admission.prompt_of)
         asyncio.get_running_loop().call_later(UNWRITTEN_S, self._journal.write_overdue)
         ready, num_dropped = self._admission.add_scored(groups)

@@ -560,8 +560,9 @@ def requests_for(rows: Iterable[InFlightRollout]) -> list[GenerationRequest]:
 class Replicas:
     """All generators of a run.
 
-    A replica is *in service* if it serves the released version or a newer one and is not about to leave. Only replicas
-    in service get requests, which bounds the staleness (`docs/staleness.md`).
+    A replica is *in service* if it serves the released version or a newer one, is not about to leave, and has confirmed
+    that it stopped all withdrawn rollouts. Only replicas in service get requests, so that a late replica delays no
+    group. This rule does not bound the staleness: `GenerationRequest.from_version` does (`admission.py`).
 
     Example::
 
@@ -611,8 +612,8 @@ class Replicas:
     async def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Sends each request to the replica in service that owes the fewest rollouts. Waits while there is none.
 
-        A rollout that returns from its environment goes to the replica that holds its KV cache. Slow replicas get
-        requests only if all are slow.
+        A rollout that returns from its environment goes to the replica that holds its KV cache. A slow replica (`SLOW`)
+        gets one test request at a time.
         """
         await self.changed.until(lambda: any(map(self.in_service, self.alive)))
         by_home, others = defaultdict[Replica, list[GenerationRequest]](list), list[GenerationRequest]()
@@ -722,7 +723,7 @@ class Replicas:
         return late
 
     def release(self, version: int) -> None:
-        """Takes replicas that serve an older version out of service."""
+        """Makes `version` the oldest one that a replica may serve to be in service."""
         self._progress.released = max(self._progress.released, version)
         self.changed.notify()
 

@@ -27,8 +27,9 @@ class Progress:
     """Newest step that the trainer was asked for. Written by `TrainedExecutors`."""
     trained: int = 0
     """Newest step that the trainer has completed. Written by `TrainedExecutors`."""
-    published: int = 0
-    """Newest version on its way to the generators; the slots of its groups are free. Written by `Admission`."""
+    made: int = 0
+    """Newest version that is made, as `admission.py` and `docs/staleness.md` say: its step has ended and the slots of
+    its groups are free. It may still be on its way to the generators. Written by `Admission`."""
     released: int = NO_VERSION
     """Version that a generator must serve, or a newer one, to get requests. Written by `Replicas`."""
     critic_begun: int = 0
@@ -41,7 +42,7 @@ class Progress:
     @classmethod
     def resumed_at(cls, step: int) -> Progress:
         """Returns the progress of a run that continues after `step` completed steps."""
-        return cls(begun=step, trained=step, published=step, critic_begun=step, critic=step)
+        return cls(begun=step, trained=step, made=step, critic_begun=step, critic=step)
 
     @property
     def is_stepping(self) -> bool:

@@ -1,8 +1,8 @@
 """Recovery of a run whose generators die (`cluster.on_failure.generator`) or freeze.
 
 Other generators continue the unfinished rollouts of a dead one, from the last parked segment or from the prompt. The
-staleness stays bounded: requests go only to generators that serve the released version or a newer one, and a new
-generator adopts it before its first request. A generator that freezes (stopped, swapped out) is not dead: others take
+staleness stays bounded, since each request names the oldest version that may serve it (`admission.py`). A new generator
+adopts weights before its first request. A generator that freezes (stopped, swapped out) is not dead: others take
 over its work, and it continues when it answers again.
 """
 

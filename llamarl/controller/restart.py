@@ -99,8 +99,7 @@ class RestartableHandle(ExecutorHandle):
     Example::
 
         handle = RestartableHandle(handle, executors.spawn_again, supervisor, budget)
-        handle.on_death = weights.trainer_died
-        handle.restore = trained.restore_trainer
+        trained.on_trainer_restart(weights.trainer_died, weights.trainer_restarted)    # sets `on_death` and `restore`
         await handle.call("step", ...)    # answered by new processes if the old ones die meanwhile
     """
 

@@ -222,7 +222,7 @@ class StallWatch:
 
         watch = StallWatch(config.cluster.stall_timeout_s)
         supervisor.start(watch.loop(describe), "stall watch")
-        watch.progress()    # after each rollout, reward, step and adoption
+        watch.progress()    # after each answer of a generator, scored group, step and sync
     """
 
     def __init__(self, timeout_s: float) -> None:

@@ -6,8 +6,8 @@
 
 `WeightSync.sync` handles one version, and `WeightSync.adoption_loop` one generator. No version waits for a slow
 generator longer than `weight_sync.patience_s`: it is then released without that generator. Requests go only to
-generators that serve the released version or a newer one. So no token is older than the version that was released when
-its group was admitted (`docs/staleness.md`).
+generators that serve the released version or a newer one. Releases decide which generators get work. They do not bound
+the staleness: each request names the oldest version that may serve it (`admission.py`, `docs/staleness.md`).
 """
 
 from __future__ import annotations
@@ -177,9 +177,9 @@ class WeightSync:
             is_new = await self._replicas.unless_dead(replica, self._transports.choose([replica]))
             if is_new is None:
                 return
-            has_newest = progress.published == progress.trained and not progress.is_stepping
+            has_newest = progress.made == progress.trained and not progress.is_stepping
             if is_new and has_newest:  # otherwise the trainer publishes the next version through this transport
-                await self._publish(progress.published)
+                await self._publish(progress.made)
             while True:
                 await self._published.until(lambda: self._has_newer(replica))
                 published = self._newest
@@ -247,7 +247,7 @@ class Transports:
 
         transports = Transports(config, trainer, trainer_hosts, telemetry.chose_transport)
         await transports.begin(replicas)
-        replicas[0].transport    # "shm"
+        replicas[0].transport    # "shared_memory"
     """
 
     def __init__(

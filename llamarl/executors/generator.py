@@ -420,8 +420,8 @@ class GeneratorExecutor(Executor):
         self._engine.release(rollouts)
 
     def collect(self, num_wanted: int, needed: Sequence[int] = ()) -> Future[Collected] | None:
-        """Replies with finished rollouts as soon as N requests are done (0 means one rollout) and all `needed` groups
-        that are here. Replies after a timeout with the rollouts that are done by then."""
+        """Replies with finished rollouts as soon as `num_wanted` requests are done (0 means one rollout), and all
+        `needed` groups that are here. Replies after a timeout with the rollouts that are done by then."""
         if self._follower:
             return None
         assert self._reply is None, "one collect at a time"

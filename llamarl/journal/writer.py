@@ -1,7 +1,8 @@
 """Writes the journal of a run, so that a crash of the controller loses no rollout and no step.
 
 `journal/00000001.groups` and so on hold the events in order: finished or parked rollouts, scored groups, and completed
-steps. A step has its groups, the controller's state after it and its fingerprint. Each checkpoint begins a file.
+steps. A step has its groups and the controller's state after it. The fingerprint of its weights follows in a record of
+its own, once they are published. Each checkpoint begins a file.
 Earlier files are kept and compressed, or deleted once no checkpoint needs them. `journal.jsonl` keeps all steps, for
 readers of the run. `records.py` has the format.
 
@@ -212,7 +213,7 @@ class Journal:
         return {**state, "journal": {"first": first, "segment": index.segment, "bytes": index.size}}
 
     def queue_step(self, group_ids: Sequence[int], state: ControllerState, result: PolicyStepResult) -> None:
-        """Has `step` called later: before newer rollouts are written, or by `write_steps`."""
+        """Queues a completed step. `write_steps` writes it, at the latest before newer rollouts."""
         self._completed.append((group_ids, state, result))
 
     def write_steps(self) -> None:

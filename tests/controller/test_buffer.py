@@ -179,7 +179,7 @@ class Model:
         self.adopted += 1
         if self.adopted == self.trained:  # groups may have been dropped since its groups were taken
             self.complete_step()
-        self.buffer.release(self.buffer.prompts_per_step)
+        self.buffer.free(self.buffer.prompts_per_step)
 
 
 def lacking(buffer: RolloutBuffer, coming: Collection[int]) -> tuple[int, list[int]]:
@@ -391,7 +391,7 @@ def test_without_staleness_phases_take_turns() -> None:
             buffer.put(group(group_id))
         assert [item.group_id for item in buffer.take() or []] == list(ids)
         assert buffer.num_free == 0, "trained, but the generators still hold the old weights"
-        buffer.release(P)
+        buffer.free(P)
         assert buffer.num_free == P
 
 
@@ -478,13 +478,13 @@ class TestMisuse:
         with pytest.raises(AssertionError, match="put twice"):
             buffer.put(group(0))
 
-    def test_release_of_more_than_was_consumed(self) -> None:
+    def test_freeing_more_than_was_consumed(self) -> None:
         buffer = buffer_of(1, max_staleness=1, window=1)
         buffer.admit(2)
         buffer.put(group(0))
         buffer.take()
-        with pytest.raises(AssertionError, match="released more"):
-            buffer.release(2)
+        with pytest.raises(AssertionError, match="freed more"):
+            buffer.free(2)
 
 
 class TestReplacement:
@@ -532,5 +532,5 @@ def test_a_resumed_run_goes_on_counting() -> None:
     buffer.put(group(15))
     buffer.put(group(14))
     assert [item.group_id for item in buffer.take() or []] == [14, 15]
-    buffer.release(2)
+    buffer.free(2)
     assert list(buffer.admit(2)) == [18, 19]

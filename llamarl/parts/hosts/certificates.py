@@ -7,7 +7,6 @@ Each run has its own authority. Its key (`ca.key`) stays in the folder where cer
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import socket
@@ -21,6 +20,7 @@ from typing import Any
 
 from llamarl.config import ConfigError
 from llamarl.net.reasons import ELSEWHERE, plain
+from llamarl.parts.hosts.home import is_ip
 
 CONTROLLER = "controller"
 """Name of the controller's certificate."""
@@ -82,14 +82,6 @@ def _check_folder(folder: Path) -> bool:
         return False
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} holds other files; name a new folder, or one that `llamarl certs` made")
-    return True
-
-
-def is_ip(address: str) -> bool:
-    try:
-        ipaddress.ip_address(address)
-    except ValueError:
-        return False
     return True
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import ipaddress
 import json
 import os
 import platform
@@ -196,3 +197,12 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
+
+
+def is_ip(address: str) -> bool:
+    """Returns whether an address is an IP address and not a DNS name."""
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return True

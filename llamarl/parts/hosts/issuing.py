@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from llamarl.config import ConfigError
-from llamarl.parts.hosts.certificates import is_ip
+from llamarl.parts.hosts.home import is_ip
 
 CLOCKS_APART = timedelta(minutes=5)
 """How far the clock of a host may be behind, so that a new certificate is valid there, too."""
