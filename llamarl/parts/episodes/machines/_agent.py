@@ -166,7 +166,7 @@ def write_new(path: str, content: bytes) -> None:
         file.write(content)
 
 
-class Living:
+class LivingProgram:
     """A Python program that stays alive between requests."""
 
     def __init__(self, program: str, limits: dict) -> None:
@@ -212,7 +212,7 @@ class Agent:
 
     def __init__(self, limits: dict) -> None:
         self._limits = limits
-        self._living: Living | None = None
+        self._living: LivingProgram | None = None
 
     def run(self, request: dict, content: bytes) -> tuple:
         """Runs a command in a new shell that begins with the state of the previous one."""
@@ -244,7 +244,7 @@ class Agent:
         if self._living is not None and self._living.has_ended():
             self._living.close()
             self._living = None
-        living = self._living = self._living or Living(request["program"], self._limits)
+        living = self._living = self._living or LivingProgram(request["program"], self._limits)
         write_new(f"{STATE}/text", content)
         output, ends = Output(request["cap"]), [living.done, living.handle]
         living.ask()
