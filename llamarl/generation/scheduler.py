@@ -436,7 +436,7 @@ class Scheduler:
                 self.held[group.request.group_id, sequence.index] = sequence
                 group.num_held += 1
             else:
-                self._free(sequence.own)
+                self.free(sequence.own)
             del group.unfinished[sequence.index]
             self._free_superseded(group)
             self._retire(group)
@@ -444,12 +444,22 @@ class Scheduler:
             self.active = [sequence for sequence in self.active if sequence not in gone]
             self.running = [sequence for sequence in self.running if sequence not in gone]
 
+    def free(self, segment: Segment) -> None:
+        """Frees the blocks and the slot of a segment, whose tokens are no longer cached."""
+        self._release(segment.blocks)
+        if self.slots is not None and segment.slot != EMPTY:
+            self.slots.release([segment.slot])
+            segment.slot = EMPTY
+        segment.blocks = []
+        segment.num_cached = 0
+        segment.prefills = []
+
     def evict(self, keys: Iterable[tuple[int, int]]) -> None:
         """Frees the blocks of held rollouts. Keys of rollouts that are not held are ignored."""
         for key in keys:
             if (sequence := self.held.pop(key, None)) is not None:
                 sequence.group.num_held -= 1
-                self._free(sequence.own)
+                self.free(sequence.own)
                 self._retire(sequence.group)
 
     def outdate(self, recompute: bool) -> list[Sequence]:
@@ -463,7 +473,7 @@ class Scheduler:
         for group_id, group in self.groups.items():
             if not group.num_active:
                 group.prefix.outdate()
-                self._free(group.prefix)
+                self.free(group.prefix)
             elif not recompute:
                 self.groups[group_id] = group.renewed()
         if not recompute:
@@ -594,7 +604,7 @@ class Scheduler:
         """Frees the blocks of the youngest active rollout, which will prefill its tokens again."""
         sequence = self.active.pop()
         group = sequence.group
-        self._free(sequence.own)
+        self.free(sequence.own)
         group.num_active -= 1
         self._free_superseded(group)
         sequence.group = self.groups[group.request.group_id]
@@ -625,19 +635,19 @@ class Scheduler:
             return True
         for group in reversed(self.groups.values()):
             if group.prefix.blocks and not group.num_active and group is not keep:
-                self._free(group.prefix)
+                self.free(group.prefix)
                 return True
         return False
 
     def _retire(self, group: Group) -> None:
         newest = self.groups[group.request.group_id]
         if not newest.unfinished and not newest.num_held:
-            self._free(self.groups.pop(group.request.group_id).prefix)
+            self.free(self.groups.pop(group.request.group_id).prefix)
 
     def _free_superseded(self, group: Group) -> None:
         """Frees a prefix of older weights after its last rollout."""
         if not group.num_active and self.groups[group.request.group_id] is not group:
-            self._free(group.prefix)
+            self.free(group.prefix)
 
     def _has_slots(self, count: int) -> bool:
         return self.slots is None or self.slots.num_free >= count
@@ -653,12 +663,3 @@ class Scheduler:
         freed = self.pool.release(blocks)
         if self._index is not None:
             self._index.forget(freed)
-
-    def _free(self, segment: Segment) -> None:
-        self._release(segment.blocks)
-        if self.slots is not None and segment.slot != EMPTY:
-            self.slots.release([segment.slot])
-            segment.slot = EMPTY
-        segment.blocks = []
-        segment.num_cached = 0
-        segment.prefills = []
