@@ -25,6 +25,7 @@ from llamarl.models.memory import TrainerLoad, activation_bytes
 from llamarl.training.trainer import Objective, Trainer
 from tests.distributed.ranks import num_ranks, rendezvous, results
 from tests.generation.hybrids import DELTA, HYBRIDS, NEXT, hybrid
+from tests.nightly import also
 from tests.training.layouts import SEQUENCES, preflight, save
 
 TIED = "qwen3_5_text"
@@ -89,8 +90,17 @@ def test_weights_and_moments_may_be_small(make_groups, moments: str) -> None:
         assert not torch.equal(trainer.sharding.held[key], before[key]), name
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}, {"pp": 2}, {"pp": 2, "tp": 2}], ids=str)
-@pytest.mark.parametrize("name", ["qwen3_next", TIED])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("qwen3_next", {"fsdp": 2}), (TIED, {"pp": 2, "tp": 2}),
+        *also(
+            ("qwen3_next", {"tp": 2}), ("qwen3_next", {"pp": 2}), ("qwen3_next", {"pp": 2, "tp": 2}),
+            (TIED, {"fsdp": 2}), (TIED, {"tp": 2}), (TIED, {"pp": 2}),
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_layouts_compute_what_one_process_computes(workers, name: str, sizes: dict[str, int]) -> None:
     shape = dataclasses.asdict(HYBRIDS[name]) | {"delta": HYBRIDS[name].delta, "moe": HYBRIDS[name].moe}
     with rendezvous() as where, workers.take(num_ranks(sizes)) as ranks:
