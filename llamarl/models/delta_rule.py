@@ -171,6 +171,10 @@ class Packed:
 
         return Recomputed.apply(compute, mixed_N_C, conv_C_W, decay_N_H, strength_N_H)
 
+    def recurrent_form(self) -> RecurrentForm:
+        """Returns the recurrent form of the same sequences."""
+        return RecurrentForm(self._levels)
+
     def _rule(
         self, of_levels: list[Chunks], q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor
     ) -> Tensor:
@@ -206,12 +210,8 @@ class Packed:
 class RecurrentForm:
     """`Recur` over whole packed sequences in the form of generators: token by token, without gradients."""
 
-    def __init__(self, branches: Callable[[], Branches]) -> None:
-        """
-        Args:
-            branches: called once, if the model has delta nets.
-        """
-        self._levels = cache(lambda: branches().levels)
+    def __init__(self, levels: Callable[[], Sequence[Level]]) -> None:
+        self._levels = levels
 
     def __call__(
         self,

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from functools import lru_cache
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache
+from typing import TypeVar
 
 from llamarl.config import ConfigError, Ref, build
 from llamarl.parts.episodes.machines import Machine, MachineBackend, MachineLimits
 
 FAMILY = "llamarl.parts.episodes.machines"
+AT_ONCE = 64
+"""Episodes of one process whose machines work at the same time. Threads wait for them; they compute little."""
+T = TypeVar("T")
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(AT_ONCE, thread_name_prefix="machine")
+
+
+async def in_thread(work: Callable[..., T], *arguments: object) -> T:
+    """Returns the result of a function that waits for a machine."""
+    return await asyncio.get_running_loop().run_in_executor(_threads(), work, *arguments)
 
 
 @lru_cache(maxsize=8)

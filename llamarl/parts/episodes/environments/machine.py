@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -16,7 +14,7 @@ from llamarl.config import ConfigError, Ref
 from llamarl.parts.episodes.environments._base import Environment, Messages, Task, Turn
 from llamarl.parts.episodes.environments._functions import ToolError, answers, schema
 from llamarl.parts.episodes.environments._machine_check import ANSWER_BYTES, checked, task_of
-from llamarl.parts.episodes.environments._open_machine import OpenMachine, backend_of
+from llamarl.parts.episodes.environments._open_machine import OpenMachine, backend_of, in_thread
 from llamarl.parts.episodes.machines import CommandResult, MachineLimits, MachineLost
 from llamarl.rewards._base import wrong
 from llamarl.types import RewardResult
@@ -52,8 +50,6 @@ class Machine(Environment):
     """Seconds for the check. A check that takes longer is WRONG."""
     output_bytes: Annotated[int, Field(ge=16)] = 1000
     """Maximum bytes of the output of a command; the middle of a longer one is left out."""
-    at_once: Annotated[int, Field(ge=1, le=1024)] = 64
-    """Episodes of each process whose commands run at the same time."""
 
     def __post_init__(self) -> None:
         self.stop = self.stop or _STOPS[self.form]
@@ -68,7 +64,6 @@ class Machine(Environment):
                 f"limits.memory_bytes = {self.limits.memory_bytes} must be at most memory_bytes = {self.memory_bytes}"
             )
         self._backend = backend_of(self.backend)
-        self._threads = ThreadPoolExecutor(self.at_once, thread_name_prefix="machine")
 
     def tools(self) -> list[dict[str, Any]]:
         return [schema(self._shell)] if self.form == "tool" else []
@@ -81,7 +76,7 @@ class Machine(Environment):
         self._open.close()
 
     async def reply(self, task: Task, turns: Sequence[Turn]) -> str | Messages | RewardResult:  # type: ignore[override]
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._reply, turns)
+        return await in_thread(self._reply, turns)
 
     def _reply(self, turns: Sequence[Turn]) -> str | Messages | RewardResult:
         self._until_s = time.monotonic() + self.command_s

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import fcntl
 import io
 import json
 import os
@@ -22,6 +23,7 @@ import stat
 import sys
 import tarfile
 import time
+from contextlib import suppress
 
 WORK, STATE = "/work", "/run/shell"
 SCRIPT = """
@@ -32,6 +34,8 @@ trap '{ declare -p; declare -f; alias -p; shopt -p; printf "cd -- %q\\n# whole\\
 eval "$(</run/shell/command)"
 """
 CHUNK = 1 << 16
+INTERRUPT_S = 1.0
+"""Seconds that a living program has to end an interrupted request."""
 PR_SET_DUMPABLE = 4
 
 
@@ -89,7 +93,7 @@ def spawn(arguments: list, descriptors: list, limits: dict) -> int:
         return pid
     try:
         os.setsid()
-        for place, descriptor in enumerate(descriptors):
+        for place, descriptor in enumerate([fcntl.fcntl(one, fcntl.F_DUPFD, 64) for one in descriptors]):
             os.dup2(descriptor, place)
         os.closerange(len(descriptors), 256)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
@@ -123,24 +127,20 @@ def kill_all() -> None:
         time.sleep(0.001)
 
 
-def collect(pid: int, source: int, seconds: float, output: Output) -> bool:
-    """Collects the output of a child until it ends. Returns whether it exceeded its seconds."""
-    until, ended = time.monotonic() + seconds, os.pidfd_open(pid)
-    poll = select.poll()
-    poll.register(ended, select.POLLIN)
-    poll.register(source, select.POLLIN)
-    try:
-        while (left := until - time.monotonic()) > 0:
-            ready = dict(poll.poll(left * 1000))
-            if source in ready and not drain(source, output):
-                poll.unregister(source)
-            if ended in ready:
-                while drain(source, output):
-                    pass
-                return False
-        return True
-    finally:
-        os.close(ended)
+def collect(ends: list, source: int, seconds: float, output: Output) -> bool:
+    """Collects output until one of `ends` can be read. Returns whether that took longer than `seconds`."""
+    until, poll = time.monotonic() + seconds, select.poll()
+    for descriptor in (*ends, source):
+        poll.register(descriptor, select.POLLIN)
+    while (left := until - time.monotonic()) > 0:
+        ready = dict(poll.poll(left * 1000))
+        if source in ready and not drain(source, output):
+            poll.unregister(source)
+        if any(end in ready for end in ends):
+            while drain(source, output):
+                pass
+            return False
+    return True
 
 
 def drain(source: int, output: Output) -> bool:
@@ -153,16 +153,71 @@ def drain(source: int, output: Output) -> bool:
     return bool(data)
 
 
+def remove(path: str) -> None:
+    """Removes a file or link."""
+    if os.path.lexists(path):
+        os.unlink(path)
+
+
+def write_new(path: str, content: bytes) -> None:
+    """Writes a file, never through a link of the machine's."""
+    remove(path)
+    with open(path, "xb") as file:
+        file.write(content)
+
+
+class LivingProgram:
+    """A Python program that stays alive between requests."""
+
+    def __init__(self, program: str, limits: dict) -> None:
+        self.source, output = os.pipe2(os.O_CLOEXEC)
+        asked, self._ask = os.pipe2(os.O_CLOEXEC)
+        self.done, done = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self.source, False)
+        empty = os.open(os.devnull, os.O_RDONLY)
+        arguments = [sys.executable, "-P", "-c", program]
+        self.pid = spawn(arguments, [empty, output, output, asked, done], limits)
+        self.handle = os.pidfd_open(self.pid)
+        for descriptor in (empty, output, asked, done):
+            os.close(descriptor)
+
+    def has_ended(self) -> bool:
+        return bool(select.select([self.handle], [], [], 0)[0])
+
+    def ask(self) -> None:
+        """Asks for a text to be read. A program that closed its descriptors is found not to be done later."""
+        with suppress(BrokenPipeError):
+            os.write(self._ask, b".")
+
+    def is_done(self) -> bool:
+        """Returns whether the program has said so, and lives."""
+        said = select.select([self.done], [], [], 0)[0] and os.read(self.done, 1)
+        return bool(said) and not self.has_ended()
+
+    def close(self) -> int:
+        """Kills the program. Returns its exit code."""
+        code = 128 + signal.SIGKILL
+        try:
+            os.kill(self.pid, signal.SIGKILL)
+            code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except (ProcessLookupError, ChildProcessError):  # ended and reaped
+            pass
+        for descriptor in (self.source, self._ask, self.done, self.handle):
+            os.close(descriptor)
+        return code if code >= 0 else 128 - code
+
+
 class Agent:
     """Answers the requests of the host, one after the other."""
 
     def __init__(self, limits: dict) -> None:
         self._limits = limits
+        self._living: LivingProgram | None = None
 
     def run(self, request: dict, content: bytes) -> tuple:
         """Runs a command in a new shell that begins with the state of the previous one."""
-        with open(f"{STATE}/command", "wb") as file:
-            file.write(content)
+        remove(f"{STATE}/new")
+        write_new(f"{STATE}/command", content)
         source, sink = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(source, False)
         output, empty = Output(request["cap"]), os.open(os.devnull, os.O_RDONLY)
@@ -170,7 +225,9 @@ class Agent:
         pid = spawn(shell, [empty, sink, sink], self._limits)
         os.close(sink)
         os.close(empty)
-        is_late = collect(pid, source, request["s"], output)
+        handle = os.pidfd_open(pid)
+        is_late = collect([handle], source, request["s"], output)
+        os.close(handle)
         if is_late:
             os.kill(pid, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -182,10 +239,32 @@ class Agent:
         code = code if code >= 0 else 128 - code
         return {"code": code, "is_late": is_late, "total": output.total}, output.kept()
 
+    def ask(self, request: dict, content: bytes) -> tuple:
+        """Passes a text to the living program."""
+        if self._living is not None and self._living.has_ended():
+            self._living.close()
+            self._living = None
+        living = self._living = self._living or LivingProgram(request["program"], self._limits)
+        write_new(f"{STATE}/text", content)
+        output, ends = Output(request["cap"]), [living.done, living.handle]
+        living.ask()
+        is_late = collect(ends, living.source, request["s"], output)
+        code, is_stuck = 0, False
+        if is_late:
+            os.kill(living.pid, signal.SIGINT)
+            is_stuck = collect(ends, living.source, INTERRUPT_S, output)
+        if is_stuck or not living.is_done():
+            code, self._living = living.close() or 1, None
+            kill_all()
+        reap()
+        return {"code": code, "is_late": is_late, "total": output.total}, output.kept()
+
     @staticmethod
     def _keep_state() -> None:
         """Keeps the state that the shell saved, if it is whole."""
         try:
+            if not stat.S_ISREG(os.lstat(f"{STATE}/new").st_mode):  # a pipe would hold up the agent
+                return
             with open(f"{STATE}/new", "rb") as file:
                 file.seek(-8, os.SEEK_END)
                 is_whole = file.read() == b"# whole\n"

@@ -67,6 +67,13 @@ class Machine(ABC):
         persist. At the time limit all processes of the machine are killed. Raises MachineLost."""
 
     @abstractmethod
+    def ask(self, program: str, text: str, s: float, cap: int) -> CommandResult:
+        """Passes a text to a Python program that lives as long as the machine, and is started by the first call. It
+        reads `/run/shell/text` for each byte of descriptor 3, and writes a byte to descriptor 4 when it is done. At the
+        time limit it is interrupted, and killed if it continues. Another code than 0 means that it has ended, and a new
+        one starts with the next call. Raises MachineLost."""
+
+    @abstractmethod
     def put(self, tar: bytes) -> None:
         """Unpacks files and folders below `/work`. Raises MachineLost, or OSError if they do not fit."""
 

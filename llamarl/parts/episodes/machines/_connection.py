@@ -64,18 +64,23 @@ class AgentMachine(Machine):
 
     def run(self, command: str, s: float, cap: int) -> CommandResult:
         request = {"op": "run", "s": s, "cap": cap}
-        answer, output = self._ask(request, command.encode(errors="replace"), s, cap)
+        answer, output = self._request(request, command.encode(errors="replace"), s, cap)
+        return self._result(answer, output)
+
+    def ask(self, program: str, text: str, s: float, cap: int) -> CommandResult:
+        request = {"op": "ask", "program": program, "s": s, "cap": cap}
+        answer, output = self._request(request, text.encode(errors="replace"), s, cap)
         return self._result(answer, output)
 
     def put(self, tar: bytes) -> None:
-        answer, _ = self._ask({"op": "put"}, tar, FILES_S, 0)
+        answer, _ = self._request({"op": "put"}, tar, FILES_S, 0)
         if error := answer.get("error"):
             raise OSError(f"files do not fit into the machine: {error}")
 
     def get(self, paths: Sequence[str], cap: int) -> bytes:
         assert all(map(is_inside, paths))
         most = cap + (len(paths) + 10) * _TAR_BYTES_PER_FILE
-        answer, tar = self._ask({"op": "get", "paths": list(paths), "cap": cap}, b"", FILES_S, most)
+        answer, tar = self._request({"op": "get", "paths": list(paths), "cap": cap}, b"", FILES_S, most)
         if error := answer.get("error"):
             raise MachineLost(f"the machine packed no files: {error}")
         return tar
@@ -102,7 +107,7 @@ class AgentMachine(Machine):
             raise MachineLost("the machine answered nonsense") from None
         return CommandResult(code=code, is_late=is_late, output=output, total=total)
 
-    def _ask(self, request: dict[str, Any], content: bytes, s: float, most: int) -> tuple[dict[str, Any], bytes]:
+    def _request(self, request: dict[str, Any], content: bytes, s: float, most: int) -> tuple[dict[str, Any], bytes]:
         """Returns the answer to a request, with at most `most` bytes. Raises MachineLost."""
         until_s = time.monotonic() + s + GRACE_S
         self.busy_until_s = until_s

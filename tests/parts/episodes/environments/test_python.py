@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,8 @@ from llamarl.config import ConfigError, Ref
 from llamarl.parts.episodes.environments._base import Task, Turn
 from llamarl.parts.episodes.environments._worker import build_environment
 from llamarl.parts.episodes.environments.python import Python
-from llamarl.types import ToolCall
+from llamarl.types import Outcome, ToolCall
+from tests.parts.episodes.machines.here import needs_machines
 
 TASK = Task(prompt="p", answer="a", metadata={})
 
@@ -104,6 +107,53 @@ def test_as_a_tool_of_the_chat_template() -> None:
     assert [one["is_error"] for one in said] == [False, True, True]
     assert said[0]["content"] == "6\n" and "over 1 s of CPU time" in said[2]["content"]
     assert environment.reply(TASK, [Turn(response="```python\n1\n```\n")]) is None
+
+
+def converse(*codes: str, **options: Any) -> list[Any]:
+    """What each code is answered by one living interpreter."""
+    limits = {"cpu_s": 60, "wall_s": 60.0, "step_s": 100.0, "episode_s": 2000.0, "program_bytes": 1 << 29}
+    made = build_environment(Ref.model_validate({"name": "python", "backend": "bubblewrap"} | limits | options))
+    assert made.waits and made.is_stateful
+    made.open(TASK)
+    try:
+        said = [asyncio.run(made.reply(TASK, [Turn(response=f"```python\n{code}\n```\n")])) for code in codes]
+    finally:
+        made.close()
+    return [one[10:-5] if isinstance(one, str) else one for one in said]
+
+
+@needs_machines
+def test_a_living_interpreter_keeps_what_cannot_run_again() -> None:
+    """Open files, time and processes, and its packages are those that run llamarl."""
+    said = converse(
+        "import os, random, time\nfile = open('/work/x', 'w'); file.write('a')", "file.write('b'); file.close()\n"
+        "open('/work/x').read()", "os.getpid() == os.getppid() + 1, os.fork() or os._exit(3)", "os.wait()[1] >> 8",
+        "import numpy as np, sympy\nx = np.arange(3)\nx.sum() + sympy.Integer(2)", "print('Žluť')\n1 / 0", "x[2]",
+        "raise SystemExit(4)", "x[0]", "import subprocess\nsubprocess.run(['echo', 'hi'])",
+    )  # fmt: skip
+    assert said[1] == "'ab'" and said[3] == "3" and said[4] == "5"
+    assert said[5] == "Žluť\nline 2: ZeroDivisionError: division by zero" and said[6] == "np.int64(2)"
+    assert "SystemExit" in said[7] and said[8] == "np.int64(0)" and said[9].startswith("hi\nCompletedProcess")
+
+
+@needs_machines
+def test_a_living_interpreter_that_ends_says_so_and_starts_again() -> None:
+    said = converse(
+        "x = 1", "import os\nprint('then', flush=True)\nos._exit(3)", "x", "import signal, time\nsignal.signal(2, 1)\n"
+        "time.sleep(1000)", "y = 2\ny", "print('z' * 100_000)", "import os\nos.close(3); os.close(4)", "len('ab')",
+        "while True: pass", "y", wall_s=3.0,
+    )  # fmt: skip
+    assert "then" in said[1] and "all names are lost" in said[1] and "NameError" in said[2]
+    assert "all names are lost" in said[3] and said[4] == "2"
+    assert said[5].startswith("zzz") and said[5].endswith("(cut)") and len(said[5]) < 1100
+    assert "all names are lost" in said[6] and said[7] == "2"
+    assert "KeyboardInterrupt" in said[8] and "over 3 s" in said[8] and "NameError" in said[9]
+
+
+@needs_machines
+def test_an_interpreter_that_exceeds_its_machine_is_wrong() -> None:
+    lost, after = converse("import os\nfor _ in range(4): os.fork()\nwhile True: pass", "1", cpu_s=1)
+    assert lost.outcome is after.outcome is Outcome.WRONG and "CPU time" in lost.reason
 
 
 @pytest.mark.parametrize(
