@@ -26,7 +26,7 @@ from llamarl.executors.models import CriticExecutor, ReferenceExecutor, RewardMo
 from llamarl.models.hf import load_model
 from llamarl.parts.sft.bpe import train_byte_bpe
 from llamarl.run.folder import RunFolder
-from llamarl.run.prepare import check_parts, prepare
+from llamarl.run.prepare import prepare
 from llamarl.training.packing import pack, to_sample_group
 from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import OBSERVED, FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
@@ -283,6 +283,15 @@ def test_a_run_with_all_of_them(
         assert row["reward"] != plain["reward"], "the model's share is missing"
 
 
+def test_an_agent_of_several_sequences_with_a_critic(make_config: MakeConfig) -> None:
+    agent = {"name": "tests.parts.episodes.agents:forgetful", "episode_s": 60.0}
+    folder = train(make_config(steps=2, rollout={"agent": agent, "max_new_tokens": 40}))
+    steps = [row for row in rows(folder.metrics) if row["kind"] == "step"]
+    assert len(steps) == 2 and all(np.isfinite(row["extra.value_loss"]) for row in steps)
+    for row in rows(folder.rollouts):
+        assert set(row["sequence"]) == {0, 1} and row["reward"] == 0.5
+
+
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
 def test_an_agent_with_a_reference_and_a_reward_model(make_config: MakeConfig, classifier: Path, kl_in: str) -> None:
     agent = {"name": "tests.parts.episodes.agents:run", "episode_s": 60.0}
@@ -291,8 +300,6 @@ def test_an_agent_with_a_reference_and_a_reward_model(make_config: MakeConfig, c
         trainer={"advantage": "group_normalized", "learning_rate": 0.1},
         reward={"model": {"path": str(classifier), "weight": 0.5}},
     )  # fmt: skip
-    with pytest.raises(ConfigError, match="agent with a critic"):
-        check_parts(make_config(rollout={"agent": agent}))
     folder = train(config)
     first, second = (row for row in rows(folder.metrics) if row["kind"] == "step")
     assert abs(first["extra.kl_to_reference"]) < 1e-5 < abs(second["extra.kl_to_reference"])

@@ -16,6 +16,7 @@ from llamarl.models.scalar import ScalarModel
 from llamarl.models.shape import ModelShape
 from llamarl.training.critic import Critic, ValueObjective, value_losses
 from llamarl.training.optimization import finished
+from llamarl.training.packing import UNSHAPED
 from llamarl.training.result import NonFiniteStep
 from llamarl.types import OBSERVED, FinishReason, Outcome, RewardResult, Rollout, RolloutGroup
 from tests.training.conftest import SHAPE, MakeGroups
@@ -87,6 +88,48 @@ def test_what_an_environment_wrote_has_no_value(make_groups: MakeGroups) -> None
     errors = np.concatenate([reward - one for reward, one in zip(rewards, values, strict=True)])
     assert found["value_loss"] == pytest.approx((errors**2).mean() / 2, rel=1e-5)
     assert found["explained_variance"] == pytest.approx(1 - errors.var() / np.repeat(rewards, 3).var(), rel=1e-5)
+
+
+def closed_form(rewards: list[float], values: list[float], gamma: float, lam: float) -> np.ndarray:
+    """Equation 16 of arXiv 1506.02438, term by term."""
+    following = [*values[1:], 0.0]
+    deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, following, strict=True)]
+    count = len(deltas)
+    return np.array([sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, count)) for t in range(count)])
+
+
+def test_sequences_of_an_agent_are_one_episode(make_groups: MakeGroups) -> None:
+    """Each has its values in its own context, and what follows its last sampled token is the first sampled token of the
+    next one."""
+    critic = make_critic()
+    (group,) = make_groups(lengths=[(10, 10)])
+    sequence_T = np.array([0] * 6 + [1] * 4, np.int32)
+    mask_T = np.array([0, 0, 1, 1, 0, 1, 0, 0, 1, 1], bool)
+
+    def of_agent(rollout: Rollout) -> Rollout:
+        versions_T = np.where(mask_T, 0, OBSERVED).astype(np.int32)
+        return replace(rollout, columns=rollout.columns | {"sequence": sequence_T, "policy_versions": versions_T})
+
+    (group,) = valued(critic, [replace(group, rollouts=tuple(map(of_agent, group.rollouts)))])
+    for rollout in group.rollouts:
+        for number in (0, 1):
+            own_T = rollout.token_ids_T[sequence_T == number]
+            ids = own_T[:-1].astype(np.int64)
+            with torch.no_grad():
+                hidden = critic.model(torch.from_numpy(ids), torch.arange(len(ids)), causal_attend([len(ids)]))
+                expected = np.concatenate([[0.0], critic.model.scalars(hidden)])
+            found_T, sampled_T = rollout.values_T[sequence_T == number], mask_T[sequence_T == number]
+            np.testing.assert_allclose(found_T[sampled_T], expected[sampled_T], atol=1e-5)
+    gae = Gae(gamma=0.9, lam=0.8, normalize=False)
+    (advantages,) = gae.of_batch([UNSHAPED.rewards(group)])
+    for rollout, result, found_T in zip(group.rollouts, group.results, advantages, strict=True):
+        values = rollout.values_T[mask_T].astype(np.float64).tolist()
+        rewards = [0.0] * (len(values) - 1) + [result.value]
+        np.testing.assert_allclose(found_T[mask_T], closed_form(rewards, values, 0.9, 0.8), rtol=1e-12, atol=1e-12)
+        assert not found_T[~mask_T].any()
+    values = [rollout.values_T[mask_T].astype(np.float64) for rollout in group.rollouts]
+    errors = [result.value - one for one, result in zip(values, group.results, strict=True)]
+    assert run(critic, [group])["value_loss"] == pytest.approx((np.concatenate(errors) ** 2).mean() / 2, rel=1e-5)
 
 
 @pytest.mark.parametrize("budget", [8, 30, 8192])

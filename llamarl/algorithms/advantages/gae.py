@@ -19,7 +19,7 @@ class Gae(ValueAdvantage):
     """A_t = sum_l (gamma lam)^l d_{t+l}, d_t = r_t + gamma V_{t+1} - V_t. The value after the last token is 0.
 
     Tokens that an environment wrote are not actions: the sampled token before them is followed by the sampled token
-    after them, and their advantage is 0.
+    after them, and their advantage is 0. The sequences of an agent's episode follow each other in the same way.
 
     The value after a truncated response is also 0: the limit of tokens is part of the task, and the response has its
     reward, so nothing is bootstrapped.

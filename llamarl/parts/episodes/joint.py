@@ -12,7 +12,6 @@ from llamarl.parts.episodes.episodes import open_turns
 from llamarl.parts.episodes.gateway._worker import find_agent
 from llamarl.parts.episodes.machines.bubblewrap import Bubblewrap
 from llamarl.run.executors import executor_spec
-from llamarl.run.placement import models_in_use
 from llamarl.run.prepare import errors_name_source
 
 __all__ = ["build_environment", "check", "machines_here", "open_turns", "spec"]
@@ -30,11 +29,6 @@ def check(config: RunConfig) -> None:
     find_agent(rollout.agent)
     if rollout.environment:
         raise ConfigError("rollout.agent and rollout.environment are both set; an episode has one of them")
-    if "critic" in models_in_use(config):
-        raise ConfigError(
-            "rollout.agent with a critic: an agent's episode is several sequences, and which token's value follows "
-            "which is not known; leave the agent out, or choose advantages without a critic"
-        )
 
 
 def machines_here() -> str:

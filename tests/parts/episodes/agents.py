@@ -68,3 +68,10 @@ async def unhurried(task: Task, base_url: str, api_key: str) -> Any:
     """So that a run that others only look at leaves them the processor."""
     await asyncio.sleep(0.3)
     return await run(task, base_url, api_key)
+
+
+async def forgetful(task: Task, base_url: str, api_key: str) -> float:
+    """Asks twice, and the second time without what was said before."""
+    for text in (task.answer, "again:"):
+        await asyncio.to_thread(_post, base_url, api_key, text)
+    return 0.5
