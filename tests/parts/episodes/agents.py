@@ -14,9 +14,9 @@ from llamarl.parts.episodes.environments._base import Task
 from llamarl.types import Outcome, RewardResult
 
 
-def _post(base_url: str, api_key: str, text: str) -> str:
+def _post(base_url: str, api_key: str, text: str, **more: Any) -> str:
     headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
-    request = urllib.request.Request(f"{base_url}/completions", json.dumps({"prompt": text}).encode(), headers)
+    request = urllib.request.Request(f"{base_url}/completions", json.dumps({"prompt": text} | more).encode(), headers)
     with urllib.request.urlopen(request, timeout=240) as reply:
         return json.loads(reply.read())["choices"][0]["text"]
 
@@ -73,5 +73,5 @@ async def unhurried(task: Task, base_url: str, api_key: str) -> Any:
 async def forgetful(task: Task, base_url: str, api_key: str) -> float:
     """Asks twice, and the second time without what was said before."""
     for text in (task.answer, "again:"):
-        await asyncio.to_thread(_post, base_url, api_key, text)
+        await asyncio.to_thread(_post, base_url, api_key, text, max_tokens=12)
     return 0.5
