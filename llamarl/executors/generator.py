@@ -23,12 +23,12 @@ from llamarl.distributed.mesh import join_mesh, set_up_device
 from llamarl.executors.replies import (
     GROUPS_INTERVAL_S,
     LATEST_S,
+    NO_TRAINER,
     REPLY_INTERVAL_S,
-    UNPAIRED,
     Adoption,
     Collected,
     GeneratorStats,
-    Pairing,
+    Partnership,
 )
 from llamarl.executors.rescorer import Rescorer
 from llamarl.generation.backend import GenerationBackend
@@ -250,7 +250,7 @@ def open_native(
     model_path: str,
     config: GeneratorConfig,
     rendezvous: Rendezvous | None = None,
-    pairing: Pairing = UNPAIRED,
+    partnership: Partnership = NO_TRAINER,
 ) -> OpenedEngine:
     """Opens the native engine, on one rank or several.
 
@@ -263,12 +263,12 @@ def open_native(
     rank, size = mesh.tp.rank, mesh.tp.size
     ranks = ModelRanks(mesh.tp) if size > 1 else None
     model = load_generator_model(
-        model_path, config.dtype, device, ranks, config.kv_dtype, asleep=pairing.sleeps and pairing.lora is None
+        model_path, config.dtype, device, ranks, config.kv_dtype, asleep=partnership.sleeps and partnership.lora is None
     )
     receiver = model
-    if pairing.lora:
+    if partnership.lora:
         base, weights = open_model(model_path)
-        receiver = AdapterMerger(model, base, pairing.lora, weights.read)
+        receiver = AdapterMerger(model, base, partnership.lora, weights.read)
     kv_bytes = config.kv_cache_bytes
     if size > 1 and kv_bytes is None:  # all ranks have the same number of blocks
         kv_bytes = min(mesh.exchange(kv_budget(model, config.max_running, size, prefill_tokens=config.prefill_tokens)))
@@ -279,12 +279,12 @@ def open_native(
         kv_on_update=config.kv_on_update,
         graphs=False if config.cuda_graphs == "off" else None,
         records_routes=config.router_replay,
-        asleep=pairing.sleeps,
-        beside_bytes=pairing.beside_bytes,
+        asleep=partnership.sleeps,
+        beside_bytes=partnership.beside_bytes,
     )
     native = Engine(model, settings, decode=Tokenizer(model_path).decode)
     room = model.room if device.type == "cuda" else None
-    adopter = Adopter(receiver.specs(), model.use, rank, delta=pairing.delta, hold=receiver.hold, room=room)
+    adopter = Adopter(receiver.specs(), model.use, rank, delta=partnership.delta, hold=receiver.hold, room=room)
     opened = OpenedEngine(
         engine=native, adopter=adopter, describe=native.describe,
         clock=time.thread_time if device.type == "cpu" else time.monotonic,
@@ -317,7 +317,7 @@ class GeneratorExecutor(Executor):
         model_path: str,
         config: GeneratorConfig,
         rendezvous: Rendezvous | None = None,
-        pairing: Pairing = UNPAIRED,
+        partnership: Partnership = NO_TRAINER,
         backend: Any = None,
         choices: str = "",
     ) -> None:
@@ -329,9 +329,9 @@ class GeneratorExecutor(Executor):
         """
         keep_choices_in(Path(choices) if choices else None)
         if backend:
-            opened = part(config.backend, "open_engine")(model_path, backend, pairing.delta)
+            opened = part(config.backend, "open_engine")(model_path, backend, partnership.delta)
         else:
-            opened = open_native(model_path, config, rendezvous, pairing)
+            opened = open_native(model_path, config, rendezvous, partnership)
         self._engine, self._adopter, self._follower = opened.engine, opened.adopter, opened.follower
         self._close, self._work_clock = opened.close, opened.clock
         self._describe, self._told = opened.describe, ""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pairing:
+class Partnership:
     """How a generator works together with a trainer."""
 
     delta: bool = False
@@ -37,7 +37,7 @@ class Pairing:
     """Memory of the device that the trainer will use from its first step on, while the generator works."""
 
 
-UNPAIRED = Pairing()
+NO_TRAINER = Partnership()
 """For a generator that serves a model as it is."""
 
 

@@ -29,7 +29,7 @@ from llamarl.controller.services import Services
 from llamarl.controller.supervision import Interrupted, PausableClockLoop, StallWatch, Supervisor
 from llamarl.controller.telemetry import Telemetry
 from llamarl.distributed.links import open_rendezvous
-from llamarl.executors.replies import UNPAIRED, ControllerState, Pairing
+from llamarl.executors.replies import NO_TRAINER, ControllerState, Partnership
 from llamarl.journal.writer import Journal
 from llamarl.run.folder import RunFolder
 from llamarl.run.placement import Placer, models_in_use
@@ -130,7 +130,7 @@ class GeneratorSpecs:
     """Folder for the output of processes that are not executors."""
     choices: Path | None = None
     """Folder of the run with the choice of kernels. None means that choices are not kept."""
-    pairing: Pairing = UNPAIRED
+    partnership: Partnership = NO_TRAINER
 
     def first(self, places: Placer) -> list[ExecutorSpec]:
         """Returns the specifications of the generators that have a place at the start."""
@@ -143,7 +143,7 @@ class GeneratorSpecs:
         return executor_spec(
             name, "generator:GeneratorExecutor", config.threads, config.tensor_parallel, place=place,
             model_path=self.config.model.path, config=config, backend=backend, choices=str(self.choices or ""),
-            pairing=self.pairing,
+            partnership=self.partnership,
             rendezvous=open_rendezvous(config.tensor_parallel, self.config.cluster.timeout_s),
         )  # fmt: skip
 

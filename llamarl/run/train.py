@@ -18,7 +18,7 @@ from llamarl.controller.ports import CriticPort, Executors, TrainerPort
 from llamarl.controller.supervision import Interrupted, Stalled, rare_garbage_collections, run_pausable
 from llamarl.controller.telemetry import Telemetry
 from llamarl.controller.train_loop import NotSaved, TrainLoop, train_again
-from llamarl.executors.replies import ControllerState, Pairing
+from llamarl.executors.replies import ControllerState, Partnership
 from llamarl.journal.writer import Journal
 from llamarl.models.fit import beside_bytes
 from llamarl.observability.files import remedy
@@ -235,11 +235,13 @@ class _TrainingRun:
     async def _spawn(self, machines: Machines, cluster: Cluster, screen: Screen) -> Executors:
         config, timeout_s = self._config, self._config.cluster.timeout_s
         places = await machines.places(screen.phase)
-        pairing = Pairing(
+        partnership = Partnership(
             delta=config.weight_sync.delta, lora=config.trainer.lora, sleeps=config.generators_sleep,
             beside_bytes=beside_bytes(config, self._shape),
         )  # fmt: skip
-        generator = GeneratorSpecs(config=config, logs=self._folder.logs, choices=self._folder.kernels, pairing=pairing)
+        generator = GeneratorSpecs(
+            config=config, logs=self._folder.logs, choices=self._folder.kernels, partnership=partnership
+        )
         self._specs = others = RunSpecs(config, self._folder, places, resume=self._resume)
         specs = others.first()
         num_others = len(specs)

@@ -27,7 +27,7 @@ from llamarl.controller.flight import InFlightRollout, PendingGroup
 from llamarl.controller.ports import CriticPort, GeneratorPort, TrainerPort
 from llamarl.controller.supervision import run_pausable
 from llamarl.controller.train_loop import train_again
-from llamarl.executors.replies import ControllerState, Pairing
+from llamarl.executors.replies import ControllerState, Partnership
 from llamarl.journal.reader import JournalReader
 from llamarl.parts.replay.recorded import Diverged, first_difference, first_tensor, other_machine
 from llamarl.parts.replay.replayed import Difference, Replayed
@@ -201,7 +201,7 @@ class _Replay:
         if self._trains and self._request.is_same and run.backend == "native" and run.tensor_parallel == 1:
             of_generators = GeneratorSpecs(
                 config=config, choices=folder.kernels,
-                pairing=Pairing(lora=config.trainer.lora, sleeps=config.generators_sleep),
+                partnership=Partnership(lora=config.trainer.lora, sleeps=config.generators_sleep),
             )  # fmt: skip
             spec = of_generators(0, places.place("generator-0"))
             found[spec.name] = replace(spec, target="llamarl.parts.replay.executor:ReplayingExecutor")
