@@ -58,7 +58,7 @@ def compared(results: Sequence[EvalResult], others: Sequence[EvalResult]) -> lis
 def paired_difference(after: Sequence[float], before: Sequence[float]) -> tuple[float, float, float]:
     """Returns the mean difference of paired shares and its 95 % interval. NaN means that there are no pairs.
 
-    Partnership cancels the difficulty of a problem. The spread includes two imaginary pairs with differences of 1 and -1,
+    Pairing cancels the difficulty of a problem. The spread includes two imaginary pairs with differences of 1 and -1,
     after Bonett and Price, J. Educ. Behav. Stat. 37 (2012), so that the interval has a width even if no pair differs.
     """
     num = len(after)
