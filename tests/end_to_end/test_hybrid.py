@@ -82,6 +82,7 @@ def test_new_weights_in_flight_and_partial_rollouts(tmp_path: Path, hybrid: Path
     [
         ("--trainer.parallelism.cp", 2, "trainer.parallelism.cp = 2: the delta nets of"),
         ("--trainer.compile", "true", "trainer.compile = true with"),
+        ("--trainer.lora", "{rank = 2, targets = ['out_proj']}", "trainer.lora.targets"),
         ("--trainer.parallelism.tp", 4, "trainer.parallelism.tp = 4 cannot share"),
     ],
 )
