@@ -101,8 +101,9 @@ class Machine(Environment):
                 raise self._lost
             return messages or None
         if self.form == "line":
-            command = turn.response.strip()
-            is_command = turn.response.endswith("\n") and command not in ("", "exit")
+            command, end, _ = turn.response.partition("\n")  # one token may contain more than the line break
+            command = command.strip()
+            is_command = end and command not in ("", "exit")
             return f"{self._output(command)}$" if is_command else None
         commands = _BLOCK.findall(turn.response)
         return f"```output\n{self._output(commands[0]).rstrip()}\n```\n" if commands else None
