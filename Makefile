@@ -96,9 +96,10 @@ vllm: $(DEV) $(VLLM)/.llamarl-ready ## Build an environment with vLLM, for the C
 	@echo "vllm: pytest"
 	@LLAMARL_NIGHTLY=1 LLAMARL_VLLM_PYTHON=$(VLLM)/bin/python $(VENV)/bin/python -m pytest --quiet tests/parts/vllm
 
-verifiers: $(DEV) $(VERIFIERS)/.llamarl-ready ## Build an environment with the package verifiers, and let it ask `llamarl serve`
+verifiers: $(DEV) $(VERIFIERS)/.llamarl-ready ## Build an environment with the packages verifiers and skyrl-gym, and train on theirs
 	@echo "verifiers: pytest"
 	@LLAMARL_NIGHTLY=1 $(VENV)/bin/python -m pytest --quiet tests/parts/episodes/test_verifiers.py
+	@LLAMARL_NIGHTLY=1 $(VERIFIERS)/bin/python -m pytest --quiet tests/parts/episodes/hubs
 
 test-lm-eval: $(DEV) $(LM_EVAL)/.llamarl-ready ## Build an environment with lm-eval, and let it score what `llamarl serve` answers
 	@echo "lm-eval: pytest"
@@ -137,10 +138,13 @@ $(VLLM)/.llamarl-ready: benchmarks/peers/vllm-constraints.txt
 	@$(VLLM)/bin/python -m pip --disable-pip-version-check uninstall -qq --yes torchvision torchaudio torchcodec
 	@touch $@
 
+# It sees the packages of $(VENV), too, behind its own: training on these environments needs both.
 $(VERIFIERS)/.llamarl-ready:
-	@echo "install: verifiers in $(VERIFIERS), once (600 MB)"
+	@echo "install: verifiers and skyrl-gym in $(VERIFIERS), once (700 MB)"
 	@test -x $(VERIFIERS)/bin/python || "$(PYTHON)" -m venv $(VERIFIERS)
-	@$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install -qq $(PIP_ARGS) "verifiers==0.4.0"
+	@$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install -qq $(PIP_ARGS) "verifiers==0.4.0" "skyrl-gym==0.4.0"
+	@$(VENV)/bin/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
+		> "$$($(VERIFIERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/zz_llamarl.pth"
 	@touch $@
 
 # Its prompts are tokenized here by transformers, which computes nothing and needs no torch.

@@ -47,7 +47,6 @@ from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel, Precision
 from llamarl.kernels.delta_shape import DeltaShape
 from llamarl.models.attention import packed_attend
-from llamarl.models.delta_rule import Branches, RecurrentForm
 from llamarl.models.hf import load_model, new_model, save_model
 from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
@@ -165,11 +164,10 @@ def form_error() -> dict[str, float]:
     model = load_model(ROOT / f"runs/base/{HYBRID}", torch.float32, CPU)
     differences = list[Tensor]()
     for ids in documents(64):
-        chunked, recurrent = (packed_attend([len(ids)], [()], fused=True) for _ in range(2))
-        recurrent.recur = RecurrentForm(lambda ids=ids: Branches([0], [len(ids)], [-1]))
+        chunked = packed_attend([len(ids)], [()], fused=True)
         found = [
             model.logits(model(ids, torch.arange(len(ids)), attend)).log_softmax(-1)[:-1].gather(1, ids[1:, None])
-            for attend in (chunked, recurrent)
+            for attend in (chunked, chunked.in_recurrent_form())
         ]
         differences.append((found[0] - found[1]).abs())
     whole = torch.cat(differences)

@@ -44,6 +44,23 @@ def _parts(value: Any) -> Any:
     return {"parts": [value]} if is_part else value
 
 
+AGENTS = frozenset(("verifiers",))
+"""Names that users take for environments, and that are agents."""
+
+
+def with_agent(values: Any) -> Any:
+    """Returns settings in which an `environment` that is an agent is the `agent`. Raises ValueError."""
+    if not isinstance(values, dict) or not isinstance(given := values.get("environment"), str | dict):
+        return values
+    given = {"name": given} if isinstance(given, str) else given
+    if given.get("name") not in AGENTS:
+        return values
+    if values.get("agent"):
+        name = given["name"]
+        raise ValueError(f"rollout.environment = {name!r} is an agent, and rollout.agent is set, too; leave one out")
+    return {name: value for name, value in values.items() if name != "environment"} | {"agent": given}
+
+
 def with_tools(values: Any, section: str = "") -> Any:
     """Returns settings in which `tools` are replaced by the environment that runs them. Raises ValueError."""
     if not isinstance(values, dict) or not values.get("tools"):

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 PARTS = "llamarl.parts"
 MEMBERS_OF_PARTS = {
-    "rewards.code": "episodes", "sources.hub": "hub", "transports.cuda_ipc": "cuda", "transports.nixl": "cuda",
+    "rewards.code": "episodes", "sources.hub": "hub", "sources.verifiers": "episodes",
+    "transports.cuda_ipc": "cuda", "transports.nixl": "cuda",
 }  # fmt: skip
 """Members of core families that live in a part, by folder and name. A user who names one without its part gets a
 hint."""

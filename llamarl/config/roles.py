@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from itertools import product
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
+from llamarl.config.errors import did_you_mean
 from llamarl.config.ref import Ref
 from llamarl.config.section import Device, FilePath, Section
 
@@ -256,11 +257,29 @@ class RewardModelConfig(Section):
 
 
 class AgentConfig(Section):
+    """An agent. One that comes with llamarl has further options."""
+
+    model_config = ConfigDict(extra="allow")
+
     name: str
-    """`package.module:run` of an `async def run(task, base_url, api_key)`."""
+    """`package.module:run` of an `async def run(task, base_url, api_key)`, or an agent that comes with llamarl, such as
+    `verifiers`."""
     episode_s: float = Field(default=600.0, gt=0)
     """Time limit of an episode in seconds, including the policy's time. A longer episode is INVALID."""
     workers: int = Field(default=1, ge=1, le=256)
     """Parallel processes that run agents."""
     memory_bytes: int = Field(default=1 << 32, ge=1 << 28)
     """Address space of each process."""
+
+    @model_validator(mode="after")
+    def _options_of_programs(self) -> AgentConfig:
+        if ":" in self.name and self.options:
+            name = next(iter(self.options))
+            known = did_you_mean(name, sorted(type(self).model_fields))
+            raise ValueError(f"rollout.agent.{name}: the function {self.name!r} has no options; {known}")
+        return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of an agent that comes with llamarl."""
+        return dict(self.model_extra or {})

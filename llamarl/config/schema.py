@@ -8,7 +8,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from llamarl.config.cluster import ClusterConfig, use_processes
-from llamarl.config.data import MIN_TEMPERATURE, DataConfig, EvalConfig, EvalSet, SourceConfig, TrainSource, with_tools
+from llamarl.config.data import (
+    AGENTS,
+    MIN_TEMPERATURE,
+    DataConfig,
+    EvalConfig,
+    EvalSet,
+    SourceConfig,
+    TrainSource,
+    with_agent,
+    with_tools,
+)
 from llamarl.config.ref import Ref
 from llamarl.config.roles import (
     AgentConfig,
@@ -132,7 +142,7 @@ class RolloutConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _tools_are_an_environment(cls, values: Any) -> Any:
-        return with_tools(values, "rollout.")
+        return with_tools(with_agent(values), "rollout.")
 
     @model_validator(mode="after")
     def _combinations(self) -> RolloutConfig:
@@ -364,6 +374,11 @@ class RunConfig(Section):
                     "every episode by the settings of the run; leave one of them out"
                 )
             world = source.environment
+            if world and world.name in AGENTS:
+                raise ValueError(
+                    f"{place}.environment = {world.name!r} is an agent, which runs the episodes of all sources: set "
+                    f"rollout.agent = {world.name!r} instead"
+                )
             if world and ":" in world.name and not source.reward and "reward" not in self.model_fields_set:
                 raise ValueError(
                     f"{place}: {world.name} without a reward, which scores episodes that the environment does not: set "

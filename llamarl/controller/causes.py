@@ -10,12 +10,14 @@ token are known:
   probability among the tokens that the sampler drew from.
 - pi* and g*: the same in float32 arithmetic.
 - rho: pi* with weights rounded to bfloat16 if generators receive bfloat16, else pi* itself.
+- rho': rho with delta nets computed token by token, as generators do, and not in chunks; without delta nets rho itself.
 
 Then
 
     log(pi'_c / b) = [log mu_c - log mu_v]                                          staleness
                    + [log pi*_c - log rho_c]                                        rounding: of weights to bfloat16
-                   + [log rho_c - log g*_c]                                         quantization: 8-bit weights
+                   + [log rho_c - log rho'_c]                                       chunked_vs_recurrent: delta nets
+                   + [log rho'_c - log g*_c]                                        quantization: 8-bit weights
                    + [log pi_c - log pi*_c] + [log g*_c - log g_c]                  kernels: both sides' arithmetic
                    + [log g_c - log mu_c] + [log pi'_c - log pi_c]                  truncation: the mass that was kept
                    + [log mu_v - log b]                                             kept, or cache
@@ -78,20 +80,19 @@ def by_cause(probe: CauseProbe, trainer: CauseScores, scored: tuple[np.ndarray, 
             "kl_replayed_routes": routing.replayed_kl,
             "kl_from_routing": routing.live_kl - routing.replayed_kl,
         }
-    return metrics | (divided(log_ratios(probe, trainer.logprobs_4_N, scored[0])) if scored else {})
+    return metrics | (divided(log_ratios(probe, trainer, scored[0])) if scored else {})
 
 
-def log_ratios(probe: CauseProbe, trainer_4_N: np.ndarray, generator_3_N: np.ndarray) -> dict[str, np.ndarray]:
+def log_ratios(probe: CauseProbe, trainer: CauseScores, generator_3_N: np.ndarray) -> dict[str, np.ndarray]:
     """Returns log(pi'_c / b) by cause, in float64, of the tokens with all probabilities.
 
     If the generator has no float32 arithmetic, `precision` stands for both quantization and kernels.
 
     Args:
-        trainer_4_N: log pi_c, log pi*_c, log rho_c, log pi'_c.
         generator_3_N: log g*_c, log g_c, log mu_c.
     """
     is_known_N = ~np.isnan(probe.fresh_N)
-    table_9_N = np.stack([*trainer_4_N, *generator_3_N, probe.fresh_N, probe.behavior_N]).astype(np.float64)
+    table_9_N = np.stack([*trainer.logprobs_4_N, *generator_3_N, probe.fresh_N, probe.behavior_N]).astype(np.float64)
     pi_N, pi_exact_N, rho_N, pi_among_N, g_exact_N, g_N, mu_c_N, mu_v_N, behavior_N = table_9_N[:, is_known_N]
     is_over_kept_N, cached_N = probe.is_over_kept_N[is_known_N], mu_v_N - behavior_N
     parts = {
@@ -101,8 +102,11 @@ def log_ratios(probe: CauseProbe, trainer_4_N: np.ndarray, generator_3_N: np.nda
         "kept": np.where(is_over_kept_N, cached_N, 0.0),
         "cache": np.where(is_over_kept_N, 0.0, cached_N),
     }
+    if trainer.recurrent_N is not None:
+        chunked_N, rho_N = rho_N, trainer.recurrent_N[is_known_N].astype(np.float64)
+        parts["chunked_vs_recurrent"] = chunked_N - rho_N
     if np.isnan(g_exact_N).any():
-        return parts | {"precision": pi_N - g_N - parts["rounding"]}
+        return parts | {"precision": pi_N - g_N - pi_exact_N + rho_N}
     return parts | {"quantization": rho_N - g_exact_N, "kernels": pi_N - pi_exact_N + g_exact_N - g_N}
 
 

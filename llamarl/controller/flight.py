@@ -366,12 +366,12 @@ class Flight:
                 for start in part.starts()
             }
             rows += by_index.values()
+        pending = PendingGroup(prompt, rows)
+        self.groups.update((row.request.group_id, pending) for row in rows)
         now_s = asyncio.get_running_loop().time()
         for row in rows:
             row.since_s, is_final = now_s, row.rollout.finish_reason.is_final
-            row.state = _state_after(row) if is_final else RolloutState.QUEUED
-        pending = PendingGroup(prompt, rows)
-        self.groups.update((row.request.group_id, pending) for row in rows)
+            row.state = self._state_after(row) if is_final else RolloutState.QUEUED
         self._record(row.rollout for row in rows if row.key in held)
         self._check_whole(pending)
         return pending
@@ -433,8 +433,9 @@ class Flight:
             num_tokens += rollout.num_tokens - row.rollout.num_tokens
             seconds += now_s - row.since_s
             row.rollout, is_final = rollout, rollout.finish_reason.is_final
-            state = _state_after(row) if is_final else RolloutState.PARKED
-            self._move(row, state, None if state is RolloutState.ENDED else replica)
+            state = self._state_after(row) if is_final else RolloutState.PARKED
+            has_cache = rollout.finish_reason in (FinishReason.STOP, FinishReason.PARKED)
+            self._move(row, state, replica if has_cache and state is not RolloutState.ENDED else None)
             if is_final:
                 finished.append(rollout)
         # A greedy response, which has its own request, may come with its group: check each group once.
@@ -494,11 +495,24 @@ class Flight:
         """Gives a rollout to an agent."""
         self._move(row, RolloutState.TURN)
 
+    def cut(self, row: InFlightRollout, rollout: Rollout) -> None:
+        """Replaces a rollout that its environment has by one that ends by length, before the environment judges it."""
+        assert row.state is RolloutState.TURN
+        row.rollout = rollout
+
     def end(self, row: InFlightRollout, rollout: Rollout, result: RewardResult | None) -> None:
         """Ends a rollout, as its environment or agent decided, with the result of the environment if there is one."""
         self._move(row, RolloutState.ENDED, row.holder)
         row.rollout, row.result = rollout, result
         self._check_whole(self.groups[row.request.group_id])
+
+    def _state_after(self, row: InFlightRollout) -> RolloutState:
+        """Returns the state of a rollout that a generator has finished. An environment also gets rollouts that end by
+        length, and may judge them."""
+        is_agents_call = row.request.group_id not in self.groups
+        reasons = {FinishReason.STOP} if is_agents_call else {FinishReason.STOP, FinishReason.LENGTH}
+        goes_to_turns = row.request.has_turns and row.rollout.finish_reason in reasons
+        return RolloutState.TURN if goes_to_turns else RolloutState.ENDED
 
     def _check_whole(self, pending: PendingGroup) -> None:
         """Passes a group on to be scored if all its rollouts have ended."""
@@ -534,11 +548,6 @@ class Flight:
         pairs = ((self.groups.get(rollout.group_id), rollout) for rollout in rollouts)
         if trained := [(group.group_id, rollout) for group, rollout in pairs if group and group.is_trained_on]:
             self._journal.rollouts(trained)
-
-
-def _state_after(row: InFlightRollout) -> RolloutState:
-    has_ended_a_turn = row.request.has_turns and row.rollout.finish_reason is FinishReason.STOP
-    return RolloutState.TURN if has_ended_a_turn else RolloutState.ENDED
 
 
 def requests_for(rows: Iterable[InFlightRollout]) -> list[GenerationRequest]:

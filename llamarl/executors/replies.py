@@ -92,10 +92,14 @@ class Probes:
             exact_N = rounded_N = self._scored(probe, rounded=True)
             distance_N = np.abs(self._scored(probe) - exact_N)[~np.isnan(probe.fresh_N)]
             unserved = float(distance_N.mean()) if distance_N.size else 0.0
+        is_rounded = self._serves_bfloat16 or self._trainer.config.dtype != "float32"
+        recurrent_N = (
+            self._scored(probe, rounded=is_rounded, recurrent=True) if self._trainer.model.shape.delta else None
+        )
         is_whole = np.isneginf(cutoffs_N).all()
         among_N = own_N if is_whole else self._scored(probe, half=True, cutoffs_N=cutoffs_N)
         return CauseScores(
-            logprobs_4_N=np.stack((own_N, exact_N, rounded_N, among_N)), unserved=unserved,
+            logprobs_4_N=np.stack((own_N, exact_N, rounded_N, among_N)), recurrent_N=recurrent_N, unserved=unserved,
             routing=self._routing(probe), seconds=time.monotonic() - start_s,
         )  # fmt: skip
 
@@ -117,12 +121,17 @@ class Probes:
         return routing_of(self._trainer, probe.groups, half=True)
 
     def _scored(
-        self, probe: CauseProbe, half: bool = False, cutoffs_N: np.ndarray | None = None, rounded: bool = False
+        self,
+        probe: CauseProbe,
+        half: bool = False,
+        cutoffs_N: np.ndarray | None = None,
+        rounded: bool = False,
+        recurrent: bool = False,
     ) -> np.ndarray:
         """Returns the log-probabilities of the tokens whose `fresh_N` is known, and NaN before the first of them."""
         contexts = contexts_of(probe.sequences, ~np.isnan(probe.fresh_N))
         return np.concatenate(
-            self._trainer.score(probe.sequences, self._temperature, half, cutoffs_N, rounded, contexts)
+            self._trainer.score(probe.sequences, self._temperature, half, cutoffs_N, rounded, contexts, recurrent)
         )
 
 

@@ -48,7 +48,7 @@ from llamarl.generation.sampler import Drawn, Sampler, score, truncated
 from llamarl.generation.scheduler import EMPTY, BlockPool, Chunk, Group, Schedule, Scheduler, Sequence, StopStrings
 from llamarl.generation.states import StateCache, StepStates
 from llamarl.kernels import gpu
-from llamarl.models.memory import STATES_OF_ROLLOUT, gpu_work_bytes
+from llamarl.models.memory import SHARED_STATES, STATES_OF_ROLLOUT, gpu_work_bytes
 from llamarl.models.transformer import Attend
 from llamarl.types import CandidateSets, FinishReason, GenerationRequest, Rollout
 
@@ -109,8 +109,7 @@ class Engine:
         moe = model.shape.moe if isinstance(model, GeneratorModel) and settings.records_routes else None
         self._routes = Routes(moe) if moe is not None else None
         has_states = model.shape.delta is not None
-        # A group records the experts of its prompt, or has the state behind it, so that prompt is computed whole.
-        shares_prefixes = self._routes is None and not has_states
+        shares_prefixes = self._routes is None  # a group records the experts of its whole prompt
         self._scheduler = Scheduler(
             0,
             BLOCK_SIZE,
@@ -180,7 +179,8 @@ class Engine:
             has_kernels = gpu.kernel("decode", model.device) is not None and isinstance(model, GeneratorModel)
             graphs = has_kernels and not self._no_graphs_because
         if model.shape.delta is not None and scheduler.slots is not None:
-            self._states = StateCache(model.shape.delta, EMPTY + 1 + scheduler.slots.num_blocks, model.device)
+            num_slots = EMPTY + 1 + SHARED_STATES + scheduler.slots.num_blocks
+            self._states = StateCache(model.shape.delta, num_slots, model.device)
         self._cache = KVCache(
             num_layers=model.shape.num_attention_layers, num_blocks=num_blocks + graphs,
             num_kv_heads=model.shape.num_kv_heads, head_dim=model.shape.head_dim, dtype=model.kv_dtype,
@@ -508,7 +508,7 @@ def kv_budget(
     """
     shape, device = model.shape, model.device
     full = max_running * -(-shape.max_position_embeddings // BLOCK_SIZE) * KVCache.block_bytes(shape, model.kv_dtype)
-    states = STATES_OF_ROLLOUT * max_running * shape.state_bytes
+    states = (STATES_OF_ROLLOUT * max_running + SHARED_STATES) * shape.state_bytes
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         weights = sum(spec.num_bytes for spec in model.specs()) if isinstance(model, GeneratorModel) else 0

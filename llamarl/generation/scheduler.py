@@ -26,9 +26,10 @@ first, while rollouts that are recomputed decode. Otherwise cached keys and valu
 rollouts that were active before to their end. Rollouts that are admitted later, parked ones included, get a new prefix.
 So each rollout sees only keys and values that are as new as its admission.
 
-In a hybrid model each segment with blocks also has a slot for the state of its delta nets (`states.py`). A state is not
-positional, so prompts share no beginnings then. Twice as many slots as running rollouts suffice for all that are active
-and their prefixes. When slots run out, idle ones are freed like blocks.
+In a hybrid model each segment with blocks also has a slot for the state of its delta nets (`states.py`). Twice as many
+slots as running rollouts suffice for all that are active and their prefixes. When slots run out, idle ones are freed
+like blocks. A state exists only behind the last token, so a beginning of prompts is shared from the third of them on:
+the second one shows that it is shared, and a copy of its state there is kept in a further slot (`SharedStates`).
 
 Shape suffixes: T tokens of one sequence or response, W experts of a token in all layers.
 """
@@ -42,7 +43,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from llamarl.models.memory import STATES_OF_ROLLOUT
+from llamarl.models.memory import SHARED_STATES, STATES_OF_ROLLOUT
 from llamarl.types import Columns, FinishReason, GenerationRequest, Rollout
 
 _MARGIN = 4
@@ -203,6 +204,40 @@ class PrefixIndex:
         return before, prompt_T[place * self._block_size : (place + 1) * self._block_size].tobytes()
 
 
+class SharedStates:
+    """Slots of states behind beginnings that prompts share. The key of a state is the block before it, so it is valid
+    while that block is in use. The state that was used least recently is replaced."""
+
+    def __init__(self) -> None:
+        self._pool = BlockPool(SHARED_STATES, first=EMPTY + 1)
+        self._slots = dict[int, int]()
+
+    def longest(self, blocks: list[int]) -> int:
+        """Returns the number of first blocks of `blocks` behind which a state is kept, the largest one."""
+        return next((count for count in range(len(blocks), 0, -1) if blocks[count - 1] in self._slots), 0)
+
+    def use(self, block: int) -> int:
+        """Returns the slot of the state behind a block. There must be one."""
+        self._slots[block] = self._slots.pop(block)
+        return self._slots[block]
+
+    def keep(self, block: int) -> int:
+        """Returns a slot for the state behind a block."""
+        if block not in self._slots:
+            if not self._pool.num_free:
+                self.forget([next(iter(self._slots))])
+            self._slots[block] = self._pool.take()
+        return self.use(block)
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Drops the states behind blocks that are free now."""
+        self._pool.release([self._slots.pop(block) for block in blocks if block in self._slots])
+
+    def clear(self) -> None:
+        """Drops everything: the weights have changed."""
+        self.forget(list(self._slots))
+
+
 @dataclass(slots=True)
 class Segment:
     """Consecutive tokens whose keys and values have blocks."""
@@ -211,6 +246,8 @@ class Segment:
     """Block ids, in token order."""
     slot: int = EMPTY
     """Slot of its state, in a hybrid model."""
+    border: int = 0
+    """Tokens behind which the state is kept for other prompts, once it is computed. 0 means nowhere."""
     num_cached: int = 0
     """Tokens whose keys and values are written."""
     num_outdated: int = 0
@@ -344,6 +381,11 @@ class Chunk:
     start: int
     """First token, counted within the prefix or within the own tokens."""
     stop: int
+    state: int = EMPTY
+    """Slot of the state before a prefix's first chunk."""
+    kept: tuple[int, int] = (0, EMPTY)
+    """Token before which the state is written to a shared slot, at least `start` and less than `stop`, and that slot.
+    `EMPTY` means none."""
 
 
 @dataclass(slots=True)
@@ -379,9 +421,11 @@ class Scheduler:
         self.pool = BlockPool(num_blocks)
         self.slots: BlockPool | None = None
         """Slots of states. None means that the model has none."""
+        self._states: SharedStates | None = None
+        """States behind shared beginnings. None means that the model has none, or that no beginnings are shared."""
         if has_states:
-            assert not shares_prefixes, "the state behind a shared beginning is not kept"
-            self.slots = BlockPool(STATES_OF_ROLLOUT * max_running, first=EMPTY + 1)
+            self.slots = BlockPool(STATES_OF_ROLLOUT * max_running, first=EMPTY + 1 + SHARED_STATES)
+            self._states = SharedStates() if shares_prefixes else None
         self._index = PrefixIndex(block_size) if shares_prefixes else None
         self.block_size = block_size
         self.max_running = max_running
@@ -436,7 +480,7 @@ class Scheduler:
                 self.held[group.request.group_id, sequence.index] = sequence
                 group.num_held += 1
             else:
-                self._free(sequence.own)
+                self.free(sequence.own)
             del group.unfinished[sequence.index]
             self._free_superseded(group)
             self._retire(group)
@@ -444,12 +488,22 @@ class Scheduler:
             self.active = [sequence for sequence in self.active if sequence not in gone]
             self.running = [sequence for sequence in self.running if sequence not in gone]
 
+    def free(self, segment: Segment) -> None:
+        """Frees the blocks and the slot of a segment, whose tokens are no longer cached."""
+        self._release(segment.blocks)
+        if self.slots is not None and segment.slot != EMPTY:
+            self.slots.release([segment.slot])
+            segment.slot = EMPTY
+        segment.blocks = []
+        segment.num_cached = segment.border = 0
+        segment.prefills = []
+
     def evict(self, keys: Iterable[tuple[int, int]]) -> None:
         """Frees the blocks of held rollouts. Keys of rollouts that are not held are ignored."""
         for key in keys:
             if (sequence := self.held.pop(key, None)) is not None:
                 sequence.group.num_held -= 1
-                self._free(sequence.own)
+                self.free(sequence.own)
                 self._retire(sequence.group)
 
     def outdate(self, recompute: bool) -> list[Sequence]:
@@ -460,10 +514,12 @@ class Scheduler:
         self.evict(list(self.held))
         if self._index is not None:
             self._index.clear()
+        if self._states is not None:
+            self._states.clear()
         for group_id, group in self.groups.items():
             if not group.num_active:
                 group.prefix.outdate()
-                self._free(group.prefix)
+                self.free(group.prefix)
             elif not recompute:
                 self.groups[group_id] = group.renewed()
         if not recompute:
@@ -552,9 +608,8 @@ class Scheduler:
             if sequence.running:
                 continue
             group, own = sequence.group, sequence.own
-            if budget > 0 and not group.prefix.num_cached:
-                self._share(group)
-            budget -= self._chunk(plan, group, None, group.prefix, group.prefix_tokens, budget)
+            state = self._share(group) if budget > 0 and not group.prefix.num_cached else EMPTY
+            budget -= self._chunk(plan, group, None, group.prefix, group.prefix_tokens, budget, state)
             if group.prefix.num_cached == group.prefix_tokens:
                 budget -= self._chunk(plan, group, sequence, own, sequence.own_tokens - 1, budget)
                 if own.num_cached == sequence.own_tokens - 1:
@@ -563,38 +618,67 @@ class Scheduler:
                     plan.joined.append(sequence)
         self.running.extend(plan.joined)
 
-    def _share(self, group: Group) -> None:
+    def _share(self, group: Group) -> int:
         """Lets a prefix that is about to be prefilled begin behind blocks that other prompts have filled with the same
-        tokens."""
-        prefix = group.prefix
+        tokens. Returns the slot of the state there."""
+        prefix, state = group.prefix, EMPTY
         shared = self._index.find(group.prompt_T, group.prefix_tokens) if self._index is not None else []
+        if self._states is not None:
+            count = self._states.longest(shared)
+            prefix.border = len(shared) * self.block_size if len(shared) > count else 0
+            shared = shared[:count]
+            state = self._states.use(shared[-1]) if shared else EMPTY
         if not shared:
-            return
+            return EMPTY
         for block in shared:
             self.pool.share(block)
         self._release(prefix.blocks[: len(shared)])
         prefix.blocks[: len(shared)] = shared
         prefix.prefilled(0, len(shared) * self.block_size, self.version)
+        return state
 
     def _chunk(
-        self, plan: Schedule, group: Group, sequence: Sequence | None, segment: Segment, wanted: int, budget: int
+        self,
+        plan: Schedule,
+        group: Group,
+        sequence: Sequence | None,
+        segment: Segment,
+        wanted: int,
+        budget: int,
+        state: int = EMPTY,
     ) -> int:
         """Prefills as much of a segment as the budget allows. Returns the number of tokens."""
         start = segment.num_cached
         count = min(wanted - start, budget)
         if count > 0:
-            plan.chunks.append(Chunk(group, sequence, start, start + count))
+            chunk = Chunk(group, sequence, start, start + count, state)
             plan.recomputed_tokens += segment.prefilled(start, start + count, self.version)
             # Weights may have changed within a prefix. Only a prefix that these weights computed whole is indexed.
             if sequence is None and self._index is not None and segment.prefills[-1][0] == 0:
                 self._index.add(group.prompt_T, segment.blocks, start, segment.num_cached)
+                chunk = replace(chunk, kept=self._kept(group, start))
+            plan.chunks.append(chunk)
         return count
+
+    def _kept(self, group: Group, start: int) -> tuple[int, int]:
+        """Returns where the chunk of a prefix that begins with `start` passes the border of a shared beginning, and the
+        slot for the state there. Tokens follow it in the chunk, which writes the state behind them to the prefix's
+        slot."""
+        prefix, index = group.prefix, self._index
+        last = (group.prefix_tokens - 1) // self.block_size * self.block_size
+        border = min(prefix.border, last)
+        if self._states is None or index is None or not 0 < border < prefix.num_cached:
+            return 0, EMPTY
+        prefix.border = 0
+        if border < start:
+            return 0, EMPTY
+        return border, self._states.keep(index.find(group.prompt_T, border)[-1])
 
     def _park(self, plan: Schedule) -> None:
         """Frees the blocks of the youngest active rollout, which will prefill its tokens again."""
         sequence = self.active.pop()
         group = sequence.group
-        self._free(sequence.own)
+        self.free(sequence.own)
         group.num_active -= 1
         self._free_superseded(group)
         sequence.group = self.groups[group.request.group_id]
@@ -625,19 +709,19 @@ class Scheduler:
             return True
         for group in reversed(self.groups.values()):
             if group.prefix.blocks and not group.num_active and group is not keep:
-                self._free(group.prefix)
+                self.free(group.prefix)
                 return True
         return False
 
     def _retire(self, group: Group) -> None:
         newest = self.groups[group.request.group_id]
         if not newest.unfinished and not newest.num_held:
-            self._free(self.groups.pop(group.request.group_id).prefix)
+            self.free(self.groups.pop(group.request.group_id).prefix)
 
     def _free_superseded(self, group: Group) -> None:
         """Frees a prefix of older weights after its last rollout."""
         if not group.num_active and self.groups[group.request.group_id] is not group:
-            self._free(group.prefix)
+            self.free(group.prefix)
 
     def _has_slots(self, count: int) -> bool:
         return self.slots is None or self.slots.num_free >= count
@@ -653,12 +737,5 @@ class Scheduler:
         freed = self.pool.release(blocks)
         if self._index is not None:
             self._index.forget(freed)
-
-    def _free(self, segment: Segment) -> None:
-        self._release(segment.blocks)
-        if self.slots is not None and segment.slot != EMPTY:
-            self.slots.release([segment.slot])
-            segment.slot = EMPTY
-        segment.blocks = []
-        segment.num_cached = 0
-        segment.prefills = []
+        if self._states is not None:
+            self._states.forget(freed)

@@ -2,7 +2,8 @@
 
 A sequence's keys and values grow with its tokens, but its state does not: it has one slot, which each computed token
 changes. The prefix of a group has a slot too. A rollout reads it at its first own token, and writes its own slot from
-then on, so the samples of a prompt fork without a copy. Slot `EMPTY` holds zeros, where prefixes begin.
+then on, so the samples of a prompt fork without a copy. Slot `EMPTY` holds zeros, where prefixes begin. Further slots
+hold states behind beginnings that prompts share (`scheduler.py: SharedStates`).
 
 `StepStates` is the recurrent part of one step: the tokens of each chunk of prefill, then one token of each running
 rollout, which may be of a prefix that this step completes. All of them use the recurrent form. So a token's bits do not
@@ -52,8 +53,9 @@ class StepStates:
         self._cache = cache
         runs, start = list[tuple[int, ...]](), len(rows)
         for chunk in chunks:
-            runs.append((start, chunk.stop - chunk.start, *_slots_of(chunk)))
-            start += chunk.stop - chunk.start
+            for count, read, write in _parts_of(chunk):
+                runs.append((start, count, read, write))
+                start += count
         lengths = rows.length_R[: len(rows)].tolist()
         for row, (sequence, length) in enumerate(zip(rows.sequences, lengths, strict=True)):
             runs.append((row, 1, *_slots(sequence.group.prefix.slot, sequence.own.slot, length)))
@@ -78,8 +80,14 @@ def _slots(prefix: int, own: int, num_own: int) -> tuple[int, int]:
     return (own if num_own else prefix), own
 
 
-def _slots_of(chunk: Chunk) -> tuple[int, int]:
-    prefix = chunk.group.prefix
-    if chunk.sequence is None:
-        return prefix.slot if chunk.start else EMPTY, prefix.slot
-    return _slots(prefix.slot, chunk.sequence.own.slot, chunk.start)
+def _parts_of(chunk: Chunk) -> list[tuple[int, int, int]]:
+    """Returns number of tokens, slot to read and slot to write, of a chunk's parts: it is cut where its state is
+    kept."""
+    prefix, count = chunk.group.prefix, chunk.stop - chunk.start
+    if chunk.sequence is not None:
+        return [(count, *_slots(prefix.slot, chunk.sequence.own.slot, chunk.start))]
+    read = chunk.state if chunk.state != EMPTY or not chunk.start else prefix.slot
+    border, kept = chunk.kept
+    if kept == EMPTY:
+        return [(count, read, prefix.slot)]
+    return [(border - chunk.start, read, kept), (chunk.stop - border, kept, prefix.slot)]

@@ -137,8 +137,9 @@ def recur(
     """Computes all runs in order, and changes their slots. Returns outputs [N, H, V]. All tensors are float32.
 
     Args:
-        runs_R_4: first token, number of tokens, slot to read and slot to write of each run, int64. A run may read what
-            an earlier run writes; runs of one token at the end do not read each other's.
+        runs_R_4: first token, number of tokens, slot to read and slot to write of each run, int64. A run without tokens
+            copies a slot. A run may read what an earlier run writes; runs of one token at the end do not read each
+            other's.
     """
     given = mixed_N_C, conv_C_W, decay_N_H, strength_N_H
     slots = states_S_H_K_V, inputs_S_D_C
@@ -165,14 +166,18 @@ def _by_torch(runs_R_4: np.ndarray, delta: DeltaShape, given: tuple[Tensor, ...]
     out_N_H_V = given[0].new_empty(len(given[0]), delta.num_value_heads, delta.value_dim)
     single = len(runs_R_4) - int(np.argmin(np.append(runs_R_4[::-1, 1] == 1, False)))
     steps = [
-        np.array([[start + token, write if token else read, write]])
+        np.array([[start + token if count else -1, write if token else read, write]])
         for start, count, read, write in runs_R_4[:single].tolist()
-        for token in range(count)
+        for token in range(max(count, 1))
     ]
     steps.append(runs_R_4[single:, [0, 2, 3]])
     mixed_N_C, conv_C_W, decay_N_H, strength_N_H = given
     states, inputs = slots
     for tokens, reads, writes in (torch.from_numpy(one.T.copy()).to(mixed_N_C.device) for one in steps if len(one)):
+        if tokens[0] < 0:
+            for slots_S in (states, inputs):
+                slots_S.index_copy_(0, writes, slots_S.index_select(0, reads))
+            continue
         window_B_W_C = torch.cat((inputs.index_select(0, reads), mixed_N_C[tokens, None]), 1)
         q, k, v = heads(convolved(window_B_W_C.unbind(1), conv_C_W), delta)
         out, state = step(q, k, v, decay_N_H[tokens], strength_N_H[tokens], states.index_select(0, reads))

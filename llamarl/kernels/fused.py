@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llamarl.kernels import ops, train_attention
+from llamarl.kernels import ops, train_attention, train_delta
 
 
 def rms_norm(x: Tensor, shape: tuple[int, ...], weight_D: Tensor, eps: float) -> Tensor:
@@ -48,6 +48,7 @@ def describe() -> str:
     reasons = {
         "norms, rotations and activations": threads or ops.kernels().reason,
         "attention": threads or train_attention.kernels().reason,
+        "delta nets": threads or train_delta.kernels().reason,
     }
     return "; ".join(f"{name}: {f'torch ({reason})' if reason else 'fused'}" for name, reason in reasons.items())
 

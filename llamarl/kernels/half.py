@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llamarl.kernels import fused, gpu, ops, train_attention
+from llamarl.kernels import fused, gpu, ops, train_attention, train_delta
 from llamarl.kernels.fused import GateFunction
 from llamarl.kernels.products import INPUT, OUTPUT, WEIGHT, multiplies_half, multiply_half
 
@@ -37,6 +37,7 @@ def prepare(device: torch.device) -> None:
     if device.type == "cpu":
         ops.kernels()
         train_attention.kernels()
+        train_delta.kernels()
         return
     gpu.kernel("train", device)
     _adds_in_place(device)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from llamarl.distributed.mesh import ALONE, CPU, Axis, gather_rows
 from llamarl.kernels import train_attention
-from llamarl.models.delta_rule import Branches, Packed
+from llamarl.models.delta_rule import Branches, Packed, Recur
 from llamarl.models.flash_attention import FlashAttend, FlashSlices, can_serve
 from llamarl.models.transformer import Attend
 
@@ -39,7 +39,7 @@ def own_index(num_tokens: int, cp: Axis) -> Tensor:
     return torch.cat([torch.arange(rows.start, rows.stop) for rows in own_rows(num_tokens, cp)])
 
 
-def causal_attend(lengths: Sequence[int]) -> Attend:
+def causal_attend(lengths: Sequence[int]) -> PackedAttend:
     """Returns causal attention inside each of several consecutive documents of these lengths."""
     return packed_attend(lengths, [()] * len(lengths))
 
@@ -52,7 +52,7 @@ def packed_attend(
     *,
     fused: bool = False,
     shared: int = 0,
-) -> Attend:
+) -> PackedAttend:
     """Returns causal attention for group after group, a prompt and then its responses. Uses flash attention in bfloat16
     on GPUs.
 
@@ -97,15 +97,21 @@ def packed_attend(
     def branches() -> Branches:
         return Branches.of_groups(prompt_lengths, response_lengths, shared)
 
-    return PackedAttend(attend, Packed(branches, num_tokens, device))
+    return PackedAttend(attend, Packed(branches, num_tokens, device, fused))
 
 
 class PackedAttend:
     """Attention of packed documents, and the recurrent part of delta nets over the same documents."""
 
     def __init__(self, attend: Attend, recur: Packed) -> None:
-        self.recur = recur
-        self._attend = attend
+        self.recur: Recur = recur
+        self._attend, self._packed = attend, recur
+
+    def in_recurrent_form(self) -> PackedAttend:
+        """Returns the same with delta nets in the form of generators, which has no gradients."""
+        found = PackedAttend(self._attend, self._packed)
+        found.recur = self._packed.recurrent_form()
+        return found
 
     def __call__(self, place: int, q_M_H_K: Tensor, k_M_J_K: Tensor, v_M_J_K: Tensor) -> Tensor:
         return self._attend(place, q_M_H_K, k_M_J_K, v_M_J_K)

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from llamarl.kernels import train_delta
 from llamarl.kernels.delta import convolved, heads, recur, wide
 from llamarl.kernels.delta_shape import DeltaShape
 
@@ -133,12 +134,15 @@ class Recomputed(torch.autograd.Function):
 class Packed:
     """`Recur` over whole packed sequences, differentiable, in chunks."""
 
-    def __init__(self, branches: Callable[[], Branches], num_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, branches: Callable[[], Branches], num_tokens: int, device: torch.device, fused: bool = False
+    ) -> None:
         """
         Args:
             branches: called once, if the model has delta nets.
+            fused: whether a kernel of this package computes float32 on CPUs. Its bits differ from torch's.
         """
-        self._num_tokens, self._device = num_tokens, device
+        self._num_tokens, self._device, self._fused = num_tokens, device, fused
         self._levels = cache(lambda: branches().levels)
         self._chunks = cache(lambda most: [Chunks(level, num_tokens, device, most) for level in self._levels()])
         self._windows = dict[int, Tensor]()
@@ -152,6 +156,10 @@ class Packed:
         decay_N_H: Tensor,
         strength_N_H: Tensor,
     ) -> Tensor:
+        if self._fused and train_delta.can_serve(decay_N_H, strength_N_H):
+            sequences_B_3, size = _sequences(self._levels()), delta.chunk_tokens(False)
+            return train_delta.apply(sequences_B_3, delta, size, mixed_N_C, conv_C_W, decay_N_H, strength_N_H)
+
         def compute(mixed_N_C: Tensor, conv_C_W: Tensor, decay_N_H: Tensor, strength_N_H: Tensor) -> Tensor:
             with torch.autocast(mixed_N_C.device.type, enabled=False):
                 padded = F.pad(wide(mixed_N_C), (0, 0, 0, 1))
@@ -162,6 +170,10 @@ class Packed:
                 return self._rule(chunks, q, k, v, wide(decay_N_H), wide(strength_N_H))
 
         return Recomputed.apply(compute, mixed_N_C, conv_C_W, decay_N_H, strength_N_H)
+
+    def recurrent_form(self) -> RecurrentForm:
+        """Returns the recurrent form of the same sequences."""
+        return RecurrentForm(self._levels)
 
     def _rule(
         self, of_levels: list[Chunks], q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor
@@ -198,12 +210,8 @@ class Packed:
 class RecurrentForm:
     """`Recur` over whole packed sequences in the form of generators: token by token, without gradients."""
 
-    def __init__(self, branches: Callable[[], Branches]) -> None:
-        """
-        Args:
-            branches: called once, if the model has delta nets.
-        """
-        self._levels = cache(lambda: branches().levels)
+    def __init__(self, levels: Callable[[], Sequence[Level]]) -> None:
+        self._levels = levels
 
     def __call__(
         self,
@@ -214,19 +222,25 @@ class RecurrentForm:
         decay_N_H: Tensor,
         strength_N_H: Tensor,
     ) -> Tensor:
-        runs = [run for level in self._levels() for run in zip(level.starts, level.lengths, level.parents, strict=True)]
-        # Slot 0 holds zeros, where sequences without a parent begin.
-        runs_R_4 = np.array([(*run[:2], run[2] + 1, number) for number, run in enumerate(runs, 1)], np.int64)
+        sequences_B_3 = _sequences(self._levels())
+        slots_B = 1 + np.arange(len(sequences_B_3))  # slot 0 holds zeros, where sequences without a parent begin
+        runs_R_4 = np.column_stack((sequences_B_3[:, :2], sequences_B_3[:, 2] + 1, slots_B))
         ranks = delta.mixed_size // mixed_N_C.shape[1]
         own = replace(delta, num_key_heads=delta.num_key_heads // ranks, num_value_heads=delta.num_value_heads // ranks)
         mixed_N_C, conv_C_W, decay_N_H, strength_N_H = (
             wide(x.detach()) for x in (mixed_N_C, conv_C_W, decay_N_H, strength_N_H)
         )
-        states_S_H_K_V = mixed_N_C.new_zeros(len(runs) + 1, own.num_value_heads, own.key_dim, own.value_dim)
-        inputs_S_D_C = mixed_N_C.new_zeros(len(runs) + 1, own.conv_width - 1, own.mixed_size)
-        return recur(
-            runs_R_4.reshape(-1, 4), own, mixed_N_C, conv_C_W, decay_N_H, strength_N_H, states_S_H_K_V, inputs_S_D_C
-        )
+        states_S_H_K_V = mixed_N_C.new_zeros(len(runs_R_4) + 1, own.num_value_heads, own.key_dim, own.value_dim)
+        inputs_S_D_C = mixed_N_C.new_zeros(len(runs_R_4) + 1, own.conv_width - 1, own.mixed_size)
+        return recur(runs_R_4, own, mixed_N_C, conv_C_W, decay_N_H, strength_N_H, states_S_H_K_V, inputs_S_D_C)
+
+
+def _sequences(levels: Sequence[Level]) -> np.ndarray:
+    """Returns first token, number of tokens and parent of all sequences, int64 [B, 3]."""
+    columns = (
+        sum((getattr(level, name) for level in levels), list[int]()) for name in ("starts", "lengths", "parents")
+    )
+    return np.ascontiguousarray(np.array([*columns], np.int64).T)
 
 
 class Chunks:

@@ -40,6 +40,8 @@ MOMENTS_BYTES = {"float32": 8.0, "8bit": 2 + 8 / BLOCK_COLUMNS}
 
 STATES_OF_ROLLOUT = 2
 """States of delta nets in a generator for each rollout that decodes: its own, and that behind its prompt."""
+SHARED_STATES = 8
+"""States of delta nets in a generator behind beginnings that prompts share."""
 UNEVEN_EXPERTS = 1.3
 """Rows of the fullest of the ranks that share the experts of a mixture, over their mean. An assumption: routers were
 trained to be even, over far more tokens than a microbatch has, and a rank has several experts."""
@@ -370,7 +372,7 @@ def generator_bytes(sizes: DecoderSizes, load: GeneratorLoad) -> Parts:
         parts["frozen"] = (frozen + 4 * adapter_parameters(sizes, load.lora)) / load.tp
     parts["keys and values"] = load.kv_tokens * kv_token_bytes(sizes, load.tp, load.kv_width)
     if sizes.delta is not None and load.kv_width:
-        parts["states"] = STATES_OF_ROLLOUT * load.rows * sizes.state_bytes / load.tp
+        parts["states"] = (STATES_OF_ROLLOUT * load.rows + SHARED_STATES) * sizes.state_bytes / load.tp
     inner = 3 * sizes.active_width + 2 * (sizes.query_size + 2 * sizes.kv_size)
     copied = 2 * sizes.hidden_size * sizes.rows_per_token
     work = np.maximum(load.rows, load.prefill_tokens) * (2 * inner / load.tp + 3 * 4 * sizes.hidden_size + copied)

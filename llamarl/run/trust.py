@@ -18,6 +18,8 @@ from llamarl.run.python_inputs import kept_function
 
 _CODE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 """`package.module:name`."""
+_NAMES_CODE = {"function": "file", "verifiers": "id", "skyrl_gym": "module"}
+"""Options that name code, by the member that has them."""
 _TEXTS = frozenset(("template", "system", "stop_strings"))
 """Settings with text for a model."""
 _WRITTEN = ("", "checkpoints", "journal", "logs")
@@ -34,8 +36,9 @@ def _code(value: Any, where: str) -> Iterator[str]:
         for name, one in value.items():
             if name not in _TEXTS and (where, name) != ("", "recipe"):  # recipes are not applied again
                 yield from _code(one, f"{where}.{name}".lstrip("."))
-        if value.get("name") == "function" and value.get("file"):
-            yield f"{where}.file = {value['file']!r}"
+        option = _NAMES_CODE.get(str(value.get("name")))
+        if option and value.get(option):
+            yield f"{where}.{option} = {value[option]!r}"
         if "vllm" in value and value.get("backend") == "vllm":
             yield f"{where}.vllm.python = {value['vllm'].get('python')!r}"
     elif isinstance(value, list):

@@ -27,12 +27,12 @@ from llamarl.kernels import fused, gpu, half, products, train_attention
 from llamarl.kernels.half import Rounded
 from llamarl.kernels.linear import Workspace, multiply_rounded, rounds_activations
 from llamarl.kernels.products import INPUT, OUTPUT, WEIGHT, multiply, multiply_half
-from llamarl.models.attention import own_index, packed_attend
+from llamarl.models.attention import PackedAttend, own_index, packed_attend
 from llamarl.models.lora import LoraLinear
 from llamarl.models.masking import UnusedIds
 from llamarl.models.memory import TILE_LOGITS, gpu_tile_logits
 from llamarl.models.scalar import ScalarModel
-from llamarl.models.transformer import Attend, Attention, FeedForward, Layer, Projection, RMSNorm, Transformer
+from llamarl.models.transformer import Attention, FeedForward, Layer, Projection, RMSNorm, Transformer
 from llamarl.training.packing import EMPTY, Microbatch, SampleGroup, pack, padded
 from llamarl.types import TrainSample
 
@@ -335,7 +335,7 @@ class Inputs:
 
     token_ids_N: Tensor
     positions_N: Tensor
-    attend: Attend
+    attend: PackedAttend
     predictors_O: Tensor
     """Index in N."""
     targets_O: Tensor

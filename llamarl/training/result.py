@@ -38,6 +38,8 @@ class CauseScores:
     """Log-probabilities at the sampling temperature, float32, in four ways: computed as steps do; by the same weights
     in float32 arithmetic; by weights rounded to bfloat16 in float32 arithmetic, if the generator serves those; as steps
     do, among candidates only."""
+    recurrent_N: np.ndarray | None
+    """The third of these with delta nets in the recurrent form. None means that the model has no delta nets."""
     unserved: float
     """Mean absolute difference, in nats, between the float32 master weights and the bfloat16 weights that are trained
     and served. 0 if training rounds nothing."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -222,12 +222,13 @@ class Trainer(Optimization[Transformer]):
         cutoffs_N: np.ndarray | None = None,
         rounded: bool = False,
         contexts: Sequence[int] | None = None,
+        recurrent: bool = False,
     ) -> list[np.ndarray]:
         """Returns log-probabilities of all tokens but the first, float32 [T - 1] each, on every rank.
 
         They are computed in float32, unless weights are gathered, or kept, in bfloat16. With `half` they are computed
         as in steps, which `trainer.dtype` may round. With `rounded` they are computed in float32 by matrices whose
-        values are rounded to bfloat16.
+        values are rounded to bfloat16. With `recurrent` delta nets are computed token by token, as in generators.
 
         Args:
             cutoffs_N: cutoffs of those tokens, one sequence after the other, as in `llamarl.types.COLUMNS`. None means
@@ -246,6 +247,8 @@ class Trainer(Optimization[Transformer]):
         shares = self.policy.shares_beginnings
         (microbatch,) = pack(groups, sum(map(len, sequences)), shares=shares) or [EMPTY]
         inputs = self.policy.place(microbatch, self.device)
+        if recurrent:
+            inputs = replace(inputs, attend=inputs.attend.in_recurrent_form())
         is_rounded = self.mesh.shards is not None or self.config.weights == "bfloat16"
         half = (half or is_rounded) and self.config.dtype == "bfloat16"
         with self._rounded() if rounded and not half else nullcontext():

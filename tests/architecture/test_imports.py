@@ -52,6 +52,7 @@ CATCHES_EVERYTHING = {
     "llamarl/parts/episodes/environments/_async_worker.py": "whatever an environment raises is the end of its episode",
     "llamarl/parts/episodes/environments/_worker.py": "a state that cannot be closed keeps no other open",
     "llamarl/generation/engine.py": "whatever is wrong with a request ends that one, not those beside it",
+    "llamarl/parts/episodes/programs/_verifiers.py": "whatever a taskset raises ends its episodes, or the start",
     "llamarl/parts/episodes/gateway/_worker.py": "whatever an agent raises is the end of its episode",
     "llamarl/parts/page/trackers/_base.py": "whatever a tracker of somebody else raises ends it, with a warning",
     "llamarl/parts/episodes/sandbox/judge_children.py": "whatever a program or its tests raise is an answer about them",

@@ -28,6 +28,7 @@ WAITS = {
     "controller/train_loop.py: record_completed",
     "parts/copies/copier.py: finish",
     "parts/episodes/gateway/app.py: _rest",
+    "parts/episodes/programs/_verifiers.py: launch",
     "parts/hosts/agent.py: _pull",
     "parts/hosts/agent.py: give",
     "parts/hosts/home.py: _done",

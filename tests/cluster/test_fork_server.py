@@ -20,7 +20,7 @@ import pytest
 from llamarl.cluster import fork_server, launcher, watched
 from llamarl.cluster.api import Cluster, ExecutorHandle, ExecutorSpec, MeshFailed
 from tests.cluster.harness import CALL_S, HERE, SPAWN_S, Kind, echo, forking, is_alive, run, until
-from tests.nightly import nightly
+from tests.nightly import also, nightly
 
 NUMBER = "OMP_NUM_THREADS"
 
@@ -197,10 +197,12 @@ def test_a_rank_is_not_started_before_the_server_is_ready(kind: Kind, monkeypatc
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        ({"MALLOC_ARENA_MAX": "1"}, "MALLOC_ARENA_MAX"),
-        ({"PYTHONHASHSEED": "7"}, "PYTHONHASHSEED"),
         ({NUMBER: "2", "MKL_NUM_THREADS": "1"}, "MKL_NUM_THREADS"),
-        ({NUMBER: "2,1"}, NUMBER),
+        *also(
+            ({"MALLOC_ARENA_MAX": "1"}, "MALLOC_ARENA_MAX"),
+            ({"PYTHONHASHSEED": "7"}, "PYTHONHASHSEED"),
+            ({NUMBER: "2,1"}, NUMBER),
+        ),
     ],
 )
 def test_what_libraries_read_as_they_are_loaded_is_never_another(
@@ -350,7 +352,7 @@ with forking() as server:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, None])
+@pytest.mark.parametrize("number", [signal.SIGKILL, *also(signal.SIGINT, None)])
 def test_nothing_outlives_the_controller(kind: Kind, number: signal.Signals | None) -> None:
     """Killed, interrupted, or ended by itself; a rank may be stopped when the controller is killed."""
     command = [sys.executable, "-c", CONTROLLER, kind]

@@ -31,8 +31,16 @@ def probe_of(table_9_N: np.ndarray, is_over_kept_N: np.ndarray = IS_OVER_KEPT) -
     )  # fmt: skip
 
 
-def parts_of(table_9_N: np.ndarray, is_over_kept_N: np.ndarray = IS_OVER_KEPT) -> dict[str, np.ndarray]:
-    return log_ratios(probe_of(table_9_N, is_over_kept_N), table_9_N[:4], table_9_N[4:7])
+def scores_of(table_9_N: np.ndarray, recurrent_N: np.ndarray | None = None) -> CauseScores:
+    effect = RoutingEffect(agreement=0.75, live_kl=3e-3, replayed_kl=1e-3)
+    return CauseScores(logprobs_4_N=table_9_N[:4], recurrent_N=recurrent_N, unserved=0.25, routing=effect, seconds=2.0)
+
+
+def parts_of(
+    table_9_N: np.ndarray, is_over_kept_N: np.ndarray = IS_OVER_KEPT, recurrent_N: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    probe = probe_of(table_9_N, is_over_kept_N)
+    return log_ratios(probe, scores_of(table_9_N, recurrent_N), table_9_N[4:7])
 
 
 def test_parts_add_up_token_by_token() -> None:
@@ -107,6 +115,23 @@ def test_without_a_second_arithmetic_two_causes_are_one() -> None:
     np.testing.assert_allclose(sum(parts.values()), table_9_N[3] - table_9_N[8], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("one_arithmetic", [False, True])
+def test_the_form_of_delta_nets_is_a_cause(one_arithmetic: bool) -> None:
+    """It takes its part from what hybrids had as quantization or precision. Alone it has all of it."""
+    table_9_N, recurrent_N = table(), table()[0][::-1].copy()
+    if one_arithmetic:
+        table_9_N[4] = math.nan
+    parts, without = parts_of(table_9_N, recurrent_N=recurrent_N), parts_of(table_9_N)
+    assert parts.keys() - without.keys() == {"chunked_vs_recurrent"}
+    np.testing.assert_allclose(sum(parts.values()), table_9_N[3] - table_9_N[8], rtol=1e-12, atol=1e-12)
+    other = "precision" if one_arithmetic else "quantization"
+    np.testing.assert_allclose(parts["chunked_vs_recurrent"] + parts[other], without[other], rtol=1e-12, atol=1e-12)
+    table_9_N = np.tile(table()[0], (9, 1))
+    table_9_N[4:] = recurrent_N
+    alone = parts_of(table_9_N, recurrent_N=recurrent_N)
+    assert [cause for cause, part_N in alone.items() if np.abs(part_N).max() > 1e-12] == ["chunked_vs_recurrent"]
+
+
 def test_enormous_ratios_stay_finite() -> None:
     table_9_N = np.zeros((9, TOKENS))
     table_9_N[:7, :25], table_9_N[:7, 25:] = 1e4, -1e4
@@ -116,8 +141,8 @@ def test_enormous_ratios_stay_finite() -> None:
 
 def test_what_router_replay_takes_away_stands_beside_the_causes() -> None:
     """Also where no generator has answered."""
-    effect, table_9_N = RoutingEffect(agreement=0.75, live_kl=3e-3, replayed_kl=1e-3), table()
-    said = CauseScores(logprobs_4_N=table_9_N[:4], unserved=0.25, routing=effect, seconds=2.0)
+    table_9_N = table()
+    said = scores_of(table_9_N)
     found = by_cause(probe_of(table_9_N), said, None)
     assert found.pop("kl_from_routing") == pytest.approx(2e-3)
     assert found == {

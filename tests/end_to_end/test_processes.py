@@ -131,7 +131,8 @@ def test_ctrl_c_and_resume(running: Running, toml: Path) -> None:
     assert not re.search(rf"step +{last}/", done.stdout), "a step was done again"
 
 
-@pytest.mark.parametrize("kind", ["inline", *(["monarch", "processes"] if NIGHTLY else [])])
+@nightly("`test_ctrl_c_and_resume` ends a run by the same path")
+@pytest.mark.parametrize("kind", ["inline", "monarch", "processes"])
 def test_being_asked_to_end_and_a_second_signal(tmp_path: Path, toml: Path, kind: str) -> None:
     """SIGTERM ends one run. A second run, which starts in parallel, receives two signals in a row."""
     polite, hasty = (Running(tmp_path / name, toml, "--cluster.kind", kind) for name in ("polite", "hasty"))
@@ -299,7 +300,8 @@ def test_a_run_that_diverges_does_not_look_like_a_success(
     assert last.partition("NonFiniteStep: ")[2] in (tmp_path / "tiny/summary.json").read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, *([signal.SIGINT] if NIGHTLY else [])])
+@nightly("an end while the base model is made, by day, finds a start that cannot be interrupted")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_end_while_executors_start(tmp_path: Path, toml: Path, number: signal.Signals) -> None:
     command = Command.start(tmp_path, "train", toml, "--output", tmp_path)
     command.until(lambda: "starting executors" in command.out.read_text() and len(command.children()) > 1)

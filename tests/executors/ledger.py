@@ -172,6 +172,8 @@ class Generator(Ledgered, SimulatedGenerator):
     """Rollouts at once; siblings of those that wait in line are parked before these."""
     turn_tokens: int = 0
     """Tokens of each turn, where an environment says what follows; 0: there is none."""
+    is_cut: bool = False
+    """Turns end by length."""
     adopt_s: float | Callable[[int], float] = 0.1
     """Seconds in which a version is fetched."""
     outcomes: list[str] = field(default_factory=list)
@@ -248,6 +250,7 @@ class Generator(Ledgered, SimulatedGenerator):
         return self.is_alive and self.slot == slot and self._queue.has_work
 
     def _rollout(self, decoded: Decoded, reason: FinishReason) -> Rollout:
+        reason = FinishReason.LENGTH if self.is_cut and reason is FinishReason.STOP else reason
         rollout = super()._rollout(decoded, reason)
         key = rollout.group_id, rollout.index
         self.spans.append((self._begun_s.pop(key), decoded.finished_s))

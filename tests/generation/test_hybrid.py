@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel, load_generator_model
-from llamarl.generation.scheduler import EMPTY
+from llamarl.generation.scheduler import EMPTY, Schedule
 from llamarl.kernels.delta import convolved, heads, step
 from llamarl.kernels.delta_shape import DeltaShape
 from llamarl.models.hf import save_model
+from llamarl.models.memory import SHARED_STATES
 from llamarl.models.transformer import Transformer
 from llamarl.types import GenerationRequest, SamplingParams
 from tests.generation.hybrids import HYBRIDS, hybrid
@@ -291,3 +292,79 @@ def test_an_engine_that_sleeps_gives_its_states_up() -> None:
     backend.wake()
     assert backend._states is not None and not backend._states.states_L_S_H_K_V[:, EMPTY].any()
     assert_same(run(backend, requests_of(GREEDY)), first)
+
+
+def with_a_common_beginning(num_shared: int, count: int, seed: int = 0) -> list[GenerationRequest]:
+    """Prompts that differ behind their first tokens."""
+    rng = np.random.default_rng(seed)
+    common = rng.integers(0, 130, num_shared)
+    return [
+        GenerationRequest(
+            group_id=10 + number, group_size=2, sampling=SAMPLED,
+            prompt_token_ids_T=np.concatenate((common, rng.integers(0, 130, 3 + 5 * number))).astype(np.int32),
+        )
+        for number in range(count)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_shared", [16, 37, 48])
+@pytest.mark.parametrize("prefill_tokens", [7, 16, 64, 1000])
+def test_the_third_prompt_begins_behind_the_state_of_what_all_share(num_shared: int, prefill_tokens: int) -> None:
+    """The second one shows that it is shared. All rollouts have the bits of prompts that are computed alone."""
+    model = loaded(hybrid("qwen3_next_dense"), "float32")
+    requests = with_a_common_beginning(num_shared, 5)
+    backend = make_engine(model, max_running=16, prefill_tokens=prefill_tokens)
+    chunks, states = list[tuple[int, int]](), backend._scheduler._states
+    schedule = backend._scheduler.schedule
+
+    def noted() -> Schedule:
+        plan = schedule()
+        chunks.extend((one.group.request.group_id, one.start) for one in plan.chunks if one.sequence is None)
+        return plan
+
+    backend._scheduler.schedule = noted  # type: ignore[method-assign]
+    found = run(backend, requests)
+    firsts = dict(reversed(chunks))
+    assert firsts[10] == firsts[11] == 0
+    assert [firsts[group_id] for group_id in (12, 13, 14)] == [num_shared // 16 * 16] * 3
+    for request in requests:
+        alone = run(make_engine(model, max_running=16, prefill_tokens=prefill_tokens), [request])
+        for key, rollout in alone.items():
+            assert found[key].token_ids_T.tobytes() == rollout.token_ids_T.tobytes()
+            assert found[key].behavior_logprobs_T.tobytes() == rollout.behavior_logprobs_T.tobytes()
+    assert states is not None and not states._slots and states._pool.num_free == SHARED_STATES
+
+
+def test_more_beginnings_than_slots_are_computed() -> None:
+    """Those that were used least recently are computed again."""
+    model = loaded(hybrid(DENSE), "float32")
+    beginnings = [with_a_common_beginning(20, 3, seed) for seed in range(SHARED_STATES + 3)]
+    requests = [
+        replace(one, group_id=100 * number + one.group_id)
+        for place in range(3)
+        for number, some in enumerate(beginnings)
+        for one in some[place : place + 1]
+    ]
+    found = run(make_engine(model, max_running=70, blocks=1000), requests)
+    for request in requests[-3:]:
+        alone = run(make_engine(model), [request])
+        assert all(found[key].token_ids_T.tobytes() == one.token_ids_T.tobytes() for key, one in alone.items())
+
+
+def test_new_weights_drop_shared_states() -> None:
+    models = [hybrid(DENSE, seed) for seed in range(2)]
+    generator = loaded(models[0], "float32")
+    backend = make_engine(generator, max_running=16)
+    requests = with_a_common_beginning(40, 5)
+    backend.submit(requests[:3])
+    for _ in range(6):
+        backend.step()
+    states = backend._scheduler._states
+    assert states is not None and len(states._slots) == 1
+    generator.use(generator.hold(slot(generator, models[1])))
+    backend.set_version(1)
+    assert not states._slots
+    backend.submit(requests[3:])
+    rollouts = {(one.group_id, one.index): one for one in drain(backend)}
+    alone = run(make_engine(loaded(models[1], "float32"), max_running=16), requests[3:])
+    assert_same({key: rollouts[key] for key in alone}, alone)

@@ -152,7 +152,7 @@ def test_the_code_of_other_processors_passes_the_checks_at_load(flag: str, monke
 
 @needs_kernel
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are of x86-64")
-@pytest.mark.parametrize("name", ["attention", "copy", "ops", "train_attention"])
+@pytest.mark.parametrize("name", ["attention", "copy", "ops", "delta", "train_attention", "train_delta"])
 def test_the_code_of_avx512_compiles(name: str) -> None:
     compiler = shutil.which("g++") or shutil.which("clang++")
     assert compiler is not None

@@ -122,6 +122,17 @@ def test_gates_are_those_of_torch_and_alike_in_each_row(heads: int, computed_by:
             assert torch.equal(delta.sigmoid_mul(x[one], x.flip(0)[one]), gated[1][one])
 
 
+def test_a_run_without_tokens_copies_its_slot() -> None:
+    for name in ("plain", "odd"):
+        shape = SHAPES[name]
+        states, kept = slots(shape)
+        delta.recur(runs((0, 5, 0, 1), (5, 0, 1, 2), (5, 4, 1, 1)), shape, *given(shape, 9), states, kept)
+        expected = slots(shape)
+        inputs = given(shape, 9)
+        delta.recur(runs((0, 5, 0, 2)), shape, *(x if x is inputs[1] else x[:5] for x in inputs), *expected)
+        assert torch.equal(states[2], expected[0][2]) and torch.equal(kept[2], expected[1][2])
+
+
 def test_nothing_to_compute() -> None:
     shape = SHAPES["plain"]
     assert delta.recur(runs(), shape, *given(shape, 0), *slots(shape)).shape == (0, 4, 32)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.kernels import attention, build, copy, experts, linear, ops, paths, stack, train_attention
+from llamarl.kernels import attention, build, copy, experts, linear, ops, paths, stack, train_attention, train_delta
 from llamarl.kernels.build import Kernel
 
 KERNELS = {
@@ -20,6 +20,7 @@ KERNELS = {
     "ops": ops.kernels,
     "stack": stack.kernel,
     "train_attention": train_attention.kernels,
+    "train_delta": train_delta.kernels,
 }
 
 

@@ -292,7 +292,7 @@ def test_the_trainer_can_compute_in_the_form_of_generators() -> None:
     chunked = Packed(lambda: branches, 93, torch.device("cpu"))(0, DELTA_SHAPE, *given)
     for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 1e-5)):
         own = [one.to(dtype).requires_grad_() for one in given]
-        recurrent = RecurrentForm(lambda: branches)(0, DELTA_SHAPE, *own)
+        recurrent = RecurrentForm(lambda: branches.levels)(0, DELTA_SHAPE, *own)
         assert recurrent.dtype == dtype and not recurrent.requires_grad
         assert (recurrent - chunked).abs().max() <= tolerance * chunked.abs().max()
 

@@ -137,7 +137,7 @@ def test_passes_and_the_clip(make_groups: MakeGroups) -> None:
         moved.append(float(torch.cat([(a - b).detach().flatten() for a, b in differences]).norm()))
     assert 1.5 * moved[0] < moved[1] < 3.5 * moved[0]
     tight, loose = make_critic(passes=3, learning_rate=1e-2), make_critic(passes=3, learning_rate=1e-2)
-    tight._clip = 0.01
+    tight._objective = replace(tight._objective, clip=0.01)
     assert run(tight, groups)["value_loss"] > 1.02 * run(loose, groups)["value_loss"]
 
 

@@ -35,7 +35,10 @@ LAYOUTS: list[dict[str, int]] = [
     {"fsdp": 2, "ep": 2}, {"fsdp": 4, "ep": 2}, {"fsdp": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {"cp": 2, "ep": 2},
     {"fsdp": 2, "tp": 2, "ep": 2}, {"pp": 2, "fsdp": 2, "ep": 2}, {"fsdp": 2, "cp": 2, "ep": 4},
 ]  # fmt: skip
-DAILY = ({"fsdp": 4, "ep": 2}, {"tp": 2})
+DAILY = {
+    "float32": ({"fsdp": 4, "ep": 2},),
+    "float64": ({"fsdp": 2, "tp": 2, "ep": 2}, {"pp": 2, "fsdp": 2, "ep": 2}, {"cp": 2, "ep": 2}),
+}
 LIGHT = {"weights": "bfloat16", "dtype": "bfloat16", "moments": "8bit"}
 WIDTH = MOE.experts_per_token * len(MOE.sparse_layers)
 
@@ -63,9 +66,10 @@ def recorded(groups: list[RolloutGroup], experts: Sequence[int] = tuple(range(8)
 
 
 def layouts_of(shape: dict[str, Any]) -> Any:
-    """Float64 in each layout, float32 in two; at night both in each."""
+    """By day float64 in three layouts and float32 in one, at night both in each."""
     for sizes in LAYOUTS:
-        marks = () if shape is GLM or sizes in DAILY else nightly("another family does this layout")
+        is_daily = sizes in DAILY["float64" if shape is GLM else "float32"]
+        marks = () if is_daily else nightly("the axes are there in other layouts")
         name = "x".join(f"{axis}{size}" for axis, size in sizes.items())
         yield pytest.param(shape, sizes, id=f"{shape['family']}-{name}", marks=marks)
 
@@ -93,7 +97,7 @@ def test_ranks_without_a_group(run, make_groups) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [{"activation_checkpointing": True}, {"train_router": False}, {"lora": {"rank": 2, "targets": ["q_proj"]}}],
+    [{"train_router": False, "activation_checkpointing": True}, *also({"lora": {"rank": 2, "targets": ["q_proj"]}})],
     ids=str,
 )
 def test_settings_with_experts_shared_out(run, make_groups, config: dict) -> None:
@@ -124,6 +128,7 @@ def test_state_moves_between_layouts_bit_for_bit(run, tmp_path: Path, make_group
             assert torch.equal(tensor, again[name]), name
 
 
+@nightly("mirrors of dense models by day: `test_layouts.py`")
 def test_what_goes_on_from_mirrors_learns_the_same(run, tmp_path: Path, make_groups) -> None:
     batches = [recorded(make_groups(seed=seed)) for seed in range(3)]
     for whole, again in run({"fsdp": 4, "ep": 2}, QWEN3, batches, LIGHT, tmp_path, function=mirrored):
@@ -132,6 +137,7 @@ def test_what_goes_on_from_mirrors_learns_the_same(run, tmp_path: Path, make_gro
             assert where == list(again[name][:2]) and torch.equal(part, again[name][2]), name
 
 
+@nightly("the trainer computes experts by the same code")
 def test_a_critic_with_experts_shared_out(run, make_groups) -> None:
     arguments = (QWEN3, [make_groups(), make_groups(seed=1)], {"passes": 2})
     found = run({"fsdp": 4, "ep": 2}, *arguments, function=critic_rank)

@@ -17,6 +17,7 @@ from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.checkpoint.store import export_checkpoint
 from llamarl.config.roles import LoraConfig, TrainerConfig
 from llamarl.distributed.mesh import CPU
+from llamarl.kernels import train_delta
 from llamarl.models.attention import packed_attend
 from llamarl.models.hf import load_model, save_model
 from llamarl.models.lora import add_adapters
@@ -24,6 +25,7 @@ from llamarl.models.memory import TrainerLoad, activation_bytes
 from llamarl.training.trainer import Objective, Trainer
 from tests.distributed.ranks import num_ranks, rendezvous, results
 from tests.generation.hybrids import DELTA, HYBRIDS, NEXT, hybrid
+from tests.nightly import also
 from tests.training.layouts import SEQUENCES, preflight, save
 
 TIED = "qwen3_5_text"
@@ -59,7 +61,8 @@ def test_recomputed_layers_have_the_same_gradients(make_groups) -> None:
     assert all(torch.equal(again[key], gradient) for key, gradient in whole.items())
 
 
-def test_bfloat16_is_near_and_states_are_float32(make_groups) -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_bfloat16_is_near_and_states_are_float32(make_groups, fused: bool) -> None:
     seen, rule = set[torch.dtype](), packed_attend([1], [()]).recur.__class__._rule
 
     def noted(self: Any, chunks: Any, *inputs: torch.Tensor) -> torch.Tensor:
@@ -68,8 +71,10 @@ def test_bfloat16_is_near_and_states_are_float32(make_groups) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llamarl.models.delta_rule.Packed._rule", noted)
+        if not fused:
+            patch.setattr(train_delta, "can_serve", lambda *_: False)
         half = gradients(trainer_of(dtype="bfloat16"), make_groups())
-    assert seen == {torch.float32}
+    assert seen == ({torch.float32} if not fused or train_delta.kernels().library is None else set())
     whole = gradients(trainer_of(), make_groups())
     for key, gradient in whole.items():
         assert 0 < (half[key] - gradient).norm() < 0.3 * gradient.norm(), key
@@ -85,8 +90,17 @@ def test_weights_and_moments_may_be_small(make_groups, moments: str) -> None:
         assert not torch.equal(trainer.sharding.held[key], before[key]), name
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}, {"pp": 2}, {"pp": 2, "tp": 2}], ids=str)
-@pytest.mark.parametrize("name", ["qwen3_next", TIED])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("qwen3_next", {"fsdp": 2}), (TIED, {"pp": 2, "tp": 2}),
+        *also(
+            ("qwen3_next", {"tp": 2}), ("qwen3_next", {"pp": 2}), ("qwen3_next", {"pp": 2, "tp": 2}),
+            (TIED, {"fsdp": 2}), (TIED, {"tp": 2}), (TIED, {"pp": 2}),
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_layouts_compute_what_one_process_computes(workers, name: str, sizes: dict[str, int]) -> None:
     shape = dataclasses.asdict(HYBRIDS[name]) | {"delta": HYBRIDS[name].delta, "moe": HYBRIDS[name].moe}
     with rendezvous() as where, workers.take(num_ranks(sizes)) as ranks:

@@ -59,6 +59,10 @@ def rewarded(rollout: Rollout, reward: float) -> Rollout:
     return replace(rollout, columns=rollout.columns | {"turn_rewards": rewards_T})
 
 
+def _is_cut(rollout: Rollout) -> bool:
+    return rollout.finish_reason is FinishReason.LENGTH
+
+
 class Episodes:
     """Episodes with an environment, of all groups: one kind of `Turns`."""
 
@@ -89,18 +93,31 @@ class Episodes:
         await self._replicas.submit(requests)
 
     def take(self, finished: Sequence[Rollout]) -> None:
-        """Requests replies for rollouts at the end of a turn. The other rollouts are complete."""
+        """Requests replies for rollouts at the end of a turn, and judgments of rollouts that ended by length. The other
+        rollouts are complete."""
         rows = [self._flight[one.group_id, one.index] for one in finished]
-        turns = [row for row in rows if row.state is RolloutState.TURN]
-        for row in turns:
+        turns, over = list[InFlightRollout](), list[InFlightRollout]()
+        for row in rows:
+            if row.state is RolloutState.TURN:
+                (turns if not _is_cut(row.rollout) or self._environment_of(row).judges_ended else over).append(row)
+        self._ask(turns)
+        ended = [*over, *(row for row in rows if row.state is RolloutState.ENDED)]
+        self._leave([row.key for row in ended if row.environment_s is not None])
+        for row in over:
+            self._flight.end(row, row.rollout, None)
+
+    def _ask(self, rows: Sequence[InFlightRollout]) -> None:
+        for row in rows:
             row.environment_s = row.environment_s or 0.0
-        if turns:
-            self._supervisor.start(self._port.submit([*map(self._open_turn, turns)]), "turns to the environment")
-        self._leave([row.key for row in rows if row.state is RolloutState.ENDED and row.environment_s is not None])
+        if rows:
+            self._supervisor.start(self._port.submit([*map(self._open_turn, rows)]), "turns to the environment")
 
     def _open_turn(self, row: InFlightRollout) -> OpenTurn:
-        prompt = self._flight.groups[row.request.group_id].prompt
-        return OpenTurn(*row.key, prompt, row.rollout.turns, row.environment_s or 0.0)
+        prompt, is_over = self._flight.groups[row.request.group_id].prompt, _is_cut(row.rollout)
+        return OpenTurn(*row.key, prompt, row.rollout.turns, row.environment_s or 0.0, is_over)
+
+    def _environment_of(self, row: InFlightRollout) -> Environment:
+        return self._environments[self._flight.groups[row.request.group_id].prompt.source]
 
     def _leave(self, episodes: list[Key]) -> None:
         """Cancels these unfinished episodes in the environment."""
@@ -117,6 +134,8 @@ class Episodes:
                 row = self._flight.get((replied.group_id, replied.index))
                 if row is None or row.state is not RolloutState.TURN or row.rollout.num_tokens != replied.num_tokens:
                     continue  # a repeated reply, after the environment restarted
+                if _is_cut(row.rollout) and replied.observation_T is not None:
+                    continue  # a repeated reply to the turn after which the rollout was cut
                 self._waited(clock.time() - row.since_s, replied)
                 row.environment_s = (row.environment_s or 0.0) + replied.seconds
                 to_go_on += self._next(row, replied)
@@ -127,8 +146,8 @@ class Episodes:
         rollout = rewarded(row.rollout, replied.turn_reward)
         if replied.observation_T is not None:
             num_tokens = rollout.num_tokens + len(replied.observation_T)
-            source = self._flight.groups[row.request.group_id].prompt.source
-            goes_on = rollout.num_turns < self._environments[source].max_turns
+            environment = self._environment_of(row)
+            goes_on = rollout.num_turns < environment.max_turns
             if goes_on and num_tokens < row.request.sampling.max_new_tokens:
                 columns = observed(rollout.columns, replied.observation_T)
                 parked = replace(rollout, columns=columns, finish_reason=FinishReason.PARKED)
@@ -136,6 +155,10 @@ class Episodes:
                 self._flight.expect(request)
                 return [request]
             rollout = replace(rollout, finish_reason=FinishReason.LENGTH)
+            if environment.judges_ended:
+                self._flight.cut(row, rollout)
+                self._ask([row])
+                return []
             self._leave([row.key])
         self._flight.end(row, rollout, replied.result)
         self._replicas.free_kv([row])

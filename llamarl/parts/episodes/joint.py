@@ -7,7 +7,7 @@ from typing import Any
 
 from llamarl.cluster.api import ExecutorSpec, HostShare
 from llamarl.config import ConfigError, RunConfig
-from llamarl.parts.episodes.environments._worker import build_environment, tools_of
+from llamarl.parts.episodes.environments._worker import build_environment
 from llamarl.parts.episodes.episodes import open_turns
 from llamarl.parts.episodes.gateway._worker import find_agent
 from llamarl.parts.episodes.machines.bubblewrap import Bubblewrap
@@ -23,10 +23,11 @@ def check(config: RunConfig) -> None:
     rollout = config.rollout
     for label, one in config.by_source.items():
         with errors_name_source(label):
-            tools_of(one.rollout.environment)
+            if one.rollout.environment:
+                build_environment(one.rollout.environment).check()
     if rollout.agent is None:
         return
-    find_agent(rollout.agent.name)
+    find_agent(rollout.agent)
     if rollout.environment:
         raise ConfigError("rollout.agent and rollout.environment are both set; an episode has one of them")
     if "critic" in models_in_use(config):

@@ -13,15 +13,17 @@ from llamarl.types import Prompt, Rollout
 
 
 class OpenTurn(NamedTuple):
-    """An episode whose last turn needs a reply."""
+    """An episode whose last turn needs a reply or a last judgment."""
 
     group_id: int
     index: int
     prompt: Prompt
     turns: list[tuple[bool, np.ndarray]]
-    """`Rollout.turns`. The last one was sampled."""
+    """`Rollout.turns`. The last one was sampled, except if an observation filled the context."""
     spent_s: float = 0.0
     """Seconds of its replies so far."""
+    is_over: bool = False
+    """The episode has ended by length, and the environment only judges it."""
 
 
 class EnvironmentPort(Protocol):

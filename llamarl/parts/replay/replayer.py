@@ -185,10 +185,10 @@ class Replayer:
 
     def _end(self, life: _Life) -> None:
         group = life.sequence.group
-        self._engine._scheduler._free(life.sequence.own)
+        self._engine._scheduler.free(life.sequence.own)
         group.num_active -= 1
         if not group.num_active:
-            self._engine._scheduler._free(group.prefix)
+            self._engine._scheduler.free(group.prefix)
             del self._groups[life.rollout.group_id, tuple(life.prefix)]
 
 

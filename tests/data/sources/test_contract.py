@@ -18,8 +18,12 @@ OPTIONS = {
     "list_functions": {"count": 3},
     "running_total": {"count": 3},
     "reasoning_gym": {"family": "chain_sum", "count": 3, "first": 2},
+    "verifiers": {"id": "gsm8k-v1", "count": 3},
 }
-NEEDS = {"reasoning_gym": "the package `reasoning_gym` is not installed"}
+NEEDS = {
+    "reasoning_gym": "the package `reasoning_gym` is not installed",
+    "verifiers": "the package `verifiers` is not installed; `make verifiers` tests its rows",
+}
 
 
 @pytest.fixture(params=members(FAMILY))

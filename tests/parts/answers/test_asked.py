@@ -16,6 +16,7 @@ from llamarl.data.tokenizer import Tokenizer
 from llamarl.parts.episodes.cli.serve import _tokenizer
 from llamarl.run.models import asked_model
 from tests.end_to_end.tiny import llamarl_here, make_model, rows, write_toml
+from tests.nightly import NIGHTLY
 
 CHATTY = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -78,7 +79,7 @@ def answer(model: Path, tmp_path: Path, *words: str) -> tuple[dict[str, Any], st
     return row, done.stderr
 
 
-@pytest.mark.parametrize("kind", list(SETTINGS))
+@pytest.mark.parametrize("kind", list(SETTINGS) if NIGHTLY else ["chat", "lora"])
 def test_run_and_export_get_the_same_prompt_and_say_the_same(
     trained: Callable[[str], Run], tmp_path: Path, kind: str
 ) -> None:

@@ -16,6 +16,7 @@ from llamarl.parts.cuda.checks import TOGETHER
 from llamarl.weight_sync.select import check_name, names
 from tests.end_to_end.test_core_alone import HIDES
 from tests.end_to_end.tiny import ROOT, environment
+from tests.nightly import nightly
 
 DOCSTRINGS = {"llamarl.parts.cuda", "llamarl.parts.cuda.transports"}
 """Packages without code, in which families look for members."""
@@ -66,6 +67,7 @@ def test_a_run_on_processors_loads_nothing_of_it(toml: Path, tmp_path: Path) -> 
     assert not {*found} - DOCSTRINGS
 
 
+@nightly("`weight_sync/test_select.py` chooses among transports by day")
 def test_transports_between_processes_on_processors_are_others() -> None:
     code = """
 import json, sys
@@ -97,6 +99,7 @@ def test_its_transport_has_a_name_like_the_others() -> None:
         check_name("nixxl")
 
 
+@nightly("three starts; what says the reason is tested above")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="beside a real GPU none is pretended")
 def test_a_gpu_without_it_computes_by_torch_and_says_why(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HIDES.replace('"llamarl.parts")', '"llamarl.parts.cuda")'))

@@ -220,3 +220,32 @@ def test_code_runs_within_the_limits_of_a_worker(model: Path) -> None:
     executor.close()
     assert tokenizer.decode(found[0].observation_T) == "```output\n20\n21\n```\n"
     assert found[1].observation_T is found[1].result is None
+
+
+def test_episodes_that_end_by_length_are_judged_with_their_state(model: Path) -> None:
+    """After replies, and where the first turn was cut already; then nothing of them is left."""
+    ref = Ref(name="tests.parts.episodes.environments.worlds:Judging")
+    executor = EnvironmentExecutor(str(model), ref)
+    try:
+        executor.submit([episode(model, 0, "a"), episode(model, 1, "b")])
+        assert {one.result for one in replies(executor, 2).values()} == {None}
+        over = [("a",), ("b", "more", "c"), ("cut",), ("raise",), ("text",)]
+        executor.submit([episode(model, n, *turns)._replace(is_over=True) for n, turns in enumerate(over)])
+        found = {n: one.result for n, one in replies(executor, len(over)).items()}
+        assert [found[n].value for n in range(3)] == [101.0, 102.0, 1.0]
+        assert "ValueError: no such thing" in found[3].reason and "`ended` returned '7'" in found[4].reason
+        executor.submit([episode(model, 1, "b", "more", "c")])
+        assert "the worker that had the state of this episode has died" in replies(executor, 1)[1].result.reason
+    finally:
+        executor.close()
+
+
+def test_episodes_that_end_by_length_are_judged_by_coroutines(model: Path) -> None:
+    executor = EnvironmentExecutor(str(model), Ref(name="tests.parts.episodes.environments.worlds:Waiting"))
+    try:
+        over = [("a", "more", "b"), ("nothing",)]
+        executor.submit([episode(model, n, *turns)._replace(is_over=True) for n, turns in enumerate(over)])
+        found = replies(executor, len(over))
+        assert found[0].result.value == 2.0 and found[1].result is None
+    finally:
+        executor.close()

@@ -45,6 +45,8 @@ class World(Ledgered):
     turn_reward: float = 0.0
     """Of each turn but the last."""
     asked: list[tuple[int, int, int]] = field(default_factory=list)
+    over: list[tuple[int, int]] = field(default_factory=list)
+    """Episodes that it has judged after they ended by length."""
 
     def start(self, name: str) -> Self:
         self._replies, self._collecting = list[Replied](), None
@@ -59,6 +61,12 @@ class World(Ledgered):
         key = episode.group_id, episode.index
         turn = sum(is_sampled for is_sampled, _ in episode.turns)
         self.asked.append((*key, turn))
+        if episode.is_over:
+            self.over.append(key)
+            num_tokens = sum(len(part) for _, part in episode.turns)
+            self._replies.append(Replied(*key, num_tokens, None, right(3.0), 0.0))
+            self._hand_over()
+            return
         assert all(len(part) == TURN for is_sampled, part in episode.turns if is_sampled)
         seen = [part.tolist() for is_sampled, part in episode.turns if not is_sampled]
         assert seen == [observation(*key, n + 1) for n in range(turn - 1)], "the history is not what was said"
@@ -289,6 +297,29 @@ def test_limits_end_an_episode_as_too_long(tmp_path: Path, limit: dict[str, int]
     assert {row["finish_reason"] for row in run.rollouts} == {"length"}
     assert {row["turns"] for row in run.rollouts} == {turns}
     assert all(row["policy_versions"][-1][0] != OBSERVED for row in run.rollouts), "what ends it was sampled"
+
+
+@pytest.mark.parametrize("dies_s", [None, 2.0, 3.0, 4.0])
+@pytest.mark.parametrize("limit", ["turns", "tokens", "cut"])
+def test_an_environment_judges_episodes_that_end_by_length(tmp_path: Path, limit: str, dies_s: float | None) -> None:
+    """By turns, by tokens that the observation would take, or because the policy's turn is cut."""
+    environment = {
+        "name": "tests.parts.episodes.environments.worlds:Judging",
+        "max_turns": 2 if limit == "turns" else 9,
+    }
+    world = World(turn_reward=0.5, reply_s=lambda *_: 0.3)
+    run = run_of(tmp_path, world, environment=environment, staleness=2, reward={"parts": ["gsm8k"]})
+    if limit == "tokens":
+        sampling = run.config.rollout.model_copy(update={"max_new_tokens": TURN + 1})
+        run.config = run.config.model_copy(update={"rollout": sampling})
+    run.generators[0].is_cut = limit == "cut"
+    run.train(strike=kills(*([("environment", dies_s)] if dies_s else [])))
+    turns, earned = {"turns": (2, 1.0), "tokens": (1, 0.5), "cut": (1, 0.0)}[limit]
+    assert {row["finish_reason"] for row in run.rollouts} == {"length"}
+    assert {(row["reward"], row["turns"]) for row in run.rollouts} == {(3.0 + earned, turns)}
+    keys = {(row["group_id"], row["index"]) for row in run.rollouts}
+    assert len(keys) == len(run.rollouts) == 4 * STEPS and keys <= set(world.over)
+    assert not run.complaints and not any(generator.held & keys for generator in run.generators)
 
 
 def test_a_stall_names_who_waits_for_the_environment(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from llamarl.config import ConfigError, resolved
+from llamarl.config.roles import AgentConfig
 from llamarl.config.schema import RolloutConfig
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.parts.episodes.executors.gateway import GatewayExecutor
@@ -199,4 +200,4 @@ def test_a_thousand_sessions_opened_and_left(model: Path, executor: GatewayExecu
 )
 def test_mistakes_are_told(name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        find_agent(name)
+        find_agent(AgentConfig(name=name))

@@ -34,7 +34,7 @@ from llamarl.training.trainer import Trainer
 from llamarl.types import Outcome, RewardResult, Rollout, RolloutGroup
 from tests.end_to_end.tiny import Command, llamarl, llamarl_here, rows
 from tests.executors.rewards import EvenLength
-from tests.nightly import nightly
+from tests.nightly import NIGHTLY, nightly
 
 OPTIONS = (
     "--steps", 6, "--eval.every_steps", 0, "--trainer.learning_rate", 3e-3, "--rollout.max_new_tokens", 40,
@@ -44,7 +44,7 @@ INLINE = (*OPTIONS, "--cluster.kind", "inline")
 KINDS = {
     "several_generators_segments_and_little_memory": (
         "--generator.replicas", 2, "--rollout.segment_tokens", 7, "--rollout.max_staleness", 3,
-        "--generator.kv_cache_bytes", 50_000, "--generator.prefill_tokens", 11, "--steps", 20,
+        "--generator.kv_cache_bytes", 50_000, "--generator.prefill_tokens", 11, "--steps", 20 if NIGHTLY else 8,
     ),
     "synchronous_with_critic_and_reference": ("--recipe", "ppo", "--rollout.max_staleness", 0, "--rollout.window", 1),
     "8_bit_adapters_recomputed": (
@@ -68,7 +68,7 @@ def recorded(run: Path) -> list[Rollout]:
     return [one for _, groups in journal.steps_after(0) for group in groups for one in group.rollouts]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS] if NIGHTLY else [*KINDS][:1])
 def test_a_run_happens_again(tmp_path: Path, toml: Path, kind: str) -> None:
     run = trained(tmp_path, toml, *KINDS[kind])
     rollouts = recorded(run)
@@ -369,6 +369,7 @@ def test_on_another_processor_it_compares_closely_and_says_so(copy: Path) -> Non
     assert ", trainer_logprobs[3]: recorded " in differs(copy)
 
 
+@nightly("in one process by day; processes themselves: `cluster/test_processes.py`")
 def test_parts_of_the_steps_in_processes_of_their_own(run: Path) -> None:
     done = llamarl("replay", run, "--jobs", 2)
     assert done.returncode == 0, done.stderr

@@ -7,9 +7,10 @@ import asyncio
 import sys
 import time
 from collections.abc import Awaitable
+from inspect import isawaitable
 from typing import Any, cast
 
-from llamarl.parts.episodes.environments._worker import as_item, close, close_all, opened
+from llamarl.parts.episodes.environments._worker import as_end, as_item, close, close_all, opened
 from llamarl.parts.episodes.line_worker import limit_this_process, serve
 
 MAX_REASON_CHARS = 200
@@ -27,7 +28,11 @@ async def answer(item: dict[str, Any]) -> dict[str, Any]:
             return {"end": True}
         environment, task, turns = opened(item)
         async with limit:
-            said = as_item(await cast("Awaitable[Any]", environment.reply(task, turns)))
+            if item.get("is_over"):
+                judged = environment.ended(task, turns)
+                said = as_end(await judged if isawaitable(judged) else judged)
+            else:
+                said = as_item(await cast("Awaitable[Any]", environment.reply(task, turns)))
     except Exception as error:  # an environment's exception ends its episode
         reason = f"environment: {type(error).__name__}: {error}"[:MAX_REASON_CHARS]
         said = {"error": f"environment took over {item['step_s']:g} s" if limit.expired() else reason}

@@ -66,7 +66,7 @@ class Environment(ABC):
     """
 
     max_turns: Annotated[int, Field(ge=1)] = field(default=16, kw_only=True)
-    """Maximum turns. A response that would need more ends as too long, and is scored as it is."""
+    """Maximum turns. An episode that would need more ends by length. `ended` or `[reward]` scores it."""
     observation_tokens: Annotated[int, Field(ge=1)] = field(default=256, kw_only=True)
     """Maximum tokens of an observation. A longer one makes the episode INVALID."""
     step_s: Annotated[float, Field(gt=0)] = field(default=10.0, kw_only=True)
@@ -97,6 +97,15 @@ class Environment(ABC):
         one worker process, which calls `open` before the first reply and makes all replies. If the worker dies, the
         episode is INVALID."""
 
+    def ended(self, task: Task, turns: Sequence[Turn]) -> RewardResult | Awaitable[Any] | None:
+        """Returns the reward of an episode that ended by length, or None to leave the reward to `[reward]`. An episode
+        ends by length if the last turn of the policy was cut, or if no turns or tokens are left after a reply.
+
+        `turns` are those of the last `reply`, or one more, which was cut. The rewards of earlier turns still count. It
+        is `async def` if `reply` is. An exception makes the episode INVALID. An episode that `reply` ends has no such
+        call."""
+        return None
+
     def close(self) -> None:  # noqa: B027
         """Releases the state of an episode that has ended or was canceled."""
 
@@ -104,10 +113,19 @@ class Environment(ABC):
         """Returns the tools that the chat template offers to the policy, as JSON schemas."""
         return []
 
+    def check(self) -> None:
+        """Raises ConfigError before a run if a package or a setting that the class needs is missing."""
+        self.tools()
+
     @property
     def waits(self) -> bool:
         """Whether `reply` is a coroutine, so that many episodes wait in one process."""
         return iscoroutinefunction(self.reply)
+
+    @property
+    def judges_ended(self) -> bool:
+        """Whether episodes that end by length are judged here, because the class overrides `ended`."""
+        return type(self).ended is not Environment.ended
 
     @property
     def is_stateful(self) -> bool:

@@ -22,11 +22,13 @@ def reply(item: dict[str, Any]) -> dict[str, Any]:
     """Returns the reply of the environment `item["environment"]` (JSON of its `Ref`) as one of `text`, `messages`,
     `reward`, `end`. The reward of the turn is beside its text or messages as `turn_reward`.
 
-    An item with `ended` only closes the state of that episode."""
+    An item with `is_over` asks `ended` instead. An item with `ended` only closes the state of that episode."""
     if "ended" in item:
         close(item["ended"])
         return {"end": True}
     environment, task, turns = opened(item)
+    if item.get("is_over"):
+        return as_end(environment.ended(task, turns))
     return as_item(environment.reply(task, turns))
 
 
@@ -39,7 +41,9 @@ def opened(item: dict[str, Any]) -> tuple[Environment, Task, list[Turn]]:
     ]
     environment = _environment(item["environment"])
     if environment.is_stateful:
-        environment = _copy_of(environment, item["episode"], task, is_first=len(turns) == 1)
+        environment = _copy_of(
+            environment, item["episode"], task, is_first=len(turns) == 1, is_over=item.get("is_over", False)
+        )
     return environment, task, turns
 
 
@@ -67,12 +71,19 @@ def as_item(said: Any) -> dict[str, Any]:
     raise TypeError(f"it replied {said!r:.100}, which is not text, a list of messages, a RewardResult or None")
 
 
+def as_end(said: Any) -> dict[str, Any]:
+    """Returns what `ended` returned as JSON. Raises TypeError if it is neither a RewardResult nor None."""
+    if said is not None and not isinstance(said, RewardResult):
+        raise TypeError(f"`ended` returned {said!r:.100}, which is not a RewardResult or None")
+    return as_item(said)
+
+
 _copies = dict[str, Environment]()
 """Environments of episodes with state, by episode name."""
 
 
-def _copy_of(environment: Environment, episode: str, task: Task, *, is_first: bool) -> Environment:
-    if is_first:
+def _copy_of(environment: Environment, episode: str, task: Task, *, is_first: bool, is_over: bool) -> Environment:
+    if is_first and not (is_over and episode in _copies):
         close(episode)  # a repeated request
         opened = copy(environment)
         opened.open(task)
@@ -98,11 +109,6 @@ def close_all() -> None:
 @lru_cache(maxsize=1)
 def _environment(ref: str) -> Environment:
     return build_environment(Ref.model_validate_json(ref))
-
-
-def tools_of(ref: Ref | None) -> list[dict[str, Any]]:
-    """Returns the tools of an environment as JSON schemas. Empty without `ref`. Raises ConfigError."""
-    return build_environment(ref).tools() if ref else []
 
 
 def build_environment(ref: Ref) -> Environment:

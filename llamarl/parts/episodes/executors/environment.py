@@ -126,7 +126,8 @@ class OpenEnvironment:
                 turns[-1][1] = text
         task = {"prompt": prompt.text, "answer": prompt.answer, "metadata": prompt.metadata}
         name = _name(episode.group_id, episode.index)
-        return {"environment": self._ref, "episode": name, "task": task, "turns": turns}
+        over = {"is_over": True} if episode.is_over else {}
+        return {"environment": self._ref, "episode": name, "task": task, "turns": turns, **over}
 
     def _calls(self, token_ids_T: np.ndarray) -> list[ToolCall]:
         """Returns the tool calls in one turn of the policy."""
@@ -158,7 +159,7 @@ class OpenEnvironment:
         if result is not None:
             observation_T = None
         num_tokens = sum(len(part) for _, part in episode.turns)
-        num_calls = len(self._calls(episode.turns[-1][1]))
+        num_calls = 0 if episode.is_over else len(self._calls(episode.turns[-1][1]))
         messages = [] if isinstance(said, Failure) else said.get("messages", [])
         num_errors = sum(bool(one.get("is_error")) for one in messages)
         calls = num_calls, num_errors

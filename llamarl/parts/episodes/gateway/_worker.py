@@ -11,20 +11,31 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
-from llamarl.config import ConfigError
-from llamarl.config.ref import find
+from llamarl.config import ConfigError, Ref, build
+from llamarl.config.errors import did_you_mean, one_of
+from llamarl.config.ref import find, members
+from llamarl.config.roles import AgentConfig
 from llamarl.parts.episodes.environments._base import Task
 from llamarl.parts.episodes.line_worker import limit_this_process, serve
+from llamarl.parts.episodes.programs._base import Program
 from llamarl.types import RewardResult
 
 MAX_REASON_CHARS = 1000
+PROGRAMS = "llamarl.parts.episodes.programs"
 Agent = Callable[[Task, str, str], Awaitable[Any]]
 
 
-def find_agent(name: str) -> Agent:
-    """Returns the agent. Raises ConfigError."""
+def find_agent(config: AgentConfig) -> Agent:
+    """Returns the agent: a function of the user, or the method of an agent that comes with llamarl. Raises
+    ConfigError."""
+    name = config.name
     if ":" not in name:
-        raise ConfigError(f"rollout.agent = {name!r} is not of the form `package.module:run`")
+        if name not in (known := members(PROGRAMS)):
+            hint = did_you_mean(name, known, f"name a function as `package.module:run`, or {one_of(known)}")
+            raise ConfigError(f"rollout.agent = {name!r} is not of the form `package.module:run`; {hint}")
+        program: Program = build(Ref(name=name, **config.options), PROGRAMS, "rollout.agent")
+        program.check()
+        return program.run
     agent = find(name, "", "rollout.agent", "")
     if not asyncio.iscoroutinefunction(agent):
         raise ConfigError(f"rollout.agent = {name!r} must be `async def run(task, base_url, api_key)`")
@@ -51,4 +62,4 @@ async def _result(agent: Agent, item: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     limit_this_process(int(sys.argv[1]), int(sys.argv[2]))
-    asyncio.run(serve(partial(_result, find_agent(sys.argv[3]))))
+    asyncio.run(serve(partial(_result, find_agent(AgentConfig.model_validate_json(sys.argv[3])))))

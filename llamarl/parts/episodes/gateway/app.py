@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES, MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN = 1 << 24, 1 << 20, 6 * CHARS_PER_TOKEN
 """Limit of a request body in bytes: the maximum, or the minimum plus a number per token of the context, which covers
 any JSON encoding. A larger body is refused before it is read."""
+EPISODE_HEADER = "x-llamarl-episode"
+"""Header with the key of an episode, for clients that authorize themselves otherwise."""
 GONE = 499
 """Status of a call whose client has disconnected."""
 BODY_S = 60
@@ -141,6 +143,8 @@ async def _rest(event: bytes, events: asyncio.Queue[bytes], answer: asyncio.Task
 
 
 def _key(request: Request) -> str:
+    if key := request.headers.get(EPISODE_HEADER):
+        return key
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 

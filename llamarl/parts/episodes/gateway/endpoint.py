@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llamarl.config import ConfigError
-from llamarl.data.tokenizer import Tokenizer
+from llamarl.data.tokenizer import SENTINEL, Tokenizer
 from llamarl.parts.episodes.gateway import protocol
 from llamarl.parts.episodes.gateway.protocol import CallRefused, Json
 from llamarl.parts.episodes.gateway.session import Session, Written
 from llamarl.parts.episodes.gateway.stream import CUT, ChatStream
+from llamarl.parts.episodes.thoughts import CLOSE, OPEN, split_thoughts, thought_format, with_marked_thoughts
 from llamarl.parts.episodes.tool_calls import tool_calls
 from llamarl.types import FinishReason, Rollout, SamplingParams
 
@@ -28,6 +29,8 @@ Tell = Callable[[bytes], None]
 """Receives server-sent events."""
 
 
+PROMPT_END = 16
+"""Tokens at the end of a prompt in which a tag of thoughts is looked for."""
 CHARS_PER_TOKEN = 32
 """Maximum characters per token of a text that is encoded. Few vocabularies have longer tokens."""
 
@@ -110,14 +113,16 @@ class Endpoint:
         prompt_T = self._chat_prompt(session, messages, tools)
 
         def choice(_: int, rollout: Rollout) -> Json:
-            message, reason = self._message(rollout, call, tools)
+            message, reason = self._message(rollout, call, tools, is_open=opens_thoughts)
             if rollout.finish_reason is FinishReason.STOP:
                 said = protocol.Message.model_validate(message).plain
                 known = protocol.conversations([*messages, said], tools)[-1]
-                session.remember(known, self._written(prompt_T, rollout))
+                written = self._written(prompt_T, rollout)
+                session.remember(known, written._replace(has_thoughts="reasoning_content" in message))
             return {"message": message, "finish_reason": reason}
 
-        return call, [prompt_T], choice, bool(tools and self.tokenizer.tool_format)
+        opens_thoughts, may_think = self._thinking_after(prompt_T)
+        return call, [prompt_T], choice, may_think or bool(tools and self.tokenizer.tool_format)
 
     def _read_text(self, session: Session, body: Json) -> _Asked:
         call = protocol.read(protocol.CompletionCall, body)
@@ -140,7 +145,9 @@ class Endpoint:
         known = protocol.conversations(messages[:-1], tools) if session.num_calls else []
         try:
             for count in range(len(known), 0, -1):
-                if written := session.recall(known[count - 1]):
+                if (written := session.recall(known[count - 1])) and (
+                    not written.has_thoughts or self._keeps_thoughts(messages, count, tools)
+                ):
                     text = self.tokenizer.after_turn(messages[count:], without_stop=written.has_stop_token, tools=tools)
                     return np.concatenate([written.token_ids_T, self._encoded(text)])
             text = self.tokenizer.apply_chat_template(messages, tools=tools)
@@ -149,6 +156,22 @@ class Endpoint:
         except ConfigError as error:
             said = str(error).replace(str(self.tokenizer.folder), self.model)  # may be a temporary folder
             raise CallRefused(400, said, param="messages") from None
+
+    def _keeps_thoughts(self, messages: list[Json], count: int, tools: list[Json]) -> bool:
+        """Returns whether the chat template keeps the thoughts of message `count`, an assistant's, before the messages
+        that follow it. If it leaves them out, the prompt is written anew, and begins another sequence."""
+        written_in = thought_format(self.tokenizer.template_text)
+        if written_in is None:
+            return True
+        marked = with_marked_thoughts(messages[count - 1], written_in)
+        text = self.tokenizer.apply_chat_template([*messages[: count - 1], marked, *messages[count:]], tools=tools)
+        return SENTINEL in text
+
+    def _thinking_after(self, prompt_T: np.ndarray) -> tuple[bool, bool]:
+        """Returns whether a prompt ends with the tag that opens thoughts, and whether the answer may have thoughts."""
+        end = self.tokenizer.decode(prompt_T[-PROMPT_END:], skip_special=False).rstrip()
+        may_think = thought_format(self.tokenizer.template_text) is not None and not end.endswith(CLOSE)
+        return end.endswith(OPEN), may_think
 
     def _text_prompt(self, session: Session, prompt: str | list[int]) -> np.ndarray:
         if not isinstance(prompt, str):
@@ -250,15 +273,26 @@ class Endpoint:
             return text
         return text[: min((text.find(one) for one in call.stop if one in text), default=len(text))]
 
-    def _message(self, rollout: Rollout, call: protocol.ModelCall, tools: list[Json]) -> tuple[Json, str]:
+    def _message(
+        self, rollout: Rollout, call: protocol.ModelCall, tools: list[Json], *, is_open: bool
+    ) -> tuple[Json, str]:
         """Returns the assistant's message and the finish reason. A malformed tool call becomes text, which the agent
-        can handle."""
-        text, reason = self._cut(self.tokenizer.decode(rollout.token_ids_T), call), rollout.finish_reason.value
-        written_in = self.tokenizer.tool_format
+        can handle.
+
+        Args:
+            is_open: the prompt ends with the tag that opens thoughts.
+        """
+        ids_T, reason, written_in = rollout.token_ids_T, rollout.finish_reason.value, self.tokenizer.tool_format
+        has_stop = len(ids_T) > 0 and int(ids_T[-1]) in self.tokenizer.eos_token_ids
+        whole = self.tokenizer.decode(ids_T[:-1] if has_stop else ids_T, skip_special=False)
+        thinks_in = thought_format(self.tokenizer.template_text)
+        text = whole if thinks_in == "gpt_oss" else self.tokenizer.decode(ids_T)
+        thoughts, text = split_thoughts(text, thinks_in, is_open=is_open)
+        thought = {} if thoughts is None else {"reasoning_content": thoughts}
         if tools and written_in and reason == "stop":
-            ids_T = rollout.token_ids_T
-            whole_T = ids_T[:-1] if int(ids_T[-1]) in self.tokenizer.eos_token_ids else ids_T
-            content, calls = tool_calls(self.tokenizer.decode(whole_T, skip_special=False), written_in, tools)
+            content, calls = tool_calls(whole, written_in, tools)
+            if thinks_in == "think":
+                _, content = split_thoughts(content, thinks_in, is_open=is_open)
             if calls and not any(one.error for one in calls):
                 found = [
                     {
@@ -268,8 +302,8 @@ class Endpoint:
                     }
                     for number, one in enumerate(calls)
                 ]
-                return {"role": "assistant", "content": content or None, "tool_calls": found}, "tool_calls"
-        return {"role": "assistant", "content": text}, reason
+                return {"role": "assistant", "content": content or None, **thought, "tool_calls": found}, "tool_calls"
+        return {"role": "assistant", "content": self._cut(text, call), **thought}, reason
 
 
 async def _together(calls: Iterable[Coroutine[None, None, Rollout]]) -> list[Rollout]:

@@ -71,10 +71,11 @@ class AgentEpisode:
         the agent gave up because the policy had no tokens left."""
         if "error" in said and not (self.session.is_full and self.session.num_calls):
             return invalid(said["error"])
-        if not self.session.num_calls:
-            return invalid("the agent got no answer of the policy")
+        result: RewardResult | None = None
         if "reward" in said:
-            return sound(RewardResult(outcome=Outcome.SCORE, value=said["reward"]))
-        if "result" in said:
-            return sound(RewardResult(**said["result"] | {"outcome": Outcome(said["result"]["outcome"])}))
-        return None
+            result = sound(RewardResult(outcome=Outcome.SCORE, value=said["reward"]))
+        elif "result" in said:
+            result = sound(RewardResult(**said["result"] | {"outcome": Outcome(said["result"]["outcome"])}))
+        if not self.session.num_calls and (result is None or result.outcome is not Outcome.INVALID):
+            return invalid("the agent got no answer of the policy")
+        return result

@@ -29,6 +29,8 @@ class Written(NamedTuple):
     """Tokens of prompt and answer, int32 [T]."""
     has_stop_token: bool
     """The last token is a stop token, which is not in the text."""
+    has_thoughts: bool = False
+    """The sampled tokens have thoughts, which the chat template may leave out of later prompts."""
 
 
 @dataclass(slots=True)

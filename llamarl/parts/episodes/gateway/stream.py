@@ -53,9 +53,11 @@ class ChatStream:
         """Sends the rest of the choice and its end."""
         message = choice.get("message", choice)
         rest: Json = {"text": (message.get("text") or message.get("content") or "")[self._shown :]}
+        if thoughts := message.get("reasoning_content"):
+            rest["reasoning_content"] = thoughts
         if calls := message.get("tool_calls"):
             rest["tool_calls"] = [{"index": n, **call} for n, call in enumerate(calls)]
-        if rest["text"] or calls or rollout.num_tokens > self._told or not self._told:
+        if rest["text"] or thoughts or calls or rollout.num_tokens > self._told or not self._told:
             self._piece(rest, rollout)
         end = {"delta": {}} if self._is_chat else {"text": ""}
         self._event([self._choice | {"finish_reason": choice["finish_reason"]} | end])

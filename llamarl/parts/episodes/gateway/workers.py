@@ -69,7 +69,7 @@ class _AgentProcess:
             del self.waiting[number]
 
     async def _start(self) -> None:
-        arguments = str(self._config.memory_bytes), str(os.getpid()), self._config.name
+        arguments = str(self._config.memory_bytes), str(os.getpid()), self._config.model_dump_json()
         process = self._process = Child("-m", "llamarl.parts.episodes.gateway._worker", *arguments)
         reader, self._writer = await asyncio.open_connection(sock=process.stream, limit=MAX_LINE_BYTES)
         self._reading = asyncio.create_task(self._read(reader, process))

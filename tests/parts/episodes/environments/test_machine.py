@@ -19,7 +19,7 @@ from llamarl.config import ConfigError, Ref
 from llamarl.data.tokenizer import Tokenizer
 from llamarl.parts.episodes.environments._base import Task, Turn
 from llamarl.parts.episodes.environments._machine_check import is_same
-from llamarl.parts.episodes.environments._worker import build_environment, tools_of
+from llamarl.parts.episodes.environments._worker import build_environment
 from llamarl.parts.episodes.environments.machine import Machine
 from llamarl.parts.episodes.executors.environment import EnvironmentExecutor
 from llamarl.parts.episodes.ports import OpenTurn
@@ -96,7 +96,7 @@ def test_commands_as_lines() -> None:
 
 def test_commands_as_calls_of_a_tool() -> None:
     ref = Ref.model_validate({"name": "machine", "form": "tool"})
-    (schema,) = tools_of(ref)
+    (schema,) = build_environment(ref).tools()
     assert schema["function"]["name"] == "shell" and list(schema["function"]["parameters"]["properties"]) == ["command"]
     made = build_environment(ref)
     task = Task(prompt="p", answer="", metadata=row(BY_CALLS))

@@ -10,7 +10,7 @@ import pytest
 
 from llamarl.config import ConfigError, Ref
 from llamarl.parts.episodes.environments._base import Task, Turn
-from llamarl.parts.episodes.environments._worker import build_environment, tools_of
+from llamarl.parts.episodes.environments._worker import build_environment
 from llamarl.parts.episodes.environments.python import Python
 from llamarl.types import Outcome, ToolCall
 from tests.parts.episodes.machines.here import needs_machines
@@ -94,7 +94,7 @@ def test_as_a_tool_of_the_chat_template() -> None:
     ref = Ref.model_validate(
         {"name": "python", "is_tool": True, "cpu_s": 1, "wall_s": 30.0, "step_s": 60.0, "episode_s": 600.0}
     )
-    (schema,) = tools_of(ref)
+    (schema,) = build_environment(ref).tools()
     assert schema["function"]["name"] == "python" and list(schema["function"]["parameters"]["properties"]) == ["code"]
     environment = build_environment(ref)
     calls = (ToolCall(name="python", arguments={"code": "x = 1"}), ToolCall(name="python", arguments={"code": "x + 1"}))

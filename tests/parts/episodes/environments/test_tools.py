@@ -14,7 +14,7 @@ from llamarl.config.load import validated
 from llamarl.config.schema import RolloutConfig
 from llamarl.parts.episodes.environments import _functions
 from llamarl.parts.episodes.environments._base import Messages, Task, ToolUnavailable, Turn
-from llamarl.parts.episodes.environments._worker import build_environment, tools_of
+from llamarl.parts.episodes.environments._worker import build_environment
 from llamarl.types import ToolCall
 
 TASK = Task(prompt="p", answer="a", metadata={})
@@ -71,9 +71,8 @@ async def service(text: str) -> str:
 
 
 def test_schemas_are_those_of_signature_and_docstring() -> None:
-    found, plain = tools_of(
-        Ref.model_validate({"name": "tools", "functions": [f"{__name__}:search", f"{__name__}:shout"]})
-    )
+    ref = Ref.model_validate({"name": "tools", "functions": [f"{__name__}:search", f"{__name__}:shout"]})
+    found, plain = build_environment(ref).tools()
     assert found == {"type": "function", "function": {
         "name": "search", "description": "Finds pages\nand images.",
         "parameters": {
@@ -134,7 +133,7 @@ def test_every_call_is_answered(call: ToolCall, content: str, is_error: bool) ->
 )
 def test_what_cannot_be_a_tool_is_refused(tools: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        tools_of(Ref.model_validate({"name": "tools", "functions": [tools]}))
+        build_environment(Ref.model_validate({"name": "tools", "functions": [tools]})).tools()
     with pytest.raises(ConfigError, match="two functions have the same name"):
         build_environment(Ref.model_validate({"name": "tools", "functions": [f"{__name__}:shout"] * 2}))
 

@@ -112,3 +112,32 @@ class Chatty(Environment):
 
     def reply(self, task: Task, turns: Sequence[Turn]) -> Any:
         return "1+2\n" if len(turns) < 4 else None
+
+
+@dataclass
+class Judging(Environment):
+    """Counts its replies, and judges episodes that end by length by their number."""
+
+    def open(self, task: Task) -> None:
+        self.num_replies = 0
+
+    def reply(self, task: Task, turns: Sequence[Turn]) -> Any:
+        self.num_replies += 1
+        return "more"
+
+    def ended(self, task: Task, turns: Sequence[Turn]) -> Any:
+        if turns[-1].response == "raise":
+            raise ValueError("no such thing")
+        return "7" if turns[-1].response == "text" else right(100.0 * self.num_replies + len(turns))
+
+
+@dataclass
+class Waiting(Environment):
+    """As `Judging`, with coroutines and without a state."""
+
+    async def reply(self, task: Task, turns: Sequence[Turn]) -> Any:
+        return "more"
+
+    async def ended(self, task: Task, turns: Sequence[Turn]) -> Any:
+        await asyncio.sleep(0.01)
+        return right(float(len(turns))) if turns[-1].response != "nothing" else None

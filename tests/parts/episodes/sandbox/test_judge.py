@@ -21,6 +21,7 @@ from llamarl.parts.episodes.sandbox.judge import JudgeJob, ProgramJudge, Program
 from llamarl.parts.episodes.sandbox.judge_children import _is_same
 from llamarl.sandbox.pool import Failure, Limits, WorkerPool
 from llamarl.sandbox.pool_server import FailureKind
+from tests.nightly import NIGHTLY
 from tests.sandbox import honest
 from tests.sandbox.abuse import ABUSES
 from tests.sandbox.test_pool import alive, children, until
@@ -51,8 +52,9 @@ def test_none_of_the_abuses_gains_or_leaves_anything(tmp_path: Path, monkeypatch
     monkeypatch.setenv("LLAMARL_SECRET", "7919")
     secret = tmp_path / "secret"
     secret.write_text("7919")
-    programs = {name: f"FOLDER, SECRET = {str(tmp_path)!r}, {str(secret)!r}\n{text}" for name, text in ABUSES.items()}
-    assert len(programs) >= 60
+    chosen = list(ABUSES.items())[:: 1 if NIGHTLY else 4]
+    programs = {name: f"FOLDER, SECRET = {str(tmp_path)!r}, {str(secret)!r}\n{text}" for name, text in chosen}
+    assert len(ABUSES) >= 60
     own = ProgramJudge(
         workers=2, cpu_s=1, wall_s=6.0, memory_bytes=1 << 28
     )  # starts with the secret in its environment

@@ -1,0 +1,1 @@
+"""Data sources for agents of this part."""
