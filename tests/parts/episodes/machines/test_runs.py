@@ -35,7 +35,7 @@ def below(pid: int, mark: bytes) -> list[int]:
 @pytest.mark.parametrize("victim", ["_async_worker", *also("machines._starter", "llamarl", "signal")])
 def test_a_run_leaves_no_machine(victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a kill of the worker that has the machines, or of the process that starts them, the run trains to its end.
-    A random model writes lines that are no commands, and the replies say so."""
+    A random model writes lines that are no commands."""
     monkeypatch.setattr(make_data, "FOLDER", tmp_path)
     monkeypatch.setattr(make_data, "ROWS", {"train": 20, "test": 4})
     make_data.main()
@@ -60,5 +60,4 @@ def test_a_run_leaves_no_machine(victim: str, tmp_path: Path, monkeypatch: pytes
         assert code == 0, error
         steps = [row for row in rows(tmp_path / "repair" / "metrics.jsonl") if row["kind"] == "step"]
         assert [row["step"] for row in steps] == [1, 2, 3]
-        assert any(row["extra.turns_max"] > 1 for row in steps)
     until(lambda: not running(mark), "all machines end")
