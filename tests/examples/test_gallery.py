@@ -13,6 +13,7 @@ import uvicorn
 
 from examples.code import make_data
 from examples.judge import stand_in
+from examples.repair import make_data as make_repositories
 from examples.tools.calculator import Calculator
 from llamarl.data.sources.list_functions import ListFunctions
 from llamarl.parts.episodes.environments import Task, Turn
@@ -21,9 +22,11 @@ from llamarl.rewards.judge import PROMPT
 from tests.architecture.repository import ROOT
 from tests.end_to_end.tiny import llamarl_here, make_model
 from tests.nightly import nightly
+from tests.parts.episodes.machines.here import PROBLEM
 
 EXAMPLES = ROOT / "examples"
-FOLDERS = ("code", "judge", "own_reward", "real", "sft_then_rl", "tools")
+FOLDERS = ("code", "judge", "own_reward", "real", "repair", "sft_then_rl", "tools")
+WITHOUT_CURVE = ("repair",)
 MAX_LINES = 60
 """One screen."""
 SMALL = (
@@ -65,8 +68,9 @@ def test_a_readme_has_commands_files_a_curve_and_what_to_change(name: str) -> No
     rows = "\n".join(line for line in text.splitlines() if line.startswith("| `"))
     assert files == set(re.findall(r"`([\w.]+)`", rows)) & files, "every file has its row"
     assert any(file.endswith(".toml") for file in files)
-    (picture,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
-    assert (folder / picture).is_file() and "reward" in text and "**Make it yours.**" in text
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
+    assert len(pictures) == (name not in WITHOUT_CURVE) and all((folder / picture).is_file() for picture in pictures)
+    assert "reward" in text and "**Make it yours.**" in text
 
 
 def test_the_tool_answers_as_the_packaged_one() -> None:
@@ -116,8 +120,18 @@ def test_it_runs(name: str, model: Path, judge: str, tmp_path: Path, monkeypatch
             *("--data.train", f"{{name = 'file', path = '{tmp_path}/train.jsonl'}}"),
             *("--data.eval", f"{{name = 'file', path = '{tmp_path}/test.jsonl'}}"),
         ],
+        "repair": [
+            *("--data.train", f"{{name = 'file', path = '{tmp_path}/train.jsonl'}}"),
+            *("--data.eval", f"{{name = 'file', path = '{tmp_path}/test.jsonl'}}"),
+        ],
         "real": ["--data.template", "{question}\n", "--data.system=", "--data.examples", "[]"],
     }
+    if name == "repair":
+        if PROBLEM:
+            pytest.skip(PROBLEM)
+        monkeypatch.setattr(make_repositories, "FOLDER", tmp_path)
+        monkeypatch.setattr(make_repositories, "ROWS", {"train": 20, "test": 8})
+        make_repositories.main()
     if name == "code":
         monkeypatch.setattr(make_data, "FOLDER", tmp_path)
         monkeypatch.setattr(make_data, "PARTS", {one: ListFunctions(count=20) for one in ("train", "test")})
@@ -129,6 +143,21 @@ def test_it_runs(name: str, model: Path, judge: str, tmp_path: Path, monkeypatch
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["kind"] == "step"] == [1, 2]
     assert all(not row.get("invalid") for row in rows), "every response was judged"
+
+
+def test_repositories_are_repaired_by_the_command_of_their_solution() -> None:
+    """Each test fails before, and only one operator repairs it."""
+    rows = list(make_repositories.rows("train", 50))
+    assert rows == list(make_repositories.rows("train", 50)) and len({row["question"] for row in rows}) > 40
+    for row in rows:
+        (path,) = row["answer_files"]
+        expression = row["files"][path].partition("return")[2].strip()
+        calls, repaired = row["check"]["calls"], list[str]()
+        for operator in make_repositories.OPERATORS:
+            new = re.sub(" . b", f" {operator} b", expression)
+            if all(eval(new, {"a": a, "b": b}) == value for _, (a, b), value in calls):
+                repaired.append(operator)
+        assert len(repaired) == 1 and make_repositories.command(row, repaired[0]).endswith(path)
 
 
 @nightly("a warm start, in small")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache, lru_cache
 from typing import TypeVar
 
@@ -15,11 +17,15 @@ from llamarl.parts.episodes.machines import Machine, MachineBackend, MachineLimi
 FAMILY = "llamarl.parts.episodes.machines"
 AT_ONCE = 64
 """Episodes of one process whose machines work at the same time. Threads wait for them; they compute little."""
+_STACK_BYTES, _M_ARENA_MAX = 1 << 20, -8
 T = TypeVar("T")
 
 
 @cache
 def _threads() -> ThreadPoolExecutor:
+    with suppress(AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)  # each of up to 8 arenas per core takes address space
+    threading.stack_size(_STACK_BYTES)  # the limit of a worker's memory is one of address space, too
     return ThreadPoolExecutor(AT_ONCE, thread_name_prefix="machine")
 
 

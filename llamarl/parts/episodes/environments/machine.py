@@ -43,7 +43,8 @@ class Machine(Environment):
     """MachineLimits of each machine."""
     form: Literal["block", "line", "tool"] = "block"
     """How the policy writes a command. `block`: a closed ```` ```sh ```` block at the end of the turn. `line`: each
-    turn is a command line, and `exit` ends the episode. `tool`: calls of the tool `shell` of the chat template."""
+    turn is a command line, `exit` ends the episode, and replies end with `$`. `tool`: calls of the tool `shell` of the
+    chat template."""
     command_s: Annotated[float, Field(gt=0)] = 20.0
     """Seconds for the commands of one turn. Commands that take longer are killed, and the episode continues."""
     check_s: Annotated[float, Field(gt=0)] = 40.0
@@ -100,9 +101,10 @@ class Machine(Environment):
                 raise self._lost
             return messages or None
         if self.form == "line":
-            command = turn.response.strip()
-            is_command = turn.response.endswith("\n") and command not in ("", "exit")
-            return f"{self._output(command)}$ " if is_command else None
+            command, end, _ = turn.response.partition("\n")  # one token may contain more than the line break
+            command = command.strip()
+            is_command = end and command not in ("", "exit")
+            return f"{self._output(command)}$" if is_command else None
         commands = _BLOCK.findall(turn.response)
         return f"```output\n{self._output(commands[0]).rstrip()}\n```\n" if commands else None
 

@@ -30,6 +30,8 @@ from llamarl.parts.episodes.sandbox import seccomp
 
 START_S = 30.0
 """Maximum seconds until a machine is ready."""
+_STARTS = threading.BoundedSemaphore(max(4, os.cpu_count() or 4))
+"""Machines that start at the same time: each computes for some milliseconds, and more of them delay each other."""
 _UIDS = range(60_000, 61_000)
 """Users that a root process becomes before it starts a machine: the first one without an account."""
 _INSIDE_UID = "1000"
@@ -61,7 +63,8 @@ class Bubblewrap(MachineBackend):
         uid = _unprivileged_uid()
         gid = os.getgid() if os.getuid() else None  # another user's namespace knows no other group
         base = folder if folder and is_owned_by(folder, uid, gid) else None
-        machine = _started(_starter_of_this_process(), self.shows, base, limits, uid)
+        with _STARTS:
+            machine = _started(_starter_of_this_process(), self.shows, base, limits, uid)
         if folder and base is None:  # the machine's user could not change it, so the machine gets a copy
             try:
                 machine.put(pack_folder(folder))

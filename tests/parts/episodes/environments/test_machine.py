@@ -7,6 +7,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -87,7 +89,7 @@ def test_the_last_turn_counts() -> None:
 
 def test_commands_as_lines() -> None:
     said = talk(row(BY_CALLS), "x=5\n", "echo $x\n", f"printf '{RIGHT}' > calc.py\n", "exit\n", form="line")
-    assert said[:3] == ["$ ", "5\n$ ", "$ "] and said[3].outcome is Outcome.SCORE
+    assert said[:3] == ["$", "5\n$", "$"] and said[3].outcome is Outcome.SCORE
     (end,) = talk(row(BY_CALLS), "ls", form="line")
     assert end.outcome is Outcome.WRONG
 
@@ -221,6 +223,17 @@ def test_the_example_of_the_page_is_a_task() -> None:
     assert f"none of {len(CHEATS)} cheats" in page
 
 
+def test_all_threads_fit_into_a_worker() -> None:
+    """Its default limit is one of address space, of which each thread takes stack and arena."""
+    code = (
+        "import asyncio, resource, threading\nresource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
+        "from llamarl.parts.episodes.environments._open_machine import AT_ONCE, in_thread\n"
+        "meeting = threading.Barrier(AT_ONCE)\nasync def main():\n"
+        "    await asyncio.gather(*(in_thread(meeting.wait) for _ in range(AT_ONCE)))\nasyncio.run(main())"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def test_a_killed_worker_leaves_no_machine(model: Path) -> None:
     """Its episodes are INVALID, and the next ones get a new worker."""
     executor = EnvironmentExecutor(str(model), Ref.model_validate({"name": "machine", "form": "line"}))
@@ -231,14 +244,14 @@ def test_a_killed_worker_leaves_no_machine(model: Path) -> None:
         return OpenTurn(5, index, prompt, [(n % 2 == 0, tokenizer.encode(text)) for n, text in enumerate(texts)], 0.0)
 
     executor.submit([episode(n, "(setsid sleep 987651 &); echo one\n") for n in range(3)])
-    assert {tokenizer.decode(one.observation_T) for one in replies(executor, 3).values()} == {"one\n$ "}
-    executor.submit([episode(n, "(setsid sleep 987651 &); echo one\n", "one\n$ ", "sleep 100\n") for n in range(3)])
+    assert {tokenizer.decode(one.observation_T) for one in replies(executor, 3).values()} == {"one\n$"}
+    executor.submit([episode(n, "(setsid sleep 987651 &); echo one\n", "one\n$", "sleep 100\n") for n in range(3)])
     until(lambda: running("sleep\x00100"), "a command runs")
     os.kill(executor._open[""].crew._processes[0]._child.pid, signal.SIGKILL)
     assert all(one.result.outcome is Outcome.INVALID for one in replies(executor, 3).values())
     until(lambda: not running("987651"), "all machines end")
     executor.submit([episode(9, "(setsid sleep 987651 &); echo two\n")])
-    assert tokenizer.decode(replies(executor, 1)[9].observation_T) == "two\n$ "
+    assert tokenizer.decode(replies(executor, 1)[9].observation_T) == "two\n$"
     executor.leave([(5, 9)])
     until(lambda: not running("987651"), "the machine of an episode that was left ends")
     executor.close()

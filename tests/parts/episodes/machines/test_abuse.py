@@ -6,9 +6,10 @@ import os
 import shlex
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
 
 import pytest
 
@@ -30,32 +31,34 @@ def sample(abuses: dict[str, str], step: int) -> list[tuple[str, str]]:
     return list(islice(abuses.items(), 0, None, 1 if NIGHTLY else step))
 
 
-@pytest.fixture
-def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+@contextmanager
+def host_of_abuses() -> Iterator[dict[str, str]]:
     """What the host has and a machine must not get, as variables of the abuses."""
-    monkeypatch.setenv("LLAMARL_SECRET", "7919")
-    name, path = f"llamarl-abuse-{os.getpid()}", os.path.relpath(tmp_path / "s")  # a Unix socket's path is short
+    name = f"llamarl-abuse-{os.getpid()}"
+    os.environ["LLAMARL_SECRET"] = "7919"
     listeners = [socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)]
-    listeners[1].bind(f"\0{name}")
-    listeners[2].bind(path)
-    for one in listeners[1:]:
-        one.listen()
-    port = listeners[0].getsockname()[1]
-    with subprocess.Popen(["sleep", "7919.5"]) as program:
-        yield {"SECRET": str(ROOT / "LICENSE"), "FOLDER": str(ROOT), "PORT": str(port), "NAME": name,
-               "SOCKET": os.path.abspath(path), "PROGRAM": "7919.5"}  # fmt: skip
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder, subprocess.Popen(["sleep", "7919.5"]) as program:
+        os.chmod(folder, 0o755)
+        listeners[1].bind(f"\0{name}")
+        listeners[2].bind(f"{folder}/s")
+        os.chmod(f"{folder}/s", 0o666)
+        for one in listeners[1:]:
+            one.listen()
+        yield {"SECRET": str(ROOT / "LICENSE"), "FOLDER": str(ROOT), "PORT": str(listeners[0].getsockname()[1]),
+               "NAME": name, "SOCKET": f"{folder}/s", "PROGRAM": "7919.5"}  # fmt: skip
         program.kill()
     for one in listeners:
         one.close()
+    del os.environ["LLAMARL_SECRET"]
 
 
-def run_all(commands: list[tuple[str, str]], hosts: dict[str, str]) -> list[str]:
+def run_all(commands: list[tuple[str, str]], host: dict[str, str]) -> list[str]:
     """Runs each command in a machine that others use, too. Returns the names of those that work."""
     worked = list[str]()
     for first in range(0, len(commands), BATCH):
         machine = started(processes=64)
         try:
-            said(machine, "export " + " ".join(f"{key}={shlex.quote(value)}" for key, value in hosts.items()))
+            said(machine, "export " + " ".join(f"{key}={shlex.quote(value)}" for key, value in host.items()))
             for name, command in commands[first : first + BATCH]:
                 try:
                     output = machine.run(command, 20.0, 1 << 12).output
@@ -74,27 +77,32 @@ def python(code: str) -> str:
 
 
 @needs_machines
-def test_no_abuse_gets_anything(hosts: dict[str, str]) -> None:
+def test_no_abuse_gets_anything() -> None:
     commands = sample(abuse.IN_SHELL, 12)
     commands += [(name, python(code)) for name, code in sample(abuse.IN_PYTHON, 12)]
-    worked = run_all(commands, hosts)
+    with host_of_abuses() as host:
+        worked = run_all(commands, host)
     assert not worked, "\n".join(worked)
 
 
 EXCEEDS = sample(abuse.EXCEEDS, 7)
 
 
+def exceeds(code: str) -> bool:
+    """Returns whether a program exceeds the limits of its machine."""
+    machine = started(**SMALL)
+    try:
+        return b"GOT" in machine.run(python(code) + "; setsid sleep 7919.25 & disown", 10.0, 1 << 12).output
+    except MachineLost:  # its own machine, and not more
+        return False
+    finally:
+        machine.close()
+
+
 @needs_machines
 @pytest.mark.parametrize("code", [code for _, code in EXCEEDS], ids=[name for name, _ in EXCEEDS])
 def test_no_abuse_exceeds_a_limit(code: str) -> None:
-    machine = started(**SMALL)
-    try:
-        output = machine.run(python(code) + "; setsid sleep 7919.25 & disown", 10.0, 1 << 12).output
-        assert b"GOT" not in output, output
-    except MachineLost:  # its own machine, and not more
-        pass
-    finally:
-        machine.close()
+    assert not exceeds(code)
     until(lambda: not running("7919.25"), "the machine ends")
 
 
