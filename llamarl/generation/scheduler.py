@@ -622,7 +622,9 @@ class Scheduler:
         """Lets a prefix that is about to be prefilled begin behind blocks that other prompts have filled with the same
         tokens. Returns the slot of the state there."""
         prefix, state = group.prefix, EMPTY
-        shared = self._index.find(group.prompt_T, group.prefix_tokens) if self._index is not None else []
+        # A state is written by the tokens behind it, so at least one token of the prefix is computed.
+        num_tokens = group.prefix_tokens - (self._states is not None)
+        shared = self._index.find(group.prompt_T, num_tokens) if self._index is not None else []
         if self._states is not None:
             count = self._states.longest(shared)
             prefix.border = len(shared) * self.block_size if len(shared) > count else 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel, load_generator_model
 from llamarl.generation.scheduler import EMPTY, Schedule
+from llamarl.generation.states import StateCache
 from llamarl.kernels.delta import convolved, heads, step
 from llamarl.kernels.delta_shape import DeltaShape
 from llamarl.models.hf import save_model
@@ -333,6 +336,27 @@ def test_the_third_prompt_begins_behind_the_state_of_what_all_share(num_shared: 
             assert found[key].token_ids_T.tobytes() == rollout.token_ids_T.tobytes()
             assert found[key].behavior_logprobs_T.tobytes() == rollout.behavior_logprobs_T.tobytes()
     assert states is not None and not states._slots and states._pool.num_free == SHARED_STATES
+
+
+@pytest.mark.parametrize("num_own", [1, 2])
+def test_a_prompt_that_ends_where_the_beginning_does_has_a_state(monkeypatch: pytest.MonkeyPatch, num_own: int) -> None:
+    """Its whole prefix may be shared, and its state is written all the same. Slots hold no numbers at first."""
+
+    class Unwritten(StateCache):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            for slots in (self.states_L_S_H_K_V, self.inputs_L_S_D_C):
+                slots[:, EMPTY + 1 :] = math.nan
+
+    monkeypatch.setattr("llamarl.generation.engine.StateCache", Unwritten)
+    model = loaded(hybrid("qwen3_next_dense"), "float32")
+    requests = with_a_common_beginning(48, 3)
+    last = replace(requests[0], group_id=20, prompt_token_ids_T=requests[0].prompt_token_ids_T[: 48 + num_own])
+    found = run(make_engine(model, max_running=16), [*requests, last])
+    alone = run(make_engine(model, max_running=16), [last])
+    for key, rollout in alone.items():
+        assert found[key].token_ids_T.tobytes() == rollout.token_ids_T.tobytes()
+        assert found[key].behavior_logprobs_T.tobytes() == rollout.behavior_logprobs_T.tobytes()
 
 
 def test_more_beginnings_than_slots_are_computed() -> None:

@@ -12,15 +12,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from llamarl.kernels import attention, build, copy, experts, linear, ops, paths
+from llamarl.kernels import (
+    attention,
+    build,
+    copy,
+    delta,
+    experts,
+    linear,
+    ops,
+    paths,
+    stack,
+    train_attention,
+    train_delta,
+)
 
 EMULATED = ("emulated-amx", "emulated-avx512")
 ENGINES = (*build.offered(), *EMULATED)
 """What `LLAMARL_KERNELS` can be here, and `packed.cpp` with loops in place of instructions."""
 _FEATURES = ("AVX512VNNI", "AVX512BF16", "AMX_TILE", "AMX_BF16", "AMX_INT8")
 _CACHES = (
-    build.load, build.processor, attention.kernel, copy.kernel, linear.kernels, ops.kernels, experts.kernels,
-    paths.offered, paths.chosen,
+    build.load, build.processor, attention.kernel, copy.kernel, delta.kernel, linear.kernels, ops.kernels,
+    experts.kernels, stack.kernel, train_attention.kernels, train_delta.kernels, paths.offered, paths.chosen,
 )  # fmt: skip
 _FLAGS = (
     *(("-march=x86-64", "-Wno-psabi") if platform.machine() == "x86_64" else ()), "-O2", "-DLLAMARL_EMULATED",
