@@ -138,8 +138,7 @@ def recur(
 
     Args:
         runs_R_4: first token, number of tokens, slot to read and slot to write of each run, int64. A run without tokens
-            copies a slot. A run may read what an earlier run writes; runs of one token at the end do not read each
-            other's.
+            copies a slot. A run may read what an earlier run writes.
     """
     given = mixed_N_C, conv_C_W, decay_N_H, strength_N_H
     slots = states_S_H_K_V, inputs_S_D_C
@@ -164,7 +163,7 @@ def _by_kernel(
 
 def _by_torch(runs_R_4: np.ndarray, delta: DeltaShape, given: tuple[Tensor, ...], slots: tuple[Tensor, ...]) -> Tensor:
     out_N_H_V = given[0].new_empty(len(given[0]), delta.num_value_heads, delta.value_dim)
-    single = len(runs_R_4) - int(np.argmin(np.append(runs_R_4[::-1, 1] == 1, False)))
+    single = _first_independent(runs_R_4.tolist())
     steps = [
         np.array([[start + token if count else -1, write if token else read, write]])
         for start, count, read, write in runs_R_4[:single].tolist()
@@ -185,6 +184,18 @@ def _by_torch(runs_R_4: np.ndarray, delta: DeltaShape, given: tuple[Tensor, ...]
         inputs.index_copy_(0, writes, window_B_W_C[:, 1:])
         out_N_H_V[tokens] = out
     return out_N_H_V
+
+
+def _first_independent(runs: Sequence[Sequence[int]]) -> int:
+    """Returns the place from which on all runs have one token, and none reads or writes what an earlier one of them
+    writes. They can be computed together."""
+    used = set[int]()
+    for place in range(len(runs) - 1, -1, -1):
+        _, count, read, write = runs[place]
+        if count != 1 or write in used:
+            return place + 1
+        used |= {read, write}
+    return 0
 
 
 def _wrong(library: ctypes.CDLL) -> str:

@@ -133,6 +133,21 @@ def test_a_run_without_tokens_copies_its_slot() -> None:
         assert torch.equal(states[2], expected[0][2]) and torch.equal(kept[2], expected[1][2])
 
 
+def test_runs_of_one_token_that_follow_each_other() -> None:
+    """The last token of a prefix, the first one of two rollouts that begin behind it, and one that goes on."""
+    shape = SHAPES["plain"]
+    inputs = given(shape, 9)
+    together, states, kept = runs((0, 5, 0, 1), (5, 1, 1, 1), (6, 1, 1, 2), (7, 1, 1, 3), (8, 1, 3, 3)), *slots(shape)
+    found = delta.recur(together, shape, *inputs, states, kept)
+    alone, own, own_kept = list[Tensor](), *slots(shape)
+    for start, count, read, write in together.tolist():
+        part = tuple(x if x is inputs[1] else x[start : start + count] for x in inputs)
+        alone.append(delta.recur(runs((0, count, read, write)), shape, *part, own, own_kept))
+    torch.testing.assert_close(found, torch.cat(alone))
+    torch.testing.assert_close(states, own, equal_nan=True)
+    torch.testing.assert_close(kept, own_kept, equal_nan=True)
+
+
 def test_nothing_to_compute() -> None:
     shape = SHAPES["plain"]
     assert delta.recur(runs(), shape, *given(shape, 0), *slots(shape)).shape == (0, 4, 32)
