@@ -79,7 +79,8 @@ def test_a_run_happens_again(tmp_path: Path, toml: Path, kind: str) -> None:
     done = llamarl_here("replay", run)
     assert done.returncode == 0, done.stdout + done.stderr
     num_tokens = sum(one.num_tokens for one in rollouts)
-    steps, size = (20, 120) if "several" in kind else (6, 36)
+    steps = KINDS[kind][-1] if "--steps" in KINDS[kind] else 6
+    size = 6 * int(steps)
     assert (
         done.stdout.splitlines()[-1]
         == f"replayed {steps} steps, {size} rollouts, {num_tokens:,} tokens, {size} rewards: all equal"
