@@ -1,4 +1,5 @@
-"""How machines for episodes start, how many live at the same time, and what abuses get out of them.
+"""How machines for episodes start, how many live at the same time, what abuses get out of them; how many episodes wait
+in one process; and the figures of credit by turn and of distillation.
 
     python benchmarks/tasks.py [--starters 4] [--machines 64] [--rounds 3]
 
@@ -8,23 +9,33 @@ Needs an idle machine with bubblewrap. Each measure is a function in `MEASURES`,
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import numpy as np
 from _record import write_result
 
+from llamarl.config import Ref
+from llamarl.data.tokenizer import Tokenizer
+from llamarl.executors.replies import Replied
+from llamarl.parts.episodes.executors.environment import EnvironmentExecutor
 from llamarl.parts.episodes.machines import Machine, MachineLimits
 from llamarl.parts.episodes.machines.bubblewrap import Bubblewrap
+from llamarl.parts.episodes.ports import OpenTurn
+from llamarl.types import Prompt
 
-SETTINGS = {"starters": 4, "machines": 64, "rounds": 3}
+SETTINGS = {"starters": 4, "machines": 64, "rounds": 3, "waiting": 1000}
 NOTES = [
     (
         "machine_start_s: seconds from the request until a machine has run its first command, with `starters` at a "
@@ -38,6 +49,11 @@ NOTES = [
         "abuses_tried: commands of tests/parts/episodes/machines/abuse.py that try to get out of a machine, to gain a "
         "right or to exceed a limit. abuses_failed: abuses that got nothing. The goal is that all of them fail."
     ),
+    (
+        "waiting_per_process: episodes of one process whose replies wait half a second at the same time; waiting_s: "
+        "seconds until all have a reply, most of which are tokenization and JSON."
+    ),
+    "credit_steps_ratio, distill_gap, distill_steps_ratio: of the newest credit-DATE.json and distillation-DATE.json.",
 ]
 
 
@@ -95,7 +111,43 @@ def abuses(_: dict[str, Any]) -> dict[str, Any]:
     return {"abuses_tried": tried, "abuses_failed": tried - len(succeeded), "abuses_that_succeeded": succeeded}
 
 
-MEASURES: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (machines, abuses)
+def waiting(settings: dict[str, Any]) -> dict[str, Any]:
+    """Lets episodes of one process wait at the same time."""
+    from tests.end_to_end.tiny import make_model
+
+    environment = Ref.model_validate({"name": "tests.parts.episodes.environments.worlds:Slow", "step_s": 60.0})
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder) / "model")
+        token_ids_T = np.array([1], np.int32)
+        prompt = Prompt(
+            prompt_id="p", text="", token_ids_T=token_ids_T, answer="", metadata={"folder": folder, "level": 1}
+        )
+        said = [(True, Tokenizer(model).encode("a"))]
+        with closing(EnvironmentExecutor(str(model), environment)) as executor:
+
+            def seconds_of(first: int, count: int) -> float:
+                start_s, found = time.monotonic(), list[Replied]()
+                executor.submit([OpenTurn(0, first + number, prompt, said, 0.0) for number in range(count)])
+                while len(found) < count:
+                    found += executor.collect().result(timeout=120)
+                assert all(one.observation_T is not None for one in found), "a reply failed"
+                return time.monotonic() - start_s
+
+            seconds_of(0, 1)  # the process starts
+            seconds = seconds_of(1, settings["waiting"])
+    return {"waiting_per_process": settings["waiting"], "waiting_s": round(seconds, 2)}
+
+
+def earlier(_: dict[str, Any]) -> dict[str, Any]:
+    """Repeats figures of the benchmarks of credit by turn and of distillation."""
+    results, found = Path(__file__).parent / "results", dict[str, Any]()
+    for name, keys in (("credit", ["credit_steps_ratio"]), ("distillation", ["distill_gap", "distill_steps_ratio"])):
+        newest = json.loads(max(results.glob(f"{name}-*.json")).read_text())
+        found |= {key: newest[key] for key in keys}
+    return found
+
+
+MEASURES: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (machines, abuses, waiting, earlier)
 
 if __name__ == "__main__":
     main()
