@@ -434,8 +434,9 @@ class Flight:
             seconds += now_s - row.since_s
             row.rollout, is_final = rollout, rollout.finish_reason.is_final
             state = self._state_after(row) if is_final else RolloutState.PARKED
-            has_cache = rollout.finish_reason in (FinishReason.STOP, FinishReason.PARKED)
-            self._move(row, state, replica if has_cache and state is not RolloutState.ENDED else None)
+            # Of a response that ended by length the generator keeps no keys and values.
+            is_gone = state is RolloutState.ENDED or rollout.finish_reason is FinishReason.LENGTH
+            self._move(row, state, None if is_gone else replica)
             if is_final:
                 finished.append(rollout)
         # A greedy response, which has its own request, may come with its group: check each group once.

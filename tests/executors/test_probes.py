@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ class Trainer:
     config: Any
     version: int = 0
     calls: int = 0
+    model: Any = field(default_factory=lambda: SimpleNamespace(shape=SimpleNamespace(delta=None)))
 
     def score(
         self,
@@ -31,7 +33,9 @@ class Trainer:
         cutoffs_N: Any = None,
         rounded: bool = False,
         contexts: Any = None,
+        recurrent: bool = False,
     ) -> list[Any]:
+        assert not recurrent, "there are no delta nets"
         self.calls += 1
         says = 100 * (cutoffs_N is not None) + self.version + 0.5 * (half and self.config.dtype == "bfloat16")
         says += 0.25 * rounded

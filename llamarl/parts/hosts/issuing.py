@@ -86,14 +86,15 @@ def _named(name: str) -> x509.Name:
 
 def _begun(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
+    end = now + timedelta(days=days)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - CLOCKS_APART)
-        .not_valid_after(now + timedelta(days=days))
+        .not_valid_before(min(now, end) - CLOCKS_APART)
+        .not_valid_after(end)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     )
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from llamarl.config import ConfigError
-from llamarl.models.memory import GeneratorLoad, generator_bytes
+from llamarl.models.memory import SHARED_STATES, GeneratorLoad, generator_bytes
 from llamarl.models.shape import ModelShape
 from llamarl.models.sizes import DecoderSizes
 from llamarl.models.transformer import Transformer
@@ -180,4 +180,4 @@ def test_a_plan_of_a_hybrid_has_no_context_ranks_and_counts_its_states() -> None
     assert model.num_attention_layers == 16
     assert model.state_bytes == 48 * 4 * (48 * 128 * 128 + 3 * (2 * 16 + 48) * 128)
     load = GeneratorLoad(width=2, kv_width=2, kv_tokens=0, tp=2, rows=100)
-    assert generator_bytes(model, load)["states"] == 100 * model.state_bytes
+    assert generator_bytes(model, load)["states"] == (2 * 100 + SHARED_STATES) / 2 * model.state_bytes

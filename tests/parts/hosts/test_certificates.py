@@ -15,7 +15,6 @@ import pytest
 
 from llamarl.config import ConfigError
 from llamarl.net.reasons import plain
-from llamarl.parts.hosts import certificates
 from llamarl.parts.hosts.certificates import (
     CONTROLLER,
     _shown,
@@ -185,22 +184,6 @@ def test_keys_are_private_and_hosts_can_be_added(pki: Path, tmp_path: Path) -> N
     names = ("ca", CONTROLLER, "b", "c", "d")
     assert modes == {f"{name}.crt": 0o644 for name in names} | {f"{name}.key": 0o600 for name in names}
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-
-
-def test_certificates_are_made_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The keys of two hosts wait for each other."""
-    both, run = threading.Barrier(2, timeout=60), certificates._openssl
-
-    def openssl(*arguments: str | Path) -> None:
-        if arguments[0] == "genpkey" and Path(arguments[-1]).name != "ca.key":
-            both.wait()
-        run(*arguments)
-
-    monkeypatch.setattr(certificates, "_openssl", openssl)
-    certificates.make_certificates(tmp_path / "new", {name: (name,) for name in ("a", "b")}, 1)
-    for name in ("a", "b"):
-        certificates.client_context(tmp_path / "new", name)
-    assert not [*(tmp_path / "new").glob("*.settings"), *(tmp_path / "new").glob("*.request")]
 
 
 def test_monarch_gets_absolute_paths(pki: Path, monkeypatch: pytest.MonkeyPatch) -> None:
