@@ -26,7 +26,8 @@ _STOPS = {"block": ["\n```\n"], "line": ["\n"], "tool": list[str]()}
 @dataclass
 class Machine(Environment):
     """Runs the commands of a turn in the machine of the episode and replies with their output. A turn without a
-    command, and the last of `max_turns`, end the episode. A second machine then checks the files that the row names.
+    command, and the last of `max_turns`, end the episode. A second machine then checks the files that the row names,
+    also if the episode runs out of tokens.
 
     An episode whose machine ends, hangs or exceeds a limit of the whole machine is WRONG. A fault of the host or of the
     row is INVALID."""
@@ -79,6 +80,10 @@ class Machine(Environment):
     async def reply(self, task: Task, turns: Sequence[Turn]) -> str | Messages | RewardResult:  # type: ignore[override]
         return await in_thread(self._reply, turns)
 
+    async def ended(self, task: Task, turns: Sequence[Turn]) -> RewardResult:
+        """Checks what an episode that ran out of tokens leaves. A command that was cut does not run."""
+        return await in_thread(self._checked)
+
     def _reply(self, turns: Sequence[Turn]) -> str | Messages | RewardResult:
         self._until_s = time.monotonic() + self.command_s
         self._lost: MachineLost | None = None
@@ -86,6 +91,13 @@ class Machine(Environment):
             observation = self._observed(turns[-1])
             if observation is not None and len(turns) < self.max_turns:
                 return observation
+        except MachineLost as lost:
+            return wrong(0.0, str(lost))
+        return self._checked()
+
+    def _checked(self) -> RewardResult:
+        """Returns the reward for the files in the machine."""
+        try:
             machine = self._open.started(self._task.folder, self._task.tar)
             tar = machine.get(self._task.answer_files, ANSWER_BYTES)
             machine.close()

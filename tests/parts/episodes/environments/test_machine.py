@@ -87,6 +87,25 @@ def test_the_last_turn_counts() -> None:
     assert end.outcome is Outcome.SCORE
 
 
+def test_an_episode_that_runs_out_of_tokens_is_checked_without_its_cut_command() -> None:
+    made = build_environment(Ref.model_validate({"name": "machine"}))
+    task = Task(prompt="p", answer="", metadata=row(BY_CALLS))
+    fix, undo = sh(f"printf '{RIGHT}' > calc.py"), sh("rm calc.py").removesuffix("```\n")
+    fixed = [Turn(response=fix, observation="```output\n\n```\n")]
+    for replied, turns, outcome in (
+        ([Turn(response=fix)], fixed, Outcome.SCORE),
+        ([Turn(response=fix)], [*fixed, Turn(response=undo)], Outcome.SCORE),
+        ([], [Turn(response=fix.removesuffix("```\n"))], Outcome.WRONG),
+    ):
+        made.open(task)
+        try:
+            if replied:
+                assert isinstance(asyncio.run(made.reply(task, replied)), str)
+            assert asyncio.run(made.ended(task, turns)).outcome is outcome
+        finally:
+            made.close()
+
+
 def test_commands_as_lines() -> None:
     said = talk(row(BY_CALLS), "x=5\n", "echo $x\n", f"printf '{RIGHT}' > calc.py\n", "exit\n", form="line")
     assert said[:3] == ["$", "5\n$", "$"] and said[3].outcome is Outcome.SCORE
