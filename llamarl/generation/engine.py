@@ -47,7 +47,7 @@ from llamarl.generation.rows import Rows
 from llamarl.generation.sampler import Drawn, Sampler, score, truncated
 from llamarl.generation.scheduler import EMPTY, BlockPool, Chunk, Group, Schedule, Scheduler, Sequence, StopStrings
 from llamarl.generation.states import StateCache, StepStates
-from llamarl.kernels import gpu
+from llamarl.kernels import delta, gpu
 from llamarl.models.memory import SHARED_STATES, STATES_OF_ROLLOUT, gpu_work_bytes
 from llamarl.models.transformer import Attend
 from llamarl.types import CandidateSets, FinishReason, GenerationRequest, Rollout
@@ -148,7 +148,8 @@ class Engine:
         graphs = ", decode steps by CUDA graphs" if self._graphs else ""
         if self._no_graphs_because:
             graphs = f", without CUDA graphs ({self._no_graphs_because})"
-        return f"weights by {weights}, attention by {backend_name(self._cache)}{graphs}"
+        nets = f", delta nets by {delta.backend_name(self.model.device)}" if self._states is not None else ""
+        return f"weights by {weights}, attention by {backend_name(self._cache)}{nets}{graphs}"
 
     def sleep(self) -> None:
         """Frees the memory of weights, keys, values and graphs until weights are replaced. There must be no work. Held

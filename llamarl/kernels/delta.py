@@ -1,5 +1,6 @@
-"""The recurrent form of delta nets for generators, and the gates of hybrid models: in C++ on CPUs (`delta.cpp`), once
-it has reproduced torch, else in torch, token by token.
+"""The recurrent form of delta nets for generators, and the gates of hybrid models: in C++ on CPUs (`delta.cpp`). Triton
+computes the recurrent form on GPUs (`parts/cuda/delta.py`). Both must first reproduce torch, which else computes token
+by token.
 
 A value head keeps a state S [K, V]. A token with query q, key k, value v, log decay g and strength b does (arXiv
 2412.06464)
@@ -18,19 +19,22 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llamarl.kernels import gpu
 from llamarl.kernels.build import Kernel, load
 from llamarl.kernels.delta_shape import DeltaShape
 
 _LEAST_NORM = 1e-6
 """Added to the squared norm of queries and keys, as in the released models."""
 _P, _I = ctypes.c_void_p, ctypes.c_int64
+_LARGEST = 1e-4
+"""Largest difference of a kernel to torch. Outputs are below 10."""
 _CHECKED = DeltaShape(layers=(0,), num_key_heads=2, num_value_heads=4, key_dim=6, value_dim=21, conv_width=4)
 
 
@@ -48,6 +52,13 @@ def kernel() -> Kernel:
         getattr(library, name).restype = None
     wrong = _wrong(library)
     return Kernel(library=None, reason=f"delta.cpp: {wrong} differs from torch on this processor") if wrong else loaded
+
+
+def backend_name(device: torch.device) -> str:
+    """Returns what computes the recurrent form in float32, for the log: `c++`, `triton`, or `torch` and the reason."""
+    on_cpu = device.type == "cpu"
+    reason = kernel().reason if on_cpu else gpu.reason("delta", device)
+    return f"torch ({reason})" if reason else "c++" if on_cpu else "triton"
 
 
 def gates(b_N_H: Tensor, a_N_H: Tensor, a_log_H: Tensor, dt_bias_H: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,9 +153,11 @@ def recur(
     """
     given = mixed_N_C, conv_C_W, decay_N_H, strength_N_H
     slots = states_S_H_K_V, inputs_S_D_C
-    if (library := _library(mixed_N_C)) is None:
-        return _by_torch(runs_R_4, delta, given, slots)
-    return _by_kernel(library, runs_R_4, delta, given, slots)
+    if library := _library(mixed_N_C):
+        return _by_kernel(library, runs_R_4, delta, given, slots)
+    if mixed_N_C.dtype == torch.float32 and (kernels := gpu.kernel("delta", mixed_N_C.device)):
+        return kernels.recur(runs_R_4, delta, given, slots)
+    return recur_by_torch(runs_R_4, delta, given, slots)
 
 
 def _by_kernel(
@@ -161,7 +174,10 @@ def _by_kernel(
     return out_N_H_V
 
 
-def _by_torch(runs_R_4: np.ndarray, delta: DeltaShape, given: tuple[Tensor, ...], slots: tuple[Tensor, ...]) -> Tensor:
+def recur_by_torch(
+    runs_R_4: np.ndarray, delta: DeltaShape, given: tuple[Tensor, ...], slots: tuple[Tensor, ...]
+) -> Tensor:
+    """Computes `recur`."""
     out_N_H_V = given[0].new_empty(len(given[0]), delta.num_value_heads, delta.value_dim)
     single = _first_independent(runs_R_4.tolist())
     steps = [
@@ -199,16 +215,23 @@ def _first_independent(runs: Sequence[Sequence[int]]) -> int:
 
 
 def _wrong(library: ctypes.CDLL) -> str:
-    """Returns the kernel that differs from torch, or "": for a run of 5 tokens from zeros, and two that go on from
-    it."""
+    """Returns the kernel that differs from torch, or ""."""
+    return "" if difference(functools.partial(_by_kernel, library), torch.device("cpu")) < _LARGEST else "delta_runs"
+
+
+def difference(compute: Callable[..., Tensor], device: torch.device) -> float:
+    """Returns the largest difference of outputs, states and inputs to torch in float64: for a run of 5 tokens from
+    zeros, two that continue it, and two that fork from the last one."""
     generator, delta = torch.Generator().manual_seed(0), _CHECKED
-    runs_R_4 = np.array([(0, 5, 0, 1), (5, 1, 1, 2), (6, 1, 1, 1)])
-    mixed, conv = (torch.randn(*size, generator=generator) for size in ((7, delta.mixed_size), (delta.mixed_size, 4)))
-    given = mixed, conv, -torch.rand(7, 4, generator=generator), torch.rand(7, 4, generator=generator)
+    runs_R_4 = np.array([(0, 5, 0, 1), (5, 1, 1, 2), (6, 1, 1, 1), (7, 2, 1, 3), (9, 1, 1, 4)])
+    mixed, conv = (torch.randn(*size, generator=generator) for size in ((10, delta.mixed_size), (delta.mixed_size, 4)))
+    given = mixed, conv, -torch.rand(10, 4, generator=generator), torch.rand(10, 4, generator=generator)
     results = list[list[Tensor]]()
-    for compute in (_by_torch, functools.partial(_by_kernel, library)):
-        states = torch.zeros(3, delta.num_value_heads, delta.key_dim, delta.value_dim)
-        inputs = torch.zeros(3, delta.conv_width - 1, delta.mixed_size)
-        results.append([compute(runs_R_4, delta, given, (states, inputs)), states, inputs])
-    is_right = all(torch.allclose(ours, exact, 1e-4, 1e-5) for exact, ours in zip(*results, strict=True))
-    return "" if is_right else "delta_runs"
+    for function, target, dtype in (
+        (recur_by_torch, torch.device("cpu"), torch.float64), (compute, device, torch.float32)
+    ):  # fmt: skip
+        states = torch.zeros(5, delta.num_value_heads, delta.key_dim, delta.value_dim, dtype=dtype, device=target)
+        inputs = torch.zeros(5, delta.conv_width - 1, delta.mixed_size, dtype=dtype, device=target)
+        out = function(runs_R_4, delta, tuple(x.to(target, dtype) for x in given), (states, inputs))
+        results.append([x.double().cpu() for x in (out, states, inputs)])
+    return max((ours - exact).abs().nan_to_num(torch.inf).max().item() for exact, ours in zip(*results, strict=True))

@@ -98,7 +98,7 @@ def alike(one: dict, other: dict) -> float:
 
 
 def test_triton_kernels_are_taken() -> None:
-    for name in ("decode", "ops", "sample", "products", "logprobs", "train", "fingerprint"):
+    for name in ("decode", "ops", "sample", "products", "logprobs", "train", "fingerprint", "delta"):
         assert kernel(name, GPU) is not None, reason(name, GPU)
 
 

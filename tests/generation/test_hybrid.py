@@ -18,6 +18,7 @@ from llamarl.generation.engine import Engine, EngineSettings
 from llamarl.generation.model import GeneratorModel, load_generator_model
 from llamarl.generation.scheduler import EMPTY, Schedule
 from llamarl.generation.states import StateCache
+from llamarl.kernels import delta
 from llamarl.kernels.delta import convolved, heads, step
 from llamarl.kernels.delta_shape import DeltaShape
 from llamarl.models.hf import save_model
@@ -282,6 +283,7 @@ def test_steps_are_no_graphs_because_of_the_states() -> None:
     assert "slots" in generator.no_graphs_because
     backend = make_engine(generator)
     assert "without CUDA graphs" in backend.describe()
+    assert f"delta nets by {delta.backend_name(torch.device('cpu'))}" in backend.describe()
 
 
 def test_an_engine_that_sleeps_gives_its_states_up() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from llamarl.kernels import build, copy
 from llamarl.kernels.attention import BLOCK_SIZE
+from llamarl.kernels.delta import difference
 
 FAILURES = (ImportError, RuntimeError, OSError, AssertionError, subprocess.SubprocessError)
 """Errors of Triton, beside its own, where it cannot compile: its C compiler needs Python's headers and libcuda."""
@@ -226,12 +227,18 @@ def products_error(products: ModuleType, device: torch.device) -> float:
     return max(apart)
 
 
+def delta_error(delta: ModuleType, device: torch.device) -> float:
+    """Largest difference to float64: outputs, states and inputs of runs that continue each other."""
+    return difference(delta.recur, device)
+
+
 TOGETHER: tuple[dict[str, Callable[[ModuleType, torch.device], float]], ...] = (
     {"decode": decode_error, "ops": ops_error},
     {"sample": sample_error},
     {"products": products_error},
     {"logprobs": logprobs_error, "train": train_error},
     {"fingerprint": fingerprint_error},
+    {"delta": delta_error},
 )
 """Files of kernels, with their checks; those of one line serve together, or not at all."""
 

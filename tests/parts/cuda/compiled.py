@@ -15,18 +15,22 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
+from llamarl.kernels.delta_shape import DeltaShape
 from llamarl.parts.cuda import decode as decoding
+from llamarl.parts.cuda import delta as delta_nets
 from llamarl.parts.cuda import fingerprint as fingerprinting
 from llamarl.parts.cuda import logprobs as log_softmax
 from llamarl.parts.cuda import ops
@@ -169,6 +173,29 @@ def fingerprint(columns: int = 2048) -> None:
     fingerprinting.share(words, 2, 0, 2 * columns, lambda: given(2048, dtype=torch.int64))
 
 
+QWEN = DeltaShape(layers=(0,), num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128)
+DELTAS = {
+    "qwen3-next": QWEN,
+    "qwen3-next tp 8": replace(QWEN, num_key_heads=2, num_value_heads=4),
+    "demo": replace(QWEN, num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=16),
+    "wide": replace(QWEN, key_dim=256, value_dim=256),
+    "odd": replace(QWEN, num_key_heads=3, num_value_heads=3, key_dim=7, value_dim=21, conv_width=3),
+}
+
+
+def delta(shape: DeltaShape, num_tokens: int = 3, shift: int = 0) -> None:
+    """Prompts that follow each other, and rows of one token: two waves. Tensors begin `shift` words further."""
+
+    def moved(*sizes: int) -> Tensor:
+        return given(prod(sizes) + shift, dtype=torch.float32)[shift:].view(sizes)
+
+    heads, slots = shape.num_value_heads, 4
+    inputs = (moved(num_tokens, shape.mixed_size), moved(shape.mixed_size, shape.conv_width))
+    kept = moved(slots, heads, shape.key_dim, shape.value_dim), moved(slots, shape.conv_width - 1, shape.mixed_size)
+    runs_R_4 = np.array([(0, num_tokens - 2, 0, 1), (num_tokens - 2, 1, 1, 1), (num_tokens - 1, 1, 0, 2)])
+    delta_nets.recur(runs_R_4, shape, (*inputs, moved(num_tokens, heads), moved(num_tokens, heads)), kept)
+
+
 def cases(shape: Shape) -> dict[str, Any]:
     found: dict[str, Any] = {
         f"rows {takes}": lambda takes=takes: rows(shape, takes) for takes in (None, torch.int8, FP8)
@@ -195,6 +222,7 @@ def aligned_anyhow() -> None:
         decode(SHAPES["8b"], torch.bfloat16, torch.bfloat16, shift=shift)
         rotate(SHAPES["8b"], torch.bfloat16, torch.bfloat16, shift=shift)
         ends(SHAPES["8b"], shift=shift)
+        delta(DELTAS["odd"], 3 + 16 * shift, shift)
     for blocks in (1, 41, 127):
         fingerprint(2048 * blocks)
 
@@ -219,9 +247,11 @@ SMALL: dict[str, Any] = {
     "rows int8": lambda: rows(SHAPES["8b"], torch.int8),
     "rows float8": lambda: rows(SHAPES["8b"], FP8),
     "fingerprint": fingerprint,
+    "delta nets": lambda: delta(QWEN),
     "aligned anyhow": aligned_anyhow,
 }
 ALL = {f"{name}: {case}": launch for name, shape in SHAPES.items() for case, launch in cases(shape).items()}
+ALL |= {f"hybrids: delta nets of {name}": lambda shape=shape: delta(shape) for name, shape in DELTAS.items()}
 ALL |= {"every model: log-probs": logprobs, "every model: fingerprint": fingerprint}
 
 
