@@ -35,8 +35,6 @@ backend.cpus max
 /run/shell 4096 2048 512
 /var/tmp 4096 1024 256
 """
-ENDED = subprocess.Popen([sys.executable, "-c", ""])
-ENDED.wait()
 
 
 def test_a_container_has_no_rights_and_all_limits() -> None:
@@ -81,11 +79,13 @@ def test_an_ignored_limit_is_named(before: str, after: str, options: dict[str, A
 
 def test_containers_of_ended_processes_of_this_host_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     host, removed = docker._host(), list[str]()
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
     found = {
-        "left": {docker.OWNER: str(ENDED.pid), docker.HOST: host},
+        "left": {docker.OWNER: str(ended.pid), docker.HOST: host},
         "mine": {docker.OWNER: str(os.getpid()), docker.HOST: host},
         "init": {docker.OWNER: "1", docker.HOST: host},
-        "elsewhere": {docker.OWNER: str(ENDED.pid), docker.HOST: "elsewhere"},
+        "elsewhere": {docker.OWNER: str(ended.pid), docker.HOST: "elsewhere"},
         "nonsense": {docker.OWNER: "x", docker.HOST: host},
     }
     api = SimpleNamespace(
