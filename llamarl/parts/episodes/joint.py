@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from llamarl.cluster.api import ExecutorSpec, HostShare
@@ -11,6 +12,7 @@ from llamarl.parts.episodes.environments._worker import build_environment
 from llamarl.parts.episodes.episodes import open_turns
 from llamarl.parts.episodes.gateway._worker import find_agent
 from llamarl.parts.episodes.machines.bubblewrap import Bubblewrap
+from llamarl.parts.episodes.machines.docker import Docker
 from llamarl.run.executors import executor_spec
 from llamarl.run.prepare import errors_name_source
 
@@ -32,9 +34,12 @@ def check(config: RunConfig) -> None:
 
 
 def machines_here() -> str:
-    """Returns whether this host can start machines for episodes, in a few words."""
-    problem = Bubblewrap().problem()
-    return f"none ({problem})" if problem else "bubblewrap"
+    """Returns which backends can start machines for episodes on this host, in a few words."""
+    problems = {"bubblewrap": Bubblewrap().problem()}
+    if find_spec("docker"):
+        problems["docker"] = Docker().problem()
+    working = [name for name, problem in problems.items() if not problem]
+    return ", ".join(working) or f"none ({problems['bubblewrap']})"
 
 
 def spec(config: RunConfig, place: Sequence[HostShare] = ()) -> ExecutorSpec:

@@ -36,6 +36,8 @@ eval "$(</run/shell/command)"
 CHUNK = 1 << 16
 INTERRUPT_S = 1.0
 """Seconds that a living program has to end an interrupted request."""
+LOOK_S = 0.2
+"""Seconds between two looks at the CPU time of all processes, and at the host."""
 PR_SET_DUMPABLE = 4
 
 
@@ -323,8 +325,33 @@ def hello(write: int) -> None:
     os.close(proc)
 
 
+def cpu_s() -> float:
+    """Returns the CPU seconds of all processes of the machine, and of ended ones."""
+    ticks = 0
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{pid}/stat", errors="replace") as file:  # it has ended
+            ticks += sum(map(int, file.read().rpartition(")")[2].split()[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def watch(read: int, most_cpu_s: float) -> None:
+    """Ends the machine when its processes have used more CPU time, or the host is gone. Any process of the machine may
+    cause a further look."""
+    host = select.poll()
+    host.register(read, select.POLLRDHUP)  # POLLHUP is always reported
+
+    def look(*_: object) -> None:
+        if host.poll(0) or cpu_s() > most_cpu_s:
+            os._exit(1)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, LOOK_S, LOOK_S)
+
+
 def main() -> None:
     read, write, limits = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+    if most_cpu_s := limits.pop("MACHINE_CPU_S", None):  # where the host does not watch the machine's /proc
+        watch(read, most_cpu_s)
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel lets no process of the machine send such a signal here
     for descriptor in {read, write}:

@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
-from llamarl.parts.episodes.machines._base import CommandResult, Machine, MachineLost, is_inside
+from llamarl.parts.episodes.machines._base import CommandResult, Machine, MachineLimits, MachineLost, is_inside
 
 GRACE_S = 10.0
 """Seconds after the limit of a request until the machine counts as hung."""
@@ -20,14 +20,27 @@ FILES_S = 60.0
 """Maximum seconds for unpacking or packing files."""
 _MAX_LINE_BYTES = 1 << 12
 _CHUNK = 1 << 16
+_DESCRIPTORS = 256
+_MEMORY_LOCK_BYTES = 1 << 16
 _TAR_BYTES_PER_FILE = 2048
 """Bytes that an archive has for each file in addition to its content."""
+
+
+class AgentStream(Protocol):
+    """What is used of a socket."""
+
+    def settimeout(self, s: float, /) -> None: ...
+    def sendall(self, data: bytes, /) -> None: ...
+    def recv(self, most: int, /) -> bytes: ...
+    def recvmsg(self, most: int, control: int, /) -> tuple[bytes, list[Any], int, Any]: ...
+    def shutdown(self, how: int, /) -> None: ...
+    def close(self) -> None: ...
 
 
 class AgentMachine(Machine):
     """Sends requests to the agent of a machine and checks its answers, which a hostile program may have written."""
 
-    def __init__(self, stream: socket.socket, end: Callable[[], None]) -> None:
+    def __init__(self, stream: AgentStream, end: Callable[[], None]) -> None:
         """
         Args:
             end: ends the machine.
@@ -155,3 +168,12 @@ def agent_program() -> str:
     """Returns the source of the agent."""
     with open(os.path.join(os.path.dirname(__file__), "_agent.py"), encoding="utf-8") as file:
         return file.read()
+
+
+def process_limits(limits: MachineLimits) -> dict[str, int]:
+    """Returns the limits of each process of a machine."""
+    return {
+        "RLIMIT_AS": limits.memory_bytes, "RLIMIT_NPROC": limits.processes, "RLIMIT_CPU": limits.cpu_s,
+        "RLIMIT_FSIZE": limits.disk_bytes, "RLIMIT_NOFILE": _DESCRIPTORS, "RLIMIT_CORE": 0, "RLIMIT_MSGQUEUE": 0,
+        "RLIMIT_MEMLOCK": _MEMORY_LOCK_BYTES, "RLIMIT_SIGPENDING": _DESCRIPTORS, "RLIMIT_RTPRIO": 0, "RLIMIT_NICE": 0,
+    }  # fmt: skip

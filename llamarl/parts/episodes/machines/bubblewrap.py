@@ -23,7 +23,7 @@ from llamarl.config import ConfigError
 from llamarl.parts.episodes.machines import _starter
 from llamarl.parts.episodes.machines._base import WORK, Machine, MachineBackend, MachineLimits, is_owned_by, pack_folder
 from llamarl.parts.episodes.machines._calls import program
-from llamarl.parts.episodes.machines._connection import AgentMachine, agent_program
+from llamarl.parts.episodes.machines._connection import AgentMachine, agent_program, process_limits
 from llamarl.parts.episodes.machines._starter import FILTER, STAGE, STREAM
 from llamarl.parts.episodes.machines._watch import watch
 from llamarl.parts.episodes.sandbox import seccomp
@@ -39,8 +39,6 @@ _SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _ETC = ("alternatives", "ld.so.cache", "ssl", "nsswitch.conf")
 _ETC_OF_NETWORK = ("resolv.conf", "hosts")
 _PYTHON, _PACKAGES = "/opt/python", "/opt/packages"
-_DESCRIPTORS = 256
-_MEMORY_LOCK_BYTES = 1 << 16
 
 
 @dataclass
@@ -78,7 +76,7 @@ def _started(starter: _Starter, shows: list[str], base: str | None, limits: Mach
     """Returns a machine that is ready. Raises OSError."""
     ours, theirs = socket.socketpair()
     shown = {path: path for path in map(os.path.abspath, shows)} | _python_folders()
-    agent = [_interpreter(), "-I", "-S", "/run/agent.py", str(STREAM), str(STREAM), json.dumps(_limits(limits))]
+    agent = [_interpreter(), "-I", "-S", "/run/agent.py", str(STREAM), str(STREAM), json.dumps(process_limits(limits))]
     order = {
         "program": shutil.which("bwrap"), "command": agent, "uid": uid, "base": os.path.abspath(base) if base else None,
         "shows": list(shown), "disk_bytes": limits.disk_bytes, "files": limits.files, "texts": _texts(),
@@ -136,15 +134,6 @@ def _arguments(shown: list[str], limits: MachineLimits) -> list[str]:
     for name, value in _variables().items():
         options += ["--setenv", name, value]
     return options
-
-
-def _limits(limits: MachineLimits) -> dict[str, int]:
-    """Returns the limits of each process of a machine."""
-    return {
-        "RLIMIT_AS": limits.memory_bytes, "RLIMIT_NPROC": limits.processes, "RLIMIT_CPU": limits.cpu_s,
-        "RLIMIT_FSIZE": limits.disk_bytes, "RLIMIT_NOFILE": _DESCRIPTORS, "RLIMIT_CORE": 0, "RLIMIT_MSGQUEUE": 0,
-        "RLIMIT_MEMLOCK": _MEMORY_LOCK_BYTES, "RLIMIT_SIGPENDING": _DESCRIPTORS, "RLIMIT_RTPRIO": 0, "RLIMIT_NICE": 0,
-    }  # fmt: skip
 
 
 def _variables() -> dict[str, str]:
