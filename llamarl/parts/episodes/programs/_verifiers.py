@@ -100,9 +100,7 @@ class _ServedEnvironment:
 
     async def _serve(self) -> None:
         try:
-            env = await asyncio.to_thread(
-                lambda: vf.load_environment(environment_config(self._taskset, self._settings))
-            )
+            env = await asyncio.to_thread(_loaded, self._taskset, self._settings)
             self._unread = iter(env.taskset)
             async with env.serving():
                 self._ready.set_result(env)
@@ -119,6 +117,7 @@ class _ServedEnvironment:
 
 
 def _loaded(taskset: Mapping[str, Any], settings: Mapping[str, Any]) -> vf.Env:
+    """Returns an environment in which the policy plays one agent. Raises ConfigError."""
     env = vf.load_environment(environment_config(taskset, settings))
     policy_role(env)
     return env
