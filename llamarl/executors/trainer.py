@@ -93,10 +93,11 @@ class OptimizingExecutor(Executor):
     def _built(self, optimization: Optimization[Any]) -> None:
         """Logs which kernels multiply. Raises ConfigError if there is no memory for a mirror of weights and AdamW
         moments."""
+        has_delta = optimization.model.shape.delta is not None
         if uses_halves(optimization.config, optimization.device):
-            said = half.describe(optimization.device)
+            said = half.describe(optimization.device, has_delta)
         elif said := products.describe():
-            said += f"\n{fused.describe()}"
+            said += f"\n{fused.describe(has_delta)}"
         if said:
             note(said)
         if self._mirror:

@@ -42,14 +42,16 @@ def silu_mul(gate_N_F: Tensor, up_N_F: Tensor) -> Tensor:
     )
 
 
-def describe() -> str:
-    """Returns a line for the log: the kernels that serve in float32 on a CPU."""
+def describe(has_delta: bool) -> str:
+    """Returns a line for the log: which kernels serve in float32 on a CPU. Those of delta nets are compiled only for
+    models that have some."""
     threads = "kernels need one thread" if torch.get_num_threads() > 1 else ""
     reasons = {
         "norms, rotations and activations": threads or ops.kernels().reason,
         "attention": threads or train_attention.kernels().reason,
-        "delta nets": threads or train_delta.kernels().reason,
     }
+    if has_delta:
+        reasons["delta nets"] = threads or train_delta.kernels().reason
     return "; ".join(f"{name}: {f'torch ({reason})' if reason else 'fused'}" for name, reason in reasons.items())
 
 

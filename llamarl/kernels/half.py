@@ -32,22 +32,23 @@ from llamarl.kernels.fused import GateFunction
 from llamarl.kernels.products import INPUT, OUTPUT, WEIGHT, multiplies_half, multiply_half
 
 
-def prepare(device: torch.device) -> None:
+def prepare(device: torch.device, has_delta: bool) -> None:
     """Compiles and checks kernels now instead of inside of the first forward, whose tensors are counted."""
     if device.type == "cpu":
         ops.kernels()
         train_attention.kernels()
-        train_delta.kernels()
+        if has_delta:
+            train_delta.kernels()
         return
     gpu.kernel("train", device)
     _adds_in_place(device)
 
 
-def describe(device: torch.device) -> str:
+def describe(device: torch.device, has_delta: bool) -> str:
     """Returns a line for the log: the kernels that serve in bfloat16."""
     if device.type == "cpu":
         how = "" if multiplies_half() else " by float32, as this processor has no instructions for it"
-        return f"products: bfloat16{how}; {fused.describe()}"
+        return f"products: bfloat16{how}; {fused.describe(has_delta)}"
     reason = gpu.reason("train", device)
     added = "in place" if _adds_in_place(device) else "by a separate sum, as torch has no product for it"
     return f"norms, rotations, activations: {f'torch ({reason})' if reason else 'fused'}; gradients are added {added}"

@@ -259,7 +259,7 @@ def set_compute(model: Transformer | ScalarModel, config: TrainerConfig, device:
             _set_operations(model, fused)
         _measure_products(model)
     elif uses_halves(config, device):
-        half.prepare(device)
+        half.prepare(device, model.shape.delta is not None)
         _set_products(model, half.Product)
         if on_cpu:
             products.bound_caches()

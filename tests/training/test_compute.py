@@ -98,7 +98,7 @@ def test_who_steps_knows_what_keeps_copies(
     """On a CPU nothing does. Not covered: that a copy which is forgotten is made anew; see tests/kernels."""
     assert not make_trainer().copying
     monkeypatch.setattr(policy, "uses_halves", lambda config, device: True)
-    monkeypatch.setattr(half, "prepare", lambda device: None)
+    monkeypatch.setattr(half, "prepare", lambda *_: None)
     settings = TrainerConfig(dtype="bfloat16", learning_rate=1e-3)
     trainer = Trainer(make_model(), settings, Objective(loss=Aipo(), advantage=GroupMean(), temperature=0.7))
     products = [one.multiply for one in trainer.model.modules() if isinstance(one, Projection)]

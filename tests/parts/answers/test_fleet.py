@@ -54,9 +54,7 @@ def by_key(rollouts: Iterator[Rollout]) -> dict[tuple[int, int], list[int]]:
 )
 def test_as_one_engine(model: Path, asked: dict[str, object]) -> None:
     config = settings(model, max_running=3, **asked)
-    alone = open_native(
-        str(model), config.generator.model_copy(update={"tensor_parallel": 1}), None, False, None
-    ).engine
+    alone = open_native(str(model), config.generator.model_copy(update={"tensor_parallel": 1})).engine
     alone.submit(map(request, range(7)))
     expected = by_key(answers(alone))
     with Fleet(config) as fleet:
