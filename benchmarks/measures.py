@@ -171,6 +171,9 @@ SENTENCES: dict[str, dict[str, str]] = {
         "{accuracy_after/environment|median:.1%} as environment, {accuracy_after/agent|median:.1%} as agent",
         "credit-2026-11-28": "steps until a policy of two rewarded turns is right, over those with the episode's "
         "reward: {turn_over_episode:.2f} with each turn's own, {to_go_over_episode:.2f} with rewards to go",
+        "tasks-2026-11-28": "machines for episodes start in {machine_start_s:.2f} s (95th percentile "
+        "{machine_start_p95_s:.2f} s), {machines_at_once:.0f} live at once, {abuses_failed:.0f} of {abuses_tried:.0f} "
+        "abuses got nothing; {waiting_per_process:.0f} episodes that wait 0.5 s in one process take {waiting_s:.2f} s",
         "judge_data-2026-11-23": "reference solutions judged right: {humaneval/right:.0f} of {humaneval/rows:.0f} "
         "(HumanEval), {mbpp/right:.0f} of {mbpp/rows:.0f} (MBPP)",
         "gateway-latency-2026-11-23": "slowest answer of the endpoint to another client during long calls: "
