@@ -361,7 +361,7 @@ class RolloutBuffer:
         first, *_ = buffer.admit(buffer.num_free)    # ids of 4 groups
         ready, dropped = buffer.put(group)           # a scored group
         groups = buffer.take()                       # 2 groups, or None
-        buffer.free(2)                            # their version is made
+        buffer.free(2)                               # their version is made
     """
 
     def __init__(

@@ -110,7 +110,7 @@ def of_run(data: DataConfig, *, for_agent: bool) -> dict[str, Any]:
     return found | ({"template": "auto", "examples": []} if for_agent else {})
 
 
-def settled_format(data: DataConfig, tokenizer: Tokenizer) -> DataConfig:
+def resolved_format(data: DataConfig, tokenizer: Tokenizer) -> DataConfig:
     """Returns resolved settings, without a date if the template does not use it."""
     found = resolved_data(data, tokenizer)
     return found if tokenizer.tells_date else found.model_copy(update={"date": ""})

@@ -13,9 +13,9 @@ from llamarl.config.hub import folder_of, hub_name
 from llamarl.data.chat_format import (
     chat_template_of,
     of_run,
+    resolved_format,
     sample_chat,
     sample_prompt,
-    settled_format,
 )
 from llamarl.data.prompts import CHAT, open_tokenizer
 from llamarl.data.tokenizer import CONFIG_FILE, TEMPLATE_FILE, Tokenizer
@@ -99,7 +99,7 @@ def format_of(config: RunConfig, path: str) -> tuple[DataConfig, Tokenizer]:
     """Returns the prompt format of a run, resolved for the model in `path`, and that model's tokenizer. Raises
     ConfigError."""
     data = config.data.model_copy(update=of_run(config.data, for_agent=config.rollout.agent is not None))
-    return settled_format(data, Tokenizer(path)), open_tokenizer(path, data)
+    return resolved_format(data, Tokenizer(path)), open_tokenizer(path, data)
 
 
 def _dtype(config: RunConfig, given: Dtype | None, *, adapters: bool) -> tuple[Dtype, str]:

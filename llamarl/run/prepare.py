@@ -244,7 +244,7 @@ def _check_teacher(config: RunConfig, advantage: TeacherAdvantage) -> None:
         )
 
 
-def settle(
+def resolve(
     config: RunConfig, pinned: RunConfig, *, resume: bool, for_agent: bool = False
 ) -> tuple[RunConfig, RunConfig]:
     """Returns the settings to record and the settings to use, both with template and date, so that a resumed run makes
@@ -505,7 +505,7 @@ def looked_ahead(
         if setting.name is None:
             check_folder(setting.path, setting.option)
     with delays():
-        written, pinned = settle(config, pinned, resume=run is not None, for_agent=config.rollout.agent is not None)
+        written, pinned = resolve(config, pinned, resume=run is not None, for_agent=config.rollout.agent is not None)
         prepared = prepare(pinned, weights=weights, machine=machine)
         for label, one, own in each_source(pinned, prepared.problems.train):
             with errors_name_source(label):

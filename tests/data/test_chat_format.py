@@ -11,7 +11,7 @@ import pytest
 
 from llamarl.config import ConfigError
 from llamarl.config.data import DataConfig
-from llamarl.data.chat_format import chat_template_of, of_run, settled_format, text_chat_template
+from llamarl.data.chat_format import chat_template_of, of_run, resolved_format, text_chat_template
 from llamarl.data.prompts import CHAT, header_warning, load_prompts, render
 from llamarl.data.sources import ProblemRow
 from llamarl.data.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ def test_others_render_what_the_run_trained_on(
         pytest.skip("for chat templates")
     base = make_tokenizer(eos_token="<|endoftext|>", **({"chat_template": CHATTY} if is_chat else {}))
     run = Tokenizer(base.folder, settings.get("template_arguments"))
-    data = settled_format(DataConfig(train="jsonl", **settings), run)
+    data = resolved_format(DataConfig(train="jsonl", **settings), run)
     text = chat_template_of(data, run)
     assert (text is None) == (is_chat and not settings)
     folder = shutil.copytree(base.folder, tmp_path / "export")
@@ -76,12 +76,12 @@ def test_others_render_what_the_run_trained_on(
         assert again.apply_chat_template([{"role": "user", "content": "x"}]) == render(
             ProblemRow(problem_id="1", question="x", answer=""), data, again
         )
-        assert chat_template_of(settled_format(data, again), again) is None
+        assert chat_template_of(resolved_format(data, again), again) is None
 
 
 def test_callers_win_over_the_runs_system_message(make_tokenizer: MakeTokenizer) -> None:
     base = make_tokenizer(eos_token="<|endoftext|>", chat_template=CHATTY)
-    data = settled_format(DataConfig(train="jsonl", system="of the run", examples=EXAMPLES[:1]), base)
+    data = resolved_format(DataConfig(train="jsonl", system="of the run", examples=EXAMPLES[:1]), base)
     text = chat_template_of(data, base)
     assert text is not None
     said = base.with_template(text).apply_chat_template([

@@ -17,7 +17,7 @@ from llamarl.config import ConfigError, RunConfig, load_config, resolved
 from llamarl.config.schema import DataConfig
 from llamarl.data.prompts import load_prompts, open_tokenizer, resolved_data
 from llamarl.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from llamarl.run.prepare import settle
+from llamarl.run.prepare import resolve
 
 MakeTokenizer = Callable[..., Tokenizer]
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -225,14 +225,14 @@ def test_a_run_that_goes_on_asks_its_own_record(make_tokenizer: MakeTokenizer, t
     chat = make_tokenizer(chat_template=DATED)
     run = {"name": "old", "output": str(tmp_path), "model": {"path": str(chat.folder)}, "data": data}
     config: RunConfig = resolved(run)
-    assert settle(config, config, resume=True)[1].data.template == "chat"  # nothing is on record
+    assert resolve(config, config, resume=True)[1].data.template == "chat"  # nothing is on record
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.toml").write_text(
         "[model]\npath = 'x'\n[data]\ntrain = 'jsonl'\ntemplate = 'chat'\ndate = '2024-07-06'\n"
     )
     assert load_config(tmp_path / "old" / "config.toml").data.date == "2024-07-06"
-    assert settle(config, config, resume=True)[1].data.date == "2024-07-06"
-    assert settle(config, config, resume=False)[0].data.date == "2026-03-01"
+    assert resolve(config, config, resume=True)[1].data.date == "2024-07-06"
+    assert resolve(config, config, resume=False)[0].data.date == "2026-03-01"
 
 
 def begins_with_bos(folder: Path, chat_template: str) -> Tokenizer:

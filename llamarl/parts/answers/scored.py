@@ -31,18 +31,18 @@ def settings_for(model: str, run: RunConfig | None) -> dict[str, Any]:
     return BASE | {"model": {"path": model}} | of_run
 
 
-def completed(settings: Mapping[str, Any], settle: Callable[[dict[str, Any]], RunConfig]) -> RunConfig:
+def completed(settings: Mapping[str, Any], resolve: Callable[[dict[str, Any]], RunConfig]) -> RunConfig:
     """Returns complete settings with the defaults of an evaluation: several samples are drawn at temperature 1, and a
     single generator runs in this process. Settings of `eval` override those of a run's sets. Raises ConfigError."""
     settings, plain = dict(settings), _without(settings, EvalConfig.model_fields)
-    config = settle(plain)
+    config = resolve(plain)
     said = config.eval.model_fields_set - (set() if config.eval.max_prompts < EVERY_PROMPT else {"max_prompts"})
     settings = _without(settings, said)
     if config.eval.samples > 1:  # greedy samples would be identical
         settings["eval"] = {"temperature": 1.0} | settings["eval"]
     if config.generator.replicas * config.generator.tensor_parallel == 1:
         settings["cluster"] = {"kind": "inline"}
-    return settle(settings)
+    return resolve(settings)
 
 
 def _without(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

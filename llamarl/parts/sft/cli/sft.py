@@ -72,7 +72,7 @@ def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
     from llamarl.run.folder import FolderTaken, check_run_folder
     from llamarl.run.hub_pins import resolved
     from llamarl.run.models import with_start_model
-    from llamarl.run.prepare import has_base_model, settle
+    from llamarl.run.prepare import has_base_model, resolve
 
     taken = ""
     with report_delays("sft"):
@@ -86,7 +86,7 @@ def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
         if has_base_model(config):
             run = Path(config.output, config.name) if options.resume else None
             pinned = resolved(config, weights=False, run=run, command="llamarl sft")
-            _, pinned = settle(config, pinned, resume=options.resume)
+            _, pinned = resolve(config, pinned, resume=options.resume)
             data = f"{len(load_documents(pinned, print)):,} documents"
             if placer := place_trainer(pinned):
                 print("executors:", *(f"  {line}" for line in placer.table()), sep="\n")
@@ -117,7 +117,7 @@ def _train(config: RunConfig, options: argparse.Namespace) -> int:
     from llamarl.run.folder import FolderLost, check_run_folder, next_commands, prepare_run_folder
     from llamarl.run.hub_pins import resolved
     from llamarl.run.models import with_start_model
-    from llamarl.run.prepare import settle
+    from llamarl.run.prepare import resolve
     from llamarl.training.result import NonFiniteStep
 
     def warn(said: str) -> None:
@@ -131,7 +131,7 @@ def _train(config: RunConfig, options: argparse.Namespace) -> int:
     here = config.cluster.kind != "hosts"  # hosts fetch weights for themselves
     pinned = resolved(config, weights=here, run=path if resume else None, command="llamarl sft")
     with report_delays("sft"):
-        config, pinned = settle(config, pinned, resume=resume)
+        config, pinned = resolve(config, pinned, resume=resume)
         documents, placer = load_documents(pinned, warn), place_trainer(pinned)
     folder = prepare_run_folder(config, resume=resume, overwrite=overwrite, pinned=pinned)
     try:
