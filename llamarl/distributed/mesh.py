@@ -227,8 +227,7 @@ class RankMesh:
         """Disconnects from the other ranks. May be called again."""
         if self.watch is None or self.links is None or self.store is None:
             return
-        self.watch.stop()
-        if dist.is_initialized():
+        if self.watch.stop() and dist.is_initialized():
             with suppress(RuntimeError):  # the other ranks may be gone
                 dist.destroy_process_group()
         self.links.close()

@@ -44,6 +44,11 @@ _TCP_INFO, _BYTES = 11, slice(120, 136)
 answer."""
 LAST_WORDS_S = 1.0
 """Longest wait for notes of the ranks that were lost."""
+END_S = 60.0
+"""Longest wait until collectives have ended, which `end_collectives` and NCCL's abort take."""
+OF_GLOO = ("gloo", "Application timeout caused pair closure")
+"""Parts of the messages of gloo's errors: most name a file of gloo. The second is the error of all further collectives
+of a rank once one has reached its time limit."""
 FOLDER, PACKAGE = map(str, Path(__file__).parents[:2])
 
 
@@ -118,6 +123,8 @@ class Watch:
         self._connection, self._rank, self._size, self._end = connection, rank, size, end
         self._worker = threading.get_ident()
         self._stopped = threading.Event()
+        self._ending = threading.Lock()
+        """Held while collectives are ended, which must not overlap with the end of their groups."""
         self._heard = threading.Condition()
         self._notes = list[Note]()
         self.fired = False
@@ -128,13 +135,19 @@ class Watch:
         self._listener = threading.Thread(target=self._listen, name="watch", daemon=True)
         self._listener.start()
 
-    def stop(self) -> None:
-        """Stops watching. The other ranks do not treat this rank as lost."""
+    def stop(self) -> bool:
+        """Stops watching. The other ranks do not treat this rank as lost.
+
+        Returns whether the process's groups may now be destroyed: no collective is being ended, nor will be.
+        """
         self._stopped.set()
         with suppress(*BROKEN):
             self._connection.send(None)
+        if is_quiet := self._ending.acquire(timeout=END_S):
+            self._ending.release()
         self._listener.join(LAST_WORDS_S)
         self._connection.close()
+        return is_quiet
 
     def cause(self, error: BaseException) -> RanksLost | None:
         """Returns the loss that ended the work of all ranks. None means that this rank's own error did, or an error of
@@ -185,7 +198,10 @@ class Watch:
                 waits = any(frame.filename.startswith(FOLDER) for frame in stack)
                 self._tell("waited" if waits else "was", _place(stack))
                 self.fired = True
-                self._end()
+                with self._ending:
+                    if self._stopped.is_set():  # a later end would be that of the groups that this process makes next
+                        return
+                    self._end()
             if note.kind == "gone" and note.rank == self._rank:
                 return
 
@@ -197,7 +213,9 @@ class Watch:
 
 def _is_of_a_collective(error: BaseException) -> bool:
     """Returns whether the error was caused by other ranks in a collective."""
-    return isinstance(error, RanksLost | dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    if isinstance(error, RuntimeError) and any(one in str(error) for one in OF_GLOO):
+        return True
+    return isinstance(error, RanksLost | dist.DistError)
 
 
 def _place(stack: traceback.StackSummary) -> str:

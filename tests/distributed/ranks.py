@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import os
 import pickle
@@ -35,9 +36,13 @@ class Worker:
         self._connection.send_bytes(pickle.dumps((function, arguments)))
 
     def result(self) -> Any:
-        """What it returned, or the exception that it raised; EOFError when the process is gone."""
+        """What it returned, or the exception that it raised; EOFError, with the exit code, when the process is gone."""
         assert self._connection.poll(WAIT_S), f"no answer in {WAIT_S} s"
-        return pickle.loads(self._connection.recv_bytes())
+        try:
+            return pickle.loads(self._connection.recv_bytes())
+        except EOFError:
+            self.process.join(WAIT_S)
+            raise EOFError(f"process {self.process.pid} is gone, with exit code {self.process.exitcode}") from None
 
     def kill(self) -> None:
         self.process.kill()
@@ -48,6 +53,7 @@ class Worker:
 def _serve(connection: Connection) -> None:
     import torch
 
+    faulthandler.enable()
     torch.set_num_threads(1)
     while True:
         try:

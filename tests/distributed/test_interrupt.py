@@ -5,11 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 import pytest
 
 from llamarl.distributed import watch
+from llamarl.distributed.links import Note
 
 
 @pytest.fixture
@@ -84,3 +87,78 @@ def test_a_deaf_port_keeps_its_connections_and_takes_no_new_ones(pair) -> None:
             assert accepted.recv(1) == b"x"
     one.sendall(b"y")
     assert other.recv(1) == b"y"
+
+
+def watched(end: Callable[[], None]) -> tuple[watch.Watch, Connection]:
+    """The watch of rank 0 of 2, and where its notes come from."""
+    store, connection = Pipe()
+    return watch.Watch(connection, 0, 2, end), store
+
+
+GONE = Note(1, "gone", "rank 1 is gone")
+
+
+def test_a_watch_stops_once_collectives_have_ended() -> None:
+    """Torch must not destroy groups while another thread aborts them."""
+    began, ended = threading.Event(), threading.Event()
+
+    def end() -> None:
+        began.set()
+        time.sleep(2 * watch.LAST_WORDS_S)
+        ended.set()
+
+    one, store = watched(end)
+    with store:
+        store.send(GONE)
+        assert began.wait(60) and one.stop() and ended.is_set()
+
+
+def test_a_watch_that_cannot_end_collectives_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "END_S", 0.1)
+    began, over = threading.Event(), threading.Event()
+
+    def end() -> None:
+        began.set()
+        over.wait(60)
+
+    one, store = watched(end)
+    with store:
+        store.send(GONE)
+        assert began.wait(60) and not one.stop()
+        over.set()
+
+
+def test_a_stopped_watch_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By then the process may have other groups."""
+    told, ended = threading.Event(), threading.Event()
+    one, store = watched(ended.set)
+    monkeypatch.setattr(one, "_tell", lambda *_: told.set() or one._stopped.wait(60))
+    with store:
+        store.send(GONE)
+        assert told.wait(60) and one.stop()
+        one._listener.join(60)
+    assert one.fired and not ended.is_set()
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:7",
+            "waited",
+        ),
+        ("Application timeout caused pair closure", "waited"),
+        ("no luck", "failed"),
+    ],
+)
+def test_an_error_of_gloo_is_no_rank_s_own(text: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hide the rank that the others have waited for."""
+    monkeypatch.setattr(watch, "LAST_WORDS_S", 0.1)
+    one, store = watched(lambda: None)
+    with store:
+        try:
+            raise RuntimeError(text)
+        except RuntimeError as error:
+            one.cause(error)
+        assert store.recv().kind == kind
+        one.stop()
