@@ -88,6 +88,7 @@ def test_by_itself_with_processes_and_segments(tmp_path: Path, toml: Path) -> No
 RESTARTED = ("--steps", 1000, "--cluster.kind", "inline", "--restarts", 3)
 
 
+@nightly("a run that is killed and kept is, above")
 def test_whoever_starts_it_again_passes_signals_on(tmp_path: Path, toml: Path) -> None:
     """Nothing is started again of what would end the same way."""
     run = tmp_path / "tiny"

@@ -14,12 +14,18 @@ import pytest
 from llamarl.config.ref import members
 from tests.end_to_end.learning import Trained
 from tests.end_to_end.tiny import llamarl_here, rows
+from tests.nightly import NIGHTLY, also
 
 STEPS, PROMPTS = 20, 16
 REWARDED = "{name = 'distillation', reward_weight = 1.0}"
 
 
-@pytest.mark.parametrize("recipe", sorted({*members("llamarl.recipes")} - {"distillation"}))
+RECIPES = sorted({*members("llamarl.recipes")} - {"distillation"})
+DAILY = ["aipo", "dapo"]
+"""The default, and the one that replaces groups; `tests/algorithms` computes the losses of all."""
+
+
+@pytest.mark.parametrize("recipe", RECIPES if NIGHTLY else DAILY)
 def test_it_learns(trained: Trained, recipe: str) -> None:
     override = ("--steps", STEPS, "--seed", 1, "--eval.every_steps", 0, "--name", recipe)
     done = llamarl_here("train", trained.toml, "--recipe", recipe, *override)
@@ -82,7 +88,7 @@ def test_a_teacher_that_would_not_teach_is_refused(trained: Trained, options: tu
     assert done.returncode == 2 and named in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("advantage", ["remax", "reinforce_plus_plus"])
+@pytest.mark.parametrize("advantage", ["remax", *also("reinforce_plus_plus")])
 def test_an_advantage_without_group_learns_from_single_rollouts(trained: Trained, advantage: str) -> None:
     """One rollout per prompt, where group advantages would be 0; 95 % or more with the seeds 1 to 3."""
     override = ("--steps", STEPS, "--eval.every_steps", 0, "--name", advantage, "--trainer.advantage", advantage)

@@ -90,6 +90,7 @@ def test_whoever_dies_the_run_learns_the_same(tmp_path: Path, toml: Path, whole:
     assert 3 <= again[0][1] <= 7
 
 
+@nightly("tests/cluster runs all of its tests without Monarch, too")
 def test_without_monarch_a_run_is_killed_resumed_and_replayed(
     tmp_path: Path, toml: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

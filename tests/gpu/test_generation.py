@@ -9,7 +9,7 @@ import pytest
 from tests.gpu import engines, rounding
 from tests.gpu.conftest import Run
 from tests.gpu.engines import Generated
-from tests.nightly import NIGHTLY
+from tests.nightly import also, nightly
 
 GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 1.0}
 TRUNCATED = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01}
@@ -19,7 +19,7 @@ APART = 1e-4
 
 @pytest.mark.parametrize(
     ("family", "precision"),
-    [("qwen3", "bfloat16"), ("qwen2", "int8"), *([("llama", "float32"), ("llama", "fp8")] if NIGHTLY else [])],
+    [("qwen3", "bfloat16"), *also(("qwen2", "int8"), ("llama", "float32"), ("llama", "fp8"))],
 )
 def test_graphs_and_eager_steps_draw_alike(on_gpu: Run, family: str, precision: str) -> None:
     eager, graphed = (on_gpu(engines.generate, family, precision, graphs, SAMPLED) for graphs in (False, True))
@@ -48,7 +48,7 @@ def test_queries_are_rotated_as_the_trainer_rotates(on_gpu: Run) -> None:
     assert on_gpu(engines.rotations) == [("torch.float32", True)]
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", *also("fp8")])
 def test_chunks_of_prompts_go_by_flash_attention(on_gpu: Run, kv_dtype: str) -> None:
     """Two prompts of 17 and 18 tokens in chunks of at most 7, by one call a layer for each. The second begins with the
     first 16 tokens of the first, whose block it shares."""
@@ -84,7 +84,7 @@ def test_a_sum_by_atomics_would_not_be(on_gpu: Run) -> None:
     assert on_gpu(rounding.of_atomics, 8192) > 0.02
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("family", ["glm4_moe", *also("qwen3_moe")])
 def test_graphs_of_a_mixture_ask_the_host_nothing(on_gpu: Run, family: str) -> None:
     """bfloat16 experts go by torch's grouped product, whose offsets stay on the device."""
     eager, graphed = (on_gpu(engines.generate, family, "bfloat16", graphs, SAMPLED) for graphs in (False, None))
@@ -96,7 +96,8 @@ def test_graphs_of_a_mixture_ask_the_host_nothing(on_gpu: Run, family: str) -> N
     check_waits(eager, graphed, 2)  # tokens, and experts on record
 
 
-@pytest.mark.parametrize("precision", ["fp8", *(["int8", "float32"] if NIGHTLY else [])])
+@nightly("experts with graphs are, above")
+@pytest.mark.parametrize("precision", ["fp8", "int8", "float32"])
 def test_experts_that_are_multiplied_one_by_one_take_no_graphs(on_gpu: Run, precision: str) -> None:
     """The host reads how many rows each expert has, once per layer of experts, and the log says so."""
     found = on_gpu(engines.generate, "qwen3_moe", precision, None, SAMPLED)

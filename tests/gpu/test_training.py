@@ -15,8 +15,8 @@ from tests.nightly import also
     ("what", "family", "config"),
     [
         ("trainer", "qwen2", {"dtype": "bfloat16", "lora": True}),
-        ("critic", "qwen3", {"dtype": "bfloat16"}),
         *also(
+            ("critic", "qwen3", {"dtype": "bfloat16"}),
             ("trainer", "llama", {"dtype": "float32"}),
             ("trainer", "qwen3", {"dtype": "bfloat16"}),
             ("trainer", "qwen3", {"dtype": "bfloat16", "activation_checkpointing": True}),

@@ -143,6 +143,7 @@ def test_a_dry_run_for_its_machine(stocked: HubServer, tokenizer: Path, tmp_path
         check_expectation(recipe, dry.stdout)
 
 
+@nightly("plans of dense models do, above")
 def test_a_plan_of_a_mixture_passes_a_dry_run(stocked: HubServer, tokenizer: Path, tmp_path: Path) -> None:
     """235B on 32 hosts, by its name: all that a start checks but the weights, which are empty here."""
     name, run, data = "Qwen/Qwen3-235B-A22B", tmp_path / "run.toml", tmp_path / "train.jsonl"

@@ -91,6 +91,7 @@ WIDE = QWEN3 | {"num_heads": 16, "num_kv_heads": 8, "head_dim": 32, "intermediat
 """Of which each of two tensor-parallel ranks has a block of columns."""
 
 
+@nightly("mirrors below have such moments in ranks")
 @pytest.mark.parametrize("sizes", [{"fsdp": 2}], ids=str)
 def test_moments_of_8_bits_in_layouts(run, tmp_path, make_groups, sizes: dict) -> None:
     """Each computes what one process does, as far as codes are coarse; saved by each they are the same bits in others,
@@ -233,6 +234,7 @@ def test_what_goes_on_from_mirrors_learns_the_same(run, tmp_path, make_groups, s
             assert where == list(again[name][:2]) and torch.equal(part, again[name][2]), name
 
 
+@nightly("a checkpoint does, above, and mirrors go on in one layout")
 @pytest.mark.parametrize("config", [{"moments": "8bit"}, *also({})], ids=str)
 def test_a_mirror_moves_between_layouts_bit_for_bit(run, tmp_path, make_groups, config: dict) -> None:
     """A host less: what four ranks had goes to two, and to one."""

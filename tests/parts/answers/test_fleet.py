@@ -82,14 +82,14 @@ def test_work_goes_to_who_owes_least(model: Path) -> None:
 
 def test_who_dies_is_named_and_nothing_is_left(model: Path) -> None:
     fleet = Fleet(settings(model, replicas=2, max_running=1))
-    pids = [pid for handle in fleet._cluster._handles for pid in handle.pids]
-    assert len(set(pids)) == 2
+    pids = {handle.name: handle.pids[0] for handle in fleet._cluster._handles}
+    assert len({*pids.values()}) == 2
     fleet.submit([request(number, tokens=200) for number in range(8)])
-    os.kill(pids[0], signal.SIGKILL)
+    os.kill(pids["generator-0"], signal.SIGKILL)
     with pytest.raises(ExecutorError, match="generator-0"):
         list(answers(fleet))
     fleet.close()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
 
 
 def test_nothing_is_lost_between_threads(model: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from llamarl.parts.hosts.certificates import make_certificates
 from tests.end_to_end.tiny import ROOT, Command, make_model, write_toml
+from tests.nightly import nightly
 from tests.parts.hub.server import HubServer
 
 ADDRESSES = {"b": "127.0.0.3", "c": "127.0.0.4"}
@@ -93,6 +94,7 @@ def test_each_host_fetches_into_its_own_cache(hub: HubServer, commit: str, agent
     assert hub.asked("/lfs/") == 2, "once for each host, however many executors it has"
 
 
+@nightly("a fetch that fails is in test_fetch.py")
 def test_a_host_that_cannot_fetch_ends_the_start_and_says_why(
     hub: HubServer, commit: str, agents: Agents, tmp_path: Path
 ) -> None:
@@ -104,6 +106,7 @@ def test_a_host_that_cannot_fetch_ends_the_start_and_says_why(
     assert f"host c: tiny/model@{commit}: HF_HUB_OFFLINE is set, so the Hub is not asked" in said
 
 
+@nightly("what agents start ends with them: hosts/namespaces/test_agents.py")
 def test_a_fetch_ends_with_the_agent(hub: HubServer, commit: str, agents: Agents, tmp_path: Path) -> None:
     hub.fail("/lfs/", bytes_per_s=200)
     run = train(tmp_path, agents.place)

@@ -9,7 +9,7 @@ import pytest
 
 from llamarl.weight_sync.select import names
 from tests.end_to_end.tiny import llamarl, llamarl_here
-from tests.nightly import nightly
+from tests.nightly import NIGHTLY, nightly
 from tests.parts.replay.test_replay import OPTIONS, trained
 
 DTYPES = ("float32", "bfloat16", "int8")
@@ -24,7 +24,7 @@ def test_all_transports_are_here() -> None:
     assert {name for name, _ in CODECS} == set(names()) - {"in_place", "cuda_ipc"}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES if NIGHTLY else ["bfloat16"])
 def test_in_one_process(tmp_path: Path, toml: Path, dtype: str) -> None:
     done = llamarl_here("replay", trained(tmp_path, toml, "--generator.dtype", dtype))
     assert done.returncode == 0, done.stderr

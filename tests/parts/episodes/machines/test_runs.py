@@ -10,7 +10,7 @@ import pytest
 
 from examples.repair import make_data
 from tests.end_to_end.tiny import Command, descendants, make_model, rows
-from tests.nightly import also
+from tests.nightly import also, nightly
 from tests.parts.episodes.machines.here import needs_machines
 from tests.parts.episodes.machines.test_bubblewrap import running
 from tests.sandbox.test_pool import until
@@ -32,6 +32,7 @@ def below(pid: int, mark: bytes) -> list[int]:
     return found
 
 
+@nightly("killed owners of machines are in test_bubblewrap.py")
 @pytest.mark.parametrize("victim", ["_async_worker", *also("machines._starter", "llamarl", "signal")])
 def test_a_run_leaves_no_machine(victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a kill of the worker that has the machines, or of the process that starts them, the run trains to its end.

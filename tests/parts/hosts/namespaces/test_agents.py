@@ -18,6 +18,7 @@ import pytest
 from llamarl.parts.hosts.agent import descendants
 from llamarl.parts.hosts.certificates import make_certificates
 from tests.cluster.harness import is_alive
+from tests.nightly import nightly
 
 ADDRESSES = {"b": "127.0.0.3", "c": "127.0.0.4"}
 WEIGHTS = {"c": "127.0.0.104"}
@@ -180,6 +181,7 @@ def test_executors_on_hosts_that_die_freeze_and_come_back(
     assert agents.processes["b"].wait(WAIT_S) == 0
 
 
+@nightly("how hosts share ranks is in test_hosting.py")
 def test_unequal_shares_are_a_mesh_each_the_largest_first(controller: Controller, agents: Agents) -> None:
     """A rank that dies leaves other executors alone."""
     do = controller.do
@@ -211,6 +213,7 @@ def test_agents_end_what_they_started_when_the_controller_is_gone(controller: Co
     until(lambda: not any(map(is_alive, below)))
 
 
+@nightly("a controller that is gone is, above")
 def test_a_frozen_controller_is_lost_too(controller: Controller, agents: Agents) -> None:
     do = controller.do
     do("until", "b", "c")
