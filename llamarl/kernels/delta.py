@@ -179,13 +179,17 @@ def recur_by_torch(
 ) -> Tensor:
     """Computes `recur`."""
     out_N_H_V = given[0].new_empty(len(given[0]), delta.num_value_heads, delta.value_dim)
-    single = _first_independent(runs_R_4.tolist())
-    steps = [
-        np.array([[start + token if count else -1, write if token else read, write]])
-        for start, count, read, write in runs_R_4[:single].tolist()
-        for token in range(max(count, 1))
-    ]
-    steps.append(runs_R_4[single:, [0, 2, 3]])
+    waves_R = np.array(waves(runs_R_4.tolist()), np.int32)
+    steps = list[np.ndarray]()
+    for wave in range(waves_R.max(initial=-1) + 1):
+        some_R_4 = runs_R_4[waves_R == wave]
+        is_one_R = some_R_4[:, 1] == 1
+        steps += [
+            np.array([[start + token if count else -1, write if token else read, write]])
+            for start, count, read, write in some_R_4[~is_one_R].tolist()
+            for token in range(max(count, 1))
+        ]
+        steps.append(some_R_4[is_one_R][:, [0, 2, 3]])
     mixed_N_C, conv_C_W, decay_N_H, strength_N_H = given
     states, inputs = slots
     for tokens, reads, writes in (torch.from_numpy(one.T.copy()).to(mixed_N_C.device) for one in steps if len(one)):
@@ -202,16 +206,18 @@ def recur_by_torch(
     return out_N_H_V
 
 
-def _first_independent(runs: Sequence[Sequence[int]]) -> int:
-    """Returns the place from which on all runs have one token, and none reads or writes what an earlier one of them
-    writes. They can be computed together."""
-    used = set[int]()
-    for place in range(len(runs) - 1, -1, -1):
-        _, count, read, write = runs[place]
-        if count != 1 or write in used:
-            return place + 1
-        used |= {read, write}
-    return 0
+def waves(runs: Sequence[Sequence[int]]) -> list[int]:
+    """Returns the wave of each run. Runs of one wave can be computed in parallel: none of them touches a slot that
+    another one writes. Runs that share a slot which one of them writes are computed in their order."""
+    written, touched = dict[int, int](), dict[int, int]()
+    found = list[int]()
+    for _, _, read, write in runs:
+        wave = 1 + max(written.get(read, -1), touched.get(write, -1))
+        written[write] = wave
+        for slot in (read, write):
+            touched[slot] = max(wave, touched.get(slot, -1))
+        found.append(wave)
+    return found
 
 
 def _wrong(library: ctypes.CDLL) -> str:

@@ -5,8 +5,8 @@ tokens are computed in parallel, because a token's inputs are known before the s
 delta rule: a program keeps a few columns of the state of one value head in registers, and loops over the tokens of one
 run. At its end it writes its columns, and the last inputs of its channels.
 
-A run may read a slot that an earlier run of the call writes. `waves` orders such runs, and each wave has its own two
-launches. Most calls have one to three waves.
+A run may read a slot that an earlier run of the call writes. `kernels/delta.py: waves` orders such runs, and each
+wave has its own two launches. Most calls have one to three waves.
 
 Every program computes the same operations in the same order, whatever the lengths and number of runs, and states pass
 between runs in float32. So the bits of a token do not depend on the cut into runs. Sizes are compiled in. Where tensors
@@ -21,7 +21,6 @@ columns of a program.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llamarl.kernels.delta import waves
 from llamarl.kernels.delta_shape import DeltaShape
 
 _COLUMNS = 8
@@ -74,20 +74,6 @@ def recur(runs_R_4: np.ndarray, delta: DeltaShape, given: tuple[Tensor, ...], sl
                 K=key_block, V=columns, D=triton.next_power_of_2(max(delta.conv_width - 1, 1)),
             )  # fmt: skip
     return out_N_H_V
-
-
-def waves(runs: Sequence[Sequence[int]]) -> list[int]:
-    """Returns the wave of each run. Runs of one wave are computed in parallel: none of them touches a slot that another
-    one writes. Runs that share a slot which one of them writes are computed in their order."""
-    written, touched = dict[int, int](), dict[int, int]()
-    found = list[int]()
-    for _, _, read, write in runs:
-        wave = 1 + max(written.get(read, -1), touched.get(write, -1))
-        written[write] = wave
-        for slot in (read, write):
-            touched[slot] = max(wave, touched.get(slot, -1))
-        found.append(wave)
-    return found
 
 
 def _uploaded(runs_R_4: np.ndarray, device: torch.device) -> list[tuple[Tensor, Tensor]]:
