@@ -32,6 +32,7 @@ from llamarl.training.trainer import Objective, Trainer
 from llamarl.types import OBSERVED, FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
 from tests.end_to_end.tiny import rows
 from tests.executors.runs import learnt, tiny_config, train
+from tests.nightly import nightly
 
 MakeConfig = Callable[..., RunConfig]
 
@@ -317,6 +318,7 @@ def test_resumed_it_is_the_uninterrupted_run(whole_run: tuple[RunConfig, RunFold
     assert rows(resumed.rollouts) == rows(folder.rollouts)
 
 
+@nightly("critic and reference run in processes in end_to_end/test_restarts.py")
 def test_inline_and_monarch_do_the_same(whole_run: tuple[RunConfig, RunFolder], make_config: MakeConfig) -> None:
     _, folder = whole_run
     apart = train(make_config(name="apart", cluster={"kind": "monarch"}))

@@ -56,6 +56,7 @@ def test_a_tensor_parallel_rank(on_gpu: Run, model: str) -> None:
 LIGHT = {"dtype": "bfloat16", "weights": "bfloat16", "moments": "8bit"}
 
 
+@nightly("shards of one are counted below")
 @pytest.mark.parametrize(
     ("model", "recompute"), [(SHORT, True), *also(("1B", True), ("1B", False), ("8B", True), ("qwen3 8B", True))]
 )

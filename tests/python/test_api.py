@@ -28,6 +28,7 @@ from llamarl.observability import spans
 from llamarl.run.preview import check_functions
 from llamarl.run.python_inputs import sources_of
 from tests.end_to_end.tiny import ROOT, SOMETIME_S, environment, llamarl_here, make_model, write_toml
+from tests.nightly import nightly
 from tests.python.rewards import brevity, ends_right
 
 ROWS = [{"question": f"{a} + {b}", "answer": str(a + b), "hint": b} for a in range(8) for b in range(4)]
@@ -214,6 +215,7 @@ if __name__ == "__main__":
 """
 
 
+@nightly("a script with processes runs below")
 def test_a_sweep_in_processes_of_its_own(toml: Path) -> None:
     """Spawned processes train as the script itself does; a forked one, whose threads are gone, is refused at once."""
     Path("sweep.py").write_text(SWEEP)
