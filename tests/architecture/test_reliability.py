@@ -51,8 +51,8 @@ def test_what_it_names_exists_and_runs_when_it_says() -> None:
 
 
 def test_the_check_can_fail() -> None:
-    path = ROOT / "tests/parts/hosts/namespaces/test_run.py"
-    assert is_nightly(path, ["test_a_trainer_on_two_hosts_and_generators_that_come_and_go"])
-    assert is_nightly(path, ["test_a_host_is_cut_off_and_comes_back"]) is False
+    path = ROOT / "tests/parts/hosts/namespaces/test_agents.py"
+    assert is_nightly(path, ["test_a_frozen_controller_is_lost_too"])
+    assert is_nightly(path, ["test_agents_end_what_they_started_when_the_controller_is_gone"]) is False
     assert is_nightly(path, ["test_that_is_not_there"]) is None
     assert is_nightly(ROOT / "tests/parts/hosts/namespaces/test_by_hand.py", ["test_two_shells"])

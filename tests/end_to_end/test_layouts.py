@@ -54,6 +54,7 @@ def learn_alike(folder: Path, toml: Path, *layouts: tuple[object, ...]) -> tuple
     return many, one
 
 
+@nightly("training/test_layouts.py moves states between layouts")
 def test_a_run_changes_its_layout(tmp_path: Path, toml: Path) -> None:
     """FSDP, and after three steps one process."""
     learn_alike(tmp_path, toml, ("--trainer.parallelism.fsdp", 2), ALONE)

@@ -21,7 +21,6 @@ import pytest
 
 from llamarl.cluster.engine_files import PREFIX
 from tests.end_to_end.tiny import ROOT, Command, descendants, make_model, rows, write_toml
-from tests.nightly import nightly
 
 NOBODY = 65534
 LISTENS = 0x10000
@@ -122,7 +121,6 @@ def own_folder(live: Live) -> Path:
     return found
 
 
-@nightly("what listens is tried by test_nobody_gets_anywhere")
 def test_all_that_listens_is_in_the_table(live: Live) -> None:
     table, folder, found = documented(), str(own_folder(live)), live.listeners()
     for one in found:

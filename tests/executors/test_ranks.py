@@ -31,6 +31,7 @@ from llamarl.training.result import PolicyStepResult
 from llamarl.types import FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
 from llamarl.weight_sync.transports.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 from tests.end_to_end.tiny import ROOT
+from tests.nightly import nightly
 
 END_S = 60.0
 """Much less than the 240 s of the call, at which the other rank would wait."""
@@ -149,6 +150,7 @@ def test_the_failure_of_one_rank_and_of_its_part_of_the_checkpoint(model: Path, 
     assert "ZeroDivisionError: no luck" in (tmp_path / "logs/trainer.1.log").read_text()
 
 
+@nightly("ranks that never come are in distributed/test_mesh.py")
 @dataclass(frozen=True)
 class UnevenGae(Gae):
     """The last rank cannot have it."""
@@ -186,6 +188,7 @@ async def fails_to_start(spec: ExecutorSpec, logs: Path) -> tuple[str, float]:
     return str(failed.value), time.monotonic() - start_s
 
 
+@nightly("test_layouts.py computes by parts in ranks")
 def test_a_step_is_the_same_whether_its_groups_came_in_parts(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

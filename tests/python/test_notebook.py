@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.tiny import ROOT, make_model, write_toml
-from tests.nightly import NIGHTLY
+from tests.nightly import NIGHTLY, nightly
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -58,6 +58,7 @@ def executed(cells: list[str], folder: Path) -> list[Any]:
     return [cell.outputs for cell in notebook.cells]
 
 
+@nightly("interrupts of a script are in test_processes.py")
 def test_an_interrupt_saves_and_leaves_the_kernel_alive(tmp_path: Path) -> None:
     toml = write_toml(tmp_path, make_model(tmp_path / "model"))
     look = "print(len(llamarl.open_run('runs/long').metrics()) >= 2, sorted(os.listdir('runs/long/checkpoints')))"

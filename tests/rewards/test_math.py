@@ -59,7 +59,8 @@ def test_gsm8k_golds_end_on_the_fast_path(gsm8k_rows: list[dict[str, str]]) -> N
     assert math._pool._server is None
 
 
-def test_math_verify_decides_the_rest(math: Math) -> None:
+def test_math_verify_decides_the_rest() -> None:
+    math = Math(workers=2, cpu_s=30)  # ten parentheses take most of a second on a busy machine
     right = [
         (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"), (r"\frac{\pi}{4}", r"\pi/4"), ("x^2+1", "1+x^2"),
         ("1,2", "2,1"), ("(x+y)^2", "x^2+2xy+y^2"), (r"x \ge 3", r"3 \le x"), ("120", "5!"), ("16", "2^4"),
@@ -77,6 +78,7 @@ def test_math_verify_decides_the_rest(math: Math) -> None:
     ]  # fmt: skip
     assert outcomes(math, right) == [Outcome.SCORE] * len(right)
     assert outcomes(math, wrong) == [Outcome.WRONG] * len(wrong)
+    math.close()
 
 
 def test_gold_that_cannot_be_read_is_invalid_unless_repeated(math: Math) -> None:

@@ -82,6 +82,7 @@ def weights(home: Path) -> list[Path]:
     return list(home.glob("hub/models--tiny--model/snapshots/*/model.safetensors"))
 
 
+@nightly("a fetch is in test_fetch.py, and hosts are in hosts/namespaces")
 def test_each_host_fetches_into_its_own_cache(hub: HubServer, commit: str, agents: Agents, tmp_path: Path) -> None:
     run = train(tmp_path, agents.place)
     for name in ADDRESSES:
