@@ -50,8 +50,9 @@ SENTENCES: dict[str, dict[str, str]] = {
         "learning-2026-11-25": "accuracy against synchronous training after 60 steps of the demo: staleness 1 "
         "{gap_points/demo S=1:+.1f} points ({interval/demo S=1/0:.1f} to {interval/demo S=1/1:.1f}, "
         "{seeds/demo S=1:.0f} pairs)",
-        "families-2026-11-28": "hybrid demo against its dense twin: {step_ratio:.2f} times the CPU time of a step; "
-        "gradients {gradient_error/against_float64:.1e} from float64; chunked and recurrent form "
+        "families-2026-11-28": "hybrid demo against its dense twin: held-out accuracy {accuracy_after:.1%} and "
+        "{accuracy_after_dense:.1%} (three seeds), {step_ratio:.2f} times the CPU time of a step; gradients "
+        "{gradient_error/against_float64:.1e} from float64; chunked and recurrent form "
         "{chunked_vs_recurrent_nats/mean:.1e} nats apart",
         "distillation-2026-11-28": "distillation of the demo: within 3 points of the teacher after "
         "{distill_steps_ratio:.3f} "
