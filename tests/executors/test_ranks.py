@@ -150,7 +150,6 @@ def test_the_failure_of_one_rank_and_of_its_part_of_the_checkpoint(model: Path, 
     assert "ZeroDivisionError: no luck" in (tmp_path / "logs/trainer.1.log").read_text()
 
 
-@nightly("ranks that never come are in distributed/test_mesh.py")
 @dataclass(frozen=True)
 class UnevenGae(Gae):
     """The last rank cannot have it."""
@@ -160,6 +159,7 @@ class UnevenGae(Gae):
             raise ZeroDivisionError("no luck")
 
 
+@nightly("ranks that never come are in distributed/test_mesh.py")
 def test_a_critic_whose_ranks_do_not_all_start(model: Path, tmp_path: Path) -> None:
     """The start fails at once, with the error of the rank that failed, for which the others would wait."""
     config = RunConfig.model_validate(
