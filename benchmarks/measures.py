@@ -65,6 +65,8 @@ SENTENCES: dict[str, dict[str, str]] = {
         "{gap_points/demo S=4 beta1 0:+.1f}; the calculator with staleness 1 {gap_points/calculator S=1:+.1f} points",
         "loop-2026-11-26": AGAINST_BASE,
         "loop-avx2-2026-11-26": f"{AGAINST_BASE}; AVX2",
+        "loop-2026-11-28": "60 steps of the demo against commit 23758f0a, before rooms and constructors were "
+        "rearranged: {median_ratio:.2f} times the samples per second (three pairs, {ratio|min:.2f} to {ratio|max:.2f})",
         "real-2026-11-28": "SmolLM2-135M on SVAMP in bfloat16, median of three seeds: held-out accuracy "
         "{accuracy_before:.1%} to {accuracy_after:.1%} in 150 steps and {minutes:.0f} minutes, largest mismatch after "
         "a sync {mismatch_mean_max:.3f} nats",
@@ -187,6 +189,8 @@ SENTENCES: dict[str, dict[str, str]] = {
         "watching-2026-11-23": "two open pages of a running run use {core_share:.0%} of a core",
         "house-2026-11-27": "{core_code_lines:,d} lines of code in the core, {part_code_lines:,d} in parts; a demo "
         "of four steps enters {demo/steps/num_files:.0f} files",
+        "suite-2026-11-28": "`make test`: {make_test_s:,.0f} s and {cpu_minutes:.0f} minutes of CPU time for "
+        "{tests:,d} tests",
     },
 }  # fmt: skip
 """Sentences by heading and file; `path|function` is one number of many, `path over path` a quotient."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import tarfile
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import ConfigDict, Field
 
@@ -17,6 +19,21 @@ WORK = "/work"
 
 STRICT = ConfigDict(extra="forbid")
 """Unknown options are errors."""
+
+T = TypeVar("T")
+
+
+def made_once(make: Callable[[], T]) -> Callable[[], T]:
+    """Decorator. Threads that call the function at the same time get the same object, which `functools.cache` does not
+    promise."""
+    lock, cached = threading.Lock(), functools.cache(make)
+
+    @functools.wraps(make)
+    def the_one() -> T:
+        with lock:
+            return cached()
+
+    return the_one
 
 
 class MachineLost(Exception):

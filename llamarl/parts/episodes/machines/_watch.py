@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import time
 from contextlib import suppress
 from typing import NamedTuple
 
-from llamarl.parts.episodes.machines._base import MachineLimits
+from llamarl.parts.episodes.machines._base import MachineLimits, made_once
 from llamarl.parts.episodes.machines._connection import AgentMachine
 
 BUSY_S, IDLE_S = 0.05, 0.5
@@ -106,7 +105,7 @@ def _read(proc: int, path: str) -> str:
         os.close(descriptor)
 
 
-@functools.cache
+@made_once
 def watch() -> MachineWatch:
     """Returns the watch of this process."""
     return MachineWatch()

@@ -21,7 +21,15 @@ from dataclasses import dataclass, field
 from llamarl.child import Child, code_path
 from llamarl.config import ConfigError
 from llamarl.parts.episodes.machines import _starter
-from llamarl.parts.episodes.machines._base import WORK, Machine, MachineBackend, MachineLimits, is_owned_by, pack_folder
+from llamarl.parts.episodes.machines._base import (
+    WORK,
+    Machine,
+    MachineBackend,
+    MachineLimits,
+    is_owned_by,
+    made_once,
+    pack_folder,
+)
 from llamarl.parts.episodes.machines._calls import program
 from llamarl.parts.episodes.machines._connection import AgentMachine, agent_program, process_limits
 from llamarl.parts.episodes.machines._starter import FILTER, STAGE, STREAM
@@ -226,7 +234,7 @@ class _Starter:
         self._child.end(START_S)
 
 
-@functools.cache
+@made_once
 def _starter_of_this_process() -> _Starter:
     return _Starter()
 
