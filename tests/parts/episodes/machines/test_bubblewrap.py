@@ -270,6 +270,30 @@ def test_no_machine_outlives_its_owner(victim: str) -> None:
             owner.kill()
 
 
+ASKED_AT_ONCE = """
+import threading, time
+from llamarl.parts.episodes.machines import _watch, bubblewrap
+
+class Slow:
+    def __init__(self):
+        time.sleep(0.3)
+        made.append(self)
+
+made = []
+bubblewrap._Starter = _watch.MachineWatch = Slow
+for ask in (bubblewrap._starter_of_this_process, _watch.watch):
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+print(len(made))
+"""
+
+
+def test_threads_that_ask_at_the_same_time_get_the_same_starter_and_the_same_watch() -> None:
+    done = subprocess.run([sys.executable, "-c", ASKED_AT_ONCE], capture_output=True, text=True, timeout=240)
+    assert (done.stdout, done.stderr) == ("2\n", "")
+
+
 def test_without_bubblewrap_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     bubblewrap._problem.cache_clear()
