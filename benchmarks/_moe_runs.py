@@ -4,7 +4,6 @@ KL."""
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 from _moe_kl import Problems, by_cause, mismatch
+from _record import children_s
 
 from llamarl.checkpoint.store import CheckpointStore, export_checkpoint
 from llamarl.config import load_config
@@ -49,14 +49,9 @@ def trained(name: str, run: str, folder: Path, *settings: str) -> dict[str, floa
         sys.executable, "-m", "llamarl", "train", str(ROOT / f"configs/{name}.toml"), "--name", run, "--output",
         str(folder), "--screen.kind", "lines", *settings,
     ]  # fmt: skip
-    start_s, cpu_s = time.monotonic(), _children_s()
+    start_s, cpu_s = time.monotonic(), children_s()
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=3600)
-    return {"wall_s": time.monotonic() - start_s, "cpu_s": _children_s() - cpu_s}
-
-
-def _children_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+    return {"wall_s": time.monotonic() - start_s, "cpu_s": children_s() - cpu_s}
 
 
 def learning(seeds: Sequence[int], steps: int, folder: Path) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""What every benchmark writes: one dated JSON with machine, versions, command, settings, figures and notes."""
+"""What every benchmark writes: one dated JSON with machine, versions, command, settings, figures and notes. And the CPU
+time of the commands that it starts."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,12 @@ def write_result(
     folder.mkdir(exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def children_s() -> float:
+    """Returns CPU seconds of all processes that this one has started and waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _version(package: str) -> str | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from _predict import predict_step
-from _record import write_result
+from _record import children_s, write_result
 
 from llamarl.config import RunConfig, load_config
 from llamarl.parts.forecast.constants import load_profile
@@ -101,9 +100,9 @@ def measure(name: str, overrides: list[str], folder: Path, options: argparse.Nam
 def _run(name: str, overrides: list[str], folder: Path, steps: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "llamarl", "train", str(DEMO), "--name", name, "--output", str(folder),
                "--steps", str(steps), *COMMON, *overrides]  # fmt: skip
-    busy_s, own_s, start_s = _busy_s(), _children_s(), time.monotonic()
+    busy_s, own_s, start_s = _busy_s(), children_s(), time.monotonic()
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=1200)
-    others_s = (_busy_s() - busy_s) - (_children_s() - own_s)
+    others_s = (_busy_s() - busy_s) - (children_s() - own_s)
     other_cores = max(0.0, others_s / (time.monotonic() - start_s))
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["kind"] == "step"]
@@ -127,11 +126,6 @@ def _busy_s() -> float:
     """Processor seconds of everybody since the machine started, those that its host gave to others included."""
     user, nice, system, _, _, *others = map(int, Path("/proc/stat").read_text().split()[1:9])
     return (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
-
-
-def _children_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def _wait_for_quiet(cores: float) -> None:

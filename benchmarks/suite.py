@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import argparse
 import re
-import resource
 import statistics
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
-from _record import write_result
+from _record import children_s, write_result
 
 ROOT = Path(__file__).parents[1]
 COUNTS = re.compile(r"(\d+) (passed|failed|skipped|error)")
 NOTES = [
-    "make_test_s, test_all_s: medians of the runs, lint and types included.",
+    "make_test_s: median of the runs, lint and types included.",
     "failed: of each run of `make test`.",
 ]
 
@@ -50,20 +49,15 @@ def main() -> None:
 
 def run(target: str) -> dict[str, Any]:
     """Returns seconds, CPU seconds and numbers of tests of one run. Raises RuntimeError if no test ran."""
-    start_s, cpu_s = time.monotonic(), _children_s()
+    start_s, cpu_s = time.monotonic(), children_s()
     done = subprocess.run(["make", target], check=False, cwd=ROOT, capture_output=True, text=True)
-    found = {"seconds": round(time.monotonic() - start_s, 1), "cpu_s": round(_children_s() - cpu_s, 1)}
+    found = {"seconds": round(time.monotonic() - start_s, 1), "cpu_s": round(children_s() - cpu_s, 1)}
     lines = done.stdout.splitlines()
     counts = {kind: int(count) for count, kind in COUNTS.findall(lines[-1])} if lines else {}
     if "passed" not in counts:
         raise RuntimeError(f"`make {target}` ran no tests: {done.stdout[-2000:]}{done.stderr[-2000:]}")
     failed = [line.partition(" ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
     return found | {"passed": counts["passed"], "failed": len(failed), "which_failed": failed}
-
-
-def _children_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 if __name__ == "__main__":

@@ -199,7 +199,7 @@ class Watch:
                 self._tell("waited" if waits else "was", _place(stack))
                 self.fired = True
                 with self._ending:
-                    if self._stopped.is_set():  # a later end would be that of the groups that this process makes next
+                    if self._stopped.is_set():  # the process may have new groups by now
                         return
                     self._end()
             if note.kind == "gone" and note.rank == self._rank:

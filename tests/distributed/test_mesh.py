@@ -185,7 +185,7 @@ def test_a_rank_that_never_comes(workers: Workers) -> None:
         for rank, worker in enumerate(ranks):
             worker.start(meet, where, rank, 3, 2.0)
         found = results(ranks)
-        for worker in ranks:  # torch goes on counting from the groups that were not made
+        for worker in ranks:  # torch does not reset its count of groups
             worker.kill()
     for rank, message in enumerate(found):
         assert message.startswith(f"rank {rank} did not meet all 3 ranks in 2 s: ")

@@ -104,7 +104,7 @@ def test_each_set_has_its_schedule_its_samples_and_its_reward(tmp_path: Path, se
     assert llamarl.open_run(tmp_path / "tiny").evals()[0]["name"] == "greedy"
 
 
-@nightly("killed runs go on in test_keeping.py")
+@nightly("test_keeping.py kills runs and resumes them")
 def test_a_run_that_is_killed_goes_on_to_the_same_evaluations(tmp_path: Path, several: Path) -> None:
     """And `replay` has nothing to say of them: they are no part of what is learnt."""
     steps = 24

@@ -22,7 +22,7 @@ REWARDED = "{name = 'distillation', reward_weight = 1.0}"
 
 RECIPES = sorted({*members("llamarl.recipes")} - {"distillation"})
 DAILY = ["aipo", "dapo"]
-"""The default, and the one that replaces groups; `tests/algorithms` computes the losses of all."""
+"""The default, and the recipe that replaces groups. `tests/algorithms` computes the losses of all recipes."""
 
 
 @pytest.mark.parametrize("recipe", RECIPES if NIGHTLY else DAILY)

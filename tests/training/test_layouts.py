@@ -234,7 +234,7 @@ def test_what_goes_on_from_mirrors_learns_the_same(run, tmp_path, make_groups, s
             assert where == list(again[name][:2]) and torch.equal(part, again[name][2]), name
 
 
-@nightly("a checkpoint does, above, and mirrors go on in one layout")
+@nightly("test_state_moves_between_layouts_bit_for_bit moves checkpoints")
 @pytest.mark.parametrize("config", [{"moments": "8bit"}, *also({})], ids=str)
 def test_a_mirror_moves_between_layouts_bit_for_bit(run, tmp_path, make_groups, config: dict) -> None:
     """A host less: what four ranks had goes to two, and to one."""

@@ -22,6 +22,7 @@ from llamarl.parts.episodes.environments._machine_check import is_same
 from llamarl.parts.episodes.environments._worker import build_environment
 from llamarl.parts.episodes.environments.machine import Machine
 from llamarl.parts.episodes.executors.environment import EnvironmentExecutor
+from llamarl.parts.episodes.machines._base import WORK
 from llamarl.parts.episodes.ports import OpenTurn
 from llamarl.types import Outcome, Prompt, RewardResult, ToolCall
 from tests.architecture.repository import ROOT
@@ -74,7 +75,7 @@ def sh(command: str) -> str:
 @pytest.mark.parametrize("check", [BY_CALLS, BY_COMMAND])
 def test_a_repaired_file_is_right_and_any_other_is_wrong(check: dict[str, Any]) -> None:
     fix = sh(f"printf '{RIGHT}' > calc.py; python3 -m unittest -q; pwd")
-    fix = fix.replace("calc.py", "/work/calc.py")
+    fix = fix.replace("calc.py", f"{WORK}/calc.py")
     looked, fixed, end = talk(row(check), sh("cat calc.py; cd /tmp; false"), fix, "")
     assert looked == f"```output\n{BUGGY}(exit code 1)\n```\n"
     assert fixed.endswith("/tmp\n```\n") and end == RewardResult(outcome=Outcome.SCORE, value=1.0)

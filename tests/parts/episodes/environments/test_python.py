@@ -12,6 +12,7 @@ from llamarl.config import ConfigError, Ref
 from llamarl.parts.episodes.environments._base import Task, Turn
 from llamarl.parts.episodes.environments._worker import build_environment
 from llamarl.parts.episodes.environments.python import Python
+from llamarl.parts.episodes.machines._base import WORK
 from llamarl.types import Outcome, ToolCall
 from tests.parts.episodes.machines.here import needs_machines
 
@@ -126,8 +127,8 @@ def converse(*codes: str, **options: Any) -> list[Any]:
 def test_a_living_interpreter_keeps_what_cannot_run_again() -> None:
     """Open files, time and processes, and its packages are those that run llamarl."""
     said = converse(
-        "import os, random, time\nfile = open('/work/x', 'w'); file.write('a')", "file.write('b'); file.close()\n"
-        "open('/work/x').read()", "os.getpid() == os.getppid() + 1, os.fork() or os._exit(3)", "os.wait()[1] >> 8",
+        f"import os, random, time\nfile = open('{WORK}/x', 'w'); file.write('a')", "file.write('b'); file.close()\n"
+        f"open('{WORK}/x').read()", "os.getpid() == os.getppid() + 1, os.fork() or os._exit(3)", "os.wait()[1] >> 8",
         "import numpy as np, sympy\nx = np.arange(3)\nx.sum() + sympy.Integer(2)", "print('Žluť')\n1 / 0", "x[2]",
         "raise SystemExit(4)", "x[0]", "import subprocess\nsubprocess.run(['echo', 'hi'])",
     )  # fmt: skip

@@ -186,7 +186,7 @@ AGENT = {
     "reads the agent's stream": "timeout 1 cat /proc/1/fd/3 && echo GOT",
     "hides a module of the agent": "echo 'print(\"GOT\")' > json.py; cp json.py tarfile.py; echo then",
     "leaves a start-up file": "echo 'print(\"GOT\")' > sitecustomize.py; echo 'echo GOT' > .bashrc",
-    "leaves a start-up file of bash": "echo 'echo GOT' > rc; export BASH_ENV=/work/rc ENV=/work/rc",
+    "leaves a start-up file of bash": "echo 'echo GOT' > rc; export BASH_ENV=$PWD/rc ENV=$PWD/rc",
     "links the command": "rm /run/shell/command; ln -s /etc/passwd /run/shell/command",
     "links the command to a pipe": "rm /run/shell/command; mkfifo /run/shell/command",
     "links the state": "trap - EXIT; rm -f /run/shell/new; mkfifo /run/shell/new",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from llamarl.parts.episodes.machines import Machine, MachineLimits
 from llamarl.parts.episodes.machines.bubblewrap import Bubblewrap
+from tests.end_to_end.tiny import descendants
 
 BACKEND = Bubblewrap()
 PROBLEM = BACKEND.problem()
@@ -22,3 +25,15 @@ def said(machine: Machine, command: str, s: float = 60.0) -> str:
 
 def started(folder: str | None = None, **limits: object) -> Machine:
     return BACKEND.start(folder, MachineLimits(**limits))
+
+
+def below(pid: int, mark: bytes) -> list[int]:
+    """Returns the processes below another one whose command lines have a mark."""
+    found = list[int]()
+    for one in descendants(pid):
+        try:
+            if mark in Path(f"/proc/{one}/cmdline").read_bytes():
+                found.append(one)
+        except OSError:
+            continue
+    return found

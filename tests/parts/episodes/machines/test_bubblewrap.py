@@ -16,9 +16,9 @@ import pytest
 
 from llamarl.config import ConfigError
 from llamarl.parts.episodes.machines import Machine, MachineLimits, MachineLost, bubblewrap
-from llamarl.parts.episodes.machines._base import is_inside, pack, unpack
+from llamarl.parts.episodes.machines._base import WORK, is_inside, pack, unpack
 from llamarl.parts.episodes.machines.bubblewrap import Bubblewrap
-from tests.parts.episodes.machines.here import BACKEND, needs_machines, said, started
+from tests.parts.episodes.machines.here import BACKEND, below, needs_machines, said, started
 from tests.sandbox.test_pool import until
 
 pytestmark = needs_machines
@@ -33,7 +33,8 @@ def machine() -> Iterator[Machine]:
 
 def test_the_state_of_the_shell_lasts(machine: Machine) -> None:
     said(machine, "mkdir sub; cd sub; x=5; export Y=7; f() { echo $x-$1; }; alias hi='echo hello'; list=(1 'a b')")
-    assert said(machine, 'pwd; f 2; hi; echo $Y; echo "${list[1]}"') == "/work/sub\n5-2\nhello\n7\na b\n"
+    assert said(machine, 'pwd; f 2; hi; echo $Y; echo "${list[1]}"') == f"{WORK}/sub\n5-2\nhello\n7\na b\n"
+    assert WORK == "/work"
     assert machine.run("x=6; cd /tmp; exit 7", 60.0, 100).code == 7
     assert said(machine, "f 1; pwd") == "6-1\n/tmp\n"
     assert machine.run("x=7; kill -9 $$", 60.0, 100).code == 137
@@ -226,19 +227,6 @@ def running(mark: str) -> bool:
     return False
 
 
-def starters(owner: int) -> list[int]:
-    """Children of a process that start machines."""
-    found = list[int]()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            if parent == owner and b"_starter" in (stat.parent / "cmdline").read_bytes():
-                found.append(int(stat.parent.name))
-        except OSError:  # it has ended
-            continue
-    return found
-
-
 OWNER = """
 import sys, threading
 sys.setswitchinterval(1e-5)
@@ -263,7 +251,7 @@ def test_no_machine_outlives_its_owner(victim: str) -> None:
         try:
             assert owner.stdout is not None and owner.stdout.readline() == b"ready\n"
             assert running("987652")
-            (starter,) = starters(owner.pid)
+            (starter,) = below(owner.pid, b"_starter")
             os.kill(owner.pid if victim == "the owner" else starter, signal.SIGKILL)
             until(lambda: not running("987652"), "all machines end")
         finally:

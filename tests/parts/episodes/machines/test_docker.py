@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from llamarl.parts.episodes.machines import MachineLimits, MachineLost, docker
-from llamarl.parts.episodes.machines._base import pack, unpack
+from llamarl.parts.episodes.machines._base import WORK, pack, unpack
 from llamarl.parts.episodes.machines.docker import Docker
 from llamarl.types import Outcome
 from tests.nightly import NIGHTLY
@@ -136,7 +136,7 @@ def test_a_container_has_a_shell_and_files(backend: Docker, tmp_path: Path) -> N
     try:
         machine.put(pack({"sub/b": b"two"}))
         assert said(machine, "cat a sub/b; cd sub; x=5; id -u; python3 -c 'print(6)'") == "onetwo60000\n6\n"
-        assert said(machine, "pwd; echo $x; echo three > c") == "/work/sub\n5\n"
+        assert said(machine, "pwd; echo $x; echo three > c") == f"{WORK}/sub\n5\n"
         assert machine.run("sleep 100", 0.5, 10).is_late
         assert said(machine, "echo $x; ls /proc | grep -c '^[0-9]' || true; ls /sys/class/net").split()[::2] == [
             "5",

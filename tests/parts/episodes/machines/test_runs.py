@@ -9,27 +9,15 @@ from pathlib import Path
 import pytest
 
 from examples.repair import make_data
-from tests.end_to_end.tiny import Command, descendants, make_model, rows
+from tests.end_to_end.tiny import Command, make_model, rows
 from tests.nightly import also, nightly
-from tests.parts.episodes.machines.here import needs_machines
+from tests.parts.episodes.machines.here import below, needs_machines
 from tests.parts.episodes.machines.test_bubblewrap import running
 from tests.sandbox.test_pool import until
 
 pytestmark = needs_machines
 MARK = 987_650
 """CPU seconds of a machine: its agent has them in its command line, by which it is found."""
-
-
-def below(pid: int, mark: bytes) -> list[int]:
-    """Returns the processes below another one whose command lines have a mark."""
-    found = list[int]()
-    for one in descendants(pid):
-        try:
-            if mark in Path(f"/proc/{one}/cmdline").read_bytes():
-                found.append(one)
-        except OSError:
-            continue
-    return found
 
 
 @nightly("killed owners of machines are in test_bubblewrap.py")
