@@ -40,16 +40,23 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Every node of a file. Walking is what takes long here, so each file is walked once for all tests."""
+    return tuple(ast.walk(tree(path)))
+
+
 def functions(path: Path) -> Iterator[Function]:
-    return (node for node in ast.walk(tree(path)) if isinstance(node, Function))
+    return (node for node in nodes(path) if isinstance(node, Function))
 
 
-def imports(path: Path) -> set[str]:
+@cache
+def imports(path: Path) -> frozenset[str]:
     """Top-level packages that a file imports, also inside functions."""
     found = set[str]()
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module.split(".")[0])
-    return found
+    return frozenset(found)

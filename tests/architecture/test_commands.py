@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from importlib import resources
+from pathlib import Path
 
 from llamarl.config import RunConfig, SftConfig
-from tests.architecture.repository import ROOT, documents, name_of, python_files, tree
+from tests.architecture.repository import ROOT, documents, name_of, nodes, python_files
 from tests.end_to_end.tiny import llamarl_here
 
 COMMAND = re.compile(r"llamarl ([a-z]+)((?:[ \n][^`\n;#|&]*)?)")
@@ -18,15 +19,15 @@ SECTIONS = {"section", "key", *RunConfig.model_fields, *SftConfig.model_fields}
 PATHS = re.compile(r"(?<![\w./-])((?:tests|benchmarks|configs|examples|docs)/[\w./-]+)")
 
 
-def _texts(node: ast.AST) -> Iterator[str]:
+def _texts(path: Path) -> Iterator[str]:
     """String literals; what an f-string fills in is X."""
-    if isinstance(node, ast.JoinedStr):
-        yield "".join(str(one.value) if isinstance(one, ast.Constant) else "X" for one in node.values)
-        return
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield node.value
-    for child in ast.iter_child_nodes(node):
-        yield from _texts(child)
+    pieces = set[ast.AST]()
+    for node in nodes(path):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(one.value) if isinstance(one, ast.Constant) else "X" for one in node.values)
+            pieces.update(node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in pieces:
+            yield node.value
 
 
 @cache
@@ -49,7 +50,7 @@ def _faults(text: str) -> Iterator[str]:
 
 def test_commands_in_messages_exist() -> None:
     files = python_files("llamarl")
-    faults = [f"{name_of(path)}: {one}" for path in files for text in _texts(tree(path)) for one in _faults(text)]
+    faults = [f"{name_of(path)}: {one}" for path in files for text in _texts(path) for one in _faults(text)]
     assert not faults, "\n".join(faults)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from tests.architecture.repository import PACKAGE, name_of, python_files, tree
+from tests.architecture.repository import PACKAGE, name_of, nodes, python_files
 
 MOST_ARGUMENTS = 6
 FOLDERS = ("controller", "journal")
@@ -18,7 +18,7 @@ def test_constructors_take_few_arguments() -> None:
     """What every object uses is in `Services`."""
     faults = []
     for path in _files():
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef) and node.name == "__init__":
                 number = len(node.args.args) - 1 + len(node.args.kwonlyargs)
                 faults += [f"{name_of(path)}:{node.lineno} takes {number}"] if number > MOST_ARGUMENTS else []
@@ -32,7 +32,7 @@ def test_objects_keep_no_count_of_steps() -> None:
         f"{name_of(path)}:{node.lineno} {ast.unparse(node)}"
         for path in _files()
         if path.parent.name == "controller"
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Store)
         and ast.unparse(node.value) == "self"

@@ -21,7 +21,7 @@ import yaml
 
 from llamarl.config import RunConfig, SftConfig, load_config, load_sft_config
 from llamarl.config.schema import Section
-from tests.architecture.repository import PACKAGE, ROOT, documents, name_of, python_files, tree
+from tests.architecture.repository import PACKAGE, ROOT, documents, name_of, nodes, python_files, tree
 
 CODE_SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -76,7 +76,7 @@ def _file_defines(file: str, name: str, page: Path) -> bool:
     found = next((place for place in places if place.exists()), None)
     if found is None:
         return False
-    return any(getattr(node, "name", "") == name or name in _bound(node) for node in ast.walk(tree(found)))
+    return any(getattr(node, "name", "") == name or name in _bound(node) for node in nodes(found))
 
 
 def _name_exists(dotted: str) -> bool:

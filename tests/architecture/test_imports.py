@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.repository import PACKAGE, ROOT, imports, module_of, name_of, python_files, tree
+from tests.architecture.repository import PACKAGE, ROOT, imports, module_of, name_of, nodes, python_files
 from tests.fork_server import PRELOADED
 
 TORCH_FREE = (
@@ -127,14 +127,14 @@ def test_process_groups_are_set_up_in_one_place() -> None:
 
 
 def test_only_supervision_catches_everything() -> None:
-    caught = {name_of(path) for path in python_files("llamarl") if _catches_everything(tree(path))}
+    caught = {name_of(path) for path in python_files("llamarl") if _catches_everything(path)}
     assert not caught - set(CATCHES_EVERYTHING), "catch what you expect, and let the rest be seen"
     gone = {name for name in set(CATCHES_EVERYTHING) - caught if (ROOT / name).exists()}
     assert not gone, "these catch nothing of the kind any more: take them off the list"
 
 
-def _catches_everything(module: ast.Module) -> bool:
-    for node in ast.walk(module):
+def _catches_everything(path: Path) -> bool:
+    for node in nodes(path):
         caught: list[ast.expr | None] = []
         if isinstance(node, ast.ExceptHandler) and not _raises_again(node):
             caught = list(node.type.elts) if isinstance(node.type, ast.Tuple) else [node.type]
@@ -179,7 +179,7 @@ def test_no_files_import_each_other() -> None:
 def _imported(path: Path) -> set[str]:
     """Modules that a file imports; from a package its submodules, not the package itself."""
     found = set[str]()
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

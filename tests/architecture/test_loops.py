@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from tests.architecture.repository import PACKAGE, ROOT, functions, python_files, tree
+from tests.architecture.repository import PACKAGE, ROOT, functions, nodes, python_files, tree
 
 WAITS = {
     "cluster/fork_server.py: ready",
@@ -83,7 +83,7 @@ def _is_timer(node: ast.AST, function: str) -> bool:
 
 def starts_thread(path: Path) -> bool:
     """By itself, or from a pool."""
-    calls = [node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes(path) if isinstance(node, ast.Call)]
     named = {
         (ast.unparse(call.func).rpartition(".")[2], any(one.arg == "target" for one in call.keywords)) for call in calls
     }
@@ -92,7 +92,7 @@ def starts_thread(path: Path) -> bool:
 
 def tasks(path: Path) -> Iterator[str]:
     """Functions of a file that are begun as tasks in it."""
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in STARTS:
             for call in (inner for one in node.args for inner in ast.walk(one) if isinstance(inner, ast.Call)):
                 yield _name(path, ast.unparse(call.func).rpartition(".")[2])
@@ -119,11 +119,12 @@ def test_a_wait_is_no_task() -> None:
 
 def test_who_starts_a_loop_names_it() -> None:
     """The first name in that column is a function which names the loop."""
-    named = {pair for path in python_files("llamarl") for pair in _named(path)}
-    for line in LINE.finditer(_index()):
-        starter, loop = NAME.search(line["by"]), line["loop"].rpartition(" ")[2]
-        assert starter, f"{line['loop']}: who starts it?"
-        assert (starter[1], loop) in named, f"{starter[1]} does not name {line['loop']}"
+    lines = [(NAME.search(line["by"]), line["loop"]) for line in LINE.finditer(_index())]
+    assert not [loop for starter, loop in lines if not starter], "who starts it?"
+    starters = {starter[1] for starter, _ in lines if starter}
+    named = {pair for path in python_files("llamarl") for pair in _named(path, starters)}
+    for starter, loop in lines:
+        assert starter and (starter[1], loop.rpartition(" ")[2]) in named, f"{starter} does not name {loop}"
 
 
 def test_functions_that_lines_name_exist() -> None:
@@ -132,10 +133,10 @@ def test_functions_that_lines_name_exist() -> None:
     assert named <= known, f"no function is called {', '.join(sorted(named - known))}"
 
 
-def _named(path: Path) -> Iterator[tuple[str, str]]:
-    """Functions, each with every name in it; what is below `if __name__ == "__main__"` is in `__main__`."""
-    scripts = [node for node in tree(path).body if isinstance(node, ast.If)]
-    for function, scope in [*((one.name, one) for one in functions(path)), *(("__main__", one) for one in scripts)]:
+def _named(path: Path, starters: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Starters, each with every name in it; what is below `if __name__ == "__main__"` is in `__main__`."""
+    scripts = [("__main__", node) for node in tree(path).body if isinstance(node, ast.If)]
+    for function, scope in [*((one.name, one) for one in functions(path) if one.name in starters), *scripts]:
         for node in ast.walk(scope):
             if isinstance(node, ast.Attribute | ast.Name):
                 yield function, node.attr if isinstance(node, ast.Attribute) else node.id

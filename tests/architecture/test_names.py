@@ -6,9 +6,10 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
-from tests.architecture.repository import PACKAGE, name_of, python_files, tree
+from tests.architecture.repository import PACKAGE, name_of, nodes, python_files
 
 RULED_OUT = {
     "trajectory": "rollout",
@@ -26,6 +27,7 @@ RULED_OUT = {
     "behaviour": "behavior",
 }
 """Words that are not said -> those that are."""
+SAID = re.compile(f"_({'|'.join(RULED_OUT)})s?(?=_)")
 OTHERS = {"llamarl/cluster/monarch.py": {"actor"}}
 """Names of other libraries."""
 FAMILIES = ("advantages", "losses", "rewards", "environments", "sources", "trackers", "transports", "recipes")
@@ -36,7 +38,7 @@ NOUNS = ("Ring", "Scaling", "Shaping", "Sharding", "String", "Thing")
 
 def _names(path: Path) -> Iterator[tuple[int, str]]:
     """What a file defines: functions, classes, arguments, variables, attributes."""
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.lineno, node.name
         elif isinstance(node, ast.arg):
@@ -52,9 +54,10 @@ def _words(name: str) -> str:
     return f"_{re.sub(r'(?<=[a-z0-9])(?=[A-Z])', '_', name).lower().strip('_')}_"
 
 
-def _says(name: str, word: str) -> bool:
-    """One or many: `Learner`, `old_learners`."""
-    return re.search(f"_{word}s?_", _words(name)) is not None
+@cache
+def _ruled_out(name: str) -> list[tuple[str, str]]:
+    """The words it says, one or many (`Learner`, `old_learners`), and what to say instead."""
+    return [(word, RULED_OUT[word]) for word in SAID.findall(_words(name))]
 
 
 def test_names_are_those_of_the_field() -> None:
@@ -62,15 +65,15 @@ def test_names_are_those_of_the_field() -> None:
         f"{name_of(path)}:{line} {name}: say {instead}"
         for path in python_files(PACKAGE.name)
         for line, name in [*_names(path), (1, path.stem)]
-        for word, instead in RULED_OUT.items()
-        if _says(name, word) and word not in OTHERS.get(name_of(path), ())
+        for word, instead in _ruled_out(name)
+        if word not in OTHERS.get(name_of(path), ())
     ]
     assert not faults, "\n".join(faults)
 
 
 def _classes() -> Iterator[tuple[Path, ast.ClassDef]]:
     for path in python_files(PACKAGE.name):
-        yield from ((path, node) for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef))
+        yield from ((path, node) for node in nodes(path) if isinstance(node, ast.ClassDef))
 
 
 def _is_member(path: Path, name: str) -> bool:

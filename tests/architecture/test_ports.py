@@ -12,7 +12,7 @@ import pytest
 from llamarl.cluster.api import calls_of
 from llamarl.controller import ports
 from llamarl.parts.episodes.ports import EnvironmentPort, GatewayPort
-from tests.architecture.repository import PACKAGE, name_of, python_files, tree
+from tests.architecture.repository import PACKAGE, name_of, nodes, python_files
 
 SERVES = {
     "generator:GeneratorExecutor": ports.GeneratorPort,
@@ -54,7 +54,7 @@ def test_no_remote_call_by_a_string_outside_of_the_cluster() -> None:
         f"{name_of(path)}:{node.lineno}"
         for path in python_files("llamarl")
         if path.parent != PACKAGE / "cluster"
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr in ("call", "call_each")

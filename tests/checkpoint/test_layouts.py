@@ -25,6 +25,7 @@ from llamarl.sharding.parallel_layout import LayoutError, ShardLayout
 from llamarl.weight_sync.base import Exchange
 from llamarl.weight_sync.layout import TensorSpec
 from tests.distributed.ranks import rendezvous
+from tests.nightly import nightly
 
 DEADLINE_S = processes.DEADLINE_S
 PARAMETERS = {
@@ -214,6 +215,7 @@ def test_one_rank_that_cannot_write_fails_all(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "step-00000001" / MANIFEST).exists()
 
 
+@nightly("several processes; by day each layout reads what every layout wrote in one")
 def test_fully_sharded_ranks_save_what_they_hold_together(start, tmp_path: Path) -> None:
     """Four processes on gloo; 10 and 7 rows, which they cannot share evenly; read by one, by columns and by rows."""
     folder = tmp_path / "checkpoints"

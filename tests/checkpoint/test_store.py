@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from llamarl.checkpoint.folder import MANIFEST, CheckpointError, run_in_background
 from llamarl.checkpoint.store import Checkpoint, CheckpointStore
+from tests.nightly import nightly
 
 DEADLINE_S = processes.DEADLINE_S
 SHARDS = ["shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors"]
@@ -281,6 +282,7 @@ class TestKilled:
                 return last_event
         raise AssertionError("the save does not end")
 
+    @nightly("by day a step that is there is written again, and killed at each of its file operations")
     def test_at_every_file_operation_of_a_new_step(self, start, tmp_path: Path) -> None:
         folder = tmp_path / "checkpoints"
         for step in (1, 2):

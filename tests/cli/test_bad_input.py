@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.end_to_end.tiny import LLAMARL, ROOT, environment, llamarl_here
+from tests.nightly import nightly
 
 Done = subprocess.CompletedProcess[str]
 
@@ -363,6 +364,7 @@ def test_a_finished_run_is_one_wherever_its_output_goes(toml: Path, output: str)
     assert to is None or r"\u" in to.buffer.getvalue().decode("ascii")
 
 
+@nightly("by day outputs of a finished run go nowhere in other ways, and end_to_end/test_disk.py fills a disk")
 def test_a_finished_run_is_one_on_a_full_disk(toml: Path) -> None:
     command = f"{shlex.join(map(str, LLAMARL))} train {toml} --cluster.kind inline --steps 1 > /dev/full"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment(), cwd=ROOT)

@@ -8,6 +8,7 @@ import sys
 
 from llamarl.cluster.engine_sockets import open_to_all
 from tests.end_to_end.tiny import ROOT
+from tests.nightly import nightly
 
 START = """
 import asyncio, sys
@@ -44,6 +45,9 @@ def start(how: str) -> tuple[int, str]:
     return int(done.stdout.splitlines()[-1]), done.stderr
 
 
+@nightly(
+    "end_to_end/test_security.py lists what listens, at night too; which sockets are private is in parts/hosts by day"
+)
 def test_a_cluster_has_none_and_says_so_where_it_has() -> None:
     assert start("works") == (0, "")
     found, said = start("fails")

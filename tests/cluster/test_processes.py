@@ -30,7 +30,7 @@ from llamarl.cluster.api import (
     RemoteError,
 )
 from tests.cluster.harness import CALL_S, HERE, SPAWN_S, Kind, echo, is_alive, run, until
-from tests.nightly import NIGHTLY, also
+from tests.nightly import NIGHTLY, also, nightly
 
 SOON_S = 60.0
 """Much less than what the executor would otherwise be waited for."""
@@ -120,6 +120,7 @@ def test_what_one_rank_raises_is_the_error_whichever_it_is(
     run(main, kind)
 
 
+@nightly("processes; by day a controller that is killed and one that is interrupted leave nobody")
 @pytest.mark.parametrize("in_work", [False, *also(True)])
 def test_ranks_that_have_but_lost_others_are_dead(kind: Kind, monkeypatch: pytest.MonkeyPatch, in_work: bool) -> None:
     """Of what is known to have befallen the others, or else of what they say."""
@@ -230,6 +231,7 @@ def test_a_dead_worker_takes_the_processes_it_has_started_with_it(kind: Kind) ->
     run(main, kind)
 
 
+@nightly("processes; by day a controller that is killed and one that is interrupted leave nobody")
 def test_many_rounds_in_one_process(kind: Kind) -> None:
     pids: list[int] = []
 
@@ -354,6 +356,7 @@ def test_work_continues_while_the_controller_does_not_read(tmp_path: Path) -> No
     run(main, "processes")
 
 
+@nightly("processes; by day a controller that is killed and one that is interrupted leave nobody")
 def test_a_controller_says_nothing_and_leaves_nothing(kind: Kind, tmp_path: Path) -> None:
     process, pids = start_controller(kind, tmp_path)
     out, err = process.communicate("", timeout=CALL_S)

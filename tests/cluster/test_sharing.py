@@ -24,6 +24,7 @@ from llamarl.cluster.api import (
     MeshFailed,
 )
 from tests.cluster.harness import CALL_S, SPAWN_S, Kind, echo, run
+from tests.nightly import nightly
 
 NUM_RANKS = 3
 
@@ -69,6 +70,7 @@ def test_long_arguments_leave_the_caller_once(kind: Kind, tmp_path: Path) -> Non
     run(main, kind)
 
 
+@nightly("processes; by day a call is shared, and what a part that is missing does is seen in one of them")
 def test_short_arguments_are_nobody_s_to_share(kind: Kind, tmp_path: Path) -> None:
     async def main(cluster: Cluster) -> None:
         several, one = await asyncio.gather(
@@ -102,6 +104,7 @@ def test_rank_0_alone_answers_a_call_to_all(kind: Kind, tmp_path: Path) -> None:
     run(main, kind)
 
 
+@nightly("processes; by day a call is shared, and what a part that is missing does is seen in one of them")
 def test_a_rank_that_dies_before_its_part_is_there_ends_the_call(kind: Kind, tmp_path: Path) -> None:
     async def main(cluster: Cluster) -> None:
         handle = await cluster.spawn(sharing(tmp_path), SPAWN_S)

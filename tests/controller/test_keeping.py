@@ -16,6 +16,7 @@ from tests.controller.fakes import Run, Strike, config, rows
 from tests.controller.test_failures import draws
 from tests.executors.ledger import Generator, Model, Reward, Trainer
 from tests.journals import journal_of
+from tests.nightly import nightly
 
 NUM_STEPS = 7
 
@@ -73,6 +74,7 @@ ROLLOUTS = [
 ]
 
 
+@nightly("more seeds; test_restart.py lets everybody die at any moment by day")
 @pytest.mark.parametrize("rollout", ROLLOUTS, ids=["S=0", "S=1", "S=3,W=6"])
 @pytest.mark.parametrize("every_steps", [0, 2])
 def test_killed_twice_at_any_moment(tmp_path: Path, rollout: dict[str, int], every_steps: int) -> None:

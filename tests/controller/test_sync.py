@@ -25,7 +25,7 @@ from llamarl.controller.weights import MAX_HELD_BY_ALL, WeightsWrong, mismatch_o
 from llamarl.executors.replies import GeneratorStats, Probe
 from tests.controller.fakes import Run, config
 from tests.executors.ledger import RIGHT, WRONG, Generator, Reward, Trainer, token
-from tests.nightly import examples
+from tests.nightly import examples, nightly
 
 P, NUM_STEPS = 3, 8
 
@@ -378,6 +378,7 @@ def test_a_mismatch_ends_the_run_or_is_sent_again(tmp_path: Path) -> None:
         run("resync", ["failed"] * 3).train()
 
 
+@nightly("many generators; by day others of them are slow, hang and are left behind")
 def test_many_slow_generators_hold_on_to_few_versions(tmp_path: Path) -> None:
     """Each of them to two; what they hold takes memory of the trainer's, which has 16 slots."""
     held = list[int]()

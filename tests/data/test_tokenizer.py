@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from llamarl.config import ConfigError
 from llamarl.data.tokenizer import Tokenizer, check_vocabulary
 from llamarl.parts.sft.bpe import train_byte_bpe
+from tests.nightly import nightly
 
 MakeTokenizer = Callable[..., Tokenizer]
 TEMPLATE = """{%- if not messages %}{{ raise_exception("no messages") }}{% endif %}
@@ -188,6 +189,7 @@ def test_too_small_a_vocabulary_is_refused(tmp_path: Path) -> None:
         train_byte_bpe(["a"], tmp_path, 256)
 
 
+@nightly("times two threads; by day every other property of the tokenizer")
 def test_other_threads_work_while_a_long_text_is_encoded(tmp_path: Path) -> None:
     """An event loop among them answers others meanwhile; so it is with decoding."""
     tokenizer = train_byte_bpe(["12 34"], tmp_path, 300)

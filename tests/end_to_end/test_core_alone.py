@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.tiny import ROOT, environment, make_model, rows
+from tests.nightly import nightly
 
 HIDES = """
 import os, sys
@@ -77,6 +78,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alone]:
     made.process.communicate(timeout=240)  # there is no more to do, so it ends
 
 
+@nightly(
+    "three commands; tests/run trains, saves and resumes by day, import-linter finds what the core imports of a part"
+)
 def test_the_core_trains_evaluates_saves_and_resumes(tmp_path: Path, toml: Path, run: Alone) -> None:
     done = run("train", toml, "--output", tmp_path / "runs", *INLINE, "--screen.kind", "auto")
     assert done.returncode == 0, done.stderr
@@ -176,6 +180,7 @@ def test_whoever_asks_a_model_by_another_way_is_told_too(tmp_path: Path, run: Al
     assert done.stderr.startswith("llamarl serve: this installation lacks the part `answers`")
 
 
+@nightly("a command for each part; import-linter finds by day what the core imports of a part")
 @pytest.mark.parametrize("part", sorted(path.parent.name for path in (ROOT / "llamarl" / "parts").glob("*/joint.py")))
 def test_each_part_can_be_left_out(toml: Path, run: Alone, part: str) -> None:
     """The core and the other parts do without it: commands of others are there, its own say what is missing."""

@@ -15,6 +15,7 @@ import pytest
 
 from llamarl.config import load_config
 from tests.end_to_end.tiny import llamarl_here, rows, write_toml
+from tests.nightly import nightly
 from tests.parts.hub.server import HubServer, only_hub
 
 TEMPLATE = """{{ strftime_now("%d %b %Y") }}
@@ -42,6 +43,7 @@ def options(folder: Path, source: dict[str, object], *, steps: int, name: str = 
     ]  # fmt: skip
 
 
+@nightly("a run each; tests of the data and of the hub read the same files by day")
 def test_a_file_of_csv_and_a_day_that_stays(chatty: Path, tmp_path: Path) -> None:
     """The run begins with a template of its own choice on a day; it goes on and is replayed with both, on another."""
     table = io.StringIO()
@@ -81,6 +83,7 @@ def parquet(problems: list[dict[str, str]]) -> bytes:
     return out.getvalue()
 
 
+@nightly("a run each; tests of the data and of the hub read the same files by day")
 @pytest.mark.parametrize("branch", ["main", "refs/convert/parquet"])
 def test_a_data_set_by_name_stays_at_its_commit(chatty: Path, tmp_path: Path, hub: HubServer, branch: str) -> None:
     """Though the branch moves: the run that goes on, and its replay, ask nobody and have the rows of the beginning."""
@@ -109,6 +112,7 @@ def test_a_data_set_by_name_stays_at_its_commit(chatty: Path, tmp_path: Path, hu
     assert {row["prompt_id"].rpartition("-")[0] for row in rows(run / "rollouts.jsonl")} == {"me/sums/all/train"}
 
 
+@nightly("a run of its own; tests/data and parts/sft read conversations by day")
 def test_conversations_are_learnt_and_answered(chatty: Path, tmp_path: Path) -> None:
     roles = ("user", "assistant") * 2
     talks = [

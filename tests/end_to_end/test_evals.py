@@ -167,6 +167,7 @@ def test_eval_repeats_the_end_of_the_run(tmp_path: Path, several: Path) -> None:
         assert text in done.stderr
 
 
+@nightly("a run of its own; tests of the environments judge the same sets by day")
 def test_a_set_has_an_environment_of_its_own(tmp_path: Path, several: Path) -> None:
     """Nobody else has one, so responses of the other sets, and of training, have one turn."""
     world = "tests.parts.episodes.environments.worlds:Chatty"

@@ -42,6 +42,9 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return dict(load_model(folder, torch.float32, "cpu").state_dict())
 
 
+@nightly(
+    "runs of their own; by day a mixture is trained, served and sent in tests/training, generation and weight_sync"
+)
 def test_a_mixture_is_trained_saved_resumed_exported_and_replayed(tmp_path: Path, mixture: Path) -> None:
     toml, whole, cut = write_toml(tmp_path, mixture), tmp_path / "whole", tmp_path / "cut"
     done = llamarl_here("train", toml, "--output", whole, "--steps", 4, *SYNCHRONOUS)
@@ -103,6 +106,9 @@ def test_a_rank_with_half_of_the_experts_dies(tmp_path: Path, mixture: Path) -> 
     assert replayed.returncode == 0 and "all equal" in replayed.stdout, replayed.stdout + replayed.stderr
 
 
+@nightly(
+    "runs of their own; by day a mixture is trained, served and sent in tests/training, generation and weight_sync"
+)
 def test_routers_stay_where_they_are_not_trained(tmp_path: Path, mixture: Path) -> None:
     """With weights and moments that take less memory, and in a generator that has 8 bits."""
     light = ("--trainer.dtype", "bfloat16", "--trainer.weights", "bfloat16", "--trainer.moments", "8bit")

@@ -36,6 +36,9 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(folder, family="qwen3_next", delta=DELTA, moe=moe, partial_rotary_factor=0.5)
 
 
+@nightly(
+    "two whole runs; by day weights arrive in flight below, and states move in checkpoint, generation and training"
+)
 @pytest.mark.parametrize("kind", ["hybrid", "mixture"])
 def test_one_is_trained_saved_resumed_exported_and_replayed(
     tmp_path: Path, kind: str, request: pytest.FixtureRequest
@@ -64,6 +67,7 @@ def test_one_is_trained_saved_resumed_exported_and_replayed(
     assert torch.equal(theirs.state_dict()[STATE], after[STATE])
 
 
+@nightly("a run of its own; by day generation/test_hybrid.py takes weights in flight")
 def test_new_weights_in_flight_and_partial_rollouts(tmp_path: Path, hybrid: Path) -> None:
     """Asynchronous, with rollouts that are parked and go on in another step, under newer weights."""
     toml = write_toml(tmp_path, hybrid)

@@ -30,6 +30,7 @@ def recorded(run: Path) -> list[tuple[Any, ...]]:
     return [tuple(row[name] for name in names) for row in rows(run / "rollouts.jsonl")]
 
 
+@nightly("a run of processes is killed; by day controller/test_keeping.py kills one, test_ctrl_c_and_resume resumes it")
 def test_killed_it_becomes_what_it_would_have_become(tmp_path: Path, toml: Path) -> None:
     """Between two checkpoints, at night also before the first one. Bit for bit, with a critic and a reference, too."""
     whole, run = tmp_path / "whole" / "tiny", tmp_path / "killed" / "tiny"

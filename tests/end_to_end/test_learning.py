@@ -15,6 +15,7 @@ from llamarl.config import load_config
 from llamarl.data.prompts import PLAIN
 from tests.end_to_end.learning import Trained
 from tests.end_to_end.tiny import llamarl, llamarl_here, rows
+from tests.nightly import nightly
 
 GROUP, PROMPTS, STEPS = 8, 16, 60
 
@@ -116,6 +117,7 @@ def test_a_model_that_other_settings_made_is_not_taken(trained: Trained) -> None
     assert not (trained.folder.parent / "other").exists()
 
 
+@nightly("test_processes.py has runs of processes by day, and those of one process learn here")
 def test_monarch_and_inline_do_the_same(trained: Trained) -> None:
     """Without staleness nothing depends on time: one key changes, and not one bit of what is generated, not even which
     groups are replaced, nor the rewards of greedy responses."""

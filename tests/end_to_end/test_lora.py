@@ -39,6 +39,7 @@ def test_it_learns(learnt: Path) -> None:
     assert summary["accuracy_after"] > 0.85
 
 
+@nightly("a run of processes; adapters are trained, sent and served by tests of those folders by day")
 def test_only_adapters_travel_and_are_saved(learnt: Path, trained: Trained) -> None:
     numbers = adapter_numbers(trained.toml.parent / "base")
     steps, whole = (

@@ -12,6 +12,7 @@ import pytest
 
 from tests.end_to_end.test_resume import SYNCHRONOUS
 from tests.end_to_end.tiny import Command, llamarl_here, rows
+from tests.nightly import nightly
 
 EVEN = "tests.executors.rewards:EvenLength"
 MIXTURE = f"""
@@ -107,6 +108,7 @@ def test_a_run_that_goes_on_is_the_one_that_was_never_interrupted(tmp_path: Path
     assert all((whole / file).read_bytes() == (cut / file).read_bytes() for file in files)
 
 
+@nightly("runs of their own; controller/test_restart.py and data/test_sampler.py go on with a mixture by day")
 def test_a_run_that_is_killed_draws_nothing_twice(tmp_path: Path, mixture: Path) -> None:
     """Asynchronous: groups in flight keep their prompts."""
     options = ("--output", tmp_path, "--steps", 12, "--checkpoint.every_steps", 3, "--data.train.0.count", 30)
@@ -166,6 +168,7 @@ def test_what_is_wrong_with_one_source_names_it(
     assert message in done.stderr and done.stderr.count("\n") == 1
 
 
+@nightly("runs of their own; controller/test_restart.py and data/test_sampler.py go on with a mixture by day")
 def test_one_source_has_turns_and_the_other_has_none(tmp_path: Path, mixture: Path) -> None:
     """The environment says three times something, within the limit of its source."""
     world = "tests.parts.episodes.environments.worlds:Chatty"
@@ -180,6 +183,7 @@ def test_one_source_has_turns_and_the_other_has_none(tmp_path: Path, mixture: Pa
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
 
 
+@nightly("runs of their own; controller/test_restart.py and data/test_sampler.py go on with a mixture by day")
 def test_pass_rates_are_measured_and_chosen_by(tmp_path: Path, mixture: Path, model: Path) -> None:
     rates, where = tmp_path / "rates.jsonl", "--data.filter"
     (filtered := tmp_path / "filtered.toml").write_text(

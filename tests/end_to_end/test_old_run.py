@@ -24,6 +24,7 @@ from llamarl.parts.page.live import Watched, build_app
 from llamarl.parts.replay import recorded
 from llamarl.run.folder import RunFolder
 from tests.end_to_end.tiny import llamarl_here, rows
+from tests.nightly import nightly
 
 FIXTURES = Path(__file__).parent / "fixtures"
 COMMITS = ("934d847", "23758f0a")
@@ -81,6 +82,7 @@ def test_its_checkpoint_is_exported(run: Path) -> None:
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in Path("exported").iterdir()}
 
 
+@nightly("runs that go on; by day what an older version wrote is read")
 def test_it_goes_on(run: Path) -> None:
     """With its own settings; the first step is the one after its last."""
     before = rows(run / "metrics.jsonl")
@@ -93,6 +95,7 @@ def test_it_goes_on(run: Path) -> None:
     assert (run / "checkpoints/step-00000005").is_dir()
 
 
+@nightly("runs that go on; by day what an older version wrote is read")
 def test_its_replay_is_equal_or_says_in_a_sentence_why_not(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is compared with what this code computes; where that is something else, the code is named."""
     done = llamarl_here("replay", "old")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.tiny import ROOT, make_model, write_toml
+from tests.nightly import nightly
 
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 CONFIGS = ("demo.toml", "run.schema.json", "sft.schema.json")
@@ -52,6 +53,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory, tracked: set[str]) -> tup
     return source, built("build_wheel", folder / source.name.removesuffix(".tar.gz"), folder)
 
 
+@nightly("architecture/test_imports.py finds by day what is imported and not installed")
 def test_nothing_is_missing(packages: tuple[Path, Path], tracked: set[str]) -> None:
     source, wheel = packages
     with tarfile.open(source) as archive:
@@ -68,6 +70,7 @@ def test_nothing_is_missing(packages: tuple[Path, Path], tracked: set[str]) -> N
         assert line in metadata
 
 
+@nightly("architecture/test_imports.py finds by day what is imported and not installed")
 def test_it_runs_from_another_folder(packages: tuple[Path, Path], tmp_path: Path) -> None:
     site, here = tmp_path / "site", tmp_path / "here"
     here.mkdir()

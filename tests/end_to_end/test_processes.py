@@ -327,6 +327,7 @@ def test_an_end_while_the_base_model_is_made(tmp_path: Path, number: signal.Sign
     assert not (tmp_path / "base").exists() and not (tmp_path / "runs").exists()
 
 
+@nightly("config/test_ref.py and python/test_api.py find parts of the user's own by day")
 def test_parts_of_the_user_s_own_are_found_from_the_working_folder(tmp_path: Path, toml: Path) -> None:
     """By the installed script, whose own folder is what Python would search."""
     (tmp_path / "mine.py").write_text(

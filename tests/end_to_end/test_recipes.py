@@ -14,7 +14,7 @@ import pytest
 from llamarl.config.ref import members
 from tests.end_to_end.learning import Trained
 from tests.end_to_end.tiny import llamarl_here, rows
-from tests.nightly import NIGHTLY, also
+from tests.nightly import NIGHTLY, also, nightly
 
 STEPS, PROMPTS = 20, 16
 REWARDED = "{name = 'distillation', reward_weight = 1.0}"
@@ -25,6 +25,7 @@ DAILY = ["aipo", "dapo"]
 """The default, and the recipe that replaces groups. `tests/algorithms` computes the losses of all recipes."""
 
 
+@nightly("whole runs; by day each recipe makes settings that a run accepts, and losses learn in tests/training")
 @pytest.mark.parametrize("recipe", RECIPES if NIGHTLY else DAILY)
 def test_it_learns(trained: Trained, recipe: str) -> None:
     override = ("--steps", STEPS, "--seed", 1, "--eval.every_steps", 0, "--name", recipe)
@@ -45,6 +46,7 @@ def test_it_learns(trained: Trained, recipe: str) -> None:
         assert sum(row["extra.flat_groups"] for row in steps) > PROMPTS
 
 
+@nightly("whole runs; by day each recipe makes settings that a run accepts, and losses learn in tests/training")
 def test_a_student_learns_from_the_teacher_of_its_source_alone(trained: Trained, tmp_path: Path) -> None:
     """No reward counts. One source is taught by a run's trained model, and the other by the base model, which teaches
     the student nothing that it does not do already. Seeds 1 to 3: from 33 % to 97 % or more; 33 % with the base model
@@ -88,6 +90,7 @@ def test_a_teacher_that_would_not_teach_is_refused(trained: Trained, options: tu
     assert done.returncode == 2 and named in done.stderr, done.stderr
 
 
+@nightly("whole runs; by day each recipe makes settings that a run accepts, and losses learn in tests/training")
 @pytest.mark.parametrize("advantage", ["remax", *also("reinforce_plus_plus")])
 def test_an_advantage_without_group_learns_from_single_rollouts(trained: Trained, advantage: str) -> None:
     """One rollout per prompt, where group advantages would be 0; 95 % or more with the seeds 1 to 3."""

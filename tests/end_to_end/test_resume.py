@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.tiny import llamarl_here, rows
+from tests.nightly import nightly
 
 SYNCHRONOUS = (
     "--cluster.kind", "inline", "--rollout.max_staleness", 0, "--rollout.window", 1, "--trainer.learning_rate", 3e-3,
@@ -50,6 +51,7 @@ def test_from_a_periodic_checkpoint(tmp_path: Path, toml: Path, kind: str) -> No
     assert "finished steps 3 to 6 in" in done.stdout
 
 
+@nightly("runs each; tests/run and checkpoint refuse and copy by day")
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_from_a_copy_when_the_machine_is_gone(tmp_path: Path, toml: Path, command: str) -> None:
     """The run folder with everything in it; another one of the same name does not take over the copies."""
@@ -88,6 +90,7 @@ def test_checkpoints_that_would_mean_something_else_are_refused(tmp_path: Path, 
         assert (tmp_path / "tiny/config.toml").read_text() == settings
 
 
+@nightly("runs each; tests/run and checkpoint refuse and copy by day")
 def test_other_data_and_damaged_records_are_refused(tmp_path: Path, toml: Path) -> None:
     """Of as many rows: the order of prompts would go on, over others. The run stays as it was."""
     data = tmp_path / "data.jsonl"

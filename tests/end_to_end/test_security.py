@@ -21,6 +21,7 @@ import pytest
 
 from llamarl.cluster.engine_files import PREFIX
 from tests.end_to_end.tiny import ROOT, Command, descendants, make_model, rows, write_toml
+from tests.nightly import nightly
 
 NOBODY = 65534
 LISTENS = 0x10000
@@ -121,6 +122,7 @@ def own_folder(live: Live) -> Path:
     return found
 
 
+@nightly("runs of processes; tests of the entrance, the tokens and the engine's ports refuse strangers by day")
 def test_all_that_listens_is_in_the_table(live: Live) -> None:
     table, folder, found = documented(), str(own_folder(live)), live.listeners()
     for one in found:
@@ -194,6 +196,7 @@ def strangers(live: Live, canary: Path, who: str, *prefix: str) -> set[str]:
     return set(json.loads(done.stdout))
 
 
+@nightly("runs of processes; tests of the entrance, the tokens and the engine's ports refuse strangers by day")
 def test_nobody_gets_anywhere(live: Live, tmp_path: Path) -> None:
     """Nothing is executed, no process dies, memory stays, and the run goes on."""
     canary = tmp_path / "canary"
@@ -230,6 +233,7 @@ def test_another_network_reaches_nothing(live: Live, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
+@nightly("runs with secrets; sandbox/test_pool.py keeps them from workers by day")
 def test_secrets_of_the_environment_are_in_no_file(live: Live) -> None:
     """Of the run, nor in what it says, when an executor has been killed and the run was ended."""
     os.kill(live.command.children()["reward"], signal.SIGKILL)

@@ -14,6 +14,7 @@ import pytest
 from llamarl.config import load_config
 from llamarl.run.prepare import begin
 from tests.end_to_end.tiny import llamarl_here, make_model, rows, write_toml
+from tests.nightly import nightly
 
 TIMES = {"wall_s", "step_s", "train_s", "train_tokens_per_s", "mfu", "peak_tflops"}
 
@@ -92,6 +93,7 @@ def test_an_end_saves_and_the_run_goes_on_from_there(toml: Path) -> None:
     assert [row["step"] for row in rows(folder / "metrics.jsonl")] == list(range(1, step + 2))
 
 
+@nightly("a run for each mistake; tests of the settings refuse by day")
 def test_what_cannot_work_is_refused(toml: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"id": "r7", "question": "1?", "answer": "1"}\n')
     source = f"{{name = 'jsonl', path = '{tmp_path}/rows.jsonl'}}"

@@ -16,6 +16,7 @@ from llamarl.config import ConfigError
 from llamarl.parts.vllm.joint import open_engine
 from llamarl.parts.vllm.server import VllmSettings
 from tests.end_to_end.tiny import llamarl, llamarl_here, make_model, rows
+from tests.nightly import nightly
 from tests.parts.vllm.test_vllm import FAKE, PYTHON, needs_vllm
 
 STEPS = 5
@@ -37,6 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("vllm") / "model", head_dim=32)
 
 
+@nightly("processes; parts/vllm tests the adapter by day")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("which", ["stand-in", pytest.param("vllm", marks=needs_vllm)])
 def test_weights_are_adopted_in_flight(tmp_path: Path, toml: Path, which: str) -> None:

@@ -284,6 +284,7 @@ def test_a_run_with_all_of_them(
         assert row["reward"] != plain["reward"], "the model's share is missing"
 
 
+@nightly("a run each; by day a run has all of these models, and each is tested alone")
 def test_an_agent_of_several_sequences_with_a_critic(make_config: MakeConfig) -> None:
     agent = {"name": "tests.parts.episodes.agents:forgetful", "episode_s": 60.0}
     folder = train(make_config(steps=2, rollout={"agent": agent, "max_new_tokens": 40}))
@@ -293,6 +294,7 @@ def test_an_agent_of_several_sequences_with_a_critic(make_config: MakeConfig) ->
         assert set(row["sequence"]) == {0, 1} and row["reward"] == 0.5
 
 
+@nightly("a run each; by day a run has all of these models, and each is tested alone")
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
 def test_an_agent_with_a_reference_and_a_reward_model(make_config: MakeConfig, classifier: Path, kl_in: str) -> None:
     agent = {"name": "tests.parts.episodes.agents:run", "episode_s": 60.0}
@@ -308,6 +310,7 @@ def test_an_agent_with_a_reference_and_a_reward_model(make_config: MakeConfig, c
     assert len(rewards) == 24 and len(set(rewards)) > 12, "0.5 of the agent, and what the model says of each"
 
 
+@nightly("a run that goes on; by day a run has all of these models")
 def test_resumed_it_is_the_uninterrupted_run(whole_run: tuple[RunConfig, RunFolder], make_config: MakeConfig) -> None:
     """Policy, critic and reference; without staleness to the last bit."""
     config, folder = whole_run

@@ -97,6 +97,9 @@ async def tries_transports(trainer: ExecutorHandle, model: Path) -> None:
     assert time.monotonic() - start_s < END_S
 
 
+@nightly(
+    "a trainer of ranks through Monarch; by day ranks fail in training/test_layouts.py and cluster/test_processes.py"
+)
 def test_the_failure_of_one_rank_and_of_its_part_of_the_checkpoint(model: Path, tmp_path: Path) -> None:
     """A step fails at once with the error of the rank that failed; so does the start, where others would wait for it to
     look for checkpoints."""

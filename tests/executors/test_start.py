@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.nightly import nightly
+
 RUN = """
 import sys
 from tests.end_to_end.tiny import llamarl_here
@@ -15,6 +17,7 @@ print(*{"torch", "torch._dynamo", "torch.distributed.fsdp", "sympy"} & sys.modul
 """
 
 
+@nightly("a run of processes; architecture/test_imports.py says by day what processes of a run import")
 def test_a_run_imports_no_compiler(tmp_path: Path) -> None:
     """torch's, with what it stands on, takes longer to import than torch itself, and many calls of torch do."""
     from tests.end_to_end.tiny import ROOT, make_model, write_toml

@@ -11,7 +11,7 @@ from llamarl.config import ConfigError, RunConfig
 from llamarl.run.folder import RunFolder
 from tests.end_to_end.tiny import rows
 from tests.executors.runs import learnt, tiny_config, train
-from tests.nightly import crossed
+from tests.nightly import crossed, nightly
 
 
 def step_folder(folder: RunFolder, of: str, step: int) -> Path:
@@ -51,6 +51,7 @@ def from_step_3(saved_run: tuple[RunConfig, RunFolder], tmp_path_factory: pytest
     return train(config, resume=True)
 
 
+@nightly("runs of their own; by day a critic's first checkpoint alone is none")
 @pytest.mark.parametrize(("of", "how"), crossed(["trainer", "critic"], ["bit", "truncated", "missing"]))
 def test_it_goes_back_to_what_trainer_and_critic_both_have(
     saved_run: tuple[RunConfig, RunFolder], from_step_3: RunFolder, tmp_path: Path,

@@ -23,7 +23,7 @@ from llamarl.models.transformer import Transformer
 from llamarl.types import FinishReason, GenerationRequest, Rollout
 from tests.generation.native import GREEDY, SAMPLED, assert_same, drain, make_engine, run
 from tests.generation.references import Key, by_key, resumed, run_segments
-from tests.nightly import examples
+from tests.nightly import examples, nightly
 
 Requests = Callable[..., list[GenerationRequest]]
 
@@ -154,6 +154,7 @@ def test_columns_of_a_partial_go_on_with_their_default(model: Transformer, make_
             assert rollout.columns["loss_mask"].dtype == bool
 
 
+@nightly("more of hypothesis; by day a rollout does not depend on how it was cut")
 def test_tokens_that_rounding_changes() -> None:
     """How often a sampled token changes with the batch, in a random model of 2,000 tokens: seldom."""
     shape = ModelShape(

@@ -37,7 +37,7 @@ from tests.generation.conformance import (
 )
 from tests.generation.references import drain, drive, run
 from tests.kernels.engines import engine as computed_by
-from tests.nightly import NIGHTLY
+from tests.nightly import NIGHTLY, nightly
 
 
 def build(mesh: RankMesh, folder: Path, graphs: bool = False) -> tuple[GeneratorModel, Engine]:
@@ -165,6 +165,7 @@ def assert_equals_one_rank(served: Served) -> None:
         assert len(found_3_T[0]) < 2 or (found_3_T[2] > found_3_T[1]).any()
 
 
+@nightly("processes; two ranks equal one by day")
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_four_ranks_equal_one(workers: Workers, tmp_path: Path, graphs: bool) -> None:
     """Each of the two kv heads is on two ranks. Captured steps run as functions, collectives included."""

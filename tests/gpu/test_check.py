@@ -88,6 +88,7 @@ def test_all_parts_have_rows_but_one_that_is_killed(tmp_path: Path) -> None:
     assert len(result["rows"]) == len(rows) - 1 and len(result["machines"]) == 1
 
 
+@nightly("starts the whole check; by day its parts are tested alone")
 def test_rows_are_on_disk_as_they_come_and_nothing_survives_its_end(tmp_path: Path) -> None:
     """Killed from outside in the middle of a part."""
     process = started(tmp_path, "--parts", "train-8b")
@@ -129,6 +130,7 @@ def test_a_part_that_never_falls_silent_is_late() -> None:
     assert time.monotonic() - start_s < 60
 
 
+@nightly("starts the whole check; by day its parts are tested alone")
 def test_a_part_dies_with_a_check_that_is_killed(tmp_path: Path) -> None:
     process = started(tmp_path, "--parts", "train-8b")
     (part,) = wait_for(lambda: children_of(process.pid) if list(tmp_path.iterdir()) else [])

@@ -17,6 +17,7 @@ APART = 1e-4
 """Of log-probs that the same weights say while decoding and while scoring; sums are in float32."""
 
 
+@nightly("a pretended GPU beside the CPU, for each claim; by day each kernel is beside torch in parts/cuda")
 @pytest.mark.parametrize(
     ("family", "precision"),
     [("qwen3", "bfloat16"), *also(("qwen2", "int8"), ("llama", "float32"), ("llama", "fp8"))],
@@ -43,11 +44,13 @@ def check_waits(eager: Generated, graphed: Generated, num_results: int) -> None:
     assert sum(sum(step.downloads.values()) for step in graphed.steps[1:]) > 10 * num_results
 
 
+@nightly("a pretended GPU beside the CPU, for each claim; by day each kernel is beside torch in parts/cuda")
 def test_queries_are_rotated_as_the_trainer_rotates(on_gpu: Run) -> None:
     """By float32 angles, rounded once; else scoring would be off by what no sync can mend."""
     assert on_gpu(engines.rotations) == [("torch.float32", True)]
 
 
+@nightly("a pretended GPU beside the CPU, for each claim; by day each kernel is beside torch in parts/cuda")
 @pytest.mark.parametrize("kv_dtype", ["auto", *also("fp8")])
 def test_chunks_of_prompts_go_by_flash_attention(on_gpu: Run, kv_dtype: str) -> None:
     """Two prompts of 17 and 18 tokens in chunks of at most 7, by one call a layer for each. The second begins with the
@@ -58,6 +61,7 @@ def test_chunks_of_prompts_go_by_flash_attention(on_gpu: Run, kv_dtype: str) -> 
     assert chunked.apart < (APART if kv_dtype == "auto" else 2)
 
 
+@nightly("a pretended GPU beside the CPU, for each claim; by day each kernel is beside torch in parts/cuda")
 def test_a_cache_in_float8_costs_no_wait(on_gpu: Run) -> None:
     """Its rounding is all that is between behavior log-probs and those of scoring, which has no cache."""
     eager, graphed = (on_gpu(engines.generate, "qwen3", "bfloat16", graphs, SAMPLED, "fp8") for graphs in (False, True))
@@ -67,6 +71,7 @@ def test_a_cache_in_float8_costs_no_wait(on_gpu: Run) -> None:
     check_waits(eager, graphed, 1)
 
 
+@nightly("a pretended GPU; by day kernels are beside torch in parts/cuda")
 @pytest.mark.parametrize("sampling", [GREEDY, TRUNCATED], ids=["greedy", "truncated"])
 def test_the_host_waits_once_per_step(on_gpu: Run, sampling: dict[str, Any]) -> None:
     found = on_gpu(engines.generate, "qwen3", "bfloat16", False, sampling)
@@ -79,11 +84,13 @@ def test_attention_is_exact_over_long_contexts(on_gpu: Run, num_tokens: int) -> 
     assert on_gpu(rounding.of_attention, num_tokens) < 0.004, "one rounding to bfloat16"
 
 
+@nightly("a pretended GPU beside the CPU, for each claim; by day each kernel is beside torch in parts/cuda")
 def test_a_sum_by_atomics_would_not_be(on_gpu: Run) -> None:
     """It rounds once per token: on a CPU it does not, so no test there would tell."""
     assert on_gpu(rounding.of_atomics, 8192) > 0.02
 
 
+@nightly("a pretended GPU beside the CPU, for each claim; by day each kernel is beside torch in parts/cuda")
 @pytest.mark.parametrize("family", ["glm4_moe", *also("qwen3_moe")])
 def test_graphs_of_a_mixture_ask_the_host_nothing(on_gpu: Run, family: str) -> None:
     """bfloat16 experts go by torch's grouped product, whose offsets stay on the device."""

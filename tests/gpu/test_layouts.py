@@ -11,6 +11,7 @@ import pytest
 
 from tests.gpu import layouts
 from tests.gpu.conftest import Run
+from tests.nightly import nightly
 
 LAYOUTS = {
     "8B": {"fsdp": 8, "cp": 2, "tp": 4},
@@ -19,12 +20,14 @@ LAYOUTS = {
 }
 
 
+@nightly("large models without memory; by day the same sums are those of small ones here and in models/test_memory.py")
 @pytest.mark.parametrize(("model", "num_ranks"), [("8B", 64), ("70B", 256), ("405B", 1024)])
 def test_ranks_hold_what_is_planned(elsewhere: Run, model: str, num_ranks: int) -> None:
     """A few ranks: the first, one in the middle, and the last."""
     assert elsewhere(layouts.misplaced, model, LAYOUTS[model], (0, num_ranks // 2 - 3, num_ranks - 1)) == []
 
 
+@nightly("large models without memory; by day the same sums are those of small ones here and in models/test_memory.py")
 @pytest.mark.parametrize(
     "sizes", [{"fsdp": 8}, {"fsdp": 8, "ep": 2}, {"fsdp": 4, "ep": 4}, {"pp": 2, "fsdp": 4, "cp": 2, "tp": 2, "ep": 4}],
     ids=str,
@@ -39,12 +42,14 @@ def test_a_plan_for_another_mesh_is_seen(elsewhere: Run) -> None:
     assert any("q_proj" in one for one in found) and any("norm" in one for one in found)
 
 
+@nightly("large models without memory; by day the same sums are those of small ones here and in models/test_memory.py")
 def test_planning_for_1024_ranks_is_no_obstacle(elsewhere: Run) -> None:
     found = elsewhere(layouts.planning, "405B", LAYOUTS["405B"], 8)
     assert found["index_s"] < 10 and found["plan_s"] < 10 and found["peak_bytes"] < 2 << 30, found
     assert found["index_parts"] > 100_000 and found["moves_of_some"] > 1000
 
 
+@nightly("large models without memory; by day training/test_layouts.py gathers layer by layer")
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_layers_are_not_whole_between_forward_and_backward(elsewhere: Run, recompute: bool) -> None:
     """FSDP2 frees what it gathers; of float32 weights autocast makes copies, of every layer, which stay."""
@@ -53,6 +58,7 @@ def test_layers_are_not_whole_between_forward_and_backward(elsewhere: Run, recom
     assert copied["after_forward"] >= copied["layers"], "the mutant"
 
 
+@nightly("large models without memory; by day the same sums are those of small ones here and in models/test_memory.py")
 @pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"fsdp": 2, "cp": 2}, {"fsdp": 2, "tp": 2}], ids=str)
 def test_all_ranks_issue_collectives_in_one_order(elsewhere: Run, sizes: dict[str, int]) -> None:
     """Of several groups, as of FSDP, of context ranks and of the norm of gradients. NCCL starts them in that order."""

@@ -8,8 +8,10 @@ import pytest
 
 from tests.gpu import refusals
 from tests.gpu.conftest import Run
+from tests.nightly import nightly
 
 
+@nightly("pretends each device; by day other tests of this folder pretend one")
 @pytest.mark.parametrize("refusal", refusals.REFUSALS, ids=lambda one: one.__name__)
 def test_it_refuses(on_gpu: Run, refusal: Callable[[], None]) -> None:
     assert on_gpu(refusals.refused, refusal.__name__) == refusals.REFUSALS[refusal]

@@ -8,9 +8,10 @@ import pytest
 
 from tests.gpu import trainers
 from tests.gpu.conftest import Run
-from tests.nightly import also
+from tests.nightly import also, nightly
 
 
+@nightly("a whole trainer; kernels and losses are beside the CPU in parts/cuda and tests/training by day")
 @pytest.mark.parametrize(
     ("what", "family", "config"),
     [

@@ -8,9 +8,10 @@ import pytest
 
 from tests.gpu import weights
 from tests.gpu.conftest import Run
-from tests.nightly import also
+from tests.nightly import also, nightly
 
 
+@nightly("weight_sync/test_transports.py sends versions by day")
 @pytest.mark.parametrize(
     ("precision", "options"),
     [

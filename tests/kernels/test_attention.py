@@ -14,6 +14,7 @@ import torch
 
 from llamarl.kernels import attention, build, ops, train_attention
 from llamarl.kernels.attention import BLOCK_SIZE, PagedAttention, Tasks
+from tests.nightly import nightly
 
 needs_kernel = pytest.mark.skipif(attention.kernel().library is None, reason=attention.kernel().reason or "has one")
 
@@ -150,6 +151,7 @@ def test_the_code_of_other_processors_passes_the_checks_at_load(flag: str, monke
     assert train_attention.kernels().reason == ""
 
 
+@nightly("a compiler reads each file; by day those kernels run that this processor has")
 @needs_kernel
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are of x86-64")
 @pytest.mark.parametrize("name", ["attention", "copy", "ops", "delta", "train_attention", "train_delta"])
@@ -161,6 +163,7 @@ def test_the_code_of_avx512_compiles(name: str) -> None:
     assert subprocess.run(command, capture_output=True, text=True, timeout=240).stderr == ""
 
 
+@nightly("compiles once more; by day a kernel that fails its check is not used in test_build.py")
 @pytest.mark.usefixtures("fresh")
 @needs_kernel
 def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from llamarl.kernels import build, linear, paths
 from llamarl.kernels.linear import Linear, Workspace
 from tests.kernels.engines import EMULATED, ENGINES, engine, rounded, steps
+from tests.nightly import nightly
 
 FOLDER = Path(build.__file__).parent
 DTYPES = [torch.float32, torch.bfloat16, torch.int8]
@@ -223,6 +224,7 @@ def assembled(name: str, command: list[str]) -> tuple[int, str, list[str]]:
     return tuple(json.loads(kept.read_text()))
 
 
+@nightly("a process of its own; by day products keep small numbers")
 def test_loading_leaves_denormals_alone():
     """A library linked with -ffast-math would flush them to zero in the whole process."""
     code = "import torch; from llamarl.kernels import paths; paths.offered('int8'); print(torch.tensor(1e-40) * 1 > 0)"

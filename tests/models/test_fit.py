@@ -17,7 +17,7 @@ from llamarl.models import fit, memory
 from llamarl.models.fit import GIB, holdings, taken, way_out
 from llamarl.models.memory import total
 from llamarl.models.shape import ModelShape, MoeShape
-from tests.nightly import examples
+from tests.nightly import examples, nightly
 
 SHAPE = ModelShape(
     family="llama", hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
@@ -125,6 +125,7 @@ def changed(config: RunConfig, settings: dict[str, Any]) -> RunConfig:
     return found
 
 
+@nightly("recipes/test_hardware.py and run/test_memory.py name levers by day")
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(
     there=st.floats(4 * GIB, 300 * GIB), kv=st.none() | st.integers(1 << 28, 1 << 37),

@@ -17,7 +17,7 @@ from llamarl.config.ref import members
 from llamarl.config.schema import RewardConfig
 from llamarl.rewards import Reward, WeightedSum, build_reward
 from llamarl.types import Outcome, RewardItem, RewardResult
-from tests.nightly import also
+from tests.nightly import also, nightly
 from tests.rewards.conftest import item
 
 NOBODY = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "retries": 0}
@@ -157,6 +157,7 @@ def test_exact_and_regex_format() -> None:
         part.close()
 
 
+@nightly("a reward that never ends; sandbox/test_pool.py ends one by day")
 def test_endless_backtracking_is_invalid() -> None:
     reward = build(Ref(name="regex_format", pattern="(a|a)*b"), "llamarl.rewards", "reward.parts")
     try:

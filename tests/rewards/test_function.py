@@ -18,6 +18,7 @@ from llamarl.rewards import _function_worker, build_reward
 from llamarl.rewards.function import TOGETHER, Function
 from llamarl.run.python_inputs import pickled
 from llamarl.types import Outcome, RewardItem
+from tests.nightly import nightly
 from tests.rewards import functions
 
 
@@ -61,12 +62,14 @@ def test_values_and_what_is_none(reward: Function) -> None:
     assert found["raise"].reason.endswith('test_function.py: `raise KeyError("odd")`)')
 
 
+@nightly("waits in real time; by day functions answer, fail and are named")
 def test_one_that_hangs_costs_itself_alone(reward: Function) -> None:
     found = reward.score(items("half", "hang", "half"))
     assert [one.outcome for one in found] == [Outcome.SCORE, Outcome.INVALID, Outcome.SCORE]
     assert "1 s of CPU time" in found[1].reason
 
 
+@nightly("waits in real time; by day functions answer, fail and are named")
 def test_async_ones_wait_side_by_side() -> None:
     reward = Function(call=f"{__name__}:slow", is_async=True, workers=1, wall_s=20.0)
     many = items(*["r"] * (TOGETHER + 2), answer="2")

@@ -9,6 +9,7 @@ import pytest
 from llamarl.rewards._math_text import quick_verdict, read_number, tidy
 from llamarl.rewards.math import Math
 from llamarl.types import Outcome
+from tests.nightly import nightly
 from tests.rewards.conftest import item
 
 
@@ -59,6 +60,7 @@ def test_gsm8k_golds_end_on_the_fast_path(gsm8k_rows: list[dict[str, str]]) -> N
     assert math._pool._server is None
 
 
+@nightly("the library's own parser in a process; by day the fast path decides, and answers without end are wrong")
 def test_math_verify_decides_the_rest() -> None:
     math = Math(workers=2, cpu_s=30)  # ten parentheses take most of a second on a busy machine
     right = [
@@ -107,6 +109,7 @@ def test_an_answer_cannot_void_itself() -> None:
     math.close()
 
 
+@nightly("answers that take their whole limit; by day one does")
 def test_a_batch_has_a_budget() -> None:
     math = Math(workers=1, cpu_s=50, wall_s=50.0, batch_s=4.0)
     try:

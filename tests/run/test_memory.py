@@ -15,6 +15,7 @@ from llamarl.models.memory import total
 from llamarl.models.shape import ModelShape
 from llamarl.run import memory, placement
 from llamarl.run.memory import MachineMemory, check_memory, described_machine, memory_lines
+from tests.nightly import nightly
 
 SHAPE = ModelShape(
     family="llama", hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
@@ -145,6 +146,7 @@ def test_another_model_counts_by_its_own_size(tmp_path: Path) -> None:
     assert held.parts["weights"] == pytest.approx(4 * small.num_parameters, rel=0.01)
 
 
+@nightly("starts a process for each; by day levers are named for one machine")
 def test_gpus_are_asked_for_their_size_only_where_one_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[bool]()
     monkeypatch.setattr(memory, "device_bytes", lambda: asked.append(True) or (5,))

@@ -19,6 +19,7 @@ from llamarl.rewards import Reward
 from llamarl.run.preview import MOST_CHARS, answers, first_prompt
 from llamarl.types import Prompt, RewardItem, RewardResult
 from tests.end_to_end.tiny import llamarl_here, make_model, write_toml
+from tests.nightly import nightly
 
 
 def settings(*parts: Any, **more: Any) -> RunConfig:
@@ -113,6 +114,7 @@ def test_a_long_prompt_loses_its_middle() -> None:
     assert "[... 1,208 characters ...]" in line
 
 
+@nightly("a command with a model; by day the same preview is asked for rewards and refusals")
 def test_a_dry_run(tmp_path: Path) -> None:
     """It shows what is there, writes nothing, and ends with 2 where the run could not start."""
     toml = write_toml(tmp_path, model := make_model(tmp_path / "model"))

@@ -18,6 +18,7 @@ import tomli_w
 
 import llamarl
 from tests.end_to_end.tiny import ROOT, SOMETIME_S, environment, make_model, write_toml
+from tests.nightly import nightly
 from tests.run.opened import CHANGES
 
 Settings = dict[str, Any]
@@ -113,6 +114,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"work": str(work)} | json.loads(done.stdout.splitlines()[-1])
 
 
+@nightly("a command for each way to read; test_trust.py opens a stranger's folder by day")
 @pytest.mark.parametrize("vector", VECTORS)
 def test_nothing_runs_that_a_folder_names(found: dict[str, Any], vector: Vector) -> None:
     run = f"runs/{vector.__name__}"

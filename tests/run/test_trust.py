@@ -18,6 +18,7 @@ from llamarl.run import python_inputs
 from llamarl.run.python_inputs import reward_settings
 from llamarl.run.trust import check_trust, code_of, digests_of, recorded_digests, with_trusted
 from tests.end_to_end.tiny import llamarl_here, make_model, write_toml
+from tests.nightly import nightly
 
 INLINE: dict[str, Any] = {"cluster": {"kind": "inline"}, "steps": 1}
 
@@ -76,6 +77,7 @@ def test_what_is_executed_is_named() -> None:
     assert code_of(config) == ["generator.vllm.python = '/x/python'"]
 
 
+@nightly("a run of its own; by day a stranger's code is refused, and what is there is taken")
 def test_a_function_is_loaded_as_it_was_written(run: llamarl.api.RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     (part,) = run.config.reward.parts
     file = Path(part.options["file"])
@@ -125,6 +127,7 @@ def test_other_owners(run: llamarl.api.RunRecord, monkeypatch: pytest.MonkeyPatc
         reward_settings(reward_by_length, Path("runs"))
 
 
+@nightly("a run of its own; by day links, functions that are there and refusals are tested")
 def test_an_evaluation_of_a_run(run: llamarl.api.RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its reward is executed, so it asks for trust as a replay does."""
     path = run.path / "config.toml"
@@ -144,6 +147,7 @@ def test_an_evaluation_of_a_run(run: llamarl.api.RunRecord, monkeypatch: pytest.
     assert llamarl_here(*words, "--trust").returncode == 0
 
 
+@nightly("a run of its own; by day links are refused in checkpoint and run/test_folder.py")
 def test_nothing_is_written_through_links(run: llamarl.api.RunRecord) -> None:
     (victim := Path("victim")).write_text("precious\n")
     for name in ("metrics.jsonl", "journal.jsonl", "output.log", ".lock", "logs/trainer.log"):

@@ -15,6 +15,7 @@ import pytest
 from llamarl.config import ConfigError
 from llamarl.sandbox.pool import Failure, Limits, WorkerPool
 from llamarl.sandbox.pool_server import FailureKind
+from tests.nightly import nightly
 
 FUNCTION = "tests.sandbox.verbs:act"
 
@@ -80,6 +81,7 @@ def test_waiting_costs_no_cpu_but_has_a_wall_limit() -> None:
         pool.close()
 
 
+@nightly("waits in real time; by day a worker that is late is replaced")
 def test_limit_is_per_item_not_per_worker() -> None:
     pool = WorkerPool("tests.sandbox.verbs:burn", Limits(num_workers=1, cpu_s=1, wall_s=240.0))
     try:

@@ -82,6 +82,7 @@ def test_layout_computes_what_one_process_computes(run, make_groups, sizes: dict
     assert_same(run(sizes, shape, batches), alone(shape, batches), tolerance)
 
 
+@nightly("several ranks each; by day layouts compute and states move with experts shared out")
 @pytest.mark.parametrize("experts", [(2, 5), *also((0, 1), (6, 7))], ids=str)
 def test_all_rows_of_all_ranks_for_one(run, make_groups, experts: tuple[int, ...]) -> None:
     """Others compute no row of a layer, and are in its exchange all the same."""
@@ -89,12 +90,14 @@ def test_all_rows_of_all_ranks_for_one(run, make_groups, experts: tuple[int, ...
     assert_same(run({"fsdp": 4, "ep": 4}, QWEN3, batches), alone(QWEN3, batches), 1e-5)
 
 
+@nightly("several ranks each; by day layouts compute and states move with experts shared out")
 def test_ranks_without_a_group(run, make_groups) -> None:
     """One group for four ranks, then nothing to learn from."""
     batches = [make_groups(((5, 1, 9),)), make_groups(((3, 3),), reward=lambda index: 1.0)]
     assert_same(run({"fsdp": 4, "ep": 2}, QWEN3, batches), alone(QWEN3, batches), 1e-5)
 
 
+@nightly("several ranks each; by day layouts compute and states move with experts shared out")
 @pytest.mark.parametrize(
     "config",
     [{"train_router": False, "activation_checkpointing": True}, *also({"lora": {"rank": 2, "targets": ["q_proj"]}})],
@@ -105,6 +108,7 @@ def test_settings_with_experts_shared_out(run, make_groups, config: dict) -> Non
     assert_same(run({"fsdp": 4, "ep": 2}, QWEN3, batches, None, config), alone(QWEN3, batches, None, config), 1e-5)
 
 
+@nightly("several ranks each; by day layouts compute and states move with experts shared out")
 def test_bfloat16_with_experts_shared_out(run, make_groups) -> None:
     """As far from float32 as one process is; rows travel in bfloat16."""
     config, batches = {"dtype": "bfloat16"}, [recorded(make_groups())]
@@ -114,6 +118,7 @@ def test_bfloat16_with_experts_shared_out(run, make_groups) -> None:
     assert 1e-4 < distance(whole, assembled([one.gradients for one in found])) < 0.1
 
 
+@nightly("several ranks; by day layouts compute with experts shared out, and tests/sharding cuts by the same rows")
 @pytest.mark.parametrize("config", [LIGHT, *also(None)], ids=str)
 def test_state_moves_between_layouts_bit_for_bit(run, tmp_path: Path, make_groups, config: dict | None) -> None:
     """Saved by ranks of which two have the same experts, loaded by others with more, with fewer, and with columns."""
@@ -144,6 +149,7 @@ def test_a_critic_with_experts_shared_out(run, make_groups) -> None:
     assert_same(found, critic_alone(*arguments), 1e-5)
 
 
+@nightly("several ranks; by day layouts compute with experts shared out, and tests/sharding cuts by the same rows")
 def test_a_rank_reads_its_own_experts(run, make_groups, tmp_path: Path) -> None:
     """And has the bits that it has when it reads all, before and after a step, as ranks of another layout have."""
     sizes = {name: value for name, value in QWEN3.items() if name != "dtype"}

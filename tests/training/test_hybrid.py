@@ -25,7 +25,7 @@ from llamarl.models.memory import TrainerLoad, activation_bytes
 from llamarl.training.trainer import Objective, Trainer
 from tests.distributed.ranks import num_ranks, rendezvous, results
 from tests.generation.hybrids import DELTA, HYBRIDS, NEXT, hybrid
-from tests.nightly import also
+from tests.nightly import also, nightly
 from tests.training.layouts import SEQUENCES, preflight, save
 
 TIED = "qwen3_5_text"
@@ -90,6 +90,7 @@ def test_weights_and_moments_may_be_small(make_groups, moments: str) -> None:
         assert not torch.equal(trainer.sharding.held[key], before[key]), name
 
 
+@nightly("several ranks; layouts compute by day in test_layouts.py, delta nets in one process here")
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [

@@ -15,6 +15,7 @@ from llamarl.models.lora import A, B, adapted_weights, adapter_of, merged
 from llamarl.models.transformer import Transformer
 from llamarl.training.state import StateMismatch, load_training_state, training_state
 from llamarl.training.trainer import Objective, Trainer
+from tests.nightly import nightly
 from tests.training.layouts import (
     MISTRAL,
     QWEN2,
@@ -84,6 +85,7 @@ def test_layout_computes_what_one_process_computes(run, make_groups, sizes: dict
     assert_same(run(sizes, shape, batches, None, config), alone(shape, batches, None, config), tolerance)
 
 
+@nightly("several ranks; by day layouts with adapters compute and are checked")
 def test_frozen_weights_in_bfloat16_beside_adapters_in_float32(run, make_groups) -> None:
     batches, config = [make_groups(), make_groups(seed=1)], {"lora": LORA, "dtype": "bfloat16"}
     expected = alone(MISTRAL, batches, None, config)
@@ -96,6 +98,7 @@ def test_frozen_weights_in_bfloat16_beside_adapters_in_float32(run, make_groups)
     assert distance(whole, {name: part for name, (_, _, part) in expected.weights.items()}) < 0.02
 
 
+@nightly("several ranks; by day layouts with adapters compute")
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "tp": 2}, {"pp": 2}], ids=str)
 def test_the_preflight_has_adapters_too(run, sizes: dict) -> None:
     for said in run(sizes, MISTRAL, "", LORA, function=preflight):
@@ -105,6 +108,7 @@ def test_the_preflight_has_adapters_too(run, sizes: dict) -> None:
         assert all("parallelism" in said for said in broken)
 
 
+@nightly("several ranks; by day layouts with adapters compute and are checked")
 def test_a_checkpoint_holds_adapters_alone_and_goes_on_in_another_layout(run, make_groups, tmp_path) -> None:
     folder, config = tmp_path / "checkpoints", {"lora": LORA}
     saved = run({"fsdp": 2}, MISTRAL, [make_groups()], None, config, folder)

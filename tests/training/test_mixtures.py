@@ -25,7 +25,7 @@ from llamarl.sharding.tensor_parallel import is_router
 from llamarl.training.trainer import Objective, Trainer
 from tests.distributed.ranks import rendezvous, results
 from tests.generation.mixtures import MIXTURES, mixture
-from tests.nightly import also
+from tests.nightly import also, nightly
 from tests.training.layouts import SEQUENCES, assembled, load, parts, preflight, save
 from tests.training.routers import routed
 
@@ -40,6 +40,7 @@ def trainer_of(**settings: Any) -> Trainer:
     return Trainer(mixture(NAME), config, Objective(loss=Aipo(), advantage=GroupMean(), temperature=1.0))
 
 
+@nightly("several ranks; by day a mixture's preflight and bfloat16 in one")
 @pytest.mark.parametrize("more", [{}, *also({"activation_checkpointing": True}, {"train_router": False})], ids=str)
 def test_ranks_read_all_and_gather_routers_in_float32(workers, make_groups, tmp_path: Path, more: dict) -> None:
     """Where a layer's other weights are gathered in bfloat16."""
@@ -84,6 +85,7 @@ def test_the_preflight_of_ranks_takes_a_mixture(workers) -> None:
             assert str(said).startswith("preflight of fsdp 2"), said
 
 
+@nightly("several ranks; by day a mixture's preflight and bfloat16 in one")
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
 def test_weights_of_bfloat16_leave_the_routers_out(make_groups, tmp_path: Path, moments: str) -> None:
     """Each keeps its type in checkpoints, and what is saved is read with the same bits."""

@@ -14,6 +14,7 @@ from weight_processes import wanted, whole
 from llamarl.weight_sync.growth import growth
 from llamarl.weight_sync.transports import p2p
 from llamarl.weight_sync.transports.p2p import P2pPublisher, P2pSubscriber
+from tests.nightly import nightly
 
 
 def num_connections(pid: int) -> int:
@@ -24,6 +25,7 @@ def num_connections(pid: int) -> int:
     return sum(link.removeprefix("socket:[").removesuffix("]") in inodes for link in links)
 
 
+@nightly("processes; by day the same sums are made in one")
 def test_descriptors_of_processes_are_as_foretold(world: Callable[..., Any]) -> None:
     made = world("p2p", (4, 1, 1), 2, replicas=0, mortal=True)
     for host in ("127.0.0.2", "127.0.0.3"):

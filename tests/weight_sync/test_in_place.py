@@ -20,6 +20,7 @@ from llamarl.weight_sync.base import FingerprintMismatch, WriterPlan, plan_write
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
 from llamarl.weight_sync.select import candidates, open_subscriber
 from llamarl.weight_sync.transports.in_place import InPlacePublisher, InPlaceSubscriber, is_same_layout
+from tests.nightly import nightly
 
 SHAPES = {"embed": (50, 30), "layer.0": (64, 64), "norm": (7,)}
 SPECS = tuple(TensorSpec.whole(name, shape, "float32") for name, shape in SHAPES.items())
@@ -84,6 +85,7 @@ def _seen(address: Address, pipe: multiprocessing.connection.Connection) -> None
         pipe.send((subscriber.fetch(1, address) is not None, float(tensors["layer.0"].sum())))
 
 
+@nightly("a process of its own; by day the same memory is seen by another view")
 def test_another_process_sees_the_same_memory(publisher: InPlacePublisher) -> None:
     weights = trained()
     address, (here, there) = publisher.publish(0, weights, ()), multiprocessing.Pipe()

@@ -25,6 +25,7 @@ from llamarl.sharding.tensor_parallel import expert_box, tensor_parallel_box
 from llamarl.weight_sync.base import BUCKET_BYTES, into_buckets, plan_writers
 from llamarl.weight_sync.layout import TensorSpec, lay_out
 from llamarl.weight_sync.select import open_subscriber
+from tests.nightly import nightly
 
 TRANSPORTS = ("shared_memory", "p2p", "file", "nixl", "cuda_ipc")
 SHAPE = ModelShape(
@@ -173,6 +174,7 @@ def test_experts_are_quantized_row_by_row_wherever_they_were(tmp_path, transport
     trainer.close()
 
 
+@nightly("one large expert; by day smaller ones are cut by rows")
 def test_an_expert_that_is_larger_than_a_bucket_is_cut_with_its_scales() -> None:
     shape = (3, 2 * BUCKET_BYTES // 1000, 1000)
     values = TensorSpec.whole("mlp.experts.up_proj", shape, "int8")

@@ -24,7 +24,7 @@ from llamarl.weight_sync.base import Superseded, TransferFailed
 from llamarl.weight_sync.relays import TIRED_VERSIONS, Chains, Relay, host_of
 from llamarl.weight_sync.transports import p2p
 from llamarl.weight_sync.transports.p2p import P2pPublisher, P2pSubscriber
-from tests.nightly import NIGHTLY, also
+from tests.nightly import NIGHTLY, also, nightly
 
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 SPECS = processes.wanted(2, "float32")
@@ -168,6 +168,7 @@ class Fault:
         send(connection, given)
 
 
+@nightly("many moments, real time; by day relays send each byte once and are dropped when they die")
 @pytest.mark.parametrize("kind", ["die", "corrupt", *also("freeze", "crawl")])
 @given(host=st.sampled_from(HOSTS), point=st.integers(0, 25))
 @settings(deadline=None, max_examples=8 if NIGHTLY else 2, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -188,6 +189,7 @@ def test_a_relay_that_fails_at_any_moment_harms_nobody(kind, host, point, tmp_pa
     made.close()
 
 
+@nightly("many moments, real time; by day relays send each byte once and are dropped when they die")
 def test_one_that_was_silent_passes_nothing_on_for_a_while(replicas, monkeypatch) -> None:
     """Each trainer rank is told of it by the streams of one version."""
     found, leave, thawed, left = Relay._is_there, Chains.leave, threading.Event(), Counter[tuple[int, str]]()
@@ -209,6 +211,7 @@ def test_one_that_was_silent_passes_nothing_on_for_a_while(replicas, monkeypatch
     assert left and max(left.values()) <= 2 and {host_of(place) for _, place in left} == {HOSTS[0]}
 
 
+@nightly("many moments, real time; by day relays send each byte once and are dropped when they die")
 def test_one_that_is_slow_itself_blames_nobody_for_it_and_holds_up_nobody(replicas, monkeypatch) -> None:
     """Who receives from it leaves it, and it stays at the end."""
     take, leave, left = P2pSubscriber._take, Chains.leave, list[tuple[str, int]]()
@@ -235,6 +238,7 @@ def test_one_that_is_slow_itself_blames_nobody_for_it_and_holds_up_nobody(replic
     assert {host for host, num in left if num} <= {HOSTS[1]}
 
 
+@nightly("many moments, real time; by day relays send each byte once and are dropped when they die")
 def test_versions_stay_pure_while_the_trainer_publishes_on(replicas) -> None:
     """Every rank fetches whatever is the newest, at its own pace, and gets that or learns that it is gone."""
     newest, over, num = [0, replicas.publish(0)], threading.Event(), Counter[str]()
@@ -259,6 +263,7 @@ def test_versions_stay_pure_while_the_trainer_publishes_on(replicas) -> None:
     assert num["fetched"] >= len(replicas.ranks)
 
 
+@nightly("real time; by day relays send each byte once")
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 def test_processes_that_are_killed_or_stopped_pass_nothing_on(world, blow) -> None:
     """Who would have received from them gets its weights from the trainer; a stopped one catches up."""

@@ -27,6 +27,7 @@ from llamarl.weight_sync.base import FingerprintMismatch, Superseded, TransferFa
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
 from llamarl.weight_sync.select import Reader
 from llamarl.weight_sync.transports.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber, word
+from tests.nightly import nightly
 from tests.weight_sync.conftest import DEADLINE_S, exchange_among, receive
 
 SHAPES = {"embed": (50, 30), "other": (50, 30), "layer.0": (64, 64), "norm": (7,), "nothing": (0, 3)}
@@ -290,6 +291,7 @@ class TestKilledWriters:
             except Superseded:
                 continue
 
+    @nightly("many kills; by day no mixture under load, and test_transports.py kills trainers")
     def test_killed_at_any_moment_and_started_anew(self, start) -> None:
         """The old version is served throughout; the next one is adopted soon after the restart."""
         plan, rng, reader = alone(BIG), random.Random(3), Reader(BIG, 0)

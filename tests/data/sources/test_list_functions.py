@@ -5,6 +5,7 @@ from __future__ import annotations
 from llamarl.data.sources.list_functions import STEPS, ListFunctions
 from llamarl.parts.episodes.rewards.code import Code
 from llamarl.types import RewardItem
+from tests.nightly import nightly
 
 
 def share_right(problems: ListFunctions) -> float:
@@ -18,6 +19,7 @@ def share_right(problems: ListFunctions) -> float:
     return sum(one.is_right for one in found) / len(found)
 
 
+@nightly("many problems; by day its rows are judged in parts/episodes/test_code.py")
 def test_references_are_right_and_mistakes_are_seen() -> None:
     questions = [ListFunctions(count=60)[n].question for n in range(60)]
     assert all(any(name.partition(" {")[0] in text for text in questions) for name in STEPS)

@@ -16,7 +16,7 @@ from llamarl.data.tokenizer import Tokenizer
 from llamarl.parts.episodes.cli.serve import _tokenizer
 from llamarl.run.models import asked_model
 from tests.end_to_end.tiny import llamarl_here, make_model, rows, write_toml
-from tests.nightly import NIGHTLY
+from tests.nightly import NIGHTLY, nightly
 
 CHATTY = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -79,6 +79,7 @@ def answer(model: Path, tmp_path: Path, *words: str) -> tuple[dict[str, Any], st
     return row, done.stderr
 
 
+@nightly("runs of their own; answers of an export are asked for in test_generate.py and test_serve.py by day")
 @pytest.mark.parametrize("kind", list(SETTINGS) if NIGHTLY else ["chat", "lora"])
 def test_run_and_export_get_the_same_prompt_and_say_the_same(
     trained: Callable[[str], Run], tmp_path: Path, kind: str
@@ -102,6 +103,7 @@ def test_run_and_export_get_the_same_prompt_and_say_the_same(
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == PROMPTS[kind]
 
 
+@nightly("runs of their own; answers of an export are asked for in test_generate.py and test_serve.py by day")
 def test_an_evaluation_of_a_run_is_that_of_its_last_step(trained: Callable[[str], Run]) -> None:
     """Without a word of settings: the run's own problems, reward, prompts and types."""
     run, export = trained("examples")
@@ -118,6 +120,7 @@ def test_an_evaluation_of_a_run_is_that_of_its_last_step(trained: Callable[[str]
     assert done.returncode == 0 and "minus" in done.stdout, done.stderr
 
 
+@nightly("runs of their own; answers of an export are asked for in test_generate.py and test_serve.py by day")
 def test_types_of_what_is_written(trained: Callable[[str], Run], tmp_path: Path) -> None:
     run, export = trained("plain")
 
@@ -135,6 +138,7 @@ def test_types_of_what_is_written(trained: Callable[[str], Run], tmp_path: Path)
     assert dtype(merged) == ("bfloat16", "bfloat16")
 
 
+@nightly("runs of their own; models/test_peft.py keeps bases and adapters together by day")
 def test_adapters_move_with_their_base(trained: Callable[[str], Run], tmp_path: Path) -> None:
     """Alone, and together with the base model."""
     run, export = trained("lora")
@@ -160,6 +164,7 @@ def test_a_format_that_no_chat_has_is_said(trained: Callable[[str], Run], tmp_pa
     assert not Tokenizer(other / "export").has_chat_template
 
 
+@nightly("runs of their own; answers of an export are asked for in test_generate.py and test_serve.py by day")
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_a_run_starts_from_an_adapter(trained: Callable[[str], Run], tmp_path: Path, command: str) -> None:
     """`model.adapter`: what the adapter had learnt is where the run begins."""
@@ -182,6 +187,7 @@ def test_a_run_starts_from_an_adapter(trained: Callable[[str], Run], tmp_path: P
     assert done.returncode == 2 and "model.adapter" in done.stderr
 
 
+@nightly("runs of their own; answers of an export are asked for in test_generate.py and test_serve.py by day")
 def test_a_run_starts_from_another_run(trained: Callable[[str], Run], tmp_path: Path) -> None:
     """`model.path` names a run: its newest checkpoint, with its prompt format."""
     run, export = trained("examples")

@@ -18,7 +18,7 @@ from llamarl.generation.backend import RolloutEngine
 from llamarl.parts.answers.fleet import Fleet
 from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingParams
 from tests.end_to_end.tiny import make_model
-from tests.nightly import also
+from tests.nightly import also, nightly
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,7 @@ def by_key(rollouts: Iterator[Rollout]) -> dict[tuple[int, int], list[int]]:
     return found
 
 
+@nightly("engines in processes; by day nothing is lost between threads")
 @pytest.mark.parametrize(
     "asked", [{"replicas": 2, "kind": "inline"}, {"tensor_parallel": 2, "kind": "monarch"}, *also({"replicas": 2})]
 )
@@ -80,6 +81,7 @@ def test_work_goes_to_who_owes_least(model: Path) -> None:
         assert {(0, FinishReason.ABORTED), (2, FinishReason.LENGTH)} <= ended
 
 
+@nightly("engines in processes; by day nothing is lost between threads")
 def test_who_dies_is_named_and_nothing_is_left(model: Path) -> None:
     fleet = Fleet(settings(model, replicas=2, max_running=1))
     pids = {handle.name: handle.pids[0] for handle in fleet._cluster._handles}

@@ -18,6 +18,7 @@ from llamarl.parts.answers.answering import generate
 from llamarl.parts.answers.cli.generate import read_prompts
 from llamarl.types import GenerationRequest, Rollout, SamplingParams
 from tests.end_to_end.tiny import LLAMARL, ROOT, Command, environment, llamarl_here, rows
+from tests.nightly import nightly
 
 PROMPTS = ["Ann has 12 apples: a+3.", "Bob has 7 pens: b+4. How many pens now?", "x " * 500]
 
@@ -53,6 +54,7 @@ def test_json_lines(model: Path, prompts: Path, tmp_path: Path) -> None:
     assert {(row["number"], row["index"]): row for row in rows(output)} == found, "the seed decides"
 
 
+@nightly("a command in a process of its own; the same command runs in this one by day")
 def test_text_in_another_process_to_standard_output(model: Path, tmp_path: Path) -> None:
     """Nothing but JSON is on standard output, and what a redirected one held is kept."""
     file, out = tmp_path / "prompts.txt", tmp_path / "out"
@@ -152,6 +154,7 @@ def test_damaged_weights_leave_the_old_responses(model: Path, prompts: Path, tmp
     assert output.read_text() == "precious"
 
 
+@nightly("a command in a process of its own; the same command runs in this one by day")
 def test_ctrl_c_keeps_what_is_done(model: Path, tmp_path: Path) -> None:
     file, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     file.write_text("tell me a story\n" * 20000)
@@ -199,6 +202,7 @@ def test_the_engine_never_holds_a_large_file() -> None:
     assert engine.most < 16 + 3
 
 
+@nightly("a command in a process of its own; the same command runs in this one by day")
 def test_a_hundred_thousand_prompts_are_read_at_once(tmp_path: Path) -> None:
     file = tmp_path / "many.jsonl"
     file.write_text("".join(f'{{"prompt": "number {i}"}}\n' for i in range(100_000)))

@@ -30,6 +30,7 @@ def compiled(folder: Path, *options: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@nightly("on a GPU each is compiled at its first use; by day Triton's interpreter runs them")
 def test_all_kernels_compile_and_fit() -> None:
     """As their callers launch them on bfloat16, float32, int8 and float8; once, wherever a step's integers begin.
 

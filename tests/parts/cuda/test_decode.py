@@ -14,7 +14,7 @@ from torch import Tensor
 from llamarl.kernels import gpu
 from llamarl.kernels.attention import BLOCK_SIZE
 from llamarl.parts.cuda import checks
-from tests.nightly import also
+from tests.nightly import also, nightly
 from tests.parts.cuda.interpreter import computing_as_a_gpu, needs_interpreter
 
 decode = pytest.importorskip("llamarl.parts.cuda.decode")
@@ -101,6 +101,7 @@ def test_keys_and_values_in_float8(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out, exact, **tolerance(dtype))
 
 
+@nightly("Triton's interpreter is slow; by day heads and lengths of other tests here are beside torch")
 @pytest.mark.parametrize("tokens", [500, 20_000])
 def test_no_error_grows_with_the_context(tokens: int) -> None:
     """The result is rounded to bfloat16 once, at any length."""
@@ -134,6 +135,7 @@ def test_the_branch_that_gpus_take(heads: tuple[int, int], head_dim: int, cached
             assert share_apart(out, exact) < (0.09 if cached == torch.float8_e4m3fn else 0.03)
 
 
+@nightly("Triton's interpreter is slow; by day heads and lengths of other tests here are beside torch")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU takes this branch in all tests")
 def test_the_branch_that_gpus_take_over_long_contexts() -> None:
     with computing_as_a_gpu():
@@ -186,6 +188,7 @@ def test_rows_that_fill_the_device_are_not_cut_in_vain(monkeypatch: pytest.Monke
     assert decode._parts(8)[0] == 64
 
 
+@nightly("Triton's interpreter is slow; by day heads and lengths of other tests here are beside torch")
 def test_what_a_gpu_checks_at_start() -> None:
     assert checks.decode_error(decode, DEVICE) < 1e-2
     assert checks.decode_error(decode, DEVICE, torch.float32) < 1e-5

@@ -20,7 +20,7 @@ from llamarl.parts.cuda.graphs import DecodeGraphs
 from llamarl.types import GenerationRequest
 from tests.generation.native import GREEDY, SAMPLED, assert_same, make_engine, run
 from tests.kernels.engines import engine as computed_by
-from tests.nightly import NIGHTLY, also
+from tests.nightly import NIGHTLY, also, nightly
 from tests.parts.cuda.interpreter import needs_interpreter
 
 ops = pytest.importorskip("llamarl.parts.cuda.ops")
@@ -36,6 +36,7 @@ SERVED = {"qwen3": replace(SAMPLED, top_p=0.9), **({"llama": GREEDY} if NIGHTLY 
 """By day the one whose kernels do all that the other's do, and more; the interpreter takes seconds for each."""
 
 
+@nightly("Triton's interpreter is slow; each kernel is beside torch by day")
 @pytest.mark.parametrize("few", [True, *also(False)], ids=["few rows", *also("separate")])
 @pytest.mark.parametrize(("family", "sampling"), SERVED.items(), ids=SERVED)
 def test_an_engine_generates_the_same(
@@ -71,6 +72,7 @@ def test_an_engine_generates_the_same(
         assert_same(run(graphed, requests), expected)
 
 
+@nightly("Triton's interpreter is slow; each kernel is beside torch by day")
 def test_quantized_rows_and_sums_go_from_kernel_to_kernel(
     make_model: Callable[..., Transformer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +128,7 @@ class Launches(TorchDispatchMode):
         return SimpleNamespace(**{name: counted(name, value) for name, value in vars(module).items()})
 
 
+@nightly("Triton's interpreter is slow; each kernel is beside torch by day")
 @pytest.mark.parametrize(("few", "of_layer", "most"), [(True, 5, 200), *also((False, 8, 270))])
 def test_launches_of_a_decode_step(monkeypatch: pytest.MonkeyPatch, few: bool, of_layer: int, most: int) -> None:
     """Of the 32 layers of 8B, with head and sampling: at most 200, where 320 and more were launched."""

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from tests.nightly import nightly
 from tests.parts.cuda.interpreter import needs_interpreter
 
 triton = pytest.importorskip("triton")
@@ -44,6 +45,7 @@ def part_of(number: int) -> torch.Tensor:
     return (torch.randn(shape, generator=generator) * 100).to(dtype)
 
 
+@nightly("Triton's interpreter is slow; by day the fingerprint of the CPU is that of torch")
 @needs_interpreter
 def test_it_is_that_of_torch() -> None:
     """In a process of its own, as Triton is told to interpret before it is imported."""

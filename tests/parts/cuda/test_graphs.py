@@ -25,6 +25,7 @@ from tests.generation.conftest import CONTEXT, VOCAB
 from tests.generation.native import GREEDY, SAMPLED, assert_same, drain, make_engine, run, serve
 from tests.generation.references import by_key
 from tests.kernels.engines import engine as computed_by
+from tests.nightly import nightly
 
 SAMPLINGS = (
     GREEDY,
@@ -83,6 +84,7 @@ def traffic(engine: Engine, models: list[Transformer], seed: int) -> list[Rollou
     return rollouts + drain(engine)
 
 
+@nightly("Triton's interpreter is slow; by day graphs serve steps of other tests here")
 @settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 10**6), kv_on_update=st.sampled_from(["keep", "recompute"]), blocks=st.sampled_from([16, 400])
@@ -153,6 +155,7 @@ def test_a_waking_engine_captures_few_graphs(models: list[Transformer]) -> None:
 AHEAD = {"graphs": True, "goes_ahead": True}
 
 
+@nightly("Triton's interpreter is slow; by day graphs are captured and used by tests here")
 @pytest.mark.parametrize("blocks", [16, 400], ids=["short of memory", "ample"])
 def test_steps_launched_ahead_draw_the_same(models: list[Transformer], blocks: int) -> None:
     """Rollouts stop when the next step is on its way; others wait for their blocks, and are parked."""
@@ -274,6 +277,7 @@ def test_held_weights_stay_until_the_next_but_one(models: list[Transformer], mon
     assert len(places) == 2
 
 
+@nightly("Triton's interpreter is slow; by day graphs serve steps of other tests here")
 @pytest.mark.parametrize("goes_ahead", [False, True], ids=["in step", "ahead"])
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
 def test_conformance(check: conformance.Check, goes_ahead: bool) -> None:

@@ -60,6 +60,7 @@ def said(code: str, *arguments: object, path: Path = ROOT) -> list:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@nightly("a run of its own; architecture/test_imports.py says by day what processes of a run import")
 def test_a_run_on_processors_loads_nothing_of_it(toml: Path, tmp_path: Path) -> None:
     inline = ("--cluster.kind", "inline", "--steps", 1, "--output", tmp_path / "runs")
     code, found = said(RUN, "train", toml, *inline)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.parts.cuda import checks
+from tests.nightly import nightly
 from tests.parts.cuda.interpreter import needs_interpreter
 
 products = pytest.importorskip("llamarl.parts.cuda.products")
@@ -45,6 +46,7 @@ def test_gated_activations() -> None:
     torch.testing.assert_close(found, F.silu(gate) * up, rtol=1e-4, atol=1e-4)
 
 
+@nightly("Triton's interpreter is slow; by day single products are beside torch")
 @pytest.mark.parametrize("width", [96, 4200])
 def test_sums_in_place_and_their_squares(width: int) -> None:
     """Short inputs, and inputs that several programs share."""
@@ -68,6 +70,7 @@ def test_int8_is_exact() -> None:
     torch.testing.assert_close(found.cpu().double(), exact, rtol=1e-6, atol=1e-3)
 
 
+@nightly("Triton's interpreter is slow; by day single products are beside torch")
 def test_results_do_not_depend_on_the_other_rows() -> None:
     a, weight = drawn(16, 4200), drawn(64, 4200, seed=1)
     whole, alone = (drawn(rows, 64, seed=2) for rows in (16, 16))
@@ -77,5 +80,6 @@ def test_results_do_not_depend_on_the_other_rows() -> None:
     assert torch.equal(one, whole[:1])
 
 
+@nightly("Triton's interpreter is slow; by day single products are beside torch")
 def test_what_a_gpu_checks_at_start() -> None:
     assert checks.products_error(products, DEVICE) < 1e-4

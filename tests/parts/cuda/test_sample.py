@@ -8,6 +8,7 @@ from torch import Tensor
 
 from llamarl.generation.sampler import draw_on_device, unpacked
 from llamarl.parts.cuda import checks
+from tests.nightly import nightly
 from tests.parts.cuda.interpreter import needs_interpreter
 
 sample = pytest.importorskip("llamarl.parts.cuda.sample")
@@ -51,6 +52,7 @@ def test_a_row_that_is_not_finite_says_so(bad: float) -> None:
     assert 0 <= found.token_ids_B[1] < 3000
 
 
+@nightly("many draws; by day tokens and log-probs are those of torch")
 def test_shares_of_tokens_are_their_probabilities() -> None:
     """50 draws at even shares hit each of three tokens as often as it is likely."""
     logits_V = torch.full((4100,), -1e30)

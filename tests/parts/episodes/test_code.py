@@ -14,7 +14,7 @@ from llamarl.parts.episodes.rewards.code import Code, program_of
 from llamarl.parts.episodes.sandbox import seccomp
 from llamarl.rewards import build_reward
 from llamarl.types import Outcome, RewardItem
-from tests.nightly import NIGHTLY
+from tests.nightly import NIGHTLY, nightly
 
 pytestmark = pytest.mark.skipif(bool(seccomp.missing()), reason=seccomp.missing())
 
@@ -131,6 +131,7 @@ def test_program_of(response: str, program: str) -> None:
     assert program_of(response) == program
 
 
+@nightly("judges whole data sets; by day single solutions are judged")
 @pytest.mark.parametrize("name", ["humaneval", "mbpp"])
 def test_reference_solutions_are_right(reward: Code, name: str) -> None:
     path = DATA / f"{name}.jsonl"

@@ -18,6 +18,7 @@ from llamarl.parts.episodes.executors.environment import EnvironmentExecutor
 from llamarl.parts.episodes.ports import OpenTurn
 from llamarl.types import Outcome, Prompt
 from tests.data.test_chat import TEMPLATES
+from tests.nightly import nightly
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,7 @@ def test_each_episode_gets_its_own_reply(model: Path, executor: EnvironmentExecu
         assert reason in reasons[n], reasons[n]
 
 
+@nightly("workers that hang, die and are replaced; sandbox/test_pool.py has each case by day")
 def test_one_that_hangs_holds_up_nobody(model: Path, executor: EnvironmentExecutor) -> None:
     executor.submit([episode(model, 0, "hang"), episode(model, 1, "spin")])
     time.sleep(0.1)
@@ -84,6 +86,7 @@ def test_an_episode_that_takes_too_long_in_all_is_over(model: Path, executor: En
     assert result is not None and result.reason == "replies took over 20 s (rollout.environment.episode_s)"
 
 
+@nightly("workers that hang, die and are replaced; sandbox/test_pool.py has each case by day")
 def test_many_quick_ones_go_in_batches(model: Path, executor: EnvironmentExecutor) -> None:
     executor.submit([episode(model, n, "task") for n in range(500)])
     start_s = time.monotonic()
@@ -91,6 +94,7 @@ def test_many_quick_ones_go_in_batches(model: Path, executor: EnvironmentExecuto
     assert time.monotonic() - start_s < 200.0
 
 
+@nightly("workers that hang, die and are replaced; sandbox/test_pool.py has each case by day")
 def test_states_are_those_of_their_episodes_and_none_stays(
     model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,6 +148,7 @@ def waiting(model: Path) -> Iterator[EnvironmentExecutor]:
     made.close()
 
 
+@nightly("workers that hang, die and are replaced; sandbox/test_pool.py has each case by day")
 def test_a_thousand_episodes_wait_in_one_process(model: Path, tmp_path: Path, waiting: EnvironmentExecutor) -> None:
     """Each for half a second; one by one they would take eight minutes. Each has its own state, and none stays."""
     tokenizer, start_s = Tokenizer(model), time.monotonic()
@@ -166,6 +171,7 @@ def test_a_thousand_episodes_wait_in_one_process(model: Path, tmp_path: Path, wa
     assert not list(tmp_path.iterdir()), "the end of the process closes what is open"
 
 
+@nightly("workers that hang, die and are replaced; sandbox/test_pool.py has each case by day")
 def test_what_goes_wrong_while_others_wait(model: Path, tmp_path: Path, waiting: EnvironmentExecutor) -> None:
     """A reply that raises or takes too long ends its own episode. A process that dies or computes for ever takes those
     with it that wait for it, and the next ones get a new process."""

@@ -22,7 +22,7 @@ from tests.controller.fakes import Run, config, held_out, kills, prompts
 from tests.controller.test_keeping import Killed, killed, newest
 from tests.executors.ledger import Generator, Ledgered, Trainer
 from tests.journals import journal_of
-from tests.nightly import examples
+from tests.nightly import examples, nightly
 
 STEPS, TURN, TURNS = 6, 2, 3
 """Tokens that the policy writes per turn, and its turns per episode."""
@@ -192,6 +192,7 @@ def test_a_turn_that_is_asked_for_twice_is_answered_once(tmp_path: Path) -> None
         audit(run.train(strike=kills(("environment", tenth / 10))))
 
 
+@nightly("a controller that is killed; controller/test_restart.py kills it by day, and turns go on in the tests above")
 @pytest.mark.parametrize("segment", [0, 1])
 def test_a_controller_that_is_killed_goes_on_with_its_turns(tmp_path: Path, segment: int) -> None:
     """Those that wait for a reply are asked for again; those that go on after one keep it; none is sampled twice."""

@@ -24,6 +24,7 @@ from llamarl.parts.episodes.gateway.news import AgentCall, AgentEnd, AgentTask
 from llamarl.parts.episodes.gateway.protocol import CallRefused
 from llamarl.parts.episodes.joint import spec
 from llamarl.types import OBSERVED, FinishReason, Outcome, Prompt, Rollout, SamplingParams, continued
+from tests.nightly import nightly
 
 AGENT = {"name": "tests.parts.episodes.agents:run", "episode_s": 240.0, "workers": 2}
 
@@ -104,6 +105,7 @@ def play(executor: GatewayExecutor, tokenizer: Tokenizer, count: int) -> dict[in
     return ends
 
 
+@nightly("many sessions in real time; gateway/test_session.py has one by day")
 def test_each_episode_ends_in_its_own_way(model: Path, executor: GatewayExecutor) -> None:
     said = [
         "number",
@@ -151,6 +153,7 @@ def test_each_episode_ends_in_its_own_way(model: Path, executor: GatewayExecutor
     assert not executor._answers and not executor._episodes, "nothing is left of those that are over"
 
 
+@nightly("many sessions in real time; gateway/test_session.py has one by day")
 def test_an_episode_that_takes_too_long_is_given_up(model: Path, hurried: GatewayExecutor) -> None:
     said = ["stuck", "slow"]
     hurried.submit([task(n, what) for n, what in enumerate(said)])
@@ -180,6 +183,7 @@ def test_nobody_learns_from_an_answer_that_the_agent_did_not_wait_for(model: Pat
     assert set(columns["sequence"]) == {0} and not executor._answers
 
 
+@nightly("many sessions in real time; gateway/test_session.py has one by day")
 def test_a_thousand_sessions_opened_and_left(model: Path, executor: GatewayExecutor) -> None:
     executor.submit([task(n, "silent") for n in range(1000)])
     ends = play(executor, Tokenizer(model), 1000)

@@ -14,6 +14,7 @@ import pytest
 from llamarl.config import ConfigError
 from llamarl.parts.forecast.cli import profile
 from llamarl.parts.forecast.flame import named
+from tests.nightly import nightly
 
 BUSY = "import time\ndef {name}():\n    end = time.time() + 60\n    while time.time() < end: sum(range(1000))\n{name}()"
 RUN = """
@@ -43,6 +44,7 @@ def test_processes_get_their_names() -> None:
     )
 
 
+@nightly("a run of its own; by day a single process is drawn")
 def test_all_processes_of_a_run_are_in_one_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     of_generator, of_controller = BUSY.format(name="decodes"), BUSY.format(name="controls")
     code = RUN.format(of_generator=of_generator, of_controller=of_controller)

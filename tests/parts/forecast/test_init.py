@@ -18,6 +18,7 @@ from llamarl.parts.forecast.hardware import GPUS
 from llamarl.parts.forecast.shapes import MODELS
 from llamarl.run.memory import MachineMemory, check_memory, run_holdings, shares
 from tests.end_to_end.tiny import llamarl_here, make_model
+from tests.nightly import nightly
 from tests.parts.forecast.run_folder import write_run
 from tests.parts.hub.conftest import hub
 from tests.parts.hub.server import HubServer
@@ -149,6 +150,7 @@ def test_a_file_of_the_users_stays(tmp_path: Path, data: Path) -> None:
     written(tmp_path, model, data, "--gpus", 1, "--force")
 
 
+@nightly("plans several machines; by day files of other sizes fit by the same sums")
 def test_what_does_not_fit_gets_what_does(tmp_path: Path, data: Path) -> None:
     """Each way that is named is taken, and works."""
     model = write_model(tmp_path / "m", "qwen3-8b")
@@ -175,6 +177,7 @@ def test_what_does_not_fit_gets_what_does(tmp_path: Path, data: Path) -> None:
         written(tmp_path, model, data, "--gpus", int(count) - 1, "--adapters", "never", "--force")
 
 
+@nightly("plans several machines; by day files of other sizes fit by the same sums")
 def test_adapters_are_chosen_with_the_way_to_train_all_weights(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,12 +191,14 @@ def test_adapters_are_chosen_with_the_way_to_train_all_weights(
     assert "train all weights" not in str(refused.value)
 
 
+@nightly("plans several machines; by day files of other sizes fit by the same sums")
 def test_turns_on_several_hosts_are_refused_with_the_way_out(tmp_path: Path, data: Path) -> None:
     words = ("--gpus", 16, "--rollout.max_staleness", 0)
     with pytest.raises(ConfigError, match=r"for one machine of 8.*; plan for at most 8 GPUs, or for more with rollout"):
         written(tmp_path, write_model(tmp_path / "m", "qwen3-8b"), data, *words)
 
 
+@nightly("plans several machines; by day files of other sizes fit by the same sums")
 def test_a_larger_card_is_named(tmp_path: Path, data: Path) -> None:
     model = write_model(tmp_path / "m", "qwen2.5-14b")
     with pytest.raises(ConfigError, match=r"\(nor with adapters\); .*, or use --gpu h200-141g with adapters"):
@@ -292,6 +297,7 @@ def examples(text: str) -> list[list[str]]:
     return [shlex.split(line)[1:] for line in text.splitlines() if line.startswith("  llamarl ")]
 
 
+@nightly("plans several machines; by day files of other sizes fit by the same sums")
 def test_examples_of_help_texts_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path)
     (run / "config.toml").write_text((run / "config.toml").read_text().replace('"none"', '"running_total"'))

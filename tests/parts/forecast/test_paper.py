@@ -18,6 +18,7 @@ from benchmarks._paper import (
 )
 from llamarl.parts.forecast.constants import Constants
 from llamarl.parts.forecast.request import ASYNCHRONOUS, BASELINE
+from tests.nightly import nightly
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,7 @@ def calibrated() -> Constants:
     return calibrate()
 
 
+@nightly("calibrates by search; by day the speedups of the same table are met")
 def test_calibration_meets_the_8b_rows_with_two_constants(calibrated: Constants) -> None:
     row = PAPER_ROWS[0]
     request = paper_request(row, calibrated)
@@ -46,6 +48,7 @@ def test_errors_of_the_predicted_rows_are_those_stated(
     assert predict(request, ASYNCHRONOUS).step_s / row.asynchronous_s - 1 == pytest.approx(asynchronous, abs=0.02)
 
 
+@nightly("calibrates by search; by day the speedups of the same table are met")
 def test_parts_of_the_speedup_multiply_to_the_whole(calibrated: Constants) -> None:
     request = paper_request(PAPER_ROWS[2], calibrated)
     factors = decompose(request)

@@ -26,6 +26,7 @@ from llamarl.parts.forecast.shapes import MODELS, find_model
 from llamarl.parts.hosts.hosting import imagined
 from llamarl.run.memory import MachineMemory, check_memory
 from tests.end_to_end.tiny import llamarl_here
+from tests.nightly import nightly
 from tests.parts.forecast.conftest import make_request
 
 SMALL = ["--model", "llama3-8b", "--gpus", "16", "--rollout.prompts_per_step", "32"]
@@ -139,6 +140,7 @@ def test_a_synchronous_plan_is_a_run_of_one_machine() -> None:
             assert (found["placement"], found["num_hosts"]) == ("colocated", 1)
 
 
+@nightly("starts a run for each plan; by day settings of a plan are accepted")
 @pytest.mark.parametrize(("name", "gpus"), SHAPES.items())
 def test_a_plan_is_a_run_that_train_accepts(tmp_path: Path, name: str, gpus: int) -> None:
     """Every choice of the plan is a setting, and `explain` holds it against the model's sizes."""
@@ -218,6 +220,7 @@ def test_a_wrong_request_is_explained(words: list[str], message: str) -> None:
         main(["--model", "llama3-8b", *words])
 
 
+@nightly("plans of large models; by day a plan for one machine is made and accepted")
 def test_a_model_that_does_not_fit_gets_the_nearest_cluster_that_works() -> None:
     words = ["--model", "llama3-405b", "--rollout.max_staleness", "1"]
     with pytest.raises(ConfigError, match=r"trainer needs at least .* GB more .* usable; use --gpus (\d+)") as caught:

@@ -26,6 +26,7 @@ from llamarl.parts.forecast.simulator.faults import Faults
 from llamarl.parts.forecast.simulator.result import Simulation
 from llamarl.parts.forecast.simulator.run import simulate
 from llamarl.parts.forecast.simulator.split import choose_split
+from tests.nightly import nightly
 from tests.parts.forecast.run_folder import COSTS, GROUP, PROMPT_TOKENS, PROMPTS, write_run
 
 
@@ -127,6 +128,7 @@ def _simulated(run_folder: Path, tmp_path: Path, *, generator_device: str = "cpu
 ROLLOUT = ("max_staleness", "group_size", "max_new_tokens")
 
 
+@nightly("long simulations; by day profiles are read and priced")
 def test_simulation_from_a_profile_grows_with_costs_and_shrinks_with_cores(run_folder: Path, tmp_path: Path) -> None:
     def step_s(**changes: Any) -> float:
         return float(_simulated(run_folder, tmp_path, **changes).step_s.mean())
@@ -142,6 +144,7 @@ def test_simulation_from_a_profile_grows_with_costs_and_shrinks_with_cores(run_f
     assert step_s(cores=1, max_staleness=0) > step_s(max_staleness=0)
 
 
+@nightly("long simulations; by day profiles are read and priced")
 def test_devices_other_than_the_cpu_share_no_cores(run_folder: Path, tmp_path: Path) -> None:
     shared = _simulated(run_folder, tmp_path, cores=1, controller_rollout_s=0.0)
     apart = _simulated(run_folder, tmp_path, cores=1, controller_rollout_s=0.0, generator_device="cuda")
@@ -161,6 +164,7 @@ def test_shared_cores_stretch_the_clock() -> None:
     assert [busy(at_s) for at_s in (1.0, 3.0, 4.0)] == pytest.approx([1, 4, 5])
 
 
+@nightly("long simulations; by day profiles are read and priced")
 def test_what_a_profile_cannot_explain_is_contention(run_folder: Path, tmp_path: Path) -> None:
     """With it the simulation takes as long as the run; it slows those down who work beside others."""
     run = read_run(run_folder)

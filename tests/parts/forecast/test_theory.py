@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.nightly import nightly
 from tests.parts.forecast.theory import Executor, asynchronous, synchronous
 
 INSTANCES = 3000
@@ -35,6 +36,7 @@ def _times(trainer: Executor, generator: Executor) -> tuple[float, float]:
     return sync_s, asynchronous(costs, SAMPLES, GPUS)[0]
 
 
+@nightly("many draws; by day the theorem holds for the models of the paper")
 def test_asynchronous_is_strictly_faster_when_eta_strictly_decreases() -> None:
     rng = np.random.default_rng(0)
     ratios = [np.divide(*_times(*_instance(rng))) for _ in range(INSTANCES)]

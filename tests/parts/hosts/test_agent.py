@@ -22,6 +22,7 @@ from llamarl.parts.hosts.certificates import make_certificates
 from llamarl.parts.hosts.home import HUNG_UP, MAX_LINE_BYTES, Line
 from tests.architecture.repository import ROOT
 from tests.cluster.harness import is_alive
+from tests.nightly import nightly
 
 
 @pytest.fixture
@@ -162,6 +163,7 @@ def test_why_it_calls_again_is_said_in_plain_words_and_once_more_after_a_while(
     assert told[2:] == [unknown, closed] * 3
 
 
+@nightly("waits in real time; a clock does in test_hosts.py by day")
 def test_a_host_that_no_run_has_ends_when_it_is_to_leave(one: HostAgent, tmp_path: Path) -> None:
     """Its agent alone, of all that run here; nobody has to answer it."""
     command = [sys.executable, "-m", "llamarl", "host", "127.0.0.2:1", "--pki", "pki", "--address", "127.0.0.3"]

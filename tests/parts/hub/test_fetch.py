@@ -21,6 +21,7 @@ from llamarl.parts.hub import process as asking
 from llamarl.parts.hub.cache import Repository
 from llamarl.parts.hub.fetch import cached, fetched, listing, model_files, small_files
 from tests.end_to_end.test_disk import disk, fill  # noqa: F401, a fixture
+from tests.nightly import nightly
 from tests.parts.hub.server import HubServer
 
 NAME = HubName("tiny/model")
@@ -458,6 +459,7 @@ def test_ctrl_c_ends_it_at_once_and_the_next_start_goes_on(hub: HubServer, model
     assert hub.asked("config.json") == 0, "what was whole is not fetched again"
 
 
+@nightly("processes that are killed; by day a fetch that breaks goes on")
 def test_who_is_killed_leaves_no_process_and_what_it_left_is_swept(hub: HubServer, model: str, slow: Callable) -> None:
     process = slow()
     until(left)
@@ -470,6 +472,7 @@ def test_who_is_killed_leaves_no_process_and_what_it_left_is_swept(hub: HubServe
     assert not left()
 
 
+@nightly("processes that are killed; by day a fetch that breaks goes on")
 def test_what_another_process_fetches_is_not_swept_and_fetched_once(hub: HubServer, model: str, slow: Callable) -> None:
     process = slow()
     until(left)

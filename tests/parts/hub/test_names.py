@@ -16,6 +16,7 @@ from llamarl.parts.hub.card import model_card
 from llamarl.run.folder import RunFolder, prepare_run_folder
 from llamarl.run.hub_pins import commits_of, record_of, resolved
 from tests.end_to_end.tiny import llamarl_here, make_model, write_toml
+from tests.nightly import nightly
 from tests.parts.hub.server import HubServer
 
 
@@ -154,6 +155,7 @@ def test_a_card_names_no_folder_as_if_the_hub_had_it(
 DATED = "{{ strftime_now('%d %b %Y') }}\n{% for m in messages %}{{ m.content }}\n{% endfor %}"
 
 
+@nightly("runs of their own; by day names keep their commits")
 def test_a_date_goes_with_the_chat_template_that_writes_it(tmp_path: Path) -> None:
     dated, plain = make_model(tmp_path / "dated"), make_model(tmp_path / "plain")
     (dated / "chat_template.jinja").write_text(DATED)

@@ -12,6 +12,7 @@ import pytest
 
 from llamarl.config import RunConfig, dump_toml
 from tests.end_to_end.tiny import Command, llamarl_here, make_model, rows, write_toml
+from tests.nightly import nightly
 from tests.parts.hub.server import HubServer
 
 SHORT = ("--cluster.kind", "inline", "--steps", 2, "--checkpoint.every_steps", 2)
@@ -40,6 +41,7 @@ def told(tmp_path: Path, toml: Path) -> list[object]:
     return ["train", toml, "--output", tmp_path, *SHORT]
 
 
+@nightly("a run and its resume; test_names.py and test_fetch.py keep a commit by day")
 def test_a_run_its_resume_and_its_replay_take_one_commit(
     hub: HubServer, commit: str, files: dict[str, bytes], told: list[object], tmp_path: Path, monkeypatch
 ) -> None:
@@ -79,6 +81,7 @@ def test_a_run_its_resume_and_its_replay_take_one_commit(
     assert hub.asked("/lfs/") > 0, "weights that only the hosts of the run had"
 
 
+@nightly("runs of their own; by day names keep their commits in test_names.py")
 def test_another_commit_is_refused_at_resume(
     hub: HubServer, commit: str, files: dict[str, bytes], told: list[object], tmp_path: Path
 ) -> None:
@@ -123,6 +126,7 @@ def test_a_dry_run_says_what_a_run_could_not_read(hub: HubServer, files: dict[st
     assert dry.returncode == 2 and "has neither model.safetensors nor" in dry.stderr
 
 
+@nightly("a run and its resume; test_names.py and test_fetch.py keep a commit by day")
 def test_ctrl_c_ends_a_command_that_fetches(hub: HubServer, commit: str, told: list[object], tmp_path: Path) -> None:
     hub.fail("/lfs/", bytes_per_s=200)
     command = Command.start(tmp_path, *told)
@@ -133,6 +137,7 @@ def test_ctrl_c_ends_a_command_that_fetches(hub: HubServer, commit: str, told: l
     assert time.monotonic() - start_s < 60.0 and not (tmp_path / "tiny").exists()
 
 
+@nightly("runs of their own; by day names keep their commits in test_names.py")
 def test_other_models_of_a_run_are_named_too(
     hub: HubServer, commit: str, files: dict[str, bytes], told: list[object], tmp_path: Path
 ) -> None:

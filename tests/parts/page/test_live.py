@@ -173,6 +173,7 @@ def test_the_page_may_ask_its_server_alone(client: TestClient) -> None:
     assert '"live":"/secret/"' in page
 
 
+@nightly("ten thousand steps, a run to follow; by day the same page follows a short one")
 def test_ten_thousand_steps_stay_responsive(tmp_path: Path) -> None:
     """Bounded waits, compared with what all of it takes on the same machine."""
     folder = make_run(tmp_path / "long", steps=0, end=None)
@@ -215,6 +216,7 @@ def test_the_command_only_reads_and_ends_with_ctrl_c(folder: Path) -> None:
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
+@nightly("ten thousand steps, a run to follow; by day the same page follows a short one")
 def test_a_page_lives_as_long_as_its_run(folder: Path) -> None:
     """Also of one that is killed, and can say nothing any more."""
     with watching(folder) as said:

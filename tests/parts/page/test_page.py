@@ -17,6 +17,7 @@ from llamarl.parts.page.findings import findings
 from llamarl.parts.page.live import Watched, build_app
 from llamarl.parts.page.rollouts import Rollouts, bounds, sample
 from tests.end_to_end.tiny import llamarl_here
+from tests.nightly import nightly
 from tests.parts.page.runs import (
     BEGAN_S,
     CONFIG,
@@ -168,6 +169,7 @@ class TestPage:
         assert len(steps) > 50
         assert "1,000 rollouts" in run["rollouts"]["said"]
 
+    @nightly("by day a thousand steps are small")
     def test_ten_thousand_steps_are_averaged(self, tmp_path: Path) -> None:
         folder = make_run(tmp_path / "made", steps=0)
         rows = [step_row(step, importance_ratio_max=11.0 if step == 3 else 2.0) for step in range(1, 10_001)]

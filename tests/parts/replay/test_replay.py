@@ -88,6 +88,7 @@ def test_a_run_happens_again(tmp_path: Path, toml: Path, kind: str) -> None:
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before, "it only reads"
 
 
+@nightly("a run each; by day a run happens again, and what differs is named")
 def test_turns_and_a_run_that_went_on(tmp_path: Path, toml: Path) -> None:
     """What waited for its environment goes on over its cache, or a new one; a resumed run is one run."""
     options = (
@@ -147,6 +148,7 @@ def copy(run: Path, tmp_path: Path) -> Path:
     return shutil.copytree(run, tmp_path / "copy")
 
 
+@nightly("a run each; by day a run happens again, and what differs is named")
 @pytest.mark.skipif(products.onednn() is None, reason="this torch has no oneDNN")
 def test_it_multiplies_as_the_run_did(tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that goes on, and its replay, whatever is quicker by then."""
@@ -185,6 +187,7 @@ def test_it_multiplies_as_the_run_did(tmp_path: Path, toml: Path, monkeypatch: p
         products._chosen.cache_clear()
 
 
+@nightly("a run each; by day a run happens again, and what differs is named")
 @pytest.mark.parametrize("only", ["train", "generate", "reward"])
 def test_a_part_from_the_nearest_checkpoint(run: Path, only: str) -> None:
     done = llamarl_here("replay", run, "--steps", "5:6", "--only", only)
@@ -261,6 +264,7 @@ def test_a_truncated_record_is_named(copy: Path) -> None:
     assert "step 2, rollouts.jsonl, its rows: recorded 3, replayed 6" in differs(copy, "--steps", "1:3")
 
 
+@nightly("a replay each; by day a token that came otherwise is named, and so is each fault of test_replay_faults.py")
 def test_a_flipped_weight_is_named(tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between steps 3 and 4 of the run."""
     step = Trainer.step
@@ -349,6 +353,7 @@ def test_a_reordered_step_is_named(tmp_path: Path, toml: Path, monkeypatch: pyte
     assert "step 3, " in differs(run)
 
 
+@nightly("a run each; by day a run happens again, and what differs is named")
 def test_on_another_processor_it_compares_closely_and_says_so(copy: Path) -> None:
     def elsewhere(found: list[dict[str, Any]]) -> None:
         (start,) = (row for row in found if "machine" in row)
@@ -407,6 +412,7 @@ def test_the_death_of_one_ends_it_while_another_works(run: Path, monkeypatch: py
     assert ended_by_death == [True]
 
 
+@nightly("a run each; by day a run happens again, and what differs is named")
 def test_others_learn_from_what_is_on_record(copy: Path) -> None:
     """From the base model, or a checkpoint; the page shows both, and the folder says what it is."""
     what = ("--trainer.loss", "grpo", "--shaping.length_penalty", 0.5)
@@ -485,6 +491,7 @@ def untrained(run: Path, steps: Container[int]) -> None:
         path.with_suffix("").write_bytes(data)
 
 
+@nightly("a run each; by day a run happens again, and what differs is named")
 def test_a_run_that_kept_all_later(run: Path, copy: Path) -> None:
     """Of its first steps there is what it takes to go on: others are compared by their number, and nobody edited it."""
     untrained(copy, (1, 2, 3))

@@ -16,6 +16,7 @@ from llamarl.models.transformer import Transformer
 from llamarl.parts.sft.supervised import Loads, Supervised
 from llamarl.parts.sft.warm_start import warm_start
 from tests.generation.mixtures import mixture
+from tests.nightly import nightly
 from tests.parts.sft.supervised import make_documents
 
 IDS = torch.arange(40) * 7 % 130
@@ -77,6 +78,7 @@ def test_it_is_a_share_of_the_loss_of_a_warm_start_alone() -> None:
     assert twice == pytest.approx(2 * once, rel=1e-3)
 
 
+@nightly("trains a mixture; by day loads become even")
 def test_a_mixture_from_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experts = {"name": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "family": experts}

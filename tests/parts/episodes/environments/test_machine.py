@@ -26,7 +26,7 @@ from llamarl.parts.episodes.machines._base import WORK
 from llamarl.parts.episodes.ports import OpenTurn
 from llamarl.types import Outcome, Prompt, RewardResult, ToolCall
 from tests.architecture.repository import ROOT
-from tests.nightly import NIGHTLY
+from tests.nightly import NIGHTLY, nightly
 from tests.parts.episodes.machines.here import needs_machines
 from tests.parts.episodes.machines.test_bubblewrap import running
 from tests.parts.episodes.test_environment import replies
@@ -184,6 +184,7 @@ def test_only_named_files_count(command: str) -> None:
     assert end.outcome is Outcome.WRONG, end
 
 
+@nightly("a worker that is killed; machines/test_bubblewrap.py has starters that are killed by day")
 @pytest.mark.parametrize("command", ["kill -9 -1; kill -9 1", "while :; do sh -c '(while :; do :; done) &'; done"])
 def test_who_hurts_its_machine_gains_nothing(command: str) -> None:
     *_, end = talk(row(BY_CALLS), sh(command), "", limits={"cpu_s": 2, "processes": 20}, command_s=5.0)
@@ -254,6 +255,7 @@ def test_all_threads_fit_into_a_worker() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+@nightly("a worker that is killed; machines/test_bubblewrap.py has starters that are killed by day")
 def test_a_killed_worker_leaves_no_machine(model: Path) -> None:
     """Its episodes are INVALID, and the next ones get a new worker."""
     executor = EnvironmentExecutor(str(model), Ref.model_validate({"name": "machine", "form": "line"}))

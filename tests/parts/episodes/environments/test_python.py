@@ -14,6 +14,7 @@ from llamarl.parts.episodes.environments._worker import build_environment
 from llamarl.parts.episodes.environments.python import Python
 from llamarl.parts.episodes.machines._base import WORK
 from llamarl.types import Outcome, ToolCall
+from tests.nightly import nightly
 from tests.parts.episodes.machines.here import needs_machines
 
 TASK = Task(prompt="p", answer="a", metadata={})
@@ -137,6 +138,7 @@ def test_a_living_interpreter_keeps_what_cannot_run_again() -> None:
     assert "SystemExit" in said[7] and said[8] == "np.int64(0)" and said[9].startswith("hi\nCompletedProcess")
 
 
+@nightly("living interpreters; by day one keeps what cannot run again")
 @needs_machines
 def test_a_living_interpreter_that_ends_says_so_and_starts_again() -> None:
     said = converse(
@@ -151,6 +153,7 @@ def test_a_living_interpreter_that_ends_says_so_and_starts_again() -> None:
     assert "KeyboardInterrupt" in said[8] and "over 3 s" in said[8] and "NameError" in said[9]
 
 
+@nightly("living interpreters; by day one keeps what cannot run again")
 @needs_machines
 def test_an_interpreter_that_exceeds_its_machine_is_wrong() -> None:
     lost, after = converse("import os\nfor _ in range(4): os.fork()\nwhile True: pass", "1", cpu_s=1)

@@ -18,6 +18,7 @@ from llamarl.config import ConfigError
 from llamarl.parts.episodes.machines import Machine, MachineLimits, MachineLost, bubblewrap
 from llamarl.parts.episodes.machines._base import WORK, is_inside, pack, unpack
 from llamarl.parts.episodes.machines.bubblewrap import Bubblewrap
+from tests.nightly import nightly
 from tests.parts.episodes.machines.here import BACKEND, below, needs_machines, said, started
 from tests.sandbox.test_pool import until
 
@@ -243,6 +244,7 @@ machines[0].run("sleep 987652", 1000.0, 100)
 """
 
 
+@nightly("processes that are killed; by day a machine ends with its pool and what it started with it")
 @pytest.mark.parametrize("victim", ["the owner", "the starter"])
 def test_no_machine_outlives_its_owner(victim: str) -> None:
     """Machines live on after the threads that asked for them, and end with the process. All have one starter, though

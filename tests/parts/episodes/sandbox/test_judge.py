@@ -21,7 +21,7 @@ from llamarl.parts.episodes.sandbox.judge import JudgeJob, ProgramJudge, Program
 from llamarl.parts.episodes.sandbox.judge_children import _is_same
 from llamarl.sandbox.pool import Failure, Limits, WorkerPool
 from llamarl.sandbox.pool_server import FailureKind
-from tests.nightly import NIGHTLY
+from tests.nightly import NIGHTLY, nightly
 from tests.sandbox import honest
 from tests.sandbox.abuse import ABUSES
 from tests.sandbox.test_pool import alive, children, until
@@ -217,6 +217,7 @@ def test_what_cannot_be_handed_back_is_the_programs_fault(judge: ProgramJudge, s
     assert one(judge, code=code, tests="assert f(f(3)) == 3")[0] is False
 
 
+@nightly("values that fill memory; by day what cannot be handed back is found in smaller ones")
 @pytest.mark.parametrize(
     "tests", ["assert f(f(3)) == 3", "x = f(3)\nassert f([x] * 9) == 3", "f([0] * 2_000_000 * len(f(1)))"]
 )

@@ -16,7 +16,7 @@ from llamarl.parts.forecast.costs import Costs
 from llamarl.parts.forecast.report import render_simulation, summary
 from llamarl.parts.forecast.simulator.faults import Faults
 from llamarl.parts.forecast.simulator.result import Simulation
-from tests.nightly import examples
+from tests.nightly import examples, nightly
 from tests.parts.forecast.simulator.conftest import Simulate, run_config
 
 EXACT = Costs(
@@ -86,6 +86,7 @@ def mean_step_s(found: Simulation) -> float:
     return float(np.mean(found.step_s[20:-10]))
 
 
+@nightly("long simulations; by day shorter ones say who waits")
 def test_a_slow_generator_costs_nothing_while_the_others_have_time(simulated: Simulate) -> None:
     """Trainer-bound, room to run ahead: one of eight may be ten times slower."""
     config = run_config(steps=80, **LARGE)
@@ -96,6 +97,7 @@ def test_a_slow_generator_costs_nothing_while_the_others_have_time(simulated: Si
     assert slow == pytest.approx(clean, rel=0.01), "the slow one also adopts weights more slowly"
 
 
+@nightly("long simulations; by day shorter ones say who waits")
 @pytest.mark.parametrize(("adopt_s", "segment_tokens"), [(0.6, 0), (0.01, 0), (0.01, 50)])
 def test_a_generator_that_is_ten_times_slower_costs_its_share(
     simulated: Simulate, adopt_s: float, segment_tokens: int
@@ -111,6 +113,7 @@ def test_a_generator_that_is_ten_times_slower_costs_its_share(
     assert 0 < max(step.staleness_max for step in slow.steps) <= slow.steps[0].staleness_limit
 
 
+@nightly("long simulations; by day shorter ones say who waits")
 def test_asynchrony_hides_stragglers(simulated: Simulate) -> None:
     """The longest of eight lognormal responses decides each synchronous step, but only few asynchronous ones."""
     costs = Costs(response_sigma=1.0, train_token_gpu_s=1e-4, score_s=0.0)
@@ -131,6 +134,7 @@ def measured(step: StepMetrics) -> StepMetrics:
     return replace(step, extra={name: value for name, value in step.extra.items() if not name.startswith(real)})
 
 
+@nightly("long simulations; by day shorter ones say who waits")
 def test_the_seed_decides_everything(simulated: Simulate) -> None:
     faults = Faults(deaths_per_hour=200.0, reward_timeout_share=0.05, slow_share=0.3, slow_factor=2.0)
 
@@ -145,6 +149,7 @@ def test_the_seed_decides_everything(simulated: Simulate) -> None:
     assert comparable(first) != comparable(other)
 
 
+@nightly("long simulations; by day shorter ones survive deaths and say who waits")
 @settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 1000),
@@ -221,6 +226,7 @@ def test_a_stalled_run_says_who_waits(simulated: Simulate, monkeypatch: pytest.M
     assert "after 0 steps" in render_simulation(found)
 
 
+@nightly("long simulations; by day shorter ones say who waits")
 def test_segments_change_who_decodes_but_not_what(simulated: Simulate) -> None:
     """One of two generators is slower, not so much that it is spared: parked rollouts go to the other, and the slow one
     decides no more."""

@@ -24,6 +24,7 @@ from llamarl.parts.hosts.heartbeat import VARIABLE
 from llamarl.parts.hosts.launch import script
 from tests.deploy.tools import TOOLS
 from tests.end_to_end.tiny import llamarl_here, make_model
+from tests.nightly import nightly
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[4]
 DEMO = str(ROOT / "configs" / "demo.toml")
@@ -512,6 +513,7 @@ def test_a_missing_scheduler_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         main(["slurm", DEMO, *HOSTS])
 
 
+@nightly("starts a job; by day its script is read")
 def test_the_job_of_a_packaged_name_begins(tmp_path: Path) -> None:
     """What the script runs on its first node, with the controller's address as the job knows it."""
     run, model, pki = "demo", make_model(tmp_path / "model"), str(tmp_path / "pki")

@@ -119,6 +119,7 @@ def until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> float:
     return time.monotonic() - start_s
 
 
+@nightly("runs over hosts; test_hosts.py and test_agent.py have agents and lost hosts by day")
 def test_executors_on_hosts_that_die_freeze_and_come_back(
     controller: Controller, agents: Agents, tmp_path: Path
 ) -> None:
@@ -203,6 +204,7 @@ def test_unequal_shares_are_a_mesh_each_the_largest_first(controller: Controller
     assert do("call", "both", "echo", 1) == [1, 1]
 
 
+@nightly("runs over hosts; test_hosts.py and test_agent.py have agents and lost hosts by day")
 def test_agents_end_what_they_started_when_the_controller_is_gone(controller: Controller, agents: Agents) -> None:
     do = controller.do
     do("until", "b", "c")
