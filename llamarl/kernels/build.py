@@ -112,9 +112,8 @@ def source_text(name: str) -> str:
 
 @stage("compiling kernels")
 def _compiled(compiler: str, source: Path, limits: tuple[str, ...]) -> Path:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=10).stdout
     flags = (*FLAGS, *limits)
-    texts = source_text(source.stem), version, processor(), "-c", *flags
+    texts = source_text(source.stem), _version(compiler), processor(), "-c", *flags
     key = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
     target = cache_folder() / f"{source.stem}-{key}.so"
     proof = target.with_suffix(".sha256")
@@ -136,6 +135,11 @@ def _compiled(compiler: str, source: Path, limits: tuple[str, ...]) -> Path:
             made.replace(target)
             text.replace(proof)
     return target
+
+
+@functools.cache
+def _version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=10).stdout
 
 
 def _digest(file: Path) -> str:

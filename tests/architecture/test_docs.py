@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -22,6 +21,7 @@ import yaml
 from llamarl.config import RunConfig, SftConfig, load_config, load_sft_config
 from llamarl.config.schema import Section
 from tests.architecture.repository import PACKAGE, ROOT, documents, name_of, nodes, python_files, tree
+from tests.end_to_end.tiny import llamarl_here
 
 CODE_SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -188,11 +188,8 @@ def _check_llamarl(words: list[str]) -> None:
 
 @cache
 def _refusal(*command: str) -> str:
-    """Why a subcommand shows no help, in a process that has imported nothing else; empty: it does."""
-    code = "import sys; from llamarl.cli.main import main; sys.argv[0] = 'llamarl'; sys.exit(main())"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
+    """Why a subcommand shows no help; empty: it does."""
+    done = llamarl_here(*command, "--help")
     return done.stderr or "no help" if done.returncode else ""
 
 

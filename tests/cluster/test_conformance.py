@@ -25,9 +25,10 @@ from llamarl.cluster.api import (
 )
 from llamarl.config import ConfigError
 from tests.cluster.harness import CALL_S, SPAWN_S, Kind, echo, run
+from tests.nightly import also
 
 
-@pytest.fixture(params=["inline", "monarch", "forked", "processes", "forked processes"])
+@pytest.fixture(params=["inline", "forked", "processes", *also("monarch", "forked processes")])
 def kind(request: pytest.FixtureRequest) -> Kind:
     return request.param
 

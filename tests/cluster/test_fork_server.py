@@ -25,7 +25,7 @@ from tests.nightly import also, nightly
 NUMBER = "OMP_NUM_THREADS"
 
 
-@pytest.fixture(params=["monarch", "processes"])
+@pytest.fixture(params=["monarch", *also("processes")])
 def kind(request: pytest.FixtureRequest) -> Literal["monarch", "processes"]:
     """Kind of the cluster whose ranks are forked where a server is."""
     return request.param

@@ -36,7 +36,7 @@ SOON_S = 60.0
 """Much less than what the executor would otherwise be waited for."""
 
 
-@pytest.fixture(params=["monarch", "processes"])
+@pytest.fixture(params=["monarch", *also("processes")])
 def kind(request: pytest.FixtureRequest) -> Kind:
     return request.param
 

@@ -24,12 +24,12 @@ from llamarl.cluster.api import (
     MeshFailed,
 )
 from tests.cluster.harness import CALL_S, SPAWN_S, Kind, echo, run
-from tests.nightly import nightly
+from tests.nightly import also, nightly
 
 NUM_RANKS = 3
 
 
-@pytest.fixture(params=["monarch", "processes"])
+@pytest.fixture(params=["monarch", *also("processes")])
 def kind(request: pytest.FixtureRequest) -> Kind:
     return request.param
 
@@ -53,6 +53,7 @@ def counted(handle: ExecutorHandle, num_ranks: int) -> Callable[[], int]:
     return lambda: sum(sent)
 
 
+@nightly("processes; by day rank 0 alone answers")
 def test_long_arguments_leave_the_caller_once(kind: Kind, tmp_path: Path) -> None:
     async def main(cluster: Cluster) -> None:
         handle = await cluster.spawn(sharing(tmp_path), SPAWN_S)

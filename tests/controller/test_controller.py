@@ -23,15 +23,16 @@ from llamarl.journal.writer import Journal
 from llamarl.types import RewardResult, Rollout
 from tests.controller.fakes import Run, config
 from tests.executors.ledger import RIGHT, UNJUDGED, WRONG, Generator, Reward, Trainer
+from tests.nightly import crossed
 
 
 def random_durations(seed: int) -> Generator:
     return Generator(duration_s=lambda group_id, index: random.Random(f"{seed}/{group_id}/{index}").uniform(0.1, 10))
 
 
-@pytest.mark.parametrize(("staleness", "window"), [(0, 1), (0, 4), (1, 1), (1, 4), (2, 5), (4, 7)])
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_no_rollout_is_older_than_the_bound(tmp_path: Path, staleness: int, window: int, replicas: int) -> None:
+@pytest.mark.parametrize(("bound", "replicas"), crossed([(0, 1), (0, 4), (1, 1), (1, 4), (2, 5), (4, 7)], [1, 3]))
+def test_no_rollout_is_older_than_the_bound(tmp_path: Path, bound: tuple[int, int], replicas: int) -> None:
+    staleness, window = bound
     wanted = config(tmp_path, steps=20, rollout={"prompts_per_step": 4, "max_staleness": staleness, "window": window})
     run = Run(wanted, tmp_path, [random_durations(seed) for seed in range(replicas)]).train()
     limit = run.steps[0]["staleness_limit"]

@@ -23,6 +23,7 @@ from llamarl.data.sampler import PromptSampler
 from llamarl.parts.forecast.simulator.clock import run_virtual
 from tests.controller.fakes import Run, config, kills
 from tests.executors.ledger import Generator, Model, Trainer
+from tests.nightly import some
 
 NUM_STEPS, NUM_TRAIN = 7, 23
 
@@ -122,7 +123,7 @@ def resumed(tmp_path: Path, staleness: int, window: int, disk: Trainer, seed: in
     return run.train(json.loads(state))
 
 
-@pytest.mark.parametrize(("staleness", "window"), [(0, 1), (1, 1), (1, 4), (3, 6)])
+@pytest.mark.parametrize(("staleness", "window"), some([(0, 1), (1, 1), (1, 4), (3, 6)], 2))
 def test_after_a_crash_no_prompt_is_skipped_or_trained_twice(tmp_path: Path, staleness: int, window: int) -> None:
     for moment in range(1, 30, 3):
         for file in tmp_path.glob("*.jsonl"):
@@ -134,7 +135,7 @@ def test_after_a_crash_no_prompt_is_skipped_or_trained_twice(tmp_path: Path, sta
             audit(resumed(tmp_path, staleness, window, disk, moment + 1000))
 
 
-@pytest.mark.parametrize(("staleness", "window"), [(0, 1), (1, 4), (3, 6)])
+@pytest.mark.parametrize(("staleness", "window"), some([(0, 1), (1, 4), (3, 6)], 2))
 def test_after_an_interruption_no_step_is_lost(tmp_path: Path, staleness: int, window: int) -> None:
     """A step that the trainer works on when the run is asked to end is completed, saved and on record."""
     num_in_step = 0

@@ -21,6 +21,7 @@ from llamarl.journal.records import newest_version
 from llamarl.journal.writer import Journal, to_disk
 from llamarl.types import FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
 from tests.journals import journal_of
+from tests.nightly import nightly
 
 PROMPTS = tuple(
     Prompt(prompt_id=f"p-{n}", text=f"{n}?", token_ids_T=np.array([n], np.int32), answer=str(n)) for n in range(7)
@@ -225,6 +226,7 @@ def test_what_is_read_is_what_was_written(
     assert oldest == (state["journal"]["first"] if state and not compresses else 1), "files that nobody needs any more"
 
 
+@nightly("cuts a file at every byte; by day flipped bits are never believed")
 def test_a_torn_end_costs_what_is_torn(tmp_path: Path) -> None:
     """The newest file is cut at every byte of its last records, and here and there before."""
     for seed in (1,):

@@ -19,6 +19,7 @@ from tests.controller.fakes import Run, config, prompts
 from tests.controller.test_controller import random_durations
 from tests.controller.test_failures import Sleeper
 from tests.executors.ledger import RIGHT, WRONG, Generator, Reward, Trainer
+from tests.nightly import nightly
 
 P = 4
 
@@ -102,6 +103,7 @@ def test_a_resumed_run_drops_and_trains_on(tmp_path: Path) -> None:
     assert [row["step"] for row in again.steps] == list(range(1, 10))
 
 
+@nightly("two runs; by day groups are replaced at any speed")
 def test_an_interrupted_run_tries_no_more_than_one_that_was_not(tmp_path: Path) -> None:
     """Attempts in vain for the step to come are in its checkpoint, so that it takes what the whole run took."""
     settings = config(tmp_path, steps=5, rollout={"max_attempts": 3, "max_staleness": 0})

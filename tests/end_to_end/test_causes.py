@@ -63,6 +63,7 @@ def test_truncation_is_corrected(tmp_path: Path, model: Path, cut: tuple[str, fl
         assert row["importance_ratio_max"] == pytest.approx(1, abs=1e-3) and row["kl_to_behavior"] < 1e-7
 
 
+@nightly("runs of their own; by day causes are told apart in tests/observability and executors")
 def test_quantization_alone(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The generator's arithmetic is exact, its weights are not, nor are keys and values, which bfloat16 keeps. The sum
     of the parts is what the step's own log-probabilities say."""

@@ -128,6 +128,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_evaluations(tmp_path: Path, se
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
 
 
+@nightly("a run of its own; parts/answers/test_eval.py evaluates by day")
 def test_eval_repeats_the_end_of_the_run(tmp_path: Path, several: Path) -> None:
     """All sets with their own settings, some of them, other numbers of samples, and two models."""
     assert llamarl_here("train", several, "--output", tmp_path, *STEADY).returncode == 0

@@ -193,6 +193,7 @@ def test_help(command: str) -> None:
     assert done.stdout.startswith(f"usage: llamarl {command}")
 
 
+@nightly("a command beside a run; cli tests ask the doctor by day")
 def test_doctor() -> None:
     done = llamarl_here("doctor")
     assert done.returncode == 0, done.stderr

@@ -54,6 +54,7 @@ def test_only_adapters_travel_and_are_saved(learnt: Path, trained: Trained) -> N
     assert names and all(".lora_" in name for name in names)
 
 
+@nightly("a run of processes; models/test_peft.py reads what is exported by day")
 def test_what_is_exported(learnt: Path, trained: Trained, tmp_path: Path) -> None:
     """Adapters and, from the same run, the whole model: each has a folder by default, and a tokenizer."""
     exported = llamarl_here("export", learnt)

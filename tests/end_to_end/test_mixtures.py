@@ -88,6 +88,7 @@ def test_each_source_has_its_share_its_prompts_its_limit_and_its_rewards(tmp_pat
     assert "60 rollouts" in replayed.stdout and "all equal" in replayed.stdout
 
 
+@nightly("a run of its own; controller/test_restart.py goes on by day")
 def test_a_run_that_goes_on_is_the_one_that_was_never_interrupted(tmp_path: Path, mixture: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert llamarl_here("train", mixture, "--output", whole, "--steps", 6, *_options()).returncode == 0

@@ -33,7 +33,7 @@ from tests.end_to_end.tiny import (
     llamarl_here,
     rows,
 )
-from tests.nightly import NIGHTLY, nightly
+from tests.nightly import NIGHTLY, crossed, nightly
 
 END_S = 120.0
 """A run that was asked to end, or that has lost a process, ends within this time; a call that hangs takes 600 s."""
@@ -273,8 +273,7 @@ def test_an_exception_in_an_executor(
     assert last.startswith("ZeroDivisionError: the user's ") and str(tmp_path) in files
 
 
-@pytest.mark.parametrize("policy", ["stop", "skip"])
-@pytest.mark.parametrize("who", ["trainer", "critic"])
+@pytest.mark.parametrize(("policy", "who"), crossed(["stop", "skip"], ["trainer", "critic"]))
 def test_a_run_that_diverges_does_not_look_like_a_success(
     tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch, policy: str, who: str
 ) -> None:
@@ -352,6 +351,7 @@ def test_rewards_that_judge_nothing_end_the_run(tmp_path: Path, toml: Path) -> N
     assert "TooManyInvalid: 6 of 6 " in said[0] and said[0].endswith("the user's reward cannot say")
 
 
+@nightly("a run of its own; controller/test_failures.py ends runs that cannot write by day")
 def test_a_run_whose_folder_is_deleted_ends(tmp_path: Path, toml: Path) -> None:
     folder, begun = tmp_path / "tiny", threading.Event()
 

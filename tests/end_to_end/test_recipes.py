@@ -70,6 +70,7 @@ def test_a_student_learns_from_the_teacher_of_its_source_alone(trained: Trained,
     assert steps[-1]["extra.kl_to_reference"] < steps[0]["extra.kl_to_reference"]
 
 
+@nightly("a start each; by day settings of a teacher are refused")
 @pytest.mark.parametrize(
     ("options", "named"),
     [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.tiny import llamarl_here, rows
-from tests.nightly import nightly
+from tests.nightly import nightly, some
 
 SYNCHRONOUS = (
     "--cluster.kind", "inline", "--rollout.max_staleness", 0, "--rollout.window", 1, "--trainer.learning_rate", 3e-3,
@@ -20,7 +20,7 @@ SYNCHRONOUS = (
 KINDS = {"all_weights": (), "adapters": ("--trainer.lora.rank", 4), "critic_and_reference": ("--recipe", "ppo")}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS, 1))
 def test_from_a_periodic_checkpoint(tmp_path: Path, toml: Path, kind: str) -> None:
     """Groups that were in flight when it was written keep their numbers, and with them their noise."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"

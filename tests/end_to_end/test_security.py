@@ -136,6 +136,7 @@ def test_all_that_listens_is_in_the_table(live: Live) -> None:
     assert not any(one.place.startswith("@") for one in found), "every user can connect to an abstract socket"
 
 
+@nightly("a run of processes; run/test_folder.py and distributed/test_links.py ask for rights by day")
 def test_files_and_sockets_are_their_user_s_alone(live: Live) -> None:
     folder = own_folder(live)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700

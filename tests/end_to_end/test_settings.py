@@ -20,7 +20,7 @@ from tests.architecture.repository import PACKAGE
 from tests.architecture.test_settings import _settings
 from tests.end_to_end.effects import EFFECTS, FAST, nested
 from tests.end_to_end.tiny import llamarl_here, rows
-from tests.nightly import nightly
+from tests.nightly import nightly, some
 
 BASE = (
     "--cluster.kind",
@@ -221,7 +221,7 @@ def test_it_has_an_effect(tmp_path: Path, model: Path, name: str) -> None:
     assert before != after
 
 
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("name", some(PLANNED, 4))
 def test_something_else_follows(runs: Runs, name: str) -> None:
     value, *given = (str(one).replace("MODEL", str(runs.folder / "MODEL")) for one in PLANNED[name])
 

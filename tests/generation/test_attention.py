@@ -15,6 +15,7 @@ from llamarl.models.transformer import Transformer
 from llamarl.types import GenerationRequest, Rollout
 from tests.generation.native import GREEDY, SAMPLED, assert_same, drain, make_engine, run
 from tests.generation.references import by_key
+from tests.nightly import crossed
 
 Requests = Callable[..., list[GenerationRequest]]
 CPU = torch.device("cpu")
@@ -32,8 +33,11 @@ def small_cache(**options: object) -> KVCache:
 
 
 @needs_kernel
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("options", [{"prefill_tokens": 7}, {"blocks": 14, "prefill_tokens": 9}], ids=str)
+@pytest.mark.parametrize(
+    ("sampling", "options"),
+    crossed([GREEDY, SAMPLED], [{"prefill_tokens": 7}, {"blocks": 14, "prefill_tokens": 9}]),
+    ids=str,
+)
 def test_both_paths_give_the_same_rollouts(
     model: Transformer, make_requests: Requests, sampling: object, options: dict
 ) -> None:

@@ -31,7 +31,7 @@ from tests.generation.references import assert_greedy, full_logits, gathered, re
 from tests.generation.test_model import Alone, Meeting, Rank, loaded, logits, slot
 from tests.generation.test_turns import STOP, talk
 from tests.kernels.engines import engine
-from tests.nightly import NIGHTLY, also
+from tests.nightly import NIGHTLY, also, crossed
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20)
 SAMPLED = SamplingParams(temperature=0.9, max_new_tokens=24, seed=5)
@@ -312,8 +312,7 @@ def with_a_common_beginning(num_shared: int, count: int, seed: int = 0) -> list[
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("num_shared", [16, 37, 48])
-@pytest.mark.parametrize("prefill_tokens", [7, 16, 64, 1000])
+@pytest.mark.parametrize(("num_shared", "prefill_tokens"), crossed([16, 37, 48], [7, 16, 64, 1000]))
 def test_the_third_prompt_begins_behind_the_state_of_what_all_share(num_shared: int, prefill_tokens: int) -> None:
     """The second one shows that it is shared. All rollouts have the bits of prompts that are computed alone."""
     model = loaded(hybrid("qwen3_next_dense"), "float32")

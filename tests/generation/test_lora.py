@@ -14,6 +14,7 @@ from llamarl.models.lora import A, B, adapted_weights, adapter_of, merged
 from llamarl.models.transformer import Transformer
 from llamarl.sharding.box import Box
 from tests.generation.test_model import SHAPES, trainer
+from tests.nightly import crossed
 
 CONFIG = LoraConfig(rank=4, alpha=6.0)
 
@@ -59,9 +60,10 @@ def served(model: GeneratorModel) -> dict[str, Tensor]:
     return {key: tensor.clone() for key, tensor in model._used.items()}
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_tied"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("family", "precision", "ranks"),
+    crossed(["llama", "qwen2", "qwen3_tied"], ["float32", "bfloat16", "int8"], [1, 2, 2]),
+)
 def test_it_serves_the_merged_weights(family: str, precision: str, ranks: int) -> None:
     """Version after version: nothing of an older one stays."""
     base = trainer(replace(SHAPES[family], num_kv_heads=2))

@@ -24,7 +24,7 @@ from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingPara
 from tests.generation.mixtures import MIXTURES, QWEN3_MOE, mixture
 from tests.generation.references import drain, run
 from tests.generation.test_model import loaded
-from tests.nightly import NIGHTLY
+from tests.nightly import NIGHTLY, nightly
 
 STOP = 7
 UNKNOWN = 255
@@ -90,6 +90,7 @@ class Driver:
                 self.done.append(one)
 
 
+@nightly("many forwards; by day experts are recorded and travel")
 @settings(max_examples=40 if NIGHTLY else 6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_recorded_experts_are_those_of_a_fresh_forward(data: st.DataObject) -> None:

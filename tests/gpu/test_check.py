@@ -102,6 +102,7 @@ def test_rows_are_on_disk_as_they_come_and_nothing_survives_its_end(tmp_path: Pa
     wait_for(lambda: not part or not Path(f"/proc/{part}").exists())
 
 
+@nightly("parts that take their time; by day parts are late and named")
 def test_what_a_part_has_started_ends_with_it(tmp_path: Path) -> None:
     """When it is late, and when this process is told to end."""
     pids = tmp_path / "pids"
@@ -124,6 +125,7 @@ def test_what_a_part_has_started_ends_with_it(tmp_path: Path) -> None:
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split()))
 
 
+@nightly("parts that take their time; by day parts are late and named")
 def test_a_part_that_never_falls_silent_is_late() -> None:
     start_s = time.monotonic()
     assert check.finish([sys.executable, "-c", "while True: print('a')"], 1.0, lambda _: None).startswith("not done")

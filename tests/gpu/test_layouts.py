@@ -37,6 +37,7 @@ def test_ranks_of_a_mixture_do_too(elsewhere: Run, sizes: dict[str, int]) -> Non
     assert elsewhere(layouts.misplaced, "experts", sizes, range(num_ranks)) == []
 
 
+@nightly("large models without memory; by day plans are summed in models/test_memory.py")
 def test_a_plan_for_another_mesh_is_seen(elsewhere: Run) -> None:
     found = elsewhere(layouts.misplaced, "8B", {"fsdp": 16, "tp": 4}, (5,), {"fsdp": 8, "tp": 8})
     assert any("q_proj" in one for one in found) and any("norm" in one for one in found)
@@ -67,6 +68,7 @@ def test_all_ranks_issue_collectives_in_one_order(elsewhere: Run, sizes: dict[st
     assert all(other == first for other in others)
 
 
+@nightly("large models without memory; by day plans are summed in models/test_memory.py")
 def test_what_a_layer_moves_and_launches_under_fsdp(elsewhere: Run) -> None:
     """Weights in two bytes, gathered for forward and for backward, and gradients in four, once. The additional launches
     copy in and out of what is sent, and views of it."""

@@ -38,6 +38,7 @@ def test_steps_are_those_of_the_cpu(on_gpu: Run, what: str, family: str, config:
     }
 
 
+@nightly("a whole trainer; kernels and losses are beside the CPU in parts/cuda and tests/training by day")
 def test_the_head_multiplies_halves_and_sums_in_float32(on_gpu: Run) -> None:
     found = on_gpu(trainers.head)
     assert found.apart < 1e-4, "rounded logits would be off by 0.02"

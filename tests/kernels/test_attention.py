@@ -14,7 +14,7 @@ import torch
 
 from llamarl.kernels import attention, build, ops, train_attention
 from llamarl.kernels.attention import BLOCK_SIZE, PagedAttention, Tasks
-from tests.nightly import nightly
+from tests.nightly import crossed, nightly
 
 needs_kernel = pytest.mark.skipif(attention.kernel().library is None, reason=attention.kernel().reason or "has one")
 
@@ -78,8 +78,11 @@ class Scene:
 
 @needs_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", [(1, 1, 8), (4, 4, 32), (4, 2, 64), (6, 2, 40), (10, 2, 24), (8, 1, 128)], ids=str)
-@pytest.mark.parametrize("new", [1, 21])
+@pytest.mark.parametrize(
+    ("heads", "new"),
+    crossed([(1, 1, 8), (4, 4, 32), (4, 2, 64), (6, 2, 40), (10, 2, 24), (8, 1, 128)], [1, 21]),
+    ids=str,
+)
 def test_equals_float64(heads: tuple[int, int, int], dtype: torch.dtype, new: int) -> None:
     scene = Scene([21, 22, 33, 64, 256, 257, 300, 600], heads, dtype, new)
     scene.fill()

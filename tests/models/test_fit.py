@@ -193,6 +193,7 @@ def test_a_longest_sequence_still_fits_a_smaller_microbatch() -> None:
     assert options["generator.max_running"] == [64, 32, 16, 8]
 
 
+@nightly("by day a sentence names each lever")
 @pytest.mark.parametrize(("weights", "more"), [("float32", ""), ("bfloat16", " and trainer.weights = 'float32'")])
 def test_adapters_come_before_more_devices(weights: str, more: str) -> None:
     """In place of weights in bfloat16, with which they do not go."""

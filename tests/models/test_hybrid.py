@@ -25,6 +25,7 @@ from llamarl.models.shape import ModelShape
 from llamarl.models.transformer import Transformer
 from llamarl.sharding.box import Box
 from tests.models.conftest import SIZES
+from tests.nightly import some
 
 DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
@@ -137,7 +138,7 @@ def test_logits_and_all_gradients_are_those_of_transformers(oracle: PreTrainedMo
         assert own <= max(3e-5, 2 * other), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", some([torch.bfloat16, torch.float32], 1))
 def test_transformers_reads_what_is_written(oracle: PreTrainedModel, files: Path, tmp_path: Path, dtype) -> None:
     save_model(load_model(files, dtype, "cpu"), tmp_path / "ours", None)
     written = load_file(tmp_path / "ours/model.safetensors")

@@ -11,6 +11,7 @@ import pytest
 from llamarl.config import load_config
 from tests.architecture.repository import ROOT
 from tests.end_to_end.tiny import make_model
+from tests.nightly import nightly
 
 PAGE = (ROOT / "docs/coming_from.md").read_text()
 
@@ -29,6 +30,7 @@ def test_the_file_is_one_that_loads() -> None:
     )
 
 
+@nightly("runs of their own; architecture/test_docs.py reads the page by day")
 def test_the_call_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(tmp_path / "model")
     written = block("python").replace("Qwen/Qwen2.5-0.5B-Instruct", str(model)).replace("steps=100", "steps=1, **SMALL")

@@ -28,7 +28,7 @@ from llamarl.run.memory import MachineMemory, check_memory, run_holdings
 from llamarl.run.placement import models_in_use
 from tests.data.test_chat import QWEN
 from tests.end_to_end.tiny import llamarl, llamarl_here, rows
-from tests.nightly import NIGHTLY, nightly
+from tests.nightly import nightly, some
 from tests.parts.hub.server import HubServer, only_hub
 
 GIB = 2**30
@@ -125,7 +125,7 @@ def test_its_machine_holds_it(tmp_path: Path, recipe: str) -> None:
             check_memory(config, shape, fewer)
 
 
-@pytest.mark.parametrize("recipe", RECIPES if NIGHTLY else ["cpu_0.5b", "card24_1.7b", "hosts2_14b"])
+@pytest.mark.parametrize("recipe", some(RECIPES, 1))
 def test_a_dry_run_for_its_machine(stocked: HubServer, tokenizer: Path, tmp_path: Path, recipe: str) -> None:
     """Made here, where there is no GPU."""
     options, kind = of_hosts(recipe, tmp_path), recipe.split("_", maxsplit=1)[0]

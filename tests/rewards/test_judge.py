@@ -16,6 +16,7 @@ from llamarl.config import ConfigError, Ref, build
 from llamarl.rewards import judge as module
 from llamarl.rewards.judge import Judge
 from llamarl.types import Outcome, RewardItem
+from tests.nightly import nightly
 
 
 class Server(ThreadingHTTPServer):
@@ -81,6 +82,7 @@ def items(*responses: str) -> list[RewardItem]:
     return [RewardItem(prompt="p {response}", response=one, answer="a", metadata={"level": 3}) for one in responses]
 
 
+@nightly("a judge in real time; by day its words count in each way")
 def test_what_it_says_counts_and_what_goes_wrong_is_invalid(judge: Judge, server: Server) -> None:
     said = ["good", "twice", "silent", "much", "refused", "down", "shaky", "null", "html", "late"]
     found = dict(zip(said, judge.score(items(*said)), strict=True))

@@ -89,6 +89,7 @@ def test_gold_that_cannot_be_read_is_invalid_unless_repeated(math: Math) -> None
     ]  # fmt: skip
 
 
+@nightly("answers that take their whole limit; by day gold is read and repeated")
 def test_endless_answers_are_wrong_and_cost_their_limit_once(math: Math) -> None:
     endless = [("12", r"\binom{100000000}{50000000}"), ("12", r"\cos^{999}(\sin^{999}(x))")]
     honest = [(r"\frac{\pi}{4}", rf"\frac{{{k}\pi}}{{{4 * k}}}") for k in range(2, 12)]

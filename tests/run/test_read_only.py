@@ -127,5 +127,6 @@ def test_nothing_runs_that_a_folder_names(found: dict[str, Any], vector: Vector)
     assert refused == others.get(vector.__name__, set()), "what cannot be done is refused, and all else is shown"
 
 
+@nightly("a run that is read in each way; by day test_trust.py opens a stranger's folder")
 def test_a_folder_without_any_is_opened_as_well(found: dict[str, Any]) -> None:
     assert set(found["runs/tiny"]["codes"].values()) == {0}

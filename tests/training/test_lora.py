@@ -15,7 +15,7 @@ from llamarl.models.lora import A, B, adapted_weights, adapter_of, merged
 from llamarl.models.transformer import Transformer
 from llamarl.training.state import StateMismatch, load_training_state, training_state
 from llamarl.training.trainer import Objective, Trainer
-from tests.nightly import nightly
+from tests.nightly import nightly, some
 from tests.training.layouts import (
     MISTRAL,
     QWEN2,
@@ -75,7 +75,7 @@ def test_gradients_follow_from_those_of_the_whole_weights(make_model, make_group
 
 @pytest.mark.parametrize(
     ("sizes", "shape"),
-    [*((sizes, MISTRAL) for sizes in LAYOUTS[:6]), ({"pp": 2}, QWEN2), ({"fsdp": 2, "tp": 2}, QWEN2)],
+    some([*((sizes, MISTRAL) for sizes in LAYOUTS[:6]), ({"pp": 2}, QWEN2), ({"fsdp": 2, "tp": 2}, QWEN2)], 3),
     ids=lambda value: value.get("family") or "x".join(f"{axis}{size}" for axis, size in value.items()),
 )
 def test_layout_computes_what_one_process_computes(run, make_groups, sizes: dict, shape: dict) -> None:

@@ -74,6 +74,7 @@ def test_ranks_read_all_and_gather_routers_in_float32(workers, make_groups, tmp_
     assert torch.equal(after[GATE], read[GATE]) != config.train_router
 
 
+@nightly("several ranks; by day a mixture's preflight is that of one")
 def test_the_preflight_of_ranks_takes_a_mixture(workers) -> None:
     """Which may have experts behind the tiny model's last layer alone."""
     sizes = dataclasses.asdict(replace(MIXTURES[NAME], num_layers=5))
@@ -125,6 +126,7 @@ def test_norms_of_gradients_of_two_types_are_added_up(make_groups) -> None:
     assert clipped**0.5 == pytest.approx(1e-3, rel=0.01)
 
 
+@nightly("several ranks; by day a mixture's preflight is that of one")
 def test_the_norm_of_a_gradient_is_over_all_tensors(workers, make_groups, tmp_path: Path) -> None:
     """Over routers, experts and all else, of which each would be missed, on one rank and on two."""
     trainer, squares = trainer_of(max_grad_norm=1e9), dict[str, float]()

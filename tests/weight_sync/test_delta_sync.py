@@ -23,6 +23,7 @@ from llamarl.weight_sync import base
 from llamarl.weight_sync.base import Base, FingerprintMismatch, Subscriber
 from llamarl.weight_sync.layout import TensorSpec
 from llamarl.weight_sync.select import Reader, candidates, open_subscriber, publisher_class
+from tests.nightly import crossed
 
 TRANSPORTS = ("p2p", "file")
 SHAPE = (90, 700)
@@ -204,8 +205,7 @@ def test_weights_that_stay_damaged_are_refused(tmp_path) -> None:
     run.close()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize(("transport", "dtype"), crossed(TRANSPORTS, ["bfloat16", "int8"]))
 def test_a_generator_that_is_killed_and_one_that_joins(world, transport, dtype) -> None:
     made = world(transport, (2, 1, 1), 2, dtype=dtype, mortal=True, share=0.05)
     assert made.wrong(0, made.fetch(0, made.publish(0))) == []

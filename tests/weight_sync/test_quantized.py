@@ -25,7 +25,7 @@ from llamarl.sharding.tensor_parallel import expert_box, tensor_parallel_box
 from llamarl.weight_sync.base import BUCKET_BYTES, into_buckets, plan_writers
 from llamarl.weight_sync.layout import TensorSpec, lay_out
 from llamarl.weight_sync.select import open_subscriber
-from tests.nightly import nightly
+from tests.nightly import crossed, nightly
 
 TRANSPORTS = ("shared_memory", "p2p", "file", "nixl", "cuda_ipc")
 SHAPE = ModelShape(
@@ -50,18 +50,22 @@ class Rank:
     rank: int
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
-    ("trainer", "tp", "dtype"),
-    [
-        ((1, 1, 1), 4, "int8"),
-        ((3, 1, 1), 1, "int8"),
-        ((2, 1, 2), 2, "int8"),
-        ((2, 2, 1), 2, "int8"),
-        ((2, 1, 1), 2, "float8_e4m3fn"),
-    ],
+    ("transport", "layout"),
+    crossed(
+        TRANSPORTS,
+        [
+            ((1, 1, 1), 4, "int8"),
+            ((3, 1, 1), 1, "int8"),
+            ((2, 1, 2), 2, "int8"),
+            ((2, 2, 1), 2, "int8"),
+            ((2, 1, 1), 2, "float8_e4m3fn"),
+        ],
+    ),
+    ids=str,
 )
-def test_what_is_served_is_quantized_from_the_ranks_own_rows(world, transport, trainer, tp, dtype) -> None:
+def test_what_is_served_is_quantized_from_the_ranks_own_rows(world, transport, layout) -> None:
+    trainer, tp, dtype = layout
     made = world(transport, trainer, tp, dtype=dtype)
     for version in range(2):
         answers = made.fetch(version, made.publish(version, in_use=[version - 1]))
@@ -153,9 +157,7 @@ def by_expert_then_rows(spec: TensorSpec, num: int, rank: int) -> TensorSpec:
     return replace(spec, box=box.cut(1, rows * size, min((rows + 1) * size, box.shape[1])))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("by_expert", [True, False], ids=["experts", "columns"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(("transport", "by_expert", "num_ranks"), crossed(TRANSPORTS, [True, False], [2, 4]))
 def test_experts_are_quantized_row_by_row_wherever_they_were(tmp_path, transport, by_expert, num_ranks) -> None:
     """Rows of several experts are no single piece of a generator rank's tensor, and their scales neither."""
     specs = wanted_experts("int8", by_expert)

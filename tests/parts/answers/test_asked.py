@@ -152,6 +152,7 @@ def test_adapters_move_with_their_base(trained: Callable[[str], Run], tmp_path: 
     assert done.returncode == 0, done.stderr
 
 
+@nightly("a run of its own; by day formats are read in tests/data and test_generate.py")
 def test_a_format_that_no_chat_has_is_said(trained: Callable[[str], Run], tmp_path: Path) -> None:
     run, _ = trained("plain")
     other = Path(shutil.copytree(run, tmp_path / "other", ignore=shutil.ignore_patterns("export")))

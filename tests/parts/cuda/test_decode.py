@@ -14,7 +14,7 @@ from torch import Tensor
 from llamarl.kernels import gpu
 from llamarl.kernels.attention import BLOCK_SIZE
 from llamarl.parts.cuda import checks
-from tests.nightly import also, nightly
+from tests.nightly import also, crossed, nightly, some
 from tests.parts.cuda.interpreter import computing_as_a_gpu, needs_interpreter
 
 decode = pytest.importorskip("llamarl.parts.cuda.decode")
@@ -80,8 +80,9 @@ def tolerance(dtype: torch.dtype) -> dict[str, float]:
     return {"rtol": 2.0**-7 if dtype == torch.bfloat16 else 0.0, "atol": 2e-6}
 
 
-@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (20, 1)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "dtype"), some(crossed([(2, 2), (6, 2), (20, 1)], [torch.float32, torch.bfloat16]), 2), ids=str
+)
 def test_odd_lengths_and_shared_heads(heads: tuple[int, int], dtype: torch.dtype) -> None:
     lengths = [(0, 1), (15, 16), (16, 17), (64, 64), (300, 1), (5, 259), (0, 256), (0, 257)]
     out, exact = attended(lengths, heads, 32, dtype)
@@ -143,8 +144,7 @@ def test_the_branch_that_gpus_take_over_long_contexts() -> None:
     assert share_apart(out, exact) < 0.03
 
 
-@pytest.mark.parametrize("cached", [torch.float32, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("norms", "cached"), crossed([False, True], [torch.float32, torch.float8_e4m3fn]), ids=str)
 def test_one_launch_rotates_writes_and_attends(norms: bool, cached: torch.dtype) -> None:
     """Bit for bit what two launches compute; queries, keys and values lie in one matrix, as they do in a step."""
     head_dim, num_heads, num_kv_heads, width, generator = 24, 4, 2, 20, torch.Generator().manual_seed(0)

@@ -18,7 +18,7 @@ from llamarl.parts.forecast.hardware import GPUS
 from llamarl.parts.forecast.shapes import MODELS
 from llamarl.run.memory import MachineMemory, check_memory, run_holdings, shares
 from tests.end_to_end.tiny import llamarl_here, make_model
-from tests.nightly import nightly
+from tests.nightly import nightly, some
 from tests.parts.forecast.run_folder import write_run
 from tests.parts.hub.conftest import hub
 from tests.parts.hub.server import HubServer
@@ -76,7 +76,7 @@ CLUSTERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "gpus", "kind", "adapters"), CLUSTERS)
+@pytest.mark.parametrize(("name", "gpus", "kind", "adapters"), some(CLUSTERS, 3))
 def test_the_file_fits_by_the_sum_of_a_start(
     tmp_path: Path, data: Path, name: str, gpus: int, kind: str, adapters: bool
 ) -> None:

@@ -38,6 +38,7 @@ def test_calibration_meets_the_8b_rows_with_two_constants(calibrated: Constants)
     assert changed == {"step_overhead_s", "decode_overhead_s"}
 
 
+@nightly("calibrates by search; by day the paper's table is read and speedups grow")
 @pytest.mark.parametrize(("index", "synchronous", "asynchronous"), [(1, 0.31, -0.14), (2, -0.58, -0.61)])
 def test_errors_of_the_predicted_rows_are_those_stated(
     calibrated: Constants, index: int, synchronous: float, asynchronous: float

@@ -26,7 +26,7 @@ from llamarl.parts.forecast.shapes import MODELS, find_model
 from llamarl.parts.hosts.hosting import imagined
 from llamarl.run.memory import MachineMemory, check_memory
 from tests.end_to_end.tiny import llamarl_here
-from tests.nightly import nightly
+from tests.nightly import nightly, some
 from tests.parts.forecast.conftest import make_request
 
 SMALL = ["--model", "llama3-8b", "--gpus", "16", "--rollout.prompts_per_step", "32"]
@@ -39,7 +39,7 @@ sys.exit(code)
 """
 
 
-@pytest.mark.parametrize(("gpus", "limit_s"), [(1024, 60.0), (16_384, 240.0)])
+@pytest.mark.parametrize(("gpus", "limit_s"), some([(1024, 60.0), (16_384, 240.0)], 1))
 def test_answers_in_time_without_torch(gpus: int, limit_s: float) -> None:
     words = ["--model", "llama3-405b", "--gpus", str(gpus), "--rollout.max_new_tokens", "4096"]
     start_s = time.perf_counter()

@@ -96,6 +96,7 @@ def _predicted(
     )
 
 
+@nightly("many points; by day costs are recovered and read")
 def test_roofline_grows_with_the_work(run_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     main([str(run_folder), "--output", str(path)])

@@ -18,7 +18,7 @@ from llamarl.models.transformer import Transformer
 from llamarl.parts.forecast.candidates import trainer_candidates
 from llamarl.parts.forecast.request import ASYNCHRONOUS
 from llamarl.parts.forecast.shapes import MODELS, DecoderShape, find_model
-from tests.nightly import crossed
+from tests.nightly import crossed, some
 from tests.parts.forecast.conftest import make_request
 
 
@@ -39,7 +39,7 @@ def test_parameters(name: str, total: float, active: float) -> None:
     assert MODELS[name].matmul_parameters == pytest.approx(active, rel=0.02)
 
 
-@pytest.mark.parametrize(("name", "tied"), crossed(MODELS, [False, True]))
+@pytest.mark.parametrize(("name", "tied"), some(crossed(MODELS, [False, True]), 8))
 def test_a_built_in_shape_has_the_weights_of_the_model_that_is_made(name: str, tied: bool) -> None:
     known = replace(MODELS[name], tie_embeddings=tied)
     shape = ModelShape(**{field.name: getattr(known, field.name) for field in fields(DecoderSizes)})

@@ -17,6 +17,7 @@ import pytest
 
 from llamarl.parts.hosts.certificates import CONTROLLER, client_context, make_certificates
 from tests.end_to_end.tiny import ROOT
+from tests.nightly import some
 
 ADDRESS, WAIT_S = "127.0.0.3", 240.0
 NUM_FILES, NUM_STRANGERS = 512, 1_000
@@ -72,7 +73,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Port]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("words", ["nothing", "a byte", "nonsense", "hello"])
+@pytest.mark.parametrize("words", some(["nothing", "a byte", "nonsense", "hello"], 2))
 def test_strangers_cost_few_descriptors_and_keep_nobody_away(port: Port, words: str) -> None:
     said = {"nothing": b"", "a byte": b"\x16", "nonsense": b"GET / HTTP/1.1\r\n\r\n", "hello": port.hello()}[words]
     with ExitStack() as stack:

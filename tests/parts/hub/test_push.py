@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from tests.end_to_end.tiny import llamarl_here, make_model, write_toml
+from tests.nightly import nightly
 from tests.parts.hub.server import HubServer
 
 SHORT = ("--cluster.kind", "inline", "--steps", 2, "--checkpoint.every_steps", 2)
@@ -69,6 +70,7 @@ def test_a_second_push_deletes_nothing_and_leaves_a_card_of_somebody_s_own(hub: 
     assert "; its README.md is somebody's own and stays)" in last.stdout and files(hub)["README.md"] == b"# My own"
 
 
+@nightly("adapters once more; by day a model goes there")
 def test_adapters_are_said_to_be_adapters(hub: HubServer, run: Path, tmp_path: Path) -> None:
     words = ("--trainer.lora.rank", 4, "--name", "adapters", "--output", tmp_path, *SHORT)
     assert llamarl_here("train", tmp_path / "tiny.toml", *words).returncode == 0

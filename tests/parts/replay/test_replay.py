@@ -288,6 +288,7 @@ def test_a_flipped_weight_is_named(tmp_path: Path, toml: Path, monkeypatch: pyte
     assert re.search(r"step 4, weights of version 4, tensor [\w.]+: recorded [0-9a-f]{16}, replayed [0-9a-f]{16}", said)
 
 
+@nightly("a replay each; by day each fault of test_replay_faults.py is named")
 def test_a_token_that_came_otherwise_is_named(tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One log-probability of the run is one bit off."""
     append, changed = Rows.append, list[tuple[int, int, int]]()
@@ -308,6 +309,7 @@ def test_a_token_that_came_otherwise_is_named(tmp_path: Path, toml: Path, monkey
     assert llamarl_here("replay", run, "--only", "train").returncode == 0
 
 
+@nightly("a replay each; by day each fault of test_replay_faults.py is named")
 def test_keys_and_values_of_another_version_are_seen(
     tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,6 +342,7 @@ def test_tokens_that_nobody_sampled_again_are_missed(run: Path, monkeypatch: pyt
     assert re.search(r"step 6, tokens in all: recorded \d+, replayed \d+", differs(run, "--only", "generate"))
 
 
+@nightly("a replay each; by day each fault of test_replay_faults.py is named")
 def test_a_reordered_step_is_named(tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer took its groups in another order than is on record."""
     take = TrainerExecutor._take

@@ -16,6 +16,7 @@ from llamarl.algorithms.losses.aipo import Aipo
 from llamarl.journal.records import encode, records
 from llamarl.parts.replay import recorded
 from tests.end_to_end.tiny import llamarl_here, rows, write_toml
+from tests.nightly import some
 from tests.parts.replay.test_replay import differs, rewrite, trained, untrained
 
 TOKEN = 9
@@ -220,7 +221,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", some(FAULTS, 6))
 def test_it_is_named(run: Path, name: str) -> None:
     fault, said = FAULTS[name]
     group_id, index = place(run)

@@ -24,6 +24,7 @@ def test_all_transports_are_here() -> None:
     assert {name for name, _ in CODECS} == set(names()) - {"in_place", "cuda_ipc"}
 
 
+@nightly("replays in one process; by day settings are compared")
 @pytest.mark.parametrize("dtype", DTYPES if NIGHTLY else ["bfloat16"])
 def test_in_one_process(tmp_path: Path, toml: Path, dtype: str) -> None:
     done = llamarl_here("replay", trained(tmp_path, toml, "--generator.dtype", dtype))

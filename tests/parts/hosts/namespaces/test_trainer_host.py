@@ -148,6 +148,7 @@ for wait in (connection.recv, lambda: connect(sys.argv[1], "secret", 600.0, LOST
 """
 
 
+@nightly("hosts in real time; test_hosts.py loses hosts by day")
 def test_who_waits_for_a_lost_host_hears_of_it() -> None:
     """In some seconds, of 600, whether it is connected or wants to be."""
     with Namespaces(2) as hosts:
