@@ -16,6 +16,7 @@ import pytest
 
 from tests.cli.test_bad_input import check, config_with, damaged, rewritten
 from tests.end_to_end.tiny import llamarl_here
+from tests.nightly import crossed
 
 LIMIT_S = 240.0
 Done = subprocess.CompletedProcess[str]
@@ -95,9 +96,12 @@ def test_settings_that_cannot_work(toml: Path, overrides: list[str], parts: list
 
 
 @pytest.mark.parametrize(
-    "text", ["x = " + "[" * 100_000, f"steps = {DIGITS}", "a." * 5000 + "a = 1", "\0", "a = '\ufffe", f"[{LETTERS}]"]
+    ("command", "text"),
+    crossed(
+        ["train", "sft", "explain", "simulate"],
+        ["x = " + "[" * 100_000, f"steps = {DIGITS}", "a." * 5000 + "a = 1", "\0", "a = '\ufffe", f"[{LETTERS}]"],
+    ),
 )
-@pytest.mark.parametrize("command", ["train", "sft", "explain", "simulate"])
 def test_toml_files(tmp_path: Path, command: str, text: str) -> None:
     path = tmp_path / "odd.toml"
     path.write_text(text)

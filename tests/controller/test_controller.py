@@ -23,7 +23,7 @@ from llamarl.journal.writer import Journal
 from llamarl.types import RewardResult, Rollout
 from tests.controller.fakes import Run, config
 from tests.executors.ledger import RIGHT, UNJUDGED, WRONG, Generator, Reward, Trainer
-from tests.nightly import crossed
+from tests.nightly import crossed, nightly
 
 
 def random_durations(seed: int) -> Generator:
@@ -260,6 +260,7 @@ def test_prompts_come_in_the_sampler_s_order(tmp_path: Path) -> None:
     assert first_in_group == [f"p-{sampler.next()}" for _ in range(8)]
 
 
+@nightly("a process; architecture/test_imports.py reads imports by day")
 def test_the_controller_imports_no_torch() -> None:
     code = (
         "import sys, llamarl.run.train, llamarl.parts.answers.evaluate, llamarl.cli.train; "

@@ -15,6 +15,7 @@ from llamarl.config.schema import DataConfig
 from llamarl.data.prompts import load_prompts
 from llamarl.data.tokenizer import Tokenizer
 from tests.data.test_chat import ADD, TEMPLATES
+from tests.nightly import nightly
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k_test.jsonl"
 
@@ -128,6 +129,7 @@ def test_gsm8k_loads(base_tokenizer: Tokenizer) -> None:
         assert base_tokenizer.decode(prompt.token_ids_T) == prompt.text
 
 
+@nightly("a process; architecture/test_imports.py reads imports by day")
 def test_data_imports_no_torch() -> None:
     code = "import sys, llamarl.data.prompts, llamarl.data.sampler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0

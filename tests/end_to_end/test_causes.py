@@ -11,7 +11,7 @@ import pytest
 
 from llamarl.kernels import linear
 from tests.end_to_end.tiny import llamarl_here, rows, write_toml
-from tests.nightly import nightly
+from tests.nightly import nightly, some
 
 INLINE = ("--cluster.kind", "inline", "--steps", 4, "--eval.every_steps", 0, "--trainer.learning_rate", 3e-3)
 REWARD = ("--reward.parts", "[{name = 'tests.executors.rewards:EvenLength'}]", "--rollout.temperature", 0.7)
@@ -51,7 +51,7 @@ def check(found: dict[str, dict[str, float]], causes: set[str]) -> None:
     assert (mismatch > 1e-4) == bool(causes - {"staleness"})
 
 
-@pytest.mark.parametrize("cut", [("top_p", 0.6), ("top_k", 5), ("min_p", 0.2)])
+@pytest.mark.parametrize("cut", some([("top_p", 0.6), ("top_k", 5), ("min_p", 0.2)], 1))
 def test_truncation_is_corrected(tmp_path: Path, model: Path, cut: tuple[str, float]) -> None:
     """Steps count among the tokens that the sampler drew from: their ratio is 1, and no cause is left."""
     steps = steps_of(tmp_path, model, *SYNCHRONOUS, f"--rollout.{cut[0]}", cut[1])

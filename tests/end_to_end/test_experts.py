@@ -138,6 +138,7 @@ CRITIC_SHARED = ("--critic.parallelism.ep", 3)
 LORA = ("--trainer.lora.rank", 2, "--trainer.lora.targets", ATTENTION)
 
 
+@nightly("a run of its own; tests/training trains adapters beside experts by day")
 def test_adapters_of_a_mixture_are_beside_its_attention(tmp_path: Path, mixture: Path) -> None:
     toml = write_toml(tmp_path, mixture)
     done = llamarl_here("train", toml, "--output", tmp_path, "--steps", 2, *SYNCHRONOUS, *LORA)

@@ -115,6 +115,7 @@ def test_a_run_with_kills_replays_bit_for_bit(tmp_path: Path, hybrid: Path) -> N
     assert replayed.returncode == 0 and "all equal" in replayed.stdout, replayed.stdout + replayed.stderr
 
 
+@nightly("a run of its own; tests/kernels and generation compare both forms by day")
 def test_the_form_of_delta_nets_is_a_cause_of_the_mismatch(tmp_path: Path, hybrid: Path) -> None:
     """In float32 it is a rounding, as are the other causes."""
     options = ("--cluster.kind", "inline", "--steps", 4, "--eval.every_steps", 0, "--rollout.max_staleness", 0)

@@ -213,6 +213,7 @@ def test_nobody_gets_anywhere(live: Live, tmp_path: Path) -> None:
     assert all(row["kind"] in ("step", "eval") for row in rows(live.metrics))
 
 
+@nightly("a run of processes; by day sockets refuse strangers in distributed/test_links.py and net/test_entrance.py")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become nobody")
 def test_sockets_refuse_another_user(live: Live, tmp_path: Path) -> None:
     paths = [one.place for one in live.listeners() if one.kind == "unix"]
@@ -223,6 +224,7 @@ def test_sockets_refuse_another_user(live: Live, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
+@nightly("a run of processes; by day sockets refuse strangers in distributed/test_links.py and net/test_entrance.py")
 def test_another_network_reaches_nothing(live: Live, tmp_path: Path) -> None:
     unshare = shutil.which("unshare")
     if unshare is None or subprocess.run([unshare, "-n", "true"], capture_output=True).returncode:

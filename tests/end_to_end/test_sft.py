@@ -110,6 +110,7 @@ def test_what_cannot_work_is_refused(toml: Path, tmp_path: Path) -> None:
     assert not (toml.parent / "runs/refused").exists()
 
 
+@nightly("a run of its own; parts/sft learns from recorded chats by day")
 def test_the_run_of_an_agent_learns_chats_of_the_day(toml: Path, tmp_path: Path) -> None:
     """An agent writes chats itself and is told the question alone; documents are chats nevertheless."""
     model = shutil.copytree(toml.parent / "model", tmp_path / "model")

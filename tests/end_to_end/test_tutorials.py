@@ -136,6 +136,7 @@ def _texts() -> list[str]:
     return found
 
 
+@nightly("reads what runs say; by day pages are compared with the code in architecture/test_docs.py")
 def test_messages_are_those_of_the_code() -> None:
     said = _texts()
     rows = re.findall(r"^\| `(.+?)` \| [^`|]", (DOCS / "troubleshooting.md").read_text("utf-8"), re.MULTILINE)

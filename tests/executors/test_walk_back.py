@@ -89,6 +89,7 @@ def test_a_critic_s_first_checkpoint_alone_is_none(
     assert learnt(folder) == learnt(saved_run[1])
 
 
+@nightly("runs of their own; by day checkpoints of trainer and critic are chosen in tests/checkpoint")
 def test_without_a_step_that_both_have_it_does_not_go_on(
     saved_run: tuple[RunConfig, RunFolder], tmp_path: Path
 ) -> None:

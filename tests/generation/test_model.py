@@ -23,6 +23,7 @@ from llamarl.sharding.box import Box
 from llamarl.weight_sync.base import views
 from llamarl.weight_sync.layout import lay_out
 from tests.kernels.engines import rounded
+from tests.nightly import some
 
 SHAPE = ModelShape(
     family="qwen3",
@@ -128,7 +129,7 @@ class Rounding:
         return (rounded(self.path, inputs[0]).float(),)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", some(SHAPES, 3))
 def test_lower_precisions_compute_with_the_rounded_weights(computed_by, name):
     """And with activations as the paths round them. What is left are sums in float32, and what follows from them where
     an activation lies between two roundings: it goes the other way, by 2^-8 of itself (bfloat16) or 1 / 127 of its
@@ -155,7 +156,7 @@ def test_a_sequence_has_the_same_bits_whatever_lies_beside_it(computed_by, preci
         assert torch.equal(logits(model, [length], first=i), together[i])
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", some(PRECISIONS, 1))
 def test_held_weights_serve_when_they_are_used(computed_by, precision):
     """Packed beside those in use, in memory that is used again; those that others replaced cannot be used."""
     models = [trainer(SHAPE, seed) for seed in range(3)]

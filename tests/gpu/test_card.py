@@ -81,6 +81,7 @@ def test_the_calls_fit_into_the_time_and_none_is_forgotten() -> None:
     assert {bar.name for bar in bars.BARS} >= set(bars.CHANGED)
 
 
+@nightly("by day its other parts are tested alone")
 def test_what_a_call_brings_is_kept(tmp_path: Path) -> None:
     """Pieces of the model, a wheel, and a library that was compressed on its own."""
     carried, kept = tmp_path / "carried", tmp_path / "kept"

@@ -169,6 +169,7 @@ def test_how_a_part_ends_is_told() -> None:
     assert end("raise SystemExit('no such device')") == "exit code 1: no such device"
 
 
+@nightly("runs tests that fail; by day parts that fail have names")
 def test_failed_tests_have_names(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(
         "import pytest\ndef test_good(): pass\ndef test_bad(): assert 0\n"

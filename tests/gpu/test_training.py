@@ -46,5 +46,6 @@ def test_the_head_multiplies_halves_and_sums_in_float32(on_gpu: Run) -> None:
     assert found.factors == {"torch.bfloat16 torch.bfloat16"}, "float32 factors take several times as long"
 
 
+@nightly("a pretended GPU of its own; test_memory.py has one by day")
 def test_weights_of_norms_are_not_rounded(on_gpu: Run) -> None:
     assert on_gpu(trainers.norm_of_heads) == pytest.approx(2**-9, rel=0.01)

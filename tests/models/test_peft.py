@@ -18,6 +18,7 @@ from llamarl.models.hf import load_model, save_model
 from llamarl.models.lora import adapted_weights, adapter_of, merged, save_adapters
 from llamarl.models.peft import Adapter
 from tests.models.test_lora import SOME, adapted, adapters
+from tests.nightly import nightly
 
 
 @pytest.fixture
@@ -95,6 +96,7 @@ def test_tensors_that_belong_nowhere_are_named(saved: tuple[Path, Path], tmp_pat
         Adapter.of(folder).merge(str(base), tmp_path / "merged")
 
 
+@nightly("a process; architecture/test_imports.py reads imports by day")
 def test_who_starts_a_run_needs_no_torch() -> None:
     """The command of a run looks for adapters, and imports no torch."""
     code = "import sys, llamarl.run.models, llamarl.models.peft; sys.exit('torch' in sys.modules)"

@@ -72,6 +72,7 @@ def test_an_interrupt_saves_and_leaves_the_kernel_alive(tmp_path: Path) -> None:
     assert looked[0].text.startswith("True") and "step-" in looked[0].text
 
 
+@nightly("an example that trains; architecture/test_docs.py reads its code by day")
 @pytest.mark.skipif(not NIGHTLY, reason="`make test-all` does it: a minute for the base model")
 def test_the_example(tmp_path: Path) -> None:
     notebook = nbformat.read(ROOT / "examples/first_run.ipynb", as_version=4)

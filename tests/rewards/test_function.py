@@ -84,6 +84,7 @@ def test_async_ones_wait_side_by_side() -> None:
     reward.close()
 
 
+@nightly("workers once more; by day functions answer and fail")
 def test_a_pickle_that_rides_along() -> None:
     factor = 3
 
@@ -161,6 +162,7 @@ def test_functions_in_the_shape_of_trl_get_a_sentence() -> None:
     reward.close()
 
 
+@nightly("workers once more; by day functions answer and fail")
 def test_a_limit_is_told_as_it_was_set() -> None:
     reward = Function(call=f"{__name__}:sleeper", wall_s=0.5)
     (found,) = reward.score(items("x"))

@@ -37,7 +37,7 @@ LAYOUTS: list[dict[str, int]] = [
 ]  # fmt: skip
 DAILY = {
     "float32": ({"fsdp": 4, "ep": 2},),
-    "float64": ({"fsdp": 2, "tp": 2, "ep": 2}, {"pp": 2, "fsdp": 2, "ep": 2}, {"cp": 2, "ep": 2}),
+    "float64": ({"pp": 2, "fsdp": 2, "ep": 2},),
 }
 LIGHT = {"weights": "bfloat16", "dtype": "bfloat16", "moments": "8bit"}
 WIDTH = MOE.experts_per_token * len(MOE.sparse_layers)
@@ -66,7 +66,7 @@ def recorded(groups: list[RolloutGroup], experts: Sequence[int] = tuple(range(8)
 
 
 def layouts_of(shape: dict[str, Any]) -> Any:
-    """By day float64 in three layouts and float32 in one, at night both in each."""
+    """By day float64 in one layout and float32 in another, at night both in each."""
     for sizes in LAYOUTS:
         is_daily = sizes in DAILY["float64" if shape is GLM else "float32"]
         marks = () if is_daily else nightly("the axes are there in other layouts")

@@ -61,11 +61,11 @@ LAYOUTS = [
 
 
 DAILY = {
-    "mistral": ({"pp": 2}, {"fsdp": 2, "tp": 2}),
-    "qwen2": ({"fsdp": 2}, {"tp": 2}),
+    "mistral": ({"fsdp": 2, "tp": 2},),
+    "qwen2": ({"pp": 2},),
     "qwen3": ({"cp": 2, "tp": 2},),
 }
-"""Layouts by family: each axis is there alone or in a pair."""
+"""Layouts by family: each axis is there, alone or in a pair."""
 
 
 def layouts_of(shape: dict[str, Any]) -> Iterator[Any]:
@@ -170,6 +170,7 @@ def test_weights_of_bfloat16(run, tmp_path, make_groups, sizes: dict) -> None:
         assert all(torch.equal(tensor, again[name]) for name, tensor in saved.items()) and again.keys() == saved.keys()
 
 
+@nightly("several ranks once more; by day other layouts compute")
 def test_a_loss_over_whole_sequences_in_cut_ones(run, make_groups) -> None:
     """GSPO's ratio is one of the sequence, and its mean one over sequences."""
     batches = [make_groups()]
@@ -331,6 +332,7 @@ def test_each_of_two_ranks_with_half_of_the_head(run) -> None:
     torch.testing.assert_close(torch.cat(head_parts), expected[1], rtol=1e-11, atol=1e-12)
 
 
+@nightly("several ranks once more; by day other layouts compute")
 @pytest.mark.parametrize("sizes", [{"fsdp": 2}], ids=str)
 def test_scores_by_rounded_weights(run: Any, sizes: dict[str, int]) -> None:
     """Rounding is of the whole model, in every layout, and the weights are what they were afterwards."""
@@ -379,6 +381,7 @@ def test_a_rank_reads_what_it_holds(run, make_groups, tmp_path: Path, sizes: dic
     assert all(torch.equal(everywhere[name], weight) for name, weight in model.named_parameters())
 
 
+@nightly("several ranks once more; by day other layouts compute")
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
     [
@@ -395,6 +398,7 @@ def test_weights_that_are_not_trained_are_read_too(run, make_groups, tmp_path: P
         assert_same_bits(own, whole)
 
 
+@nightly("several ranks once more; by day other layouts compute")
 def test_a_critic_reads_what_it_holds_of_a_policy(run, tmp_path: Path) -> None:
     saved(tmp_path / "model", MISTRAL)
     found = run({"pp": 2, "tp": 2}, tmp_path / "model", function=critic_loaded)

@@ -41,6 +41,7 @@ def test_descriptors_of_processes_are_as_foretold(world: Callable[..., Any]) -> 
             assert 1 + 2 * 4 <= num_connections(process.pid) - one <= foretold.generator_descriptors
 
 
+@nightly("streams to many; by day their number is bounded in test_relays.py")
 def test_memory_of_streams_is_as_foretold_and_few_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In many small buckets, by few threads, and with fewer kept than there are trainer ranks."""
     monkeypatch.setattr(P2pPublisher, "BUCKET_BYTES", 512)

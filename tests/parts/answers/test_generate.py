@@ -209,6 +209,7 @@ def test_a_hundred_thousand_prompts_are_read_at_once(tmp_path: Path) -> None:
     assert read_prompts(file, "prompt")[99_999] == "number 99999"
 
 
+@nightly("a process; architecture/test_imports.py reads imports by day")
 def test_help_imports_no_torch() -> None:
     code = (
         "import sys\nfrom llamarl.cli.main import main\nsys.argv = ['llamarl', 'generate', '--help']\n"

@@ -218,6 +218,7 @@ def test_tools_are_called_in_the_format_of_the_model(model: Path, tmp_path: Path
     assert "error: " in texts[2] and [found[n].calls for n in range(4)] == [(1, 0), (0, 0), (1, 1), (0, 0)]
 
 
+@nightly("workers once more; by day episodes that end by length are judged with their state")
 def test_code_runs_within_the_limits_of_a_worker(model: Path) -> None:
     executor, tokenizer = EnvironmentExecutor(str(model), Ref.model_validate({"name": "python"})), Tokenizer(model)
     code = "```python\nx = 20\n```\n", "```output\n\n```\n", "```python\nprint(x)\nx + 1\n```\n"
@@ -246,6 +247,7 @@ def test_episodes_that_end_by_length_are_judged_with_their_state(model: Path) ->
         executor.close()
 
 
+@nightly("workers once more; by day episodes that end by length are judged with their state")
 def test_episodes_that_end_by_length_are_judged_by_coroutines(model: Path) -> None:
     executor = EnvironmentExecutor(str(model), Ref(name="tests.parts.episodes.environments.worlds:Waiting"))
     try:

@@ -60,6 +60,7 @@ def test_parts_of_the_speedup_multiply_to_the_whole(calibrated: Constants) -> No
     assert min(gain for name, gain in factors.items() if name not in ("overlap", "parallelism")) >= 1 - 1e-9
 
 
+@nightly("calibrates by search; by day peers are predicted without")
 def test_speedup_grows_with_the_model(calibrated: Constants) -> None:
     gains = []
     for row in PAPER_ROWS:

@@ -58,6 +58,7 @@ def test_a_model_goes_there_with_a_card_of_its_run(hub: HubServer, run: Path) ->
     assert generated.returncode == 0, "what was pushed can be named"
 
 
+@nightly("pushes once more; by day a model goes there, and who may not hears why")
 def test_a_second_push_deletes_nothing_and_leaves_a_card_of_somebody_s_own(hub: HubServer, run: Path) -> None:
     assert llamarl_here("export", run, "--push", NAME, "--public").returncode == 0
     assert not hub.repos[KEY].private
@@ -105,6 +106,7 @@ def test_who_may_not_push_hears_why(
     assert KEY not in hub.repos
 
 
+@nightly("pushes once more; by day a model goes there, and who may not hears why")
 def test_a_push_offline_and_one_that_breaks(hub: HubServer, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert (

@@ -221,7 +221,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some(FAULTS, 6))
+@pytest.mark.parametrize("name", some(FAULTS, 4))
 def test_it_is_named(run: Path, name: str) -> None:
     fault, said = FAULTS[name]
     group_id, index = place(run)

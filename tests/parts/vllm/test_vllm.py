@@ -34,6 +34,7 @@ from llamarl.weight_sync.base import Publisher, plan_writers
 from llamarl.weight_sync.layout import Address, TensorSpec, lay_out
 from llamarl.weight_sync.select import publisher_class
 from tests.generation import conformance
+from tests.nightly import nightly
 
 ROOT = Path(__file__).parents[3]
 FAKE = Path(__file__).with_name("fake_vllm.py")
@@ -222,6 +223,7 @@ time.sleep(60)
 """
 
 
+@nightly("a parent that is killed; child processes end with theirs in tests/sandbox by day")
 def test_nothing_stays_when_the_parent_is_killed(folder: Path) -> None:
     command = [sys.executable, "-c", PARENT, str(folder), str(FAKE)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:

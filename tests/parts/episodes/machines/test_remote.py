@@ -14,6 +14,7 @@ from llamarl.parts.episodes.machines import MachineLimits, MachineLost
 from llamarl.parts.episodes.machines._base import pack, unpack
 from llamarl.parts.episodes.machines.remote import Remote
 from llamarl.types import Outcome
+from tests.nightly import nightly
 from tests.parts.episodes.environments.test_machine import BY_CALLS, RIGHT, row, sh, talk
 from tests.parts.episodes.machines.here import BACKEND, needs_machines, said
 from tests.parts.episodes.machines.service import Service
@@ -59,6 +60,7 @@ def test_a_machine_of_a_service(service: Service, tmp_path: Path) -> None:
         machine.run("true", 60.0, 100)
 
 
+@nightly("the service once more; machines exceed limits in test_bubblewrap.py by day")
 def test_a_machine_that_exceeds_its_limits_is_lost(service: Service) -> None:
     machine = Remote(url=service.url).start(None, MachineLimits(cpu_s=1))
     with pytest.raises(MachineLost, match="CPU time"):

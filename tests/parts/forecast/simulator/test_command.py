@@ -17,6 +17,7 @@ from llamarl.parts.forecast.hardware import find_gpu
 from llamarl.parts.forecast.simulator.draws import ResponseLengths
 from llamarl.parts.forecast.simulator.faults import Faults
 from llamarl.parts.forecast.simulator.split import best_split, choose_split
+from tests.nightly import nightly
 from tests.parts.forecast.simulator.conftest import run_config
 
 RUN = """
@@ -179,6 +180,7 @@ def test_slow_generators_are_spread_and_counted() -> None:
     assert faults.slowness(1000, 1000) == 1.0, "one that joins later is not slow"
 
 
+@nightly("a process; architecture/test_imports.py reads imports by day")
 def test_no_torch(run_file: str) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"  # importing it raises
