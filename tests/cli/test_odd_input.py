@@ -218,7 +218,15 @@ def header_with(**values: object) -> Callable[[Path], object]:
         *[(replaced_by(kind, "model.safetensors"), "model.safetensors") for kind in ("folder", "fifo", "device")],
     ],
 )
-def test_model_folders(toml: Path, model: Path, tmp_path: Path, change: Callable[[Path], object], part: str) -> None:
+def test_model_folders(
+    toml: Path,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path], object],
+    part: str,
+) -> None:
+    monkeypatch.setattr("llamarl.data.tokenizer._MOST_RENDER_S", 1.0)  # a template without end is computed until then
     path = damaged(model, tmp_path, change)
     template = ["--data.template", "chat"] if (path / "chat_template.jinja").exists() else []
     refused(llamarl_here("train", toml, *template, "--model.path", path), part)

@@ -28,7 +28,7 @@ from tests.cluster.harness import CALL_S, SPAWN_S, Kind, echo, run
 from tests.nightly import also
 
 
-@pytest.fixture(params=["inline", "forked", "processes", *also("monarch", "forked processes")])
+@pytest.fixture(params=["inline", "forked", *also("monarch", "processes", "forked processes")])
 def kind(request: pytest.FixtureRequest) -> Kind:
     return request.param
 

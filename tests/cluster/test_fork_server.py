@@ -114,6 +114,7 @@ def test_a_signal_to_end_reaches_the_rank(kind: Kind) -> None:
     run(main, served(kind))
 
 
+@nightly("waits for a server that is gone; by day a killed rank is named, and nothing outlives the controller")
 def test_without_its_server_a_rank_goes_on_and_the_next_starts_by_itself(kind: Kind, tmp_path: Path) -> None:
     async def main(cluster: Cluster) -> None:
         handle = await cluster.spawn(echo("first"), SPAWN_S)

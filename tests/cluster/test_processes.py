@@ -42,7 +42,8 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 @pytest.mark.parametrize(
-    ("ends", "cause"), [("os.kill(os.getpid(), 9)", "was killed by SIGKILL"), ("os._exit(3)", "ended with exit code 3")]
+    ("ends", "cause"),
+    [("os._exit(3)", "ended with exit code 3"), *also(("os.kill(os.getpid(), 9)", "was killed by SIGKILL"))],
 )
 def test_a_death_before_the_engine_is_up_is_a_sentence(kind: Kind, tmp_path: Path, ends: str, cause: str) -> None:
     """Only the engine, whose report is long, knows Monarch's process by then."""

@@ -13,6 +13,7 @@ import pytest
 
 from llamarl.distributed import watch
 from llamarl.distributed.links import Note
+from tests.nightly import nightly
 
 
 @pytest.fixture
@@ -54,6 +55,7 @@ def test_at_once_when_all_wait(pair) -> None:
     assert one.recv(1) == other.recv(1) == b"", "both ends see it"
 
 
+@nightly("real time; by day an error of gloo is no rank's own, and a watch stops after collectives")
 def test_not_while_bytes_move(pair, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = pair
     monkeypatch.setattr(watch, "QUIET_S", 1.0)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from llamarl.distributed.links import MAX_PIECES, RendezvousStore, receive, send
+from tests.nightly import nightly
 
 Ends = tuple[Connection, Connection]
 
@@ -49,6 +50,7 @@ def test_pieces_arrive_in_order_however_they_are_cut(ends: Ends) -> None:
     assert ours.recv() == "messages go on"
 
 
+@nightly("real time; by day streams carry, refuse and end")
 def test_silence_slowness_and_death_have_an_end(ends: Ends) -> None:
     ours, theirs = ends
     room = bytearray(100)

@@ -43,7 +43,7 @@ def fill(disk: Path) -> Path:
 def test_the_disk_fills_up(disk: Path, toml: Path, tmp_path: Path) -> None:
     """Rows that do not fit are lost and periodic checkpoints are left out, once with a warning; the end is an error."""
     run = disk / "tiny"
-    overrides = ("--output", disk, "--steps", 150, "--checkpoint.every_steps", 5, "--cluster.kind", "inline")
+    overrides = ("--output", disk, "--steps", 100, "--checkpoint.every_steps", 5, "--cluster.kind", "inline")
     command = Command.start(tmp_path, "train", toml, *overrides)
     command.until((run / "checkpoints" / "step-00000010").exists)
     filler = fill(disk)
@@ -55,15 +55,15 @@ def test_the_disk_fills_up(disk: Path, toml: Path, tmp_path: Path) -> None:
     assert any(line.startswith("warning: no checkpoint at step ") for line in lines), said
     assert code == 1
     *_, last, files = lines
-    assert last.startswith("llamarl train: NotSaved: no checkpoint at step 150: [Errno 28] No space left on device"), (
+    assert last.startswith("llamarl train: NotSaved: no checkpoint at step 100: [Errno 28] No space left on device"), (
         said
     )
     assert files.startswith("Files: "), "one sentence, not a traceback"
     assert "Traceback" not in said
     assert sum("was not saved" in line for line in lines) == 1 and "--resume continues from step" in last
     summary = command.out.read_text().partition("stopping executors\n")[2]
-    assert summary.startswith("tiny: FAILED: no checkpoint at step 150")
-    assert "step 150/150" in command.out.read_text(), "the run did not go on"
+    assert summary.startswith("tiny: FAILED: no checkpoint at step 100")
+    assert "step 100/100" in command.out.read_text(), "the run did not go on"
     recorded = rows(run / "metrics.jsonl"), rows(run / "rollouts.jsonl")
     assert all(recorded)
     checkpoint, damaged = CheckpointStore(run / "checkpoints", keep=2).load_newest()

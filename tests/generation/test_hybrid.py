@@ -93,7 +93,8 @@ def test_greedy_tokens_are_those_of_transformers_from_the_same_files(name: str, 
 @pytest.mark.parametrize(
     ("served", "kernels", "blocks"),
     [("generator", "torch", 6),
-     *also(("generator", "best", 400), ("trainer", "best", 6), ("generator", "best", 6), ("generator", "torch", 400), ("trainer", "best", 400), ("trainer", "torch", 6),
+     *also(("generator", "best", 400), ("trainer", "best", 6), ("generator", "best", 6),
+           ("generator", "torch", 400), ("trainer", "best", 400), ("trainer", "torch", 6),
            ("trainer", "torch", 400))],
 )  # fmt: skip
 def test_each_token_is_what_a_full_forward_says(served: str, kernels: str, blocks: int) -> None:

@@ -25,9 +25,10 @@ from llamarl.kernels import (
     train_attention,
     train_delta,
 )
+from tests.nightly import some
 
 EMULATED = ("emulated-amx", "emulated-avx512")
-ENGINES = (*build.offered(), *EMULATED)
+ENGINES = (*build.offered(), *some(EMULATED, 1))
 """What `LLAMARL_KERNELS` can be here, and `packed.cpp` with loops in place of instructions."""
 _FEATURES = ("AVX512VNNI", "AVX512BF16", "AMX_TILE", "AMX_BF16", "AMX_INT8")
 _CACHES = (

@@ -19,7 +19,7 @@ from llamarl.rewards import Reward
 from llamarl.run.preview import MOST_CHARS, answers, first_prompt
 from llamarl.types import Prompt, RewardItem, RewardResult
 from tests.end_to_end.tiny import llamarl_here, make_model, write_toml
-from tests.nightly import nightly
+from tests.nightly import also, nightly
 
 
 def settings(*parts: Any, **more: Any) -> RunConfig:
@@ -38,8 +38,8 @@ def said(config: RunConfig, prompts: Sequence[Prompt]) -> list[str]:
 @pytest.mark.parametrize(
     ("reward", "answer"),
     [
-        ("gsm8k", "42"), ("gsm8k", "6 * 7 = 42\n#### 42"), ("exact", "forty-two"), ("math", r"\frac{1}{2}"),
-        ("math", r"so \boxed{7}"), ("math", "x\n#### 7"),
+        ("gsm8k", "6 * 7 = 42\n#### 42"), ("exact", "forty-two"), ("math", r"so \boxed{7}"),
+        *also(("gsm8k", "42"), ("math", r"\frac{1}{2}"), ("math", "x\n#### 7")),
     ],
 )  # fmt: skip
 def test_a_reward_knows_the_answers_that_it_writes(reward: str, answer: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.end_to_end.tiny import llamarl_here, make_model, write_toml
-from tests.nightly import nightly
+from tests.nightly import also, nightly
 from tests.parts.hub.server import HubServer
 
 SHORT = ("--cluster.kind", "inline", "--steps", 2, "--checkpoint.every_steps", 2)
@@ -91,8 +91,10 @@ def test_adapters_are_said_to_be_adapters(hub: HubServer, run: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("token", "name", "message"),
     [
-        ("", NAME, "the Hub takes a model from those it knows; set HF_TOKEN to one of"),
-        ("hf_bad", NAME, "the Hub does not know your token (HF_TOKEN)"),
+        *also(
+            ("", NAME, "the Hub takes a model from those it knows; set HF_TOKEN to one of"),
+            ("hf_bad", NAME, "the Hub does not know your token (HF_TOKEN)"),
+        ),
         ("hf_good", "other/trained", "does not allow this for the account of your token (HF_TOKEN) (you may not"),
     ],
 )
