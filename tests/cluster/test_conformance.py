@@ -25,7 +25,7 @@ from llamarl.cluster.api import (
 )
 from llamarl.config import ConfigError
 from tests.cluster.harness import CALL_S, SPAWN_S, Kind, echo, run
-from tests.nightly import also
+from tests.nightly import also, nightly
 
 
 @pytest.fixture(params=["inline", "forked", *also("monarch", "processes", "forked processes")])
@@ -253,6 +253,7 @@ def test_inline_ranks_are_config_errors() -> None:
     run(main, "inline")
 
 
+@nightly("real time; by day results travel in parts")
 def test_a_long_result_that_nobody_takes_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank, "ABANDONED_S", 0.0)
     one = rank.ExecutorRank(echo(target="tests.cluster.executors:Echo"))

@@ -201,6 +201,7 @@ def test_workers_survive_ctrl_c(kind: Kind) -> None:
     run(main, kind)
 
 
+@nightly("waits for processes that end; by day a killed one is named and starts again")
 def test_exits_are_named_and_a_worker_that_cannot_start_is_reported(kind: Kind) -> None:
     async def main(cluster: Cluster) -> None:
         handles = await asyncio.gather(*(cluster.spawn(echo(f"exit-{code}"), SPAWN_S) for code in (0, 3)))

@@ -11,7 +11,7 @@ import pytest
 from llamarl.config import Ref, build
 from llamarl.config.ref import members
 from llamarl.rewards import Reward
-from tests.nightly import crossed
+from tests.nightly import crossed, some
 from tests.rewards.conftest import item
 
 LIMIT_S, CPU_S = 20.0, 100
@@ -45,7 +45,7 @@ def reward(request: pytest.FixtureRequest) -> Iterator[Reward]:
     made.close()
 
 
-@pytest.mark.parametrize("text", CODE)
+@pytest.mark.parametrize("text", some(CODE, 6))
 def test_nothing_is_executed(reward: Reward, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     canary = tmp_path / "canary"
     monkeypatch.chdir(tmp_path)
@@ -54,7 +54,7 @@ def test_nothing_is_executed(reward: Reward, tmp_path: Path, monkeypatch: pytest
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("text", "gold"), crossed(BOMBS, ["72", r"\frac{\sqrt{2}}{2}"]))
+@pytest.mark.parametrize(("text", "gold"), some(crossed(BOMBS, ["72", r"\frac{\sqrt{2}}{2}"]), 6))
 def test_none_takes_long(reward: Reward, text: str, gold: str) -> None:
     for form in ("#### {}", r"\boxed{{{}}}"):
         times_s = list[float]()

@@ -167,6 +167,7 @@ def test_killed_fork_server_is_replaced(pool: WorkerPool, tmp_path: Path) -> Non
     assert results == [int(mark.read_text().split()[1]), 5]
 
 
+@nightly("real time; by day a stopped server is replaced")
 def test_stopped_worker_holds_nobody_up() -> None:
     pool = WorkerPool(FUNCTION, Limits(num_workers=1, wall_s=3.0))
     try:

@@ -76,7 +76,7 @@ CLUSTERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "gpus", "kind", "adapters"), some(CLUSTERS, 3))
+@pytest.mark.parametrize(("name", "gpus", "kind", "adapters"), some(CLUSTERS, 2))
 def test_the_file_fits_by_the_sum_of_a_start(
     tmp_path: Path, data: Path, name: str, gpus: int, kind: str, adapters: bool
 ) -> None:

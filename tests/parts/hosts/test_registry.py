@@ -23,6 +23,7 @@ from llamarl.parts.hosts.agent import HostRefused, call
 from llamarl.parts.hosts.certificates import CONTROLLER, client_context, make_certificates
 from llamarl.parts.hosts.home import SILENT_S, Inventory, Line, own_inventory
 from llamarl.parts.hosts.registry import Host, HostLost, Registry
+from tests.nightly import nightly
 
 ADDRESSES = {"b": "127.0.0.3", "c": "127.0.0.4"}
 MEMBERS = {CONTROLLER: (CONTROLLER, "127.0.0.2"), **{name: (name, address) for name, address in ADDRESSES.items()}}
@@ -172,6 +173,7 @@ def test_a_line_names_some_of_many_hosts() -> None:
     assert registry._some(names[:24]) == ", ".join(names[:24]) and registry._some([]) == ""
 
 
+@nightly("real time; by day one silent host is lost within the limit")
 def test_all_hosts_silent_at_once_mean_that_this_machine_is_cut_off(
     pki: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
