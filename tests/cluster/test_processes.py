@@ -41,6 +41,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return request.param
 
 
+@nightly("waits for an engine; by day a killed executor is named")
 @pytest.mark.parametrize(
     ("ends", "cause"),
     [("os._exit(3)", "ended with exit code 3"), *also(("os.kill(os.getpid(), 9)", "was killed by SIGKILL"))],

@@ -222,6 +222,7 @@ def test_a_lost_rank_ends_all(mishap: str, cause: str, workers: Workers, tmp_pat
             assert others[2].result().startswith(("MemoryError", "OutOfStep"))
 
 
+@nightly("real time; by day a lost rank ends all")
 def test_followers_notice_that_rank_0_is_gone(workers: Workers, tmp_path: Path) -> None:
     with serve(workers, 4, tmp_path) as (served, others):
         assert run(served.backend, make_requests(1, GREEDY))
@@ -275,6 +276,7 @@ def cpu_s(pid: int | None) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@nightly("real time; by day a lost rank ends all")
 def test_an_idle_rank_uses_no_core(two: Served) -> None:
     requests = make_requests(2, GREEDY)
     assert len(run(two.backend, requests)) == 4

@@ -17,6 +17,7 @@ def test_it_refuses(on_gpu: Run, refusal: Callable[[], None]) -> None:
     assert on_gpu(refusals.refused, refusal.__name__) == refusals.REFUSALS[refusal]
 
 
+@nightly("a pretended GPU of its own; test_memory.py counts on one by day")
 def test_it_counts_and_computes(on_gpu: Run) -> None:
     found, replayed, gradient = on_gpu(refusals.counted)
     assert replayed == [2, 4, 6, 8], "of the values that came after the capture"

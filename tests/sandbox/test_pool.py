@@ -71,6 +71,7 @@ def test_failures_are_values_and_the_pool_goes_on(pool: WorkerPool) -> None:
     assert pool.map([["echo", 2]] * 5, 240) == [2] * 5
 
 
+@nightly("real time; by day limits are those of items")
 def test_waiting_costs_no_cpu_but_has_a_wall_limit() -> None:
     pool = WorkerPool(FUNCTION, Limits(num_workers=2, cpu_s=1, wall_s=2.0))
     try:

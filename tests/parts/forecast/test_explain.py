@@ -8,6 +8,7 @@ from pathlib import Path
 from llamarl.config import RunConfig
 from tests.architecture.test_settings import _settings
 from tests.end_to_end.tiny import llamarl_here, make_model, write_toml
+from tests.nightly import nightly
 from tests.parts.forecast.run_folder import COSTS
 
 
@@ -67,6 +68,7 @@ def _step_s(toml: Path, *options: object) -> tuple[float, str]:
     return float(line.split()[0]), line
 
 
+@nightly("by day the step time is that of the run's devices")
 def test_the_step_time_is_that_of_the_run_s_work(tmp_path: Path) -> None:
     """Of its prompts and not the longest that may come, with what a CPU takes for a call, or by what was measured."""
     model, runs = make_model(tmp_path / "model"), tmp_path / "runs"

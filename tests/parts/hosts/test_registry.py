@@ -143,6 +143,7 @@ def test_a_silent_host_is_lost_within_the_limit(pki: Path, tmp_path: Path, monke
     run(pki, tmp_path, main)
 
 
+@nightly("real time; by day hosts come, are refused and are lost")
 def test_a_message_starts_no_task(pki: Path, tmp_path: Path) -> None:
     """Thousands of hosts are answered twice a second."""
 
@@ -447,6 +448,7 @@ def test_the_end_of_a_process_comes_to_who_asked_for_it(pki: Path, tmp_path: Pat
     run(pki, tmp_path, main)
 
 
+@nightly("real time; by day hosts come, are refused and are lost")
 def test_logs_are_brought_together_and_go_on_where_they_ended(pki: Path, tmp_path: Path) -> None:
     async def main(bench: Bench) -> None:
         line, host = await bench.come()

@@ -20,6 +20,7 @@ from llamarl.parts.hub.border import HubFile, Nonsense, check_headers, commit_of
 from llamarl.parts.hub.cache import Repository
 from llamarl.parts.hub.fetch import fetched
 from llamarl.parts.hub.progress import shown
+from tests.nightly import nightly
 from tests.parts.hub.server import HubServer, blob_id
 
 COMMIT = "a" * 40
@@ -176,6 +177,7 @@ def test_nothing_outside_the_cache_is_touched(hub: HubServer, victim: Path) -> N
     assert {one for one in victim.parents[1].iterdir() if one not in allowed} == set()
 
 
+@nightly("real time; by day paths and listings stay within their folder")
 def test_answers_of_other_kinds_have_a_cause(hub: HubServer, capfd: pytest.CaptureFixture[str]) -> None:
     """One client is asked again and again, and outlives all answers."""
     name, commit = HubName("tiny/model"), hub.add("tiny/model", {"config.json": b"{}"})
@@ -203,6 +205,7 @@ def test_a_nonsense_endpoint(hub: HubServer, monkeypatch: pytest.MonkeyPatch) ->
     assert "HF_ENDPOINT = 'htp:/nowhere'" in refusal()
 
 
+@nightly("real time; by day paths and listings stay within their folder")
 @pytest.mark.usefixtures("own_process")
 def test_endless_pages_and_slow_bytes_end(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = hub.add("tiny/model", {"config.json": b"{}", "model.safetensors": b"x" * (1 << 16)})

@@ -289,6 +289,7 @@ def test_offline(hub: HubServer, model: str, monkeypatch: pytest.MonkeyPatch) ->
     assert refusal("a/rows", kind="dataset").endswith("hf download a/rows --repo-type dataset")
 
 
+@nightly("another process; by day what is cached serves where the Hub refuses")
 def test_what_another_program_fetched_serves_without_a_listing(
     hub: HubServer, model: str, hasty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,7 @@ class TestPage:
         assert "unsafe-inline" not in policy[1].partition("script-src")[2].partition(";")[0]
         assert not re.search(r'(src|href)="(?!#|data:)', page)
 
+    @nightly("a long run; by day any value of any column fits the page")
     def test_a_thousand_steps_are_small(self, tmp_path: Path) -> None:
         folder = make_run(tmp_path / "made", steps=0)
         many = {f"extra.metric_{index}": 0.123456789 * index for index in range(50)}

@@ -196,6 +196,7 @@ def test_a_part_from_the_nearest_checkpoint(run: Path, only: str) -> None:
     assert ("tokens" in done.stdout) == (only == "generate") and ("rewards" in done.stdout) == (only == "reward")
 
 
+@nightly("a long run; by day a run happens again")
 def test_the_record_is_small(run: Path) -> None:
     rollouts, lines = recorded(run), (run / "journal.jsonl").stat().st_size
     assert len(rollouts) == 36
