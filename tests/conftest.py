@@ -16,11 +16,11 @@ from tests.devices import has_gpu
 from tests.durations import Durations
 from tests.groups import make_group  # noqa: F401, a fixture for all folders
 from tests.leftovers import left_behind, own_folders
-from tests.nightly import NIGHTLY
+from tests.nightly import NIGHTLY, examples
 
 # How long an example takes says more about the machine's load; `make test` takes the same ones each time, and
 # `make test-all` looks for others.
-settings.register_profile("here", deadline=None, derandomize=not NIGHTLY)
+settings.register_profile("here", deadline=None, derandomize=not NIGHTLY, max_examples=examples(100))
 settings.load_profile("here")
 
 MAX_PROCESS_BYTES = 8 * 2**30

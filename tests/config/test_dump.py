@@ -22,6 +22,7 @@ from llamarl.config.schema import (
 )
 from llamarl.config.sft import ShapeConfig
 from tests.config.conftest import Write
+from tests.nightly import examples
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30) | st.sampled_from(
     ['"', "\\", "\n", "\r\n", "'''", '"""', "\x01\x1f\x7f\x85\u2028", "# no comment", "[x]", "🦙 é", "{a = 1}"]
@@ -85,14 +86,14 @@ def _written(text: str, folder: str) -> Path:
     return path
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(run_configs())
 def test_run_config_comes_back(config: RunConfig) -> None:
     with tempfile.TemporaryDirectory() as folder:
         assert load_config(_written(dump_toml(config), folder)) == config
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(sft_configs())
 def test_sft_config_comes_back(config: SftConfig) -> None:
     with tempfile.TemporaryDirectory() as folder:

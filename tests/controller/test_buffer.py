@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from llamarl.config.schema import staleness_limit
 from llamarl.controller.admission import BufferLimits, RolloutBuffer
 from llamarl.types import Prompt, RolloutGroup
+from tests.nightly import examples
 
 
 def group(group_id: int) -> RolloutGroup:
@@ -231,7 +232,7 @@ SIZES = st.integers(1, 5).flatmap(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     sizes=SIZES,
     seed=st.integers(0, 2**32),
@@ -289,7 +290,7 @@ def test_any_finish_order(
         assert model.consumed == sorted(model.consumed), "a window of 1 is first in, first out"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     sizes=SIZES,
     seed=st.integers(0, 2**32),

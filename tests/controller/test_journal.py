@@ -21,7 +21,7 @@ from llamarl.journal.records import newest_version
 from llamarl.journal.writer import Journal, to_disk
 from llamarl.types import FinishReason, Outcome, Prompt, RewardResult, Rollout, RolloutGroup
 from tests.journals import journal_of
-from tests.nightly import nightly
+from tests.nightly import examples, nightly
 
 PROMPTS = tuple(
     Prompt(prompt_id=f"p-{n}", text=f"{n}?", token_ids_T=np.array([n], np.int32), answer=str(n)) for n in range(7)
@@ -212,7 +212,7 @@ def newest(folder: Path) -> Path:
     return max((folder / "journal").glob("*.groups"))
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(seed=st.integers(0, 1 << 30), num_checkpoints=st.integers(0, 3), compresses=st.booleans())
 def test_what_is_read_is_what_was_written(
     tmp_path_factory: Any, seed: int, num_checkpoints: int, compresses: bool

@@ -27,7 +27,7 @@ max_position_embeddings = 64
 RUN = """
 name = "additions"
 output = "{folder}/runs"
-steps = 60
+steps = 40
 model = {{path = "{folder}/base", warm_start = "sft.toml"}}
 
 [data]

@@ -28,6 +28,7 @@ from llamarl.types import FinishReason, GenerationRequest, Rollout, SamplingPara
 from tests.generation.conftest import CONTEXT
 from tests.generation.native import GREEDY, SAMPLED, assert_same, drain, make_engine, run
 from tests.generation.references import assert_greedy, by_key, full_logits, gathered, response_logits, run_segments
+from tests.nightly import examples
 
 Requests = Callable[..., list[GenerationRequest]]
 Models = Callable[..., Transformer]
@@ -357,7 +358,7 @@ def decode_stripped(token_ids: Sequence[int]) -> str:
     return decode(token_ids).removeprefix(" ")
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 @example([5, *[17] * 9, 16], ("ENx",), decode)
 @example([1, 3], ("b ",), decode_stripped)
 @given(

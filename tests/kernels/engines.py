@@ -25,11 +25,11 @@ from llamarl.kernels import (
     train_attention,
     train_delta,
 )
-from tests.nightly import some
+from tests.nightly import also
 
 EMULATED = ("emulated-amx", "emulated-avx512")
-ENGINES = (*build.offered(), *some(EMULATED, 1))
-"""What `LLAMARL_KERNELS` can be here, and `packed.cpp` with loops in place of instructions."""
+ENGINES = (*build.offered(), *also(*EMULATED))
+"""What `LLAMARL_KERNELS` can be here; at night also `packed.cpp` with loops in place of instructions."""
 _FEATURES = ("AVX512VNNI", "AVX512BF16", "AMX_TILE", "AMX_BF16", "AMX_INT8")
 _CACHES = (
     build.load, build.processor, attention.kernel, copy.kernel, delta.kernel, linear.kernels, ops.kernels,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from llamarl.kernels import copy
 from llamarl.kernels.build import VARIABLE
+from tests.nightly import examples
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
@@ -54,7 +55,7 @@ def parts(draw) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
     return shape, [(start, draw(st.integers(start + 1, size))) for start, size in zip(starts, shape, strict=True)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(parts(), st.sampled_from(DTYPES), st.booleans(), st.booleans())
 def test_kernel_and_torch_agree_on_any_part(part, dtype, cast, packed) -> None:
     shape, box = part

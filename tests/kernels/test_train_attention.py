@@ -14,6 +14,7 @@ from llamarl.kernels import train_attention
 from llamarl.models import attention
 from llamarl.models.attention import packed_attend
 from llamarl.models.transformer import Attend
+from tests.nightly import examples
 
 CPU = torch.device("cpu")
 Lengths = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
@@ -93,7 +94,7 @@ def test_it_is_torch_s_in_float64(lengths: Lengths, heads: tuple[int, int, int])
     agree(lengths, heads)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     groups=st.lists(
         st.tuples(st.integers(0, 40), st.lists(st.integers(1, 70), max_size=4).map(tuple)), min_size=1, max_size=4

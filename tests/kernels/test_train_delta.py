@@ -18,6 +18,7 @@ from llamarl.kernels.delta_shape import DeltaShape
 from llamarl.models.attention import packed_attend
 from llamarl.models.delta_rule import Branches, Packed
 from tests.models.test_hybrid import one_by_one
+from tests.nightly import examples
 
 pytestmark = pytest.mark.skipif(train_delta.kernels().library is None, reason=train_delta.kernels().reason or "has one")
 SHAPES = {
@@ -121,7 +122,7 @@ def test_fast_decays_lose_no_digits_of_slow_ones() -> None:
     prompts=st.lists(st.integers(0, 20), min_size=1, max_size=3), shared=st.integers(0, 9),
     responses=st.lists(st.lists(st.integers(0, 25), max_size=3), min_size=3, max_size=3),
 )  # fmt: skip
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 def test_any_lengths(prompts: list[int], shared: int, responses: list[list[int]]) -> None:
     lengths = tuple(prompts), tuple(map(tuple, responses[: len(prompts)]))
     if shared + sum(lengths[0]) + sum(map(sum, lengths[1])):

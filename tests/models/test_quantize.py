@@ -10,6 +10,7 @@ from torch import Tensor
 
 from llamarl.kernels import build, linear
 from llamarl.models.quantize import NonFiniteWeights, dequantize_rows, quantize_rows
+from tests.nightly import examples
 
 DTYPES = ["int8", "float8_e4m3fn"]
 
@@ -33,7 +34,7 @@ def rows_of_all_magnitudes(seed: int, columns: int) -> Tensor:
     return torch.cat([noise * 10.0**exponents, noise**5, noise * 2.0**-130, special])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(seed=st.integers(0, 2**31), columns=st.integers(1, 70), dtype=st.sampled_from(DTYPES))
 def test_kernel_and_torch_give_the_same_bits(seed, columns, dtype):
     if linear.kernels().library is None:

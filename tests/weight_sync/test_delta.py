@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.weight_sync.delta import BLOCK_ELEMENTS, decode, encode, message_bytes
+from tests.nightly import examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn]
 
@@ -34,7 +35,7 @@ def versions(dtype: torch.dtype, size: int, share: float, seed: int = 0) -> tupl
     share=st.sampled_from([0.0, 0.001, 0.1, 1.0]),
     seed=st.integers(0, 5),
 )
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 def test_base_and_delta_make_the_new_version(dtype, size, share, seed) -> None:
     base, new = versions(dtype, size, share, seed)
     number, message = encoded(base, new)

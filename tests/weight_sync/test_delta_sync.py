@@ -23,7 +23,7 @@ from llamarl.weight_sync import base
 from llamarl.weight_sync.base import Base, FingerprintMismatch, Subscriber
 from llamarl.weight_sync.layout import TensorSpec
 from llamarl.weight_sync.select import Reader, candidates, open_subscriber, publisher_class
-from tests.nightly import crossed
+from tests.nightly import crossed, examples
 
 TRANSPORTS = ("p2p", "file")
 SHAPE = (90, 700)
@@ -107,7 +107,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @given(steps=st.lists(st.tuples(st.sampled_from([0.0, 0.001, 0.05, 1.0]), st.sets(st.integers(0, 1))), max_size=6))
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=examples(12))
 def test_any_sequence_of_versions_arrives_bit_for_bit(transport, steps) -> None:
     """Each version is fetched by some, none or all."""
     with tempfile.TemporaryDirectory() as folder:

@@ -14,6 +14,7 @@ from llamarl.config.roles import ParallelismConfig
 from llamarl.parts.hosts.home import Inventory
 from llamarl.parts.hosts.hosting import HostPlacer, NoRoom
 from llamarl.run.placement import WantedExecutor
+from tests.nightly import examples
 
 
 class Machine:
@@ -203,7 +204,7 @@ def test_a_fixed_number_is_never_exceeded() -> None:
     assert hosting.on_host("a") == ["trainer", "reward", "generator-2"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_no_device_is_given_twice(data: st.DataObject) -> None:
     hosts = {name: Machine(name, data.draw(st.integers(0, 8))) for name in "abcd"[: data.draw(st.integers(1, 4))]}

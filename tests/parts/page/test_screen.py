@@ -19,6 +19,7 @@ from rich.cells import cell_len
 from llamarl.observability.screen import CompletionView, ExecutorView
 from llamarl.parts.page.layout import Board, PhaseView, frame
 from llamarl.parts.page.screen import LiveScreen
+from tests.nightly import examples
 
 SIZES = [(80, 24), (140, 40), (200, 60), (60, 20), (40, 12), (24, 6), (10, 3), (1, 1)]
 
@@ -141,7 +142,7 @@ def test_model_output_is_only_text(info, make_view, now_s):
     assert not any("bold red" in str(span.style) and "x[" in text.plain[span.start : span.end] for span in text.spans)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(response=st.text(max_size=400), width=st.integers(1, 160), height=st.integers(1, 50))
 def test_any_response_fits(info, make_view, now_s, response, width, height):
     completions = (CompletionView(prompt=response, response=response, reward=1.0, advantage=0.0),) * 2

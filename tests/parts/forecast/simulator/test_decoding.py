@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.parts.forecast.simulator.decoding import Attempt, DecodeQueue
+from tests.nightly import examples
 
 BASE_S, PER_ROLLOUT_S = 0.5, 0.25
 """Binary fractions, so that times are exact."""
@@ -74,7 +75,7 @@ ARRIVALS = st.lists(
 ).map(lambda arrivals: sorted(arrivals, key=lambda arrival: arrival.at_s))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(arrivals=ARRIVALS, max_running=st.integers(1, 9))
 def test_closed_form_equals_token_by_token(arrivals: list[Arrival], max_running: int) -> None:
     assert in_closed_form(arrivals, max_running) == pytest.approx(token_by_token(arrivals, max_running))
