@@ -54,7 +54,7 @@ def test_what_it_names_exists_and_runs_when_it_says() -> None:
                 assert nightly is not None, f"{number}: no {span}"
                 found.add(nightly)
         assert when == WHEN[frozenset(found)], f"{number} runs {WHEN[frozenset(found)]}"
-        assert found or figure and spans, f"{number} has neither a test nor a benchmark"
+        assert found or (figure and spans), f"{number} has neither a test nor a benchmark"
 
 
 def test_the_check_can_fail() -> None:
