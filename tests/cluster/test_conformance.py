@@ -76,7 +76,7 @@ def test_deferred_reply_leaves_the_thread_free_and_is_canceled_when_its_caller_h
 def test_timeout_names_what_runs_and_drops_what_waits(kind: Kind) -> None:
     async def main(cluster: Cluster) -> None:
         handle = await cluster.spawn(echo(), SPAWN_S)
-        sleep = asyncio.ensure_future(handle.call("sleep", 2.0, timeout_s=CALL_S))
+        sleep = asyncio.ensure_future(handle.call("sleep", 1.0, timeout_s=CALL_S))
         await asyncio.sleep(0)
         with pytest.raises(
             CallTimeout,

@@ -175,6 +175,7 @@ def test_kill_is_noticed_and_named_and_the_executor_can_be_spawned_again(kind: K
     run(main, kind)
 
 
+@nightly("waits for processes that end; by day a killed one is named and starts again")
 def test_a_hanging_method_does_not_hold_up_shutdown_and_nothing_is_left(kind: Kind) -> None:
     async def main(cluster: Cluster) -> None:
         handles = await asyncio.gather(*(cluster.spawn(echo(f"echo-{index}"), SPAWN_S) for index in range(2)))
@@ -216,6 +217,7 @@ def test_exits_are_named_and_a_worker_that_cannot_start_is_reported(kind: Kind) 
     run(main, kind)
 
 
+@nightly("waits for processes that end; by day a killed one is named and starts again")
 def test_a_dead_worker_takes_the_processes_it_has_started_with_it(kind: Kind) -> None:
     async def main(cluster: Cluster) -> None:
         handle = await cluster.spawn(echo(), SPAWN_S)

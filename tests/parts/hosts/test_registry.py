@@ -244,6 +244,7 @@ def test_strangers_keep_no_host_away(pki: Path, tmp_path: Path) -> None:
     assert run(pki, tmp_path, main).joined == ["b"]
 
 
+@nightly("real time; by day hosts come, are refused and are lost")
 def test_clocks_are_known_as_well_as_the_quickest_answer_tells(pki: Path, tmp_path: Path) -> None:
     async def main(bench: Bench) -> None:
         line, host = await bench.come(ahead_s=100.0)
@@ -414,6 +415,7 @@ def test_who_is_missing_is_named_by_the_certificates(tmp_path: Path, monkeypatch
     }
 
 
+@nightly("real time; by day hosts come, are refused and are lost")
 def test_fewer_hosts_are_enough_after_the_time_or_when_nobody_else_comes(pki: Path, tmp_path: Path) -> None:
     async def main(bench: Bench) -> None:
         line, _ = await bench.come()

@@ -393,6 +393,7 @@ def test_a_cache_that_is_read_only_serves(hub: HubServer, disk: Path, monkeypatc
     assert fetched(NAME) == found and not tree.exists()
 
 
+@nightly("processes; by day fetches break and go on, and what is cached serves")
 def test_nobody_but_the_client_s_process_imports_it() -> None:
     code = "import sys, llamarl.cli.train, llamarl.run.train; sys.exit('huggingface_hub' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=240.0).returncode == 0
@@ -447,6 +448,7 @@ def clients() -> list[int]:
     return found
 
 
+@nightly("processes; by day fetches break and go on, and what is cached serves")
 def test_ctrl_c_ends_it_at_once_and_the_next_start_goes_on(hub: HubServer, model: str, slow: Callable) -> None:
     process = slow()
     start_s = time.monotonic()

@@ -519,6 +519,7 @@ def test_a_run_of_sft_is_refused(copy: Path) -> None:
     assert done.returncode == 2 and "has no journal, as runs of `llamarl sft`" in done.stderr, done.stderr
 
 
+@nightly("a replay each; by day a run happens again")
 def test_what_was_exported_is_compared_too(copy: Path) -> None:
     """Beside the journal, as far as it goes."""
     rewrite(copy / "rollouts.jsonl", lambda found: found.__delitem__(slice(12, None)))
