@@ -4,7 +4,7 @@
 VENV ?= .venv
 PYTHON ?= $(firstword $(foreach python,python3.11 python3.12 python3,$(shell $(python) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $(python))))
 PIP_ARGS ?=
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 # Whose torch sees the GPU.
 GPU_PYTHON ?= python3
 GPU_CHECK ?=

@@ -1,10 +1,10 @@
 """How long `make test` takes, and `make test-all` if asked.
 
-    python benchmarks/suite.py [--repeats 3] [--all]
+    python benchmarks/suite.py [--repeats 3] [--busy] [--all]
 
 Measure on a machine that does nothing else. The environment of the tests is installed before the clock starts.
 `cpu_minutes` counts every process that was waited for, in the median run. If `make` ends before its tests, the
-measurement ends.
+measurement ends. `loop_s` says how fast the machine is: ten million steps of a loop in Python.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import re
 import statistics
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,27 +25,49 @@ COUNTS = re.compile(r"(\d+) (passed|failed|skipped|error)")
 NOTES = [
     "make_test_s: median of the runs, lint and types included.",
     "failed: of each run of `make test`.",
+    "busy: one more run, beside two processes that compute all the time.",
 ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--busy", action="store_true", help="also run `make test` beside two busy processes")
     parser.add_argument("--all", action="store_true", help="also run `make test-all`, once")
     options = parser.parse_args()
     subprocess.run(["make", "lint"], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    loop_s = loop_seconds()
     runs = [run("test") for _ in range(options.repeats)]
     figures: dict[str, Any] = {
+        "loop_s": loop_s,
         "make_test_s": statistics.median(one["seconds"] for one in runs),
         "cpu_minutes": statistics.median(one["cpu_s"] for one in runs) / 60,
         "tests": runs[-1]["passed"] + runs[-1]["failed"],
         "failed": [one["failed"] for one in runs],
         "runs": runs,
     }
+    if options.busy:
+        figures["busy"] = run_beside_busy_processes()
     if options.all:
         night = run("test-all")
         figures |= {"test_all_s": night["seconds"], "test_all_failed": night["failed"], "test_all": night}
     print(write_result("suite", {"repeats": options.repeats}, figures, NOTES), flush=True)
+
+
+def loop_seconds() -> float:
+    start_s = time.monotonic()
+    subprocess.run([sys.executable, "-c", "total = 0\nfor step in range(10**7): total += step"], check=True)
+    return round(time.monotonic() - start_s, 2)
+
+
+def run_beside_busy_processes() -> dict[str, Any]:
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        return run("test")
+    finally:
+        for one in busy:
+            one.kill()
+            one.wait()
 
 
 def run(target: str) -> dict[str, Any]:
