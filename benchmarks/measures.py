@@ -189,8 +189,8 @@ SENTENCES: dict[str, dict[str, str]] = {
         "watching-2026-11-23": "two open pages of a running run use {core_share:.0%} of a core",
         "house-2026-11-27": "{core_code_lines:,d} lines of code in the core, {part_code_lines:,d} in parts; a demo "
         "of four steps enters {demo/steps/num_files:.0f} files",
-        "suite-2026-11-28": "`make test`: {make_test_s:,.0f} s and {cpu_minutes:.0f} minutes of CPU time for "
-        "{tests:,d} tests",
+        "suite-2026-11-29": "`make test`: {make_test_s:,.0f} s and {cpu_minutes:.0f} minutes of CPU time for "
+        "{tests:,d} tests; beside two busy processes {busy/seconds:,.0f} s",
     },
 }  # fmt: skip
 """Sentences by heading and file; `path|function` is one number of many, `path over path` a quotient."""

@@ -45,9 +45,7 @@ def start(how: str) -> tuple[int, str]:
     return int(done.stdout.splitlines()[-1]), done.stderr
 
 
-@nightly(
-    "end_to_end/test_security.py lists what listens, at night too; which sockets are private is in parts/hosts by day"
-)
+@nightly("a cluster of its own; distributed/test_links.py lets in only who proves itself")
 def test_a_cluster_has_none_and_says_so_where_it_has() -> None:
     assert start("works") == (0, "")
     found, said = start("fails")

@@ -41,7 +41,6 @@ def test_a_stopped_process_has_not_stalled(monkeypatch: pytest.MonkeyPatch) -> N
     assert waker.wait() == 0
 
 
-@nightly("real time; the same clock drives the tests of this folder by day")
 def test_time_passes_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while nothing happens for longer than what counts as a pause."""
     monkeypatch.setattr(supervision, "PAUSE_S", 0.8)

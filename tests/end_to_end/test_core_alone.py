@@ -78,9 +78,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alone]:
     made.process.communicate(timeout=240)  # there is no more to do, so it ends
 
 
-@nightly(
-    "three commands; tests/run trains, saves and resumes by day, import-linter finds what the core imports of a part"
-)
+@nightly("three commands; test_resume.py saves and resumes by day, import-linter finds what the core imports of a part")
 def test_the_core_trains_evaluates_saves_and_resumes(tmp_path: Path, toml: Path, run: Alone) -> None:
     done = run("train", toml, "--output", tmp_path / "runs", *INLINE, "--screen.kind", "auto")
     assert done.returncode == 0, done.stderr

@@ -30,7 +30,6 @@ def recorded(run: Path) -> list[tuple[Any, ...]]:
     return [tuple(row[name] for name in names) for row in rows(run / "rollouts.jsonl")]
 
 
-@nightly("a run of processes is killed; by day controller/test_keeping.py kills one, test_ctrl_c_and_resume resumes it")
 def test_killed_it_becomes_what_it_would_have_become(tmp_path: Path, toml: Path) -> None:
     """Between two checkpoints, at night also before the first one. Bit for bit, with a critic and a reference, too."""
     whole, run = tmp_path / "whole" / "tiny", tmp_path / "killed" / "tiny"
@@ -60,7 +59,7 @@ def test_killed_it_becomes_what_it_would_have_become(tmp_path: Path, toml: Path)
     assert all((run / file).read_bytes() == (whole / file).read_bytes() for file in files)
 
 
-@nightly("a controller that is killed continues below in one process, and in test_restarts.py with processes")
+@nightly("a controller that is killed goes on above")
 def test_by_itself_with_processes_and_segments(tmp_path: Path, toml: Path) -> None:
     """`--restarts`: the controller is killed twice; nobody is left of those that it had started."""
     run, kills, steps = tmp_path / "tiny", (5, 11), 90

@@ -74,7 +74,7 @@ def test_a_run_changes_between_layouts_of_several_ranks(tmp_path: Path, toml: Pa
     assert all("preflight of fsdp 1, tp 2, pp 1, cp 1: " in text for text in preflights)
 
 
-@nightly("tests/executors/test_ranks.py has it of a cluster, test_processes.py of one rank and a run")
+@nightly("training/test_layouts.py has it of ranks, test_processes.py of one rank and a run")
 def test_a_killed_rank_ends_the_run(tmp_path: Path, toml: Path) -> None:
     """At once, with its name, and nobody is left; the last checkpoint is there to go on from."""
     command = Command.start(

@@ -55,7 +55,7 @@ MODELS: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
     "reward-model": ((), ("reward-model",)),
 }
 """Options by the executor that is killed, and the executors that they add."""
-ALSO_AT_NIGHT = ("trainer", "reward", "reward-model", "reference") if NIGHTLY else ()
+ALSO_AT_NIGHT = ("reward", "reward-model", "reference") if NIGHTLY else ()
 
 
 def with_score(model: Path, folder: Path) -> Path:
@@ -172,7 +172,7 @@ def end_hastily(hasty: Running, kind: str) -> None:
         assert line.startswith("{") and line.endswith("}")
 
 
-@pytest.mark.parametrize("kill", ["generator-0", *ALSO_AT_NIGHT])
+@pytest.mark.parametrize("kill", ["generator-0", "trainer", *ALSO_AT_NIGHT])
 def test_kill_of_an_executor(tmp_path: Path, toml: Path, model: Path, kill: str) -> None:
     """Ranks of trainer and critic are killed in `test_layouts.py`."""
     options, more = MODELS.get(kill, ((), ()))
@@ -197,7 +197,7 @@ def test_kill_of_an_executor(tmp_path: Path, toml: Path, model: Path, kill: str)
     assert f"{kill} (rank 0)" in (run.folder / "summary.json").read_text()
 
 
-@nightly("a killed generator is replaced in test_restarts.py, dropped in tests/controller/test_failures.py")
+@nightly("a killed generator is dropped and replaced in controller/test_failures.py")
 @pytest.mark.parametrize("policy", ["drop", "respawn"])
 def test_a_run_survives_the_kill_of_a_generator(tmp_path: Path, toml: Path, policy: str) -> None:
     """Others take over its work, or another one comes; each step and each rollout is on record once."""

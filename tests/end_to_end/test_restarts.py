@@ -73,7 +73,7 @@ class Faulty:
         return said
 
 
-@nightly("runs whose processes die and sleep; controller/test_failures.py and test_restart.py have each death by day")
+@nightly("runs whose processes die and sleep; controller/test_failures.py and controller/test_restart.py have them")
 def test_whoever_dies_the_run_learns_the_same(tmp_path: Path, toml: Path, whole: Path) -> None:
     """Trainer between two checkpoints, critic, generator, and the new trainer once more; at night reward and reference,
     which have nothing to lose, too."""
@@ -188,7 +188,7 @@ def test_a_trainer_that_goes_on_in_another_layout_learns_the_same(
 SLEEPY = ("--cluster.placement", "colocated")
 
 
-@nightly("runs whose processes die and sleep; controller/test_failures.py and test_restart.py have each death by day")
+@nightly("runs whose processes die and sleep; controller/test_failures.py and controller/test_restart.py have them")
 def test_generators_that_sleep_learn_the_same(tmp_path: Path, toml: Path, whole: Path) -> None:
     """From the trainer's own weights; evaluations end before a step begins."""
     done = llamarl_here(

@@ -35,7 +35,7 @@ def blocks(page: str, language: str, *, before: str = "") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-@nightly("test_docs.py runs the commands of all pages")
+@nightly("architecture/test_docs.py checks the commands of all pages")
 def test_your_task_runs_as_it_stands(tmp_path: Path) -> None:
     """Data, reward and settings from the page, then the commands that it shows."""
     data, held_out = blocks("your_task.md", "json")

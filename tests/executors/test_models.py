@@ -321,7 +321,7 @@ def test_resumed_it_is_the_uninterrupted_run(whole_run: tuple[RunConfig, RunFold
     assert rows(resumed.rollouts) == rows(folder.rollouts)
 
 
-@nightly("critic and reference run in processes in end_to_end/test_restarts.py")
+@nightly("by day a run has all of them in one process; end_to_end/test_processes.py has processes")
 def test_inline_and_monarch_do_the_same(whole_run: tuple[RunConfig, RunFolder], make_config: MakeConfig) -> None:
     _, folder = whole_run
     apart = train(make_config(name="apart", cluster={"kind": "monarch"}))

@@ -191,7 +191,7 @@ async def fails_to_start(spec: ExecutorSpec, logs: Path) -> tuple[str, float]:
     return str(failed.value), time.monotonic() - start_s
 
 
-@nightly("test_layouts.py computes by parts in ranks")
+@nightly("training/test_layouts.py computes in ranks")
 def test_a_step_is_the_same_whether_its_groups_came_in_parts(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

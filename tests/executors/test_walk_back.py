@@ -51,7 +51,7 @@ def from_step_3(saved_run: tuple[RunConfig, RunFolder], tmp_path_factory: pytest
     return train(config, resume=True)
 
 
-@nightly("runs of their own; by day a critic's first checkpoint alone is none")
+@nightly("runs of their own; by day it does not go on without a step that both have")
 @pytest.mark.parametrize(("of", "how"), crossed(["trainer", "critic"], ["bit", "truncated", "missing"]))
 def test_it_goes_back_to_what_trainer_and_critic_both_have(
     saved_run: tuple[RunConfig, RunFolder], from_step_3: RunFolder, tmp_path: Path,
@@ -71,7 +71,7 @@ def test_it_goes_back_to_what_trainer_and_critic_both_have(
         assert step_folder(folder, one, 4).exists(), "saved again"
 
 
-@nightly("runs of their own; by day checkpoints of trainer and critic are chosen in tests/checkpoint")
+@nightly("a run of its own; by day it does not go on without a step that both have")
 @pytest.mark.parametrize("has_journal", [True, False])
 def test_a_critic_s_first_checkpoint_alone_is_none(
     saved_run: tuple[RunConfig, RunFolder], tmp_path: Path, capsys: pytest.CaptureFixture[str], has_journal: bool
@@ -89,7 +89,6 @@ def test_a_critic_s_first_checkpoint_alone_is_none(
     assert learnt(folder) == learnt(saved_run[1])
 
 
-@nightly("runs of their own; by day checkpoints of trainer and critic are chosen in tests/checkpoint")
 def test_without_a_step_that_both_have_it_does_not_go_on(
     saved_run: tuple[RunConfig, RunFolder], tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ def _check(found: Counted, tolerance: float = 0.05) -> None:
     assert step == pytest.approx(found.peak, rel=tolerance)
 
 
-@nightly("large models without memory; models/test_memory.py and test_fit.py add up by day what they need")
+@nightly("large models without memory; models/test_memory.py and models/test_fit.py add up what they need")
 @pytest.mark.parametrize(
     ("model", "num_groups", "lora_rank", "recompute"),
     [
@@ -40,7 +40,7 @@ def test_a_trainer(on_gpu: Run, model: str, num_groups: int, lora_rank: int, rec
     _check(on_gpu(memories.trained, model, num_groups, settings))
 
 
-@nightly("large models without memory; models/test_memory.py and test_fit.py add up by day what they need")
+@nightly("large models without memory; models/test_memory.py and models/test_fit.py add up what they need")
 @pytest.mark.parametrize(("recompute", "most"), [("selective", 140), *also((True, 180), (False, 135))])
 def test_launches_of_a_layer_in_training(on_gpu: Run, recompute: Any, most: int) -> None:
     """Of 8B; 282 without llamarl's kernels. Besides the layers, eight tiles of the head take most: 62 took 1,700."""
@@ -79,7 +79,7 @@ def test_a_mixture(on_gpu: Run, model: str, num_groups: int, recompute: bool) ->
     _check(on_gpu(memories.trained, model, num_groups, settings))
 
 
-@nightly("large models without memory; models/test_memory.py and test_fit.py add up by day what they need")
+@nightly("large models without memory; models/test_memory.py and models/test_fit.py add up what they need")
 def test_a_float32_trainer_has_no_second_copy(on_gpu: Run) -> None:
     """16 bytes a weight; attention, which has no kernel on the pretended device, is not compared."""
     found = on_gpu(memories.trained, SHORT, 1, {"dtype": "float32"})
@@ -97,7 +97,7 @@ CUT = [{"dtype": "bfloat16"}, LIGHT, {}, {"dtype": "bfloat16", "activation_check
 VOCABULARIES = [(True, 4096), (False, 32_768), (False, 4096), (True, 32_768)]
 
 
-@nightly("large models without memory; models/test_memory.py and test_fit.py add up by day what they need")
+@nightly("large models without memory; models/test_memory.py and models/test_fit.py add up what they need")
 @pytest.mark.parametrize(
     ("config", "tied", "vocab_size"),
     [(config, *vocabulary) for config in CUT for vocabulary in VOCABULARIES] if NIGHTLY
@@ -110,7 +110,7 @@ def test_what_fsdp_gathers(elsewhere: Run, config: dict[str, Any], tied: bool, v
     assert 0.97 < sum(found.parts[kind] for kind in STEP) / found.peak < 1.2
 
 
-@nightly("large models without memory; models/test_memory.py and test_fit.py add up by day what they need")
+@nightly("large models without memory; models/test_memory.py and models/test_fit.py add up what they need")
 @pytest.mark.parametrize(
     ("num_experts", "ep", "config"),
     [(16, 4, LIGHT), *also((6, 1, CUT[0])),

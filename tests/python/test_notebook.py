@@ -58,7 +58,7 @@ def executed(cells: list[str], folder: Path) -> list[Any]:
     return [cell.outputs for cell in notebook.cells]
 
 
-@nightly("interrupts of a script are in test_processes.py")
+@nightly("interrupts of a script are in end_to_end/test_processes.py")
 def test_an_interrupt_saves_and_leaves_the_kernel_alive(tmp_path: Path) -> None:
     toml = write_toml(tmp_path, make_model(tmp_path / "model"))
     look = "print(len(llamarl.open_run('runs/long').metrics()) >= 2, sorted(os.listdir('runs/long/checkpoints')))"

@@ -79,7 +79,7 @@ def answer(model: Path, tmp_path: Path, *words: str) -> tuple[dict[str, Any], st
     return row, done.stderr
 
 
-@nightly("runs of their own; answers of an export are asked for in test_generate.py and test_serve.py by day")
+@nightly("runs of their own; answers of an export are asked for in test_generate.py by day")
 @pytest.mark.parametrize("kind", list(SETTINGS) if NIGHTLY else ["chat", "lora"])
 def test_run_and_export_get_the_same_prompt_and_say_the_same(
     trained: Callable[[str], Run], tmp_path: Path, kind: str
@@ -103,7 +103,7 @@ def test_run_and_export_get_the_same_prompt_and_say_the_same(
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == PROMPTS[kind]
 
 
-@nightly("runs of their own; answers of an export are asked for in test_generate.py and test_serve.py by day")
+@nightly("runs of their own; answers of an export are asked for in test_generate.py by day")
 def test_an_evaluation_of_a_run_is_that_of_its_last_step(trained: Callable[[str], Run]) -> None:
     """Without a word of settings: the run's own problems, reward, prompts and types."""
     run, export = trained("examples")
@@ -120,7 +120,7 @@ def test_an_evaluation_of_a_run_is_that_of_its_last_step(trained: Callable[[str]
     assert done.returncode == 0 and "minus" in done.stdout, done.stderr
 
 
-@nightly("runs of their own; answers of an export are asked for in test_generate.py and test_serve.py by day")
+@nightly("runs of their own; answers of an export are asked for in test_generate.py by day")
 def test_types_of_what_is_written(trained: Callable[[str], Run], tmp_path: Path) -> None:
     run, export = trained("plain")
 
@@ -165,7 +165,7 @@ def test_a_format_that_no_chat_has_is_said(trained: Callable[[str], Run], tmp_pa
     assert not Tokenizer(other / "export").has_chat_template
 
 
-@nightly("runs of their own; answers of an export are asked for in test_generate.py and test_serve.py by day")
+@nightly("runs of their own; answers of an export are asked for in test_generate.py by day")
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_a_run_starts_from_an_adapter(trained: Callable[[str], Run], tmp_path: Path, command: str) -> None:
     """`model.adapter`: what the adapter had learnt is where the run begins."""
@@ -188,7 +188,7 @@ def test_a_run_starts_from_an_adapter(trained: Callable[[str], Run], tmp_path: P
     assert done.returncode == 2 and "model.adapter" in done.stderr
 
 
-@nightly("runs of their own; answers of an export are asked for in test_generate.py and test_serve.py by day")
+@nightly("runs of their own; answers of an export are asked for in test_generate.py by day")
 def test_a_run_starts_from_another_run(trained: Callable[[str], Run], tmp_path: Path) -> None:
     """`model.path` names a run: its newest checkpoint, with its prompt format."""
     run, export = trained("examples")

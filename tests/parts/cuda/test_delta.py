@@ -54,7 +54,7 @@ def assert_as_exact_as_torch(some: np.ndarray, shape: DeltaShape, num_tokens: in
         assert own <= 4 * error + 1e-6 * largest
 
 
-@nightly("Triton's interpreter is slow; by day what a GPU checks at its start runs on the kernels")
+@nightly("Triton's interpreter is slow; by day the package computes by these kernels")
 @pytest.mark.parametrize("name", [*(SHAPES if NIGHTLY else ["odd"]), "cut"])
 def test_runs_that_depend_on_each_other(name: str) -> None:
     """A prompt in two chunks, a copy of its state, two forks, and a fork that continues."""
@@ -63,21 +63,21 @@ def test_runs_that_depend_on_each_other(name: str) -> None:
     assert_as_exact_as_torch(some, SHAPES.get(name, CUT), 9)
 
 
-@nightly("Triton's interpreter is slow; by day what a GPU checks at its start runs on the kernels")
+@nightly("Triton's interpreter is slow; by day the package computes by these kernels")
 def test_a_slot_is_not_overwritten_before_it_is_read() -> None:
     some = runs((0, 2, 0, 1), (2, 3, 1, 2), (5, 1, 1, 1), (6, 1, 2, 5), (7, 1, 1, 2))
     assert kernels.waves(some.tolist()) == [0, 1, 2, 2, 3]
     assert_as_exact_as_torch(some, SHAPES["odd"], 8)
 
 
-@nightly("Triton's interpreter is slow; by day what a GPU checks at its start runs on the kernels")
+@nightly("Triton's interpreter is slow; by day the package computes by these kernels")
 def test_runs_of_one_token_that_follow_each_other() -> None:
     some = runs(*((token, 1, min(token, 1), 1) for token in range(5)), (5, 1, 0, 2), (6, 1, 0, 3))
     assert kernels.waves(some.tolist()) == [0, 1, 2, 3, 4, 0, 0]
     assert_as_exact_as_torch(some, SHAPES["plain"], 7)
 
 
-@nightly("Triton's interpreter is slow; by day what a GPU checks at its start runs on the kernels")
+@nightly("Triton's interpreter is slow; by day the package computes by these kernels")
 @pytest.mark.parametrize("name", ["small", *also("one")])
 def test_a_token_has_the_same_bits_in_any_run(name: str) -> None:
     """Whole, in pieces, decoded one by one, moved between slots, and next to other runs at another place."""
@@ -113,7 +113,6 @@ def test_nothing_to_compute() -> None:
     assert torch.isnan(kept[0][1:]).all()
 
 
-@nightly("Triton's interpreter is slow; by day single runs are beside torch")
 def test_the_package_computes_by_them_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """The recurrent form of a batch with a shared prompt."""
     monkeypatch.setattr(gpu, "kernel", lambda name, device: {"delta": kernels}.get(name))
@@ -130,7 +129,7 @@ def test_the_package_computes_by_them_in_float32(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
 
 
-@nightly("Triton's interpreter is slow; by day what a GPU checks at its start runs on the kernels")
+@nightly("Triton's interpreter is slow; by day the package computes by these kernels")
 def test_what_a_gpu_checks_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks.delta_error(kernels, DEVICE) < 1e-4
     monkeypatch.setattr(kernels, "waves", lambda some: [0] * len(some))

@@ -107,7 +107,7 @@ def test_a_host_that_cannot_fetch_ends_the_start_and_says_why(
     assert f"host c: tiny/model@{commit}: HF_HUB_OFFLINE is set, so the Hub is not asked" in said
 
 
-@nightly("what agents start ends with them: hosts/namespaces/test_agents.py")
+@nightly("agents are in parts/hosts/test_agent.py")
 def test_a_fetch_ends_with_the_agent(hub: HubServer, commit: str, agents: Agents, tmp_path: Path) -> None:
     hub.fail("/lfs/", bytes_per_s=200)
     run = train(tmp_path, agents.place)

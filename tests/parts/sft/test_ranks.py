@@ -15,7 +15,7 @@ from tests.executors.test_ranks import END_S, fails_to_start
 from tests.nightly import nightly
 
 
-@nightly("two processes that import torch; tests/executors/test_ranks.py has it of the trainer")
+@nightly("two processes that import torch; training/test_layouts.py has ranks of the trainer")
 def test_ranks_that_do_not_all_start(tmp_path: Path) -> None:
     """The start fails at once, with the error of the rank that failed, for which the others would wait."""
     model = make_model(tmp_path / "model")

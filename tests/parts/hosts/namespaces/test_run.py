@@ -53,7 +53,7 @@ def agent(hosts: Namespaces, folder: Path, host: str, *options: object) -> subpr
     return llamarl(hosts, host, folder, "host", place, "--name", host, "--address", hosts.addresses[host], *options)
 
 
-@nightly("hosts that die, freeze and come back are in test_agents.py")
+@nightly("test_hosts.py loses simulated hosts")
 def test_a_host_is_cut_off_and_comes_back(tmp_path: Path) -> None:
     with Namespaces(3) as hosts:
         run = train(hosts, tmp_path, "--generator.replicas", 2, "--steps", STEPS)
