@@ -11,14 +11,12 @@ import pytest
 
 from llamarl.controller import supervision
 from llamarl.controller.supervision import Stalled, StallWatch, run_pausable
-from tests.nightly import nightly
 
 
 async def _no_facts() -> str:
     return "nobody"
 
 
-@nightly("a process that is stopped; by day another clock passes")
 def test_a_stopped_process_has_not_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGSTOP for longer than the limit, and what it waited for comes after it."""
     monkeypatch.setattr(supervision, "PAUSE_S", 1.0)
