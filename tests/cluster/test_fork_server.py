@@ -134,7 +134,7 @@ def test_without_its_server_a_rank_goes_on_and_the_next_starts_by_itself(kind: K
     assert launcher.SERVER_ENDED not in (tmp_path / "first.log").read_text()
 
 
-@nightly("more of its ends; by day it is killed before a start, and ranks go on")
+@nightly("more of its ends; by day ranks are killed and end with their launcher")
 def test_a_server_that_is_killed_while_it_is_asked_costs_a_start_only(kind: Kind, tmp_path: Path) -> None:
     """Stopped, so that it has the request and does not answer."""
 
@@ -152,7 +152,7 @@ def test_a_server_that_is_killed_while_it_is_asked_costs_a_start_only(kind: Kind
         run(main, kind, tmp_path)
 
 
-@nightly("more of its ends; by day it is killed before a start, and ranks go on")
+@nightly("more of its ends; by day ranks are killed and end with their launcher")
 def test_a_server_that_does_not_answer_costs_a_start_only(
     kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,7 +197,7 @@ def test_a_rank_is_not_started_before_the_server_is_ready(kind: Kind, monkeypatc
         run(main, kind)
 
 
-@nightly("more of its ends; by day it is killed before a start, and ranks go on")
+@nightly("more of its ends; by day ranks are killed and end with their launcher")
 @pytest.mark.parametrize(
     ("env", "said"),
     [

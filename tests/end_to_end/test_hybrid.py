@@ -36,9 +36,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(folder, family="qwen3_next", delta=DELTA, moe=moe, partial_rotary_factor=0.5)
 
 
-@nightly(
-    "two whole runs; by day weights arrive in flight below, and states move in checkpoint, generation and training"
-)
+@nightly("two whole runs; checkpoint, generation and training have hybrids by day")
 @pytest.mark.parametrize("kind", ["hybrid", "mixture"])
 def test_one_is_trained_saved_resumed_exported_and_replayed(
     tmp_path: Path, kind: str, request: pytest.FixtureRequest

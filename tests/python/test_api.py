@@ -71,7 +71,7 @@ def test_a_run_of_own_rows_and_functions(toml: Path, capsys: pytest.CaptureFixtu
         llamarl.open_run("runs")
 
 
-@nightly("runs of their own; by day a run of own rows and functions is made, answered and exported")
+@nightly("runs of their own; by day a run of own rows and functions is made and answered")
 def test_the_record_starts_it_again_without_python(toml: Path) -> None:
     """What was given is in files that the settings name."""
     secret = 7
@@ -164,7 +164,7 @@ for one in (reward, scale, lambda response: helper(response)):
 """
 
 
-@nightly("runs of their own; by day a run of own rows and functions is made, answered and exported")
+@nightly("runs of their own; by day a run of own rows and functions is made and answered")
 def test_a_function_is_known_by_what_it_does(tmp_path: Path) -> None:
     """A script that is changed elsewhere, or a kernel that is started again, goes on with the same reward; else the
     steps since the last checkpoint would be lost."""
@@ -324,7 +324,7 @@ def test_an_evaluation_and_answers(toml: Path, model: Path) -> None:
     assert all(0 < row["num_tokens"] <= 6 for row in rows)
 
 
-@nightly("runs of their own; by day a run of own rows and functions is made, answered and exported")
+@nightly("runs of their own; by day a run of own rows and functions is made and answered")
 def test_an_evaluation_says_what_could_not_be_judged(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -405,7 +405,7 @@ print(sorted({{row["reward_mean"] > 0 for row in run.metrics()}}), run.config.cl
 """
 
 
-@nightly("runs of their own; by day a run of own rows and functions is made, answered and exported")
+@nightly("runs of their own; by day a run of own rows and functions is made and answered")
 def test_a_script_without_a_guard_and_processes(toml: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(toml=str(toml)))
@@ -490,7 +490,7 @@ def test_arguments_that_mean_nothing_or_two_things(
     assert not (tmp_path / "runs/demo").exists()
 
 
-@nightly("runs of their own; by day a run of own rows and functions is made, answered and exported")
+@nightly("runs of their own; by day a run of own rows and functions is made and answered")
 def test_home_is_where_a_path_of_python_says(tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
@@ -588,7 +588,7 @@ def first_word(response: str) -> bool:
     return response.split(maxsplit=1)[0] == "x"
 
 
-@nightly("runs of their own; by day a run of own rows and functions is made, answered and exported")
+@nightly("runs of their own; by day a run of own rows and functions is made and answered")
 def test_several_data_sets_are_mixed(toml: Path) -> None:
     """By label, each with rewards of its own, functions too."""
     calm = {"data": ROWS[8:20], "weight": 3, "reward": {brevity: 1.0, ends_right: 0.5}, "max_new_tokens": 5}

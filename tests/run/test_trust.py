@@ -77,7 +77,7 @@ def test_what_is_executed_is_named() -> None:
     assert code_of(config) == ["generator.vllm.python = '/x/python'"]
 
 
-@nightly("a run of its own; by day a stranger's code is refused, and what is there is taken")
+@nightly("a run of its own; by day what would be executed is named, and what is there is taken")
 def test_a_function_is_loaded_as_it_was_written(run: llamarl.api.RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     (part,) = run.config.reward.parts
     file = Path(part.options["file"])
@@ -127,7 +127,7 @@ def test_other_owners(run: llamarl.api.RunRecord, monkeypatch: pytest.MonkeyPatc
         reward_settings(reward_by_length, Path("runs"))
 
 
-@nightly("a run of its own; by day links, functions that are there and refusals are tested")
+@nightly("a run of its own; by day what would be executed is named, and what is there is taken")
 def test_an_evaluation_of_a_run(run: llamarl.api.RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its reward is executed, so it asks for trust as a replay does."""
     path = run.path / "config.toml"

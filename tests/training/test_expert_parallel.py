@@ -82,7 +82,7 @@ def test_layout_computes_what_one_process_computes(run, make_groups, sizes: dict
     assert_same(run(sizes, shape, batches), alone(shape, batches), tolerance)
 
 
-@nightly("several ranks each; by day layouts compute and states move with experts shared out")
+@nightly("several ranks each; by day other layouts compute with experts shared out")
 @pytest.mark.parametrize("experts", [(2, 5), *also((0, 1), (6, 7))], ids=str)
 def test_all_rows_of_all_ranks_for_one(run, make_groups, experts: tuple[int, ...]) -> None:
     """Others compute no row of a layer, and are in its exchange all the same."""
@@ -90,14 +90,14 @@ def test_all_rows_of_all_ranks_for_one(run, make_groups, experts: tuple[int, ...
     assert_same(run({"fsdp": 4, "ep": 4}, QWEN3, batches), alone(QWEN3, batches), 1e-5)
 
 
-@nightly("several ranks each; by day layouts compute and states move with experts shared out")
+@nightly("several ranks each; by day other layouts compute with experts shared out")
 def test_ranks_without_a_group(run, make_groups) -> None:
     """One group for four ranks, then nothing to learn from."""
     batches = [make_groups(((5, 1, 9),)), make_groups(((3, 3),), reward=lambda index: 1.0)]
     assert_same(run({"fsdp": 4, "ep": 2}, QWEN3, batches), alone(QWEN3, batches), 1e-5)
 
 
-@nightly("several ranks each; by day layouts compute and states move with experts shared out")
+@nightly("several ranks each; by day other layouts compute with experts shared out")
 @pytest.mark.parametrize(
     "config",
     [{"train_router": False, "activation_checkpointing": True}, *also({"lora": {"rank": 2, "targets": ["q_proj"]}})],
@@ -108,7 +108,7 @@ def test_settings_with_experts_shared_out(run, make_groups, config: dict) -> Non
     assert_same(run({"fsdp": 4, "ep": 2}, QWEN3, batches, None, config), alone(QWEN3, batches, None, config), 1e-5)
 
 
-@nightly("several ranks each; by day layouts compute and states move with experts shared out")
+@nightly("several ranks each; by day other layouts compute with experts shared out")
 def test_bfloat16_with_experts_shared_out(run, make_groups) -> None:
     """As far from float32 as one process is; rows travel in bfloat16."""
     config, batches = {"dtype": "bfloat16"}, [recorded(make_groups())]

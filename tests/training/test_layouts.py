@@ -117,14 +117,14 @@ def test_moments_of_8_bits_in_layouts(run, tmp_path, make_groups, sizes: dict) -
             assert torch.equal(tensor, decoded(name.partition(":")[2], saved[name], scale)), name
 
 
-@nightly("several ranks each; by day other layouts compute, move states and fail")
+@nightly("several ranks each; by day other layouts compute and fail")
 @pytest.mark.parametrize("sizes", [{"cp": 2}, *also({"fsdp": 2}, {"tp": 2}, {"pp": 2})], ids=str)
 def test_supervised_training_too(run, sizes: dict) -> None:
     documents = make_documents(((3, 4), (2, 9), (5, 1), (1, 2), (4, 20)))
     assert_same(run(sizes, documents, function=learn_rank), learn(ALONE, documents), TOLERANCE)
 
 
-@nightly("several ranks each; by day other layouts compute, move states and fail")
+@nightly("several ranks each; by day other layouts compute and fail")
 def test_more_ranks_than_groups_rows_or_layers_to_share_evenly(run, make_groups) -> None:
     """One group for three ranks, then none to learn from, then two; of 4 rows the last rank has none.
 
@@ -138,7 +138,7 @@ def test_more_ranks_than_groups_rows_or_layers_to_share_evenly(run, make_groups)
         assert_same(run(sizes, shape, batches), expected, TOLERANCE)
 
 
-@nightly("several ranks each; by day other layouts compute, move states and fail")
+@nightly("several ranks each; by day other layouts compute and fail")
 def test_bfloat16_is_as_far_from_float32_as_in_one_process(run, make_groups) -> None:
     """Sums over ranks are taken in bfloat16 where one process has none, so bits differ."""
     batches, half = [make_groups()], {"dtype": "bfloat16"}
@@ -150,7 +150,7 @@ def test_bfloat16_is_as_far_from_float32_as_in_one_process(run, make_groups) -> 
         assert one.metrics[0]["grad_norm"] == pytest.approx(exact.metrics[0]["grad_norm"], rel=0.03)
 
 
-@nightly("several ranks each; by day other layouts compute, move states and fail")
+@nightly("several ranks each; by day other layouts compute and fail")
 @pytest.mark.parametrize("sizes", [{"tp": 2}, *also({"pp": 2}, {"fsdp": 2}, {"cp": 2})], ids=str)
 def test_weights_of_bfloat16(run, tmp_path, make_groups, sizes: dict) -> None:
     """They learn what float32 ones do, as far as they are coarse, and move between layouts bit for bit."""
@@ -177,7 +177,7 @@ def test_a_loss_over_whole_sequences_in_cut_ones(run, make_groups) -> None:
     assert_same(run({"cp": 2}, MISTRAL, batches, Gspo()), alone(MISTRAL, batches, Gspo()), TOLERANCE)
 
 
-@nightly("several ranks each; by day other layouts compute, move states and fail")
+@nightly("several ranks each; by day other layouts compute and fail")
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "tp": 2}, *also({"pp": 2}, {"cp": 2})], ids=str)
 def test_layers_that_are_computed_again(run, make_groups, sizes: dict) -> None:
     """Their collectives, and the weights that FSDP2 gathers, come once more in backward."""
@@ -221,7 +221,7 @@ def test_state_moves_between_layouts_bit_for_bit(run, tmp_path, make_groups) -> 
 BFLOAT16 = {"weights": "bfloat16", "dtype": "bfloat16"}
 
 
-@nightly("several ranks each; by day other layouts compute, move states and fail")
+@nightly("several ranks each; by day other layouts compute and fail")
 @pytest.mark.parametrize(
     ("sizes", "config"),
     [
@@ -257,7 +257,7 @@ def test_a_mirror_moves_between_layouts_bit_for_bit(run, tmp_path, make_groups, 
             assert torch.equal(tensor, again[name]), name
 
 
-@nightly("several ranks each; by day other layouts compute, move states and fail")
+@nightly("several ranks each; by day other layouts compute and fail")
 @pytest.mark.parametrize("sizes", [{"fsdp": 2}, *also({"pp": 2}, {"tp": 2}, {"cp": 2})], ids=str)
 def test_a_critic_computes_what_one_process_computes(run, make_groups, sizes: dict) -> None:
     """Values, loss, gradients and weights; it values in the middle of a step, by the weights of before."""
@@ -269,7 +269,7 @@ def test_a_critic_computes_what_one_process_computes(run, make_groups, sizes: di
         assert np.abs(values - wanted).max() < TOLERANCE * np.abs(wanted).max()
 
 
-@nightly("several ranks each; by day other layouts compute, move states and fail")
+@nightly("several ranks each; by day other layouts compute and fail")
 @pytest.mark.parametrize("policy", ["stop", *also("skip")])
 def test_a_critic_s_step_that_is_not_finite_on_one_rank_is_so_on_all(run, make_groups, policy: str) -> None:
     batches = [make_groups(), make_groups(seed=1, reward=lambda index: np.inf if index == 3 else 1.0)]

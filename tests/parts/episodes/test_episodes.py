@@ -192,7 +192,7 @@ def test_a_turn_that_is_asked_for_twice_is_answered_once(tmp_path: Path) -> None
         audit(run.train(strike=kills(("environment", tenth / 10))))
 
 
-@nightly("a controller that is killed; controller/test_restart.py kills it by day, and turns go on in the tests above")
+@nightly("a controller that is killed; controller/test_keeping.py goes on after one by day")
 @pytest.mark.parametrize("segment", [0, 1])
 def test_a_controller_that_is_killed_goes_on_with_its_turns(tmp_path: Path, segment: int) -> None:
     """Those that wait for a reply are asked for again; those that go on after one keep it; none is sampled twice."""

@@ -170,7 +170,7 @@ class TestPage:
         assert len(steps) > 50
         assert "1,000 rollouts" in run["rollouts"]["said"]
 
-    @nightly("by day a thousand steps are small")
+    @nightly("by day any value of any column fits the page")
     def test_ten_thousand_steps_are_averaged(self, tmp_path: Path) -> None:
         folder = make_run(tmp_path / "made", steps=0)
         rows = [step_row(step, importance_ratio_max=11.0 if step == 3 else 2.0) for step in range(1, 10_001)]

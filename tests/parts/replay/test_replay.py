@@ -265,7 +265,7 @@ def test_a_truncated_record_is_named(copy: Path) -> None:
     assert "step 2, rollouts.jsonl, its rows: recorded 3, replayed 6" in differs(copy, "--steps", "1:3")
 
 
-@nightly("a replay each; by day a token that came otherwise is named, and so is each fault of test_replay_faults.py")
+@nightly("a replay each; by day faults of test_replay_faults.py are named")
 def test_a_flipped_weight_is_named(tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between steps 3 and 4 of the run."""
     step = Trainer.step
@@ -289,7 +289,7 @@ def test_a_flipped_weight_is_named(tmp_path: Path, toml: Path, monkeypatch: pyte
     assert re.search(r"step 4, weights of version 4, tensor [\w.]+: recorded [0-9a-f]{16}, replayed [0-9a-f]{16}", said)
 
 
-@nightly("a replay each; by day each fault of test_replay_faults.py is named")
+@nightly("a replay each; by day faults of test_replay_faults.py are named")
 def test_a_token_that_came_otherwise_is_named(tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One log-probability of the run is one bit off."""
     append, changed = Rows.append, list[tuple[int, int, int]]()
@@ -310,7 +310,7 @@ def test_a_token_that_came_otherwise_is_named(tmp_path: Path, toml: Path, monkey
     assert llamarl_here("replay", run, "--only", "train").returncode == 0
 
 
-@nightly("a replay each; by day each fault of test_replay_faults.py is named")
+@nightly("a replay each; by day faults of test_replay_faults.py are named")
 def test_keys_and_values_of_another_version_are_seen(
     tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,7 +343,7 @@ def test_tokens_that_nobody_sampled_again_are_missed(run: Path, monkeypatch: pyt
     assert re.search(r"step 6, tokens in all: recorded \d+, replayed \d+", differs(run, "--only", "generate"))
 
 
-@nightly("a replay each; by day each fault of test_replay_faults.py is named")
+@nightly("a replay each; by day faults of test_replay_faults.py are named")
 def test_a_reordered_step_is_named(tmp_path: Path, toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer took its groups in another order than is on record."""
     take = TrainerExecutor._take

@@ -184,7 +184,7 @@ def test_only_named_files_count(command: str) -> None:
     assert end.outcome is Outcome.WRONG, end
 
 
-@nightly("a worker that is killed; machines/test_bubblewrap.py has starters that are killed by day")
+@nightly("a worker that is killed; machines/test_bubblewrap.py ends machines by day")
 @pytest.mark.parametrize("command", ["kill -9 -1; kill -9 1", "while :; do sh -c '(while :; do :; done) &'; done"])
 def test_who_hurts_its_machine_gains_nothing(command: str) -> None:
     *_, end = talk(row(BY_CALLS), sh(command), "", limits={"cpu_s": 2, "processes": 20}, command_s=5.0)
@@ -255,7 +255,7 @@ def test_all_threads_fit_into_a_worker() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-@nightly("a worker that is killed; machines/test_bubblewrap.py has starters that are killed by day")
+@nightly("a worker that is killed; machines/test_bubblewrap.py ends machines by day")
 def test_a_killed_worker_leaves_no_machine(model: Path) -> None:
     """Its episodes are INVALID, and the next ones get a new worker."""
     executor = EnvironmentExecutor(str(model), Ref.model_validate({"name": "machine", "form": "line"}))
