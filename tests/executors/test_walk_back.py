@@ -71,7 +71,6 @@ def test_it_goes_back_to_what_trainer_and_critic_both_have(
         assert step_folder(folder, one, 4).exists(), "saved again"
 
 
-@nightly("a run of its own; by day it does not go on without a step that both have")
 @pytest.mark.parametrize("has_journal", [True, False])
 def test_a_critic_s_first_checkpoint_alone_is_none(
     saved_run: tuple[RunConfig, RunFolder], tmp_path: Path, capsys: pytest.CaptureFixture[str], has_journal: bool
