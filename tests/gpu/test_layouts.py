@@ -20,14 +20,14 @@ LAYOUTS = {
 }
 
 
-@nightly("large models without memory; by day the same sums are those of small ones here and in models/test_memory.py")
+@nightly("allocates large models on the meta device; models/test_memory.py checks the memory sums")
 @pytest.mark.parametrize(("model", "num_ranks"), [("8B", 64), ("70B", 256), ("405B", 1024)])
 def test_ranks_hold_what_is_planned(elsewhere: Run, model: str, num_ranks: int) -> None:
     """A few ranks: the first, one in the middle, and the last."""
     assert elsewhere(layouts.misplaced, model, LAYOUTS[model], (0, num_ranks // 2 - 3, num_ranks - 1)) == []
 
 
-@nightly("large models without memory; by day the same sums are those of small ones here and in models/test_memory.py")
+@nightly("allocates large models on the meta device; models/test_memory.py checks the memory sums")
 @pytest.mark.parametrize(
     "sizes", [{"fsdp": 8}, {"fsdp": 8, "ep": 2}, {"fsdp": 4, "ep": 4}, {"pp": 2, "fsdp": 4, "cp": 2, "tp": 2, "ep": 4}],
     ids=str,
@@ -37,13 +37,13 @@ def test_ranks_of_a_mixture_do_too(elsewhere: Run, sizes: dict[str, int]) -> Non
     assert elsewhere(layouts.misplaced, "experts", sizes, range(num_ranks)) == []
 
 
-@nightly("large models without memory; by day plans are summed in models/test_memory.py")
+@nightly("allocates large models on the meta device; models/test_memory.py checks the memory sums")
 def test_a_plan_for_another_mesh_is_seen(elsewhere: Run) -> None:
     found = elsewhere(layouts.misplaced, "8B", {"fsdp": 16, "tp": 4}, (5,), {"fsdp": 8, "tp": 8})
     assert any("q_proj" in one for one in found) and any("norm" in one for one in found)
 
 
-@nightly("large models without memory; by day the same sums are those of small ones here and in models/test_memory.py")
+@nightly("allocates large models on the meta device; models/test_memory.py checks the memory sums")
 def test_planning_for_1024_ranks_is_no_obstacle(elsewhere: Run) -> None:
     found = elsewhere(layouts.planning, "405B", LAYOUTS["405B"], 8)
     assert found["index_s"] < 10 and found["plan_s"] < 10 and found["peak_bytes"] < 2 << 30, found
@@ -59,7 +59,7 @@ def test_layers_are_not_whole_between_forward_and_backward(elsewhere: Run, recom
     assert copied["after_forward"] >= copied["layers"], "the mutant"
 
 
-@nightly("large models without memory; by day the same sums are those of small ones here and in models/test_memory.py")
+@nightly("allocates large models on the meta device; models/test_memory.py checks the memory sums")
 @pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"fsdp": 2, "cp": 2}, {"fsdp": 2, "tp": 2}], ids=str)
 def test_all_ranks_issue_collectives_in_one_order(elsewhere: Run, sizes: dict[str, int]) -> None:
     """Of several groups, as of FSDP, of context ranks and of the norm of gradients. NCCL starts them in that order."""
@@ -68,7 +68,7 @@ def test_all_ranks_issue_collectives_in_one_order(elsewhere: Run, sizes: dict[st
     assert all(other == first for other in others)
 
 
-@nightly("large models without memory; by day plans are summed in models/test_memory.py")
+@nightly("allocates large models on the meta device; models/test_memory.py checks the memory sums")
 def test_what_a_layer_moves_and_launches_under_fsdp(elsewhere: Run) -> None:
     """Weights in two bytes, gathered for forward and for backward, and gradients in four, once. The additional launches
     copy in and out of what is sent, and views of it."""

@@ -14,7 +14,7 @@ from tests.nightly import nightly
 SAME = ("reward_mean", "loss", "grad_norm", "extra.value_loss", "extra.critic_grad_norm", "extra.kl_to_reference")
 
 
-@nightly("a whole run; other tests of this folder compare its pieces by day")
+@nightly("starts a whole run; test_memory.py counts the memory of a generator on a pretended GPU")
 def test_a_run_says_what_it_says_on_the_cpu(on_gpu: Run) -> None:
     (expected, nothing), (found, asked) = (on_gpu(runs.run, device) for device in ("cpu", "cuda"))
     for one, other in zip(expected, found, strict=True):

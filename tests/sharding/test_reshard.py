@@ -19,7 +19,7 @@ from llamarl.sharding.parallel_layout import DTYPE_BYTES, Held, LayoutError, Sha
 from llamarl.sharding.reshard import Move, ReshardPlan, plan_reshard
 from llamarl.sharding.tensor_parallel import expert_box, tensor_parallel_box
 from llamarl.weight_sync.relays import Chains
-from tests.nightly import examples, nightly
+from tests.nightly import nightly
 
 
 def hops(plan: ReshardPlan) -> list[tuple[int, int, int]]:
@@ -156,14 +156,14 @@ def meshes(draw, names_and_shapes: dict[str, tuple[int, ...]], dtype: str) -> Sh
 
 
 @nightly("processes; by day plans are carried out in one")
-@settings(max_examples=examples(250), deadline=None, derandomize=True)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(executors())
 def test_trainers_to_generators(layouts) -> None:
     check(plan_reshard(*layouts))
 
 
 @nightly("more meshes; by day those of other tests here")
-@settings(max_examples=examples(250), deadline=None, derandomize=True)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_mesh_to_any_mesh(data) -> None:
     sizes = st.lists(st.integers(0, 7), max_size=3).map(tuple)

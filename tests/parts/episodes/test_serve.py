@@ -66,7 +66,7 @@ def post(url: str, key: str = "k", **body: Any) -> Any:
         return json.loads(reply.read())
 
 
-@nightly("a server beside a model; by day the gateway answers calls side by side")
+@nightly("starts a server process; test_gateway.py sends calls to an endpoint in this process")
 def test_calls_are_answered_side_by_side(model: Path) -> None:
     with served(model, "--api-key", "k", "--name", "tiny") as url:
         with ThreadPoolExecutor(16) as pool:
@@ -84,7 +84,7 @@ def test_calls_are_answered_side_by_side(model: Path) -> None:
         assert urllib.request.urlopen(known, timeout=240).status == 200  # who has the key may use any name
 
 
-@nightly("servers in processes of their own; by day calls are answered side by side")
+@nightly("starts a server process; test_gateway.py sends calls to an endpoint in this process")
 def test_the_newest_checkpoint_of_a_run(toml: Path, model: Path, tmp_path: Path) -> None:
     """`llamarl serve RUN`, as docs/episodes.md shows it. The model has learnt, and its chat template gets what it got
     in the run."""
@@ -185,7 +185,7 @@ def chatting(model: Path) -> Iterator[Path]:
     (model / "chat_template.jinja").unlink()
 
 
-@nightly("servers in processes of their own; by day calls are answered side by side")
+@nightly("starts a server process; test_gateway.py sends calls to an endpoint in this process")
 def test_whatever_is_sent_is_answered_or_refused(chatting: Path) -> None:
     """In OpenAI's shape, never by an error of the server's; and the others are answered as before."""
     plain: dict[str, Any] = {"max_tokens": 2}

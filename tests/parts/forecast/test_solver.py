@@ -19,7 +19,7 @@ from llamarl.parts.forecast.report import choose, render_plans, verdict
 from llamarl.parts.forecast.request import ASYNCHRONOUS, BASELINE, SYNCHRONOUS, PlanRequest, Rules
 from llamarl.parts.forecast.solver import asynchronous_plan, solve, synchronous_plan
 from llamarl.parts.forecast.training import training_memory, training_parts
-from tests.nightly import examples, nightly
+from tests.nightly import nightly
 from tests.parts.forecast.conftest import SMALL, make_request
 
 
@@ -91,7 +91,7 @@ def _all_plans(request: PlanRequest) -> list[Plan]:
 
 
 @nightly("more of hypothesis; by day the solver equals an exhaustive search")
-@settings(max_examples=examples(25), deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(changes=REQUESTS, gpus=st.integers(1, 48), layers=st.integers(8, 160))
 def test_a_plan_stays_within_memory_and_cluster(changes: dict[str, float], gpus: int, layers: int) -> None:
     request = make_request(replace(SMALL, num_layers=layers), gpus, **changes)
@@ -105,7 +105,7 @@ def test_a_plan_stays_within_memory_and_cluster(changes: dict[str, float], gpus:
 
 
 @nightly("more of hypothesis; by day the solver equals an exhaustive search")
-@settings(max_examples=examples(20), deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(changes=REQUESTS, gpus=st.integers(2, 40), more=st.integers(1, 24))
 def test_more_gpus_are_never_slower(changes: dict[str, float], gpus: int, more: int) -> None:
     for rules, staleness in ((SYNCHRONOUS, 0), (ASYNCHRONOUS, 2), (BASELINE, 0)):
